@@ -1,0 +1,54 @@
+"""Deals the catalogue to the tests that ask for a ``trial``, with its lane in the test's id."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_equivalence import catalogue
+from ddp_equivalence.errors import BadCase
+from ddp_equivalence.ranks import lanes
+from ddp_equivalence.strategies import STRATEGIES
+
+pytest_plugins = ("ddp_equivalence.pytest_plugin",)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """``@pytest.mark.promise_of("ddp_mean")`` gives a test every trial on which that promise holds,
+    ``@pytest.mark.known_differences_of("ddp_mean")`` the others."""
+    for marker in metafunc.definition.iter_markers("promise_of"):
+        _parametrize(metafunc, catalogue.cases(promise_of=marker.args[0]))
+    for marker in metafunc.definition.iter_markers("known_differences_of"):
+        _parametrize(metafunc, catalogue.known_differences(of=marker.args[0]))
+
+
+def _parametrize(metafunc: pytest.Metafunc, trials: tuple[catalogue.Trial, ...]) -> None:
+    metafunc.parametrize("trial", [_with_lane(metafunc.config, trial) for trial in trials])
+
+
+def _with_lane(config: pytest.Config, trial: catalogue.Trial) -> object:
+    lane, reason = _lane(config, trial)
+    marks = [
+        getattr(pytest.mark, "nccl" if lane in lanes.NCCL_BACKENDS else lane),
+        pytest.mark.trial(trial.strategy, trial.case.layout, lane),
+    ]
+    if reason:
+        marks.append(pytest.mark.skip(reason=reason))
+    return pytest.param(trial, id=f"{trial}-{lane}", marks=marks)
+
+
+def _lane(config: pytest.Config, trial: catalogue.Trial) -> tuple[str, str]:
+    """The lane that the trial runs on, and why it cannot."""
+    strategy, layout = STRATEGIES[trial.strategy], trial.case.ranks
+    must_run = config.getoption("--must-run")
+    if strategy.lane is not None:
+        return strategy.lane, lanes.missing(strategy.lane, layout.world_size) or ""
+    if strategy.one_process:
+        return "gloo_fallback", ""
+    backend = trial.backend or config.getoption("--ddp-backend")
+    try:
+        lane = lanes.choose(layout, backend)
+    except BadCase as error:
+        return backend, error.right
+    if lane.name == "gloo_fallback" and "nccl" in must_run:
+        return "nccl", f"{lane.reason}; --must-run nccl allows no other"
+    return lane.name, ""

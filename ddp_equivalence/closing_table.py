@@ -1,0 +1,129 @@
+"""The table that ends every run: what was compared with one big batch, and what was not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ddp_equivalence.records import Record
+
+COMPARED = ("same", "different")
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """A case that did not run, and why."""
+
+    what: str
+    layout: str
+    lane: str
+    reason: str
+
+
+def summary(
+    records: Sequence[Record], not_run: Sequence[NotRun], must_run: Sequence[str]
+) -> Mapping[str, object]:
+    """The counts of a run, as machines read them."""
+    compared = [one for one in records if one["outcome"] in COMPARED]
+    expected_same = [one for one in records if one["expected"] == "same"]
+    known = [one for one in records if one["expected"] == "different"]
+    return {
+        "compared": len(compared),
+        "same": sum(one["outcome"] == "same" for one in expected_same),
+        "different": sum(one["outcome"] == "different" for one in expected_same),
+        "unknown": sum(one["outcome"] == "unknown" for one in records),
+        "known_differences": len(known),
+        "known_differences_confirmed": sum(one["confirmed"] for one in known),
+        "not_run": len(not_run),
+        "parameters_compared": sum(one["parameters"] * one["ranks"] for one in compared),
+        "lanes": dict(Counter(one["backend"] for one in compared)),
+        "must_run_missing": list(lanes_missing(records, must_run)),
+    }
+
+
+def lanes_missing(records: Sequence[Record], must_run: Sequence[str]) -> Iterator[str]:
+    """The lanes that had to run and on which nothing was compared."""
+    ran = {one["backend"] for one in records if one["outcome"] in COMPARED}
+    return (lane for lane in must_run if lane not in ran)
+
+
+def lines(
+    records: Sequence[Record], not_run: Sequence[NotRun], must_run: Sequence[str] = ()
+) -> Iterator[str]:
+    """The table, line by line."""
+    layouts = list(dict.fromkeys(one["layout"] for one in records))
+    layouts.sort(key=lambda layout: (len(layout), layout))
+    names = dict.fromkeys([one["strategy"] for one in records if one["expected"] == "same"])
+    missing = {one.what for one in not_run} - set(names)
+    width = max(map(len, [*names, *missing, "known differences"]), default=0) + 2
+    columns = {layout: max(6, len(layout) + 2) for layout in layouts}
+    if names:
+        yield " " * width + "".join(f"{layout:>{columns[layout]}}" for layout in layouts)
+    for name in names:
+        rows = [one for one in records if one["strategy"] == name and one["expected"] == "same"]
+        counts = Counter(one["layout"] for one in rows if one["outcome"] in COMPARED)
+        cells = "".join(f"{counts.get(one) or '–':>{columns[one]}}" for one in layouts)
+        yield f"{name:<{width}}{cells}    {_state(rows)}"
+    for name in sorted(missing):
+        reasons = sorted({one.reason for one in not_run if one.what == name})
+        cells = "".join(f"{'–':>{columns[layout]}}" for layout in layouts)
+        yield f"{name:<{width}}{cells}    NOT RUN: {'; '.join(reasons)}"
+    yield from _known_differences(records, width)
+    yield from _also_not_run(not_run, missing)
+    yield from _totals(records, must_run)
+
+
+def _state(rows: Sequence[Record]) -> str:
+    outcomes = Counter(one["outcome"] for one in rows)
+    if set(outcomes) == {"same"}:
+        return "same"
+    names = {"same": "same", "different": "DIFFER", "unknown": "UNKNOWN"}
+    return ", ".join(f"{outcomes[one]} {name}" for one, name in names.items() if outcomes[one])
+
+
+def _known_differences(records: Sequence[Record], width: int) -> Iterator[str]:
+    known = [one for one in records if one["expected"] == "different"]
+    if not known:
+        return
+    differ = sum(one["outcome"] == "different" for one in known)
+    named = sum(one["confirmed"] for one in known)
+    total = len(known)
+    yield (
+        f"{'known differences':<{width}}{differ} of {total} differ, "
+        f"{named} of {total} under their known name"
+    )
+    causes = Counter(one["cause"] for one in known if one["outcome"] == "different")
+    yield " " * width + ", ".join(f"{name} {count}" for name, count in causes.most_common())
+
+
+def _also_not_run(not_run: Sequence[NotRun], listed: set[str]) -> Iterator[str]:
+    """Cases of strategies that ran elsewhere."""
+    reasons = Counter((one.lane, one.reason) for one in not_run if one.what not in listed)
+    for (lane, reason), count in reasons.items():
+        yield f"NOT RUN: {count} more {_plural(count, 'case')} on {lane}: {reason}"
+
+
+def _totals(records: Sequence[Record], must_run: Sequence[str]) -> Iterator[str]:
+    compared = [one for one in records if one["outcome"] in COMPARED]
+    lanes = Counter(one["backend"] for one in compared)
+    for lane, count in lanes.items():
+        text = f"lane {lane}: {count} {_plural(count, 'case')} compared"
+        reasons = {one["lane_reason"] for one in compared if one["backend"] == lane}
+        found = sorted(reason for reason in reasons if reason)
+        yield text + (f" ({'; '.join(found)})" if found else "")
+    parameters = sum(one["parameters"] * one["ranks"] for one in compared)
+    ranks = sum(one["ranks"] for one in compared)
+    if compared:
+        yield (
+            f"{len(compared)} {_plural(len(compared), 'case')} compared with one big batch: "
+            f"{parameters:,} gradients of parameters, on {ranks:,} ranks"
+        )
+    else:
+        yield "NOTHING was compared with one big batch"
+    for lane in lanes_missing(records, must_run):
+        yield f"--must-run {lane}: FAILED, nothing was compared on this lane"
+
+
+def _plural(count: int, word: str) -> str:
+    return word if count == 1 else f"{word}s"

@@ -1,0 +1,275 @@
+"""Compare measured gradients with expected ones: by name, on every rank, as a stream of chunks.
+
+Nothing here raises for a difference and nothing prints: the result is data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.errors import SuiteBug
+from ddp_equivalence.gradients import Chunk, Description, Gradients, chunks, dense, describe
+from ddp_equivalence.tolerance import Limit, Noise, Tolerance
+
+
+@dataclass(frozen=True)
+class RankError:
+    """One parameter on one rank.
+
+    ``error``: ||m - t|| / ||t||. ``element``: worst |m_i - t_i| / max(|t_i|, rms of t).
+    ``factor``: the k for which k t is nearest to m. ``unexplained``: ||m - k t|| / ||m||.
+    ``ratio``: ||m|| / ||t||.
+    """
+
+    rank: int
+    error: float
+    element: float
+    factor: float
+    unexplained: float
+    ratio: float
+    within: bool
+
+
+@dataclass(frozen=True)
+class ParameterComparison:
+    """One parameter on all ranks, with the limit that it is held to."""
+
+    name: str
+    shape: tuple[int, ...]
+    norm: float
+    limit: Limit
+    by_rank: tuple[RankError, ...]
+    ranks_agree: bool
+
+    @property
+    def same(self) -> bool:
+        return all(rank.within for rank in self.by_rank)
+
+    @property
+    def worst(self) -> RankError:
+        return max(self.by_rank, key=lambda rank: (not rank.within, rank.error))
+
+    @property
+    def error(self) -> float:
+        return self.worst.error
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result. ``structure`` lists, as sentences, names, shapes, dtypes and None that differ."""
+
+    parameters: tuple[ParameterComparison, ...]
+    structure: tuple[str, ...]
+    ranks: tuple[int, ...]
+    elements: int
+    ranks_must_agree: bool = True
+
+    @property
+    def ranks_agree(self) -> bool:
+        """True if every gradient is bit for bit the same on all ranks."""
+        return all(parameter.ranks_agree for parameter in self.parameters)
+
+    @property
+    def same(self) -> bool:
+        agree = self.ranks_agree or not self.ranks_must_agree
+        return agree and not self.structure and all(one.same for one in self.parameters)
+
+    @property
+    def differing(self) -> tuple[ParameterComparison, ...]:
+        """The parameters beyond their limit, worst first."""
+        beyond = [one for one in self.parameters if not one.same]
+        return tuple(sorted(beyond, key=lambda one: -_excess(one)))
+
+    @property
+    def worst(self) -> ParameterComparison | None:
+        """The parameter nearest to its limit, or furthest beyond it."""
+        return max(self.parameters, key=_excess, default=None)
+
+
+def _excess(one: ParameterComparison) -> float:
+    if one.limit.relative > 0 and math.isfinite(one.limit.relative):
+        return one.error / one.limit.relative
+    return math.inf if one.error > 0 else 0.0
+
+
+def compare(
+    expected: Gradients,
+    measured: Mapping[int, Gradients],
+    tolerance: Tolerance,
+    noise: Mapping[str, Noise] | None = None,
+) -> Comparison:
+    """Compare the gradients of every rank, ``measured[rank][name]``, with the expected ones.
+
+    ``expected`` is the truth in float64. Raises SuiteBug if both are the same memory: a reference
+    compared with itself shows nothing.
+    """
+    described = {
+        name: one and Description(one.shape, tolerance.dtype, one.layout)
+        for name, one in describe(expected).items()
+    }
+    stream = Comparator(expected, described, tolerance, noise or {})
+    for rank, gradients in measured.items():
+        for name, gradient in gradients.items():
+            other = expected.get(name)
+            if gradient is None or other is None or not gradient.numel():
+                continue
+            if gradient.is_sparse or other.is_sparse:
+                continue
+            if gradient.data_ptr() == other.data_ptr():
+                raise SuiteBug(f"{name} of rank {rank} is the reference itself: same memory")
+        stream.begin(rank, describe(gradients))
+        for chunk in chunks(gradients):
+            stream.add(rank, chunk)
+    return stream.finish()
+
+
+@dataclass
+class _Sums:
+    """What is kept of one parameter on one rank while its chunks pass."""
+
+    difference: float = 0.0
+    measured: float = 0.0
+    product: float = 0.0
+    element: float = 0.0
+    seen: int = 0
+    bits: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+
+class Comparator:
+    """``begin`` each rank with what it has, ``add`` its chunks in any order, ``finish``.
+
+    Holds the expected gradients once, and sums only of the measured ones.
+    """
+
+    def __init__(
+        self,
+        expected: Gradients,
+        described: Mapping[str, Description | None],
+        tolerance: Tolerance,
+        noise: Mapping[str, Noise],
+    ) -> None:
+        self._expected = {
+            name: None if value is None else dense(value).reshape(-1)
+            for name, value in expected.items()
+        }
+        self._described = described
+        self._norms = {
+            name: float(value.norm()) for name, value in self._expected.items() if value is not None
+        }
+        self._limits = {
+            name: tolerance.limit(norm, noise.get(name, Noise()))
+            for name, norm in self._norms.items()
+        }
+        self._ranks: dict[int, Mapping[str, Description | None]] = {}
+        self._sums: dict[tuple[int, str], _Sums] = {}
+
+    def begin(self, rank: int, described: Mapping[str, Description | None]) -> None:
+        """Announce what the rank will send."""
+        self._ranks[rank] = described
+        for name, one in described.items():
+            if one is not None:
+                self._sums[rank, name] = _Sums()
+
+    def add(self, rank: int, chunk: Chunk) -> None:
+        """Take in one chunk; values of parameters that are not expected are passed over."""
+        sums = self._sums[rank, chunk.name]
+        sums.seen += chunk.values.numel()
+        flat = chunk.values.detach().cpu().contiguous()
+        sums.bits.update(chunk.offset.to_bytes(8, "little"))
+        sums.bits.update(flat.view(torch.uint8).numpy().data)
+        whole = self._expected.get(chunk.name)
+        if whole is None or chunk.offset + flat.numel() > whole.numel():
+            return
+        truth = whole[chunk.offset : chunk.offset + flat.numel()]
+        values = flat.double()
+        difference = values - truth
+        sums.difference += _dot(difference, difference)
+        sums.measured += _dot(values, values)
+        sums.product += _dot(values, truth)
+        if bool((difference != 0).any()):
+            rms = self._norms[chunk.name] / math.sqrt(whole.numel())
+            scale = truth.abs().clamp_(min=rms)
+            sums.element = max(sums.element, _not_nan(float((difference.abs_() / scale).max())))
+
+    def finish(self) -> Comparison:
+        """The comparison of all that was added. Raises SuiteBug if announced chunks are missing."""
+        for (rank, name), sums in self._sums.items():
+            announced = self._ranks[rank][name]
+            if announced is not None and sums.seen != math.prod(announced.shape):
+                raise SuiteBug(f"{name} of rank {rank}: {sums.seen} elements of {announced} came")
+        structure = tuple(
+            line for rank in sorted(self._ranks) for line in self._structure_of(rank)
+        )
+        parameters = tuple(self._parameter(name) for name in self._norms)
+        compared = tuple(one for one in parameters if one.by_rank)
+        return Comparison(
+            parameters=compared,
+            structure=structure,
+            ranks=tuple(sorted(self._ranks)),
+            elements=sum(math.prod(one.shape) for one in compared),
+        )
+
+    def _structure_of(self, rank: int) -> list[str]:
+        found = self._ranks[rank]
+        lines = []
+        for name in self._described.keys() - found.keys():
+            lines.append(f"rank {rank}: {name} is missing")
+        for name in found.keys() - self._described.keys():
+            lines.append(f"rank {rank}: {name} is not a parameter of the model")
+        for name in self._described.keys() & found.keys():
+            expected, measured = self._described[name], found[name]
+            if expected != measured:
+                lines.append(f"rank {rank}: {name} is {measured}, expected {expected}")
+        return sorted(lines)
+
+    def _parameter(self, name: str) -> ParameterComparison:
+        limit, norm = self._limits[name], self._norms[name]
+        described = self._described[name]
+        assert described is not None
+        by_rank, bits = [], set()
+        for rank, found in sorted(self._ranks.items()):
+            one = found.get(name)
+            if one is None or one.shape != described.shape:
+                bits.add(b"absent" if one is None else b"other shape")
+                continue
+            sums = self._sums[rank, name]
+            bits.add(sums.bits.digest())
+            by_rank.append(_rank_error(rank, sums, norm, limit))
+        return ParameterComparison(
+            name, described.shape, norm, limit, tuple(by_rank), ranks_agree=len(bits) <= 1
+        )
+
+
+def _rank_error(rank: int, sums: _Sums, norm: float, limit: Limit) -> RankError:
+    distance, size = math.sqrt(_not_nan(sums.difference)), math.sqrt(_not_nan(sums.measured))
+    factor = sums.product / norm**2 if norm**2 > 0 else math.nan
+    rest = sums.measured - factor * sums.product if norm**2 > 0 else sums.measured
+    return RankError(
+        rank=rank,
+        error=_over(distance, norm),
+        element=sums.element,
+        factor=factor,
+        unexplained=_over(math.sqrt(max(0.0, _not_nan(rest))), size),
+        ratio=_over(size, norm),
+        within=distance <= limit.absolute and sums.element <= limit.element,
+    )
+
+
+def _dot(one: Tensor, other: Tensor) -> float:
+    return float(torch.dot(one, other))
+
+
+def _not_nan(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _over(value: float, norm: float) -> float:
+    if norm > 0:
+        return value / norm
+    return 0.0 if value == 0 else math.inf

@@ -1,0 +1,25 @@
+"""Batch normalisation with the statistics of each rank's own shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ddp_equivalence.diagnoses.hypothesis import Hypothesis, View
+
+
+def predict(view: View) -> Sequence[Tensor]:
+    found = view.contributions()
+    if found is None or view.world_size == 1 or not view.has_batch_norm:
+        return ()
+    return (view.everywhere(found.mean(0)),)
+
+
+HYPOTHESIS = Hypothesis(
+    name="batch_norm_local_statistics",
+    sentence="Batch norm normalises with the statistics of each rank's shard. This is a property "
+    "of the model, not a fault of the reduction.",
+    look_at="SyncBatchNorm, or a normalisation that does not look across examples",
+    predict=predict,
+)

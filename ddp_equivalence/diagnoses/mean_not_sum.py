@@ -1,0 +1,33 @@
+"""A sum-reduced loss, averaged over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ddp_equivalence.diagnoses.hypothesis import Hypothesis, View, near
+
+
+def predict(view: View) -> Sequence[Tensor]:
+    found, total, constant = view.contributions(), view.total(), view.constant()
+    if found is None or total is None or view.part_count == 1:
+        return ()
+    data = total if constant is None else total - view.part_count * constant
+    whole = data if constant is None else data + constant
+    # The parts of a sum add up to the big batch, but for a term that does not depend on the data.
+    if not (view.is_sum() or (constant is not None and near(whole, view.expected))):
+        return ()
+    if view.layout.nodes == 1:
+        return (view.everywhere(found.mean(0)),)
+    # Summed inside the nodes and averaged between them.
+    between_nodes = whole - data * (1 - 1 / view.layout.nodes)
+    return view.everywhere(found.mean(0)), view.everywhere(between_nodes)
+
+
+HYPOTHESIS = Hypothesis(
+    name="mean_not_sum",
+    sentence="The loss is a sum over examples, and the gradients were averaged over the ranks.",
+    look_at="the loss's reduction: multiply a sum-reduced loss by the world size under DDP",
+    predict=predict,
+)

@@ -1,0 +1,81 @@
+"""Every error the package raises, by who is at fault."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ddp_equivalence.verdict import Verdict
+
+
+class NotEquivalent(AssertionError):
+    """The subject does not compute the gradients of one big batch; ``.verdict`` says how."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+        super().__init__(str(verdict))
+
+
+class NothingCompared(AssertionError):
+    """Nothing was compared, so nothing was shown; ``.verdict`` says why."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+        super().__init__(str(verdict))
+
+
+class BadCase(ValueError):
+    """The caller asked for something that cannot be checked.
+
+    Names the ``field``, its ``value`` and what would be ``right``.
+    """
+
+    def __init__(self, field: str, value: object, right: str) -> None:
+        self.field, self.value, self.right = field, value, right
+        super().__init__(f"{field} = {value!r}: {right}")
+
+    def __reduce__(self) -> tuple[type[BadCase], tuple[str, str, str]]:
+        # The value may be anything, an unpicklable function too: its text travels.
+        return type(self), (self.field, str(self.value), self.right)
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended its work: the entry that every rank gets, whatever happened.
+
+    ``kind`` is ``finished``, ``exception``, ``signal``, ``exit`` or ``running``; ``what`` one line;
+    ``detail`` the traceback or stack; ``line`` the source line concerned; ``at`` seconds on the
+    machine's monotonic clock.
+    """
+
+    rank: int
+    node: int
+    local_rank: int
+    kind: str
+    what: str = ""
+    detail: str = ""
+    line: str = ""
+    at: float = 0.0
+    output: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.kind != "finished"
+
+
+class RankFailed(RuntimeError):
+    """A rank raised, exited or was killed. ``.ends`` has one entry a rank, root cause first."""
+
+    def __init__(self, message: str, ends: Sequence[RankEnd] = ()) -> None:
+        self.ends = tuple(ends)
+        super().__init__(message)
+
+
+class RanksTimedOut(RankFailed):
+    """No answer within the deadline. ``.ends`` holds the stack of every rank still running."""
+
+
+class SuiteBug(RuntimeError):
+    """The suite itself is wrong; please report it."""

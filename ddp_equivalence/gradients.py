@@ -1,0 +1,134 @@
+"""Gradients by parameter name, and the few operations that comparing them needs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Gradients = Mapping[str, Tensor | None]
+"""Parameter name -> gradient, or None where backward left none."""
+
+CHUNK_BYTES = 16 * 2**20
+"""Gradients travel in chunks of at most this size, so that no side holds a second copy."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a gradient is, without its values; ``layout`` is ``strided`` or ``sparse_coo``."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: str = "strided"
+
+    def __str__(self) -> str:
+        layout = "" if self.layout == "strided" else f", {self.layout}"
+        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}{layout}"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements ``offset`` to ``offset + values.numel()`` of one flattened gradient."""
+
+    name: str
+    offset: int
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class RawChunk:
+    """A chunk as bytes on its way between processes; numpy has no bfloat16, so bytes it is."""
+
+    name: str
+    offset: int
+    dtype: torch.dtype
+    data: np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+    def open(self) -> Chunk:
+        return Chunk(self.name, self.offset, torch.from_numpy(self.data).view(self.dtype))
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    """The gradient of every parameter, shared parameters once, under their first name."""
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of every parameter."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def updates_of(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """Weights now minus ``before``; None for parameters that require no gradient."""
+    return {
+        name: parameter.detach() - before[name] if parameter.requires_grad else None
+        for name, parameter in model.named_parameters()
+    }
+
+
+def sgd_step(model: nn.Module, lr: float) -> None:
+    """Plain SGD: no momentum, no decay, nothing that hides a factor."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad, alpha=-lr)
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """Detached, and dense if it was sparse."""
+    gradient = gradient.detach()
+    return gradient.to_dense() if gradient.layout is not torch.strided else gradient
+
+
+def describe(gradients: Gradients) -> dict[str, Description | None]:
+    """The description of every gradient, None where there is none."""
+    return {
+        name: None
+        if gradient is None
+        else Description(
+            tuple(gradient.shape), gradient.dtype, str(gradient.layout).removeprefix("torch.")
+        )
+        for name, gradient in gradients.items()
+    }
+
+
+def chunks(gradients: Gradients) -> Iterator[Chunk]:
+    """All values, flattened, in pieces of at most CHUNK_BYTES; empty gradients have no chunk."""
+    for name, gradient in gradients.items():
+        if gradient is None:
+            continue
+        flat = dense(gradient).reshape(-1)
+        size = max(1, CHUNK_BYTES // flat.element_size())
+        for offset in range(0, flat.numel(), size):
+            yield Chunk(name, offset, flat[offset : offset + size])
+
+
+def raw_messages(gradients: Gradients) -> Iterator[list[RawChunk]]:
+    """The chunks as bytes on the CPU, small ones together, CHUNK_BYTES a message at the most."""
+    message: list[RawChunk] = []
+    size = 0
+    for chunk in chunks(gradients):
+        data = chunk.values.cpu().contiguous().view(torch.uint8).numpy()
+        if message and size + data.nbytes > CHUNK_BYTES:
+            yield message
+            message, size = [], 0
+        message.append(RawChunk(chunk.name, chunk.offset, chunk.values.dtype, data))
+        size += data.nbytes
+    if message:
+        yield message
+
+
+def digest(tensors: Mapping[str, Tensor | None] | Iterator[tuple[str, Tensor | None]]) -> str:
+    """SHA-256 over names and bytes: equal if and only if bit for bit the same."""
+    items = tensors.items() if isinstance(tensors, Mapping) else tensors
+    found = hashlib.sha256()
+    for name, tensor in items:
+        found.update(name.encode())
+        if tensor is not None and tensor.numel():
+            flat = dense(tensor).reshape(-1).cpu().contiguous()
+            found.update(flat.view(torch.uint8).numpy().data)
+    return found.hexdigest()

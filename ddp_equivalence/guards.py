@@ -1,0 +1,91 @@
+"""Why a comparison would show nothing. Each guard returns a reason, or None."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from ddp_equivalence.case import Case
+from ddp_equivalence.comparison import Comparison
+from ddp_equivalence.diagnosis import NearestFault
+from ddp_equivalence.rank_work import Evidence
+from ddp_equivalence.reference import Reference
+from ddp_equivalence.shards import OWN
+from ddp_equivalence.strategies.strategy import Strategy
+
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce", "all_gather", "gather", "all_to_all", "send")
+
+
+def against_the_reference(reference: Reference, compare: str) -> str | None:
+    """A big batch without a usable gradient cannot be compared with."""
+    values = [value for value in reference.expected.values() if value is not None]
+    what = "update" if compare == "update" else "gradient"
+    if any(not bool(value.to_dense().isfinite().all()) for value in values):
+        return f"the big batch's own {what} is not finite"
+    if all(not bool(value.to_dense().any()) for value in values):
+        moved = "nothing moved" if compare == "update" else "every gradient is zero"
+        return f"the big batch's own {what} is zero: {moved}"
+    return None
+
+
+def against_the_evidence(
+    case: Case, evidence: Mapping[int, Evidence], strategy: Strategy | None, expected: int
+) -> str | None:
+    """Every rank must have reported, on data of its own, with what was to be shown having run."""
+    if len(evidence) != expected:
+        return f"{len(evidence)} of {expected} ranks reported"
+    if all(one is None for rank in evidence.values() for one in rank.gradients.values()):
+        return (
+            "the step left no gradient on any rank: leave them on the parameters of the model "
+            "that you were given, or return {name: tensor} (an optimizer's zero_grad at the end "
+            'of the step? then compare="update")'
+        )
+    if strategy is not None and strategy.one_process:
+        replicas = evidence[0].notes.get("replicas", 0)
+        if replicas < 2:
+            return f"{strategy.name} did not really run: {replicas} replica, needs 2"
+        return None
+    return _identical_inputs(case, evidence)
+
+
+def against_a_pass(
+    case: Case,
+    comparison: Comparison,
+    evidence: Mapping[int, Evidence],
+    nearest: NearestFault | None,
+) -> str | None:
+    """A green result must have been able to be red."""
+    if not comparison.parameters or not comparison.elements:
+        return "no gradient element was compared"
+    if all(one.limit.is_useless for one in comparison.parameters if one.norm > 0):
+        return "the limit lies above the signal: rounding alone could make this difference"
+    limits = [one.limit.relative for one in comparison.parameters if one.norm > 0]
+    if nearest is not None and math.isfinite(nearest.distance) and nearest.distance < min(limits):
+        return f"the limit lies above the signal: {nearest.cause} would pass on this case"
+    if len(evidence) > 1 and _nothing_exchanged(evidence):
+        return (
+            "no collective ran on any rank: each computed the big batch by itself, so nothing "
+            "was shown about training together"
+        )
+    return None
+
+
+def _identical_inputs(case: Case, evidence: Mapping[int, Evidence]) -> str | None:
+    if case.shards == OWN:
+        return None
+    with_data = [one for one in evidence.values() if any(map(len, one.examples or ()))]
+    if len(with_data) > 1 and len({one.data for one in with_data}) == 1:
+        return (
+            "all ranks were given identical inputs, so a missing all-reduce would not show: "
+            "make a batch whose examples differ"
+        )
+    return None
+
+
+def _nothing_exchanged(evidence: Mapping[int, Evidence]) -> bool:
+    """True if the flight recorder was there on every rank and saw no exchange."""
+    logs = [one.collectives for one in evidence.values()]
+    seen = [log for log in logs if log is not None]
+    return len(seen) == len(logs) and not any(
+        name in one.op for log in seen for one in log for name in REDUCTIONS
+    )

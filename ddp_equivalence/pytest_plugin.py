@@ -1,0 +1,231 @@
+"""pytest plugin: options, the fixture, the closing table. Knows nothing of tensors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Generator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ddp_equivalence import closing_table, session
+from ddp_equivalence.closing_table import NotRun
+from ddp_equivalence.records import Record, environment, record_of
+
+if TYPE_CHECKING:
+    from ddp_equivalence.verdict import Verdict
+
+MARKERS = (
+    "gloo_fallback: runs on gloo and the CPU because there are too few GPUs for NCCL",
+    "gloo: runs on gloo and the CPU, as asked for",
+    "gloo_cuda: runs on gloo with CUDA tensors",
+    "nccl: runs on an NCCL backend, one rank per GPU",
+    "data_parallel: runs the real nn.DataParallel on two or more GPUs",
+    "difference: the case is known to differ from one big batch",
+    "trial(what, layout, lane): one case of the catalogue, for the closing table",
+)
+
+BACKENDS = ("auto", "gloo", "gloo_cuda", "nccl", "nccl2", "nccl-legacy")
+LANES = ("nccl", "gloo_cuda", "data_parallel", "gloo_fallback", "gloo", "nccl2", "nccl-legacy")
+
+_records = pytest.StashKey[list[Record]]()
+_run = pytest.StashKey["Run"]()
+
+
+class Run:
+    """What the process that reports has heard of; under xdist this is the controller."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.not_run: list[NotRun] = []
+
+
+class Equivalence:
+    """The ``equivalence`` fixture: ``check`` and ``assert_equivalent`` under the run's options."""
+
+    @property
+    def check(self) -> Callable[..., Verdict]:
+        from ddp_equivalence.verdict import check
+
+        return check
+
+    @property
+    def assert_equivalent(self) -> Callable[..., Verdict]:
+        from ddp_equivalence.verdict import assert_equivalent
+
+        return assert_equivalent
+
+
+@pytest.fixture(scope="session")
+def equivalence() -> Equivalence:
+    """Compare with one big batch: ``equivalence.assert_equivalent(Case(...), my_step)``."""
+    return Equivalence()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("ddp_equivalence", "ddp_equivalence: compared with one big batch")
+    group.addoption(
+        "--ddp-backend",
+        choices=BACKENDS,
+        default="auto",
+        help="backend of the ranks; auto is NCCL with one GPU per rank, else gloo on the CPU",
+    )
+    group.addoption(
+        "--must-run",
+        action="append",
+        choices=LANES,
+        default=[],
+        metavar="LANE",
+        help=f"fail unless something was compared on this lane ({', '.join(LANES)}); "
+        "nccl also forbids falling back to gloo; may be repeated",
+    )
+    group.addoption(
+        "--ddp-deadline",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="time that the ranks of one check get (default 60)",
+    )
+    group.addoption(
+        "--fresh-ranks",
+        action="store_true",
+        help="start new processes for every check instead of keeping them warm",
+    )
+    group.addoption(
+        "--ddp-json", type=Path, metavar="PATH", help="write the results, machine-readable"
+    )
+
+
+def _seconds(text: str) -> float:
+    import argparse
+
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: seconds, above 0")
+    return value
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
+    config.stash[_run] = Run()
+    path: Path | None = config.getoption("--ddp-json")
+    if path is not None and not path.resolve().parent.is_dir():
+        raise pytest.UsageError(f"--ddp-json {path}: there is no folder {path.resolve().parent}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Checks made by this test follow the run's options, and are remembered with it."""
+    item.stash[_records] = []
+    expected = "different" if item.get_closest_marker("difference") else "same"
+
+    def remember(verdict: Verdict) -> None:
+        item.stash[_records].append(record_of(verdict, item.nodeid, expected))
+        if verdict.outcome != expected or item.config.getoption("verbose") > 1:
+            for rank, text in sorted(verdict.output.items()):
+                if text.strip():
+                    node = verdict.case.ranks.rows[rank].node
+                    item.add_report_section("call", f"output of rank {rank} (node {node})", text)
+
+    option = item.config.getoption
+    settings = session.Settings(
+        backend=option("--ddp-backend"),
+        deadline=option("--ddp-deadline"),
+        fresh_ranks=option("--fresh-ranks"),
+        must_run=tuple(option("--must-run")),
+        repeat=f'pytest "{item.nodeid}"',
+    )
+    with session.using(settings), session.observed(remember):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Send what was compared along with the report: attributes of a report cross xdist."""
+    report = yield
+    carried: dict[str, Any] = {"records": [], "not_run": None}
+    if report.when == "call":
+        carried["records"] = item.stash[_records]
+        for one in carried["records"]:
+            one["confirmed"] = bool(one["outcome"] == one["expected"] and report.passed)
+    trial = item.get_closest_marker("trial")
+    if report.skipped and trial is not None:
+        what, layout, lane = trial.args
+        carried["not_run"] = asdict(NotRun(what, layout, lane, _reason(report)))
+    report.ddp_equivalence = carried
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    carried = getattr(report, "ddp_equivalence", None)
+    if not carried or _reporting is None:
+        return
+    _reporting.records += carried["records"]
+    if carried["not_run"]:
+        _reporting.not_run.append(NotRun(**carried["not_run"]))
+
+
+_reporting: Run | None = None
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    global _reporting
+    _reporting = session.config.stash[_run]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, object]:
+    """End the ranks, write the results, and fail where a lane that had to run did not."""
+    warm = sys.modules.get("ddp_equivalence.ranks.warm")
+    if warm is not None:
+        warm.warm_ranks().stop()
+    config = session.config
+    if not hasattr(config, "workerinput"):
+        run, must_run = config.stash[_run], config.getoption("--must-run")
+        if list(closing_table.lanes_missing(run.records, must_run)):
+            if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        path: Path | None = config.getoption("--ddp-json")
+        if path is not None:
+            _write(path, run, must_run)
+    return (yield)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    run, must_run = config.stash[_run], config.getoption("--must-run")
+    if not run.records and not run.not_run and not must_run:
+        return  # a run that has nothing to do with us
+    terminalreporter.section("compared with one big batch", "=")
+    for line in closing_table.lines(run.records, run.not_run, must_run):
+        bad = any(word in line for word in ("DIFFER", "UNKNOWN", "FAILED", "NOTHING"))
+        terminalreporter.line(line, red=bad, yellow="NOT RUN" in line and not bad)
+
+
+def _reason(report: pytest.TestReport) -> str:
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return text.removeprefix("Skipped: ")
+
+
+def _write(path: Path, run: Run, must_run: list[str]) -> None:
+    not_run = [
+        {"what": f"{one.what} on {one.layout} ({one.lane})", "reason": one.reason}
+        for one in run.not_run
+    ]
+    found = {
+        "environment": environment(),
+        "cases": run.records,
+        "not_run": not_run,
+        "summary": closing_table.summary(run.records, run.not_run, must_run),
+    }
+    path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")

@@ -1,0 +1,180 @@
+"""What one rank does with a case: rebuild it, run the strategy or step, hand back what it left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ddp_equivalence.building import (
+    Steps,
+    build_batches,
+    build_model,
+    concatenate,
+    count_examples,
+    in_step,
+    move,
+    seeded,
+    step_seed,
+    take,
+)
+from ddp_equivalence.case import Case
+from ddp_equivalence.gradients import (
+    Description,
+    describe,
+    digest,
+    gradients_of,
+    raw_messages,
+    sgd_step,
+    updates_of,
+    weights_of,
+)
+from ddp_equivalence.ranks import Rank
+from ddp_equivalence.ranks.collectives import Collective, CollectiveLog
+from ddp_equivalence.reference import Compare
+from ddp_equivalence.shards import OWN, Shards, split
+from ddp_equivalence.strategies import STRATEGIES
+from ddp_equivalence.strategies.strategy import Task, TrainStep
+
+Step = Callable[[nn.Module, Any, Rank], Mapping[str, Tensor | None] | None]
+"""A user's own step: (model, shard, rank) -> None, or gradients (weights, for updates) by name."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every rank is given: names, seeds and functions, no tensors."""
+
+    case: Case
+    step: Step | str
+    compare: Compare = "gradients"
+    lr: float = 0.1
+    steps: Steps = 1
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What really happened on one rank.
+
+    ``examples``: positions in the big batch that the rank was given, by step; None where the step
+    takes its own. ``data``: digest of those examples. ``start``: digest of the weights before.
+    ``collectives``: None if torch has no flight recorder.
+    """
+
+    examples: tuple[tuple[int, ...], ...] | None
+    data: str
+    start: str
+    collectives: tuple[Collective, ...] | None
+    device: str
+    gradients: Mapping[str, Description | None]
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run(rank: Rank, work: Work) -> Iterator[object]:
+    """Yield the Evidence, then the gradients as lists of RawChunk."""
+    log = CollectiveLog()
+    log.new()
+    case = work.case
+    model = build_model(case).to(rank.device)
+    start = digest(dict(model.named_parameters()))
+    batches = build_batches(case, work.steps)
+    deals = [split(case.shards, count_examples(b), case.ranks.world_size) for b in batches]
+    given = _given(rank, work, batches, deals)
+    data = digest(
+        (str(place), leaf)
+        for place, leaf in enumerate(pytree.tree_leaves(given))
+        if isinstance(leaf, Tensor)
+    )
+    del batches
+    notes: dict[str, Any] = {}
+    found = _train(rank, work, model, given, deals, notes)
+    if rank.device.type == "cuda":
+        torch.cuda.synchronize(rank.device)
+    mine = None if case.shards == OWN else tuple(deal.indices[rank.rank] for deal in deals)
+    yield Evidence(mine, data, start, log.new(), str(rank.device), describe(found), notes)
+    yield from raw_messages(found)
+
+
+def _given(rank: Rank, work: Work, batches: list[Any], deals: list[Shards]) -> list[Any]:
+    """The rank's examples of every step, on its device."""
+    strategy = STRATEGIES.get(work.step) if isinstance(work.step, str) else None
+    if work.case.shards == OWN or (strategy and strategy.one_process):
+        return [move(batch, rank.device) for batch in batches]
+    return [
+        move(take(batch, deal.indices[rank.rank]), rank.device)
+        for batch, deal in zip(batches, deals, strict=True)
+    ]
+
+
+def _train(
+    rank: Rank,
+    work: Work,
+    model: nn.Module,
+    given: list[Any],
+    deals: list[Shards],
+    notes: dict[str, Any],
+) -> dict[str, Tensor | None]:
+    before = weights_of(model) if work.compare == "update" else {}
+    step: TrainStep
+    if isinstance(work.step, str):
+        step = STRATEGIES[work.step].prepare(Task(work.case, model, rank, deals, notes))
+    else:
+        own = work.step
+        if work.compare == "update":
+            with seeded(step_seed(work.case, 0)):
+                returned = own(model, concatenate(given), rank)
+            return _own_update(model, before, returned)
+
+        def step(shard: Any) -> Mapping[str, Tensor | None] | None:
+            return own(model, shard, rank)
+
+    found: dict[str, Tensor | None] = {}
+    for number, shard in enumerate(given):
+        model.zero_grad(set_to_none=True)
+        with seeded(step_seed(work.case, number)):
+            returned = step(shard)
+        if work.compare == "gradients":
+            gradients = gradients_of(model) if returned is None else _by_name(returned)
+            found |= {in_step(name, number, len(given)): g for name, g in gradients.items()}
+        last = number + 1 == len(given)
+        if returned is not None and not last:
+            _put_on_parameters(model, returned)
+        if work.compare == "update" or not last:
+            sgd_step(model, work.lr)
+    return found if work.compare == "gradients" else updates_of(model, before)
+
+
+def _put_on_parameters(model: nn.Module, gradients: Mapping[str, Tensor | None]) -> None:
+    """Gradients that the step returned by name are those that the next SGD step takes."""
+    for name, parameter in model.named_parameters():
+        gradient = gradients.get(name)
+        parameter.grad = None if gradient is None else gradient.detach().to(parameter.dtype)
+
+
+def _own_update(
+    model: nn.Module, before: dict[str, Tensor], returned: object
+) -> dict[str, Tensor | None]:
+    if returned is None:
+        return updates_of(model, before)
+    weights = _by_name(returned)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found: dict[str, Tensor | None] = {name: None for name in before if name not in trained}
+    for name, weight in weights.items():
+        if weight is None or name not in before:
+            found[name] = weight
+        elif name in trained:
+            found[name] = weight.detach().to(before[name].device) - before[name]
+    return found
+
+
+def _by_name(returned: object) -> dict[str, Tensor | None]:
+    right = "None, or a dict of parameter name -> tensor"
+    if not isinstance(returned, Mapping):
+        raise TypeError(f"the step returned {type(returned).__name__}; expected {right}")
+    for name, value in returned.items():
+        if not isinstance(name, str) or not (value is None or isinstance(value, Tensor)):
+            raise TypeError(f"the step returned {name!r}: {type(value).__name__}; expected {right}")
+    return dict(returned)

@@ -1,0 +1,116 @@
+"""A lane is a backend on a kind of device; which lanes this machine has, and why not the others."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+
+from ddp_equivalence.errors import BadCase
+from ddp_equivalence.layouts import Layout
+
+NCCL_BACKENDS = ("nccl", "nccl2", "nccl-legacy")
+"""``nccl2`` is the backend that torch is moving its default to, ``nccl-legacy`` the way back; each
+only where the installed torch has it."""
+
+BACKENDS = ("auto", "gloo", "gloo_cuda", *NCCL_BACKENDS)
+
+LANES = ("nccl", "gloo_cuda", "data_parallel", "gloo_fallback", "gloo", "nccl2", "nccl-legacy")
+"""What ``--must-run`` can insist on."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Where a case runs. ``gloo_fallback`` is gloo on the CPU because there are too few GPUs."""
+
+    name: str
+    backend: str
+    device_type: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@lru_cache(maxsize=1)
+def cuda_devices() -> tuple[str, ...]:
+    """The CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES would name them.
+
+    Counts through NVML: the judging process does not initialise CUDA.
+    """
+    if torch.version.cuda is None and torch.version.hip is None:
+        return ()
+    count = torch.cuda.device_count()
+    outer = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = outer.split(",") if outer else [str(index) for index in range(count)]
+    return tuple(name.strip() for name in names[:count])
+
+
+def missing(name: str, world_size: int) -> str | None:
+    """Why lane ``name`` cannot run ``world_size`` ranks on this machine; None if it can."""
+    found = len(cuda_devices())
+    if name in ("gloo", "gloo_fallback"):
+        return None if dist.is_gloo_available() else "this torch was built without gloo"
+    if name == "gloo_cuda":
+        return None if found else "needs 1 CUDA device, found 0"
+    if name == "data_parallel":
+        # nn.DataParallel with one device just calls the module.
+        return None if found >= 2 else f"needs 2 CUDA devices, found {found}"
+    if found < world_size:
+        devices = "device" if world_size == 1 else "devices"
+        return f"needs {world_size} CUDA {devices} (one rank each), found {found}"
+    if not dist.is_backend_available(name):
+        return f"torch {torch.__version__} has no backend {name}"
+    return None
+
+
+def choose(layout: Layout, backend: str = "auto") -> Lane:
+    """The lane for a layout: NCCL with one rank per GPU where there are enough, else gloo.
+
+    Raises BadCase for an unknown backend, or one that this machine cannot run the layout on.
+    """
+    if backend not in BACKENDS:
+        raise BadCase("backend", backend, f"one of {', '.join(BACKENDS)}")
+    if backend == "auto":
+        reason = missing("nccl", layout.world_size)
+        if reason is None:
+            return Lane("nccl", "nccl", "cuda")
+        return Lane("gloo_fallback", "gloo", "cpu", reason)
+    reason = missing(backend, layout.world_size)
+    if reason is not None:
+        raise BadCase("backend", backend, f"{reason}, for layout {layout}")
+    if backend == "gloo":
+        return Lane("gloo", "gloo", "cpu")
+    if backend == "gloo_cuda":
+        shared = layout.world_size > len(cuda_devices())
+        return Lane("gloo_cuda", "gloo", "cuda", "ranks share GPUs" if shared else "")
+    return Lane(backend, backend, "cuda")
+
+
+def visible_devices(layout: Layout, lane: Lane) -> dict[int, str]:
+    """CUDA_VISIBLE_DEVICES of every rank: the GPUs of its own (simulated) node and no other.
+
+    ``cuda:{local_rank}`` is then the rank's own GPU, as it would be on real nodes.
+    """
+    if lane.device_type != "cuda":
+        return {row.rank: "" for row in layout.rows}
+    devices = cuda_devices()
+    if lane.name == "data_parallel":  # one process drives all devices
+        return {row.rank: ",".join(devices) for row in layout.rows}
+    of_rank = {row.rank: devices[row.rank % len(devices)] for row in layout.rows}
+    return {
+        row.rank: ",".join(of_rank[rank] for rank in layout.ranks_on(row.node))
+        if layout.world_size <= len(devices)
+        else of_rank[row.rank]
+        for row in layout.rows
+    }
+
+
+def device_of(local_rank: int, lane: Lane, visible: str) -> torch.device:
+    """The device of a rank, given what it sees."""
+    if lane.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % len(visible.split(",")))

@@ -1,0 +1,16 @@
+"""Imported once, in the server that ranks are forked from. Nothing here may start a thread."""
+
+from __future__ import annotations
+
+import gc
+
+import torch._dynamo  # noqa: F401  # DDP's constructor imports it: 1 s a rank unless it is here
+import torch.distributed
+import torch.nn.parallel
+import torch.optim  # noqa: F401
+
+import ddp_equivalence.rank_work  # noqa: F401
+
+# What is here now stays: a collection in a rank then neither walks nor copies these pages.
+gc.collect()
+gc.freeze()

@@ -1,0 +1,300 @@
+"""A set of ranks: start them, submit work, collect what each sends, stop them.
+
+Every wait watches the processes as well as the pipes and has a deadline, so that a rank that dies
+or hangs is an entry in the result and never a hang of the run.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch.multiprocessing as multiprocessing
+
+from ddp_equivalence.errors import RankEnd, RankFailed, RanksTimedOut
+from ddp_equivalence.layouts import Layout
+from ddp_equivalence.ranks import messages
+from ddp_equivalence.ranks.lanes import Lane, visible_devices
+from ddp_equivalence.ranks.process import Birth, Raised, main
+
+START_DEADLINE = 120.0
+"""Seconds until all ranks have joined their group; the first start imports torch."""
+
+GRACE = 1.0
+"""Seconds the other ranks get to tell their own story after the first failure."""
+
+STOP_DEADLINE = 2.0
+OUTPUT_KEPT = 64 * 2**10
+"""Bytes of a rank's output that are shown: the last ones."""
+
+CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+"""What gloo says on the ranks that were left behind."""
+
+
+class Ranks(Protocol):
+    """Who starts ranks is separate from what they do; this is all that the rest relies on."""
+
+    def start(self) -> None: ...
+
+    def submit(self, work: bytes) -> None: ...
+
+    def collect(self, deadline: float) -> Iterator[tuple[int, Any]]: ...
+
+    def stop(self) -> None: ...
+
+
+class RankSet:
+    """The ranks of one layout on one lane, as processes of this host.
+
+    ``broken`` turns True after any trouble; a broken set is only good for ``stop()``.
+    """
+
+    def __init__(self, layout: Layout, lane: Lane, collective_timeout: float) -> None:
+        self.layout, self.lane = layout, lane
+        self.broken = False
+        self._collective_timeout = collective_timeout
+        self._folder = Path(tempfile.mkdtemp(prefix="ddp_equivalence-"))
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+        self._read_from = [0] * layout.world_size
+
+    def start(self) -> None:
+        """Start all processes and join them to one group. Raises RankFailed or RanksTimedOut."""
+        context = _context()
+        visible = visible_devices(self.layout, self.lane)
+        with _start_environment():
+            for row in self.layout.rows:
+                ours, theirs = context.Pipe()
+                birth = Birth(
+                    row=row,
+                    lane=self.lane,
+                    visible=visible[row.rank],
+                    output=self._folder / f"rank{row.rank}.out",
+                    stacks=self._folder / f"rank{row.rank}.stacks",
+                    collective_timeout=self._collective_timeout,
+                )
+                process = context.Process(target=main, args=(birth, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._connections.append(ours)
+        deadline = time.monotonic() + START_DEADLINE
+        for rank, kind, payload in self._listen({messages.READY}, deadline, "start"):
+            if kind == messages.PORT and rank == 0:
+                for connection in self._connections:
+                    messages.send(connection, messages.PORT, payload)
+
+    def submit(self, work: bytes) -> None:
+        """Hand the same work (made by ``carry.dumps``) to every rank."""
+        self._read_from = [self._output_size(rank) for rank in range(self.layout.world_size)]
+        for connection in self._connections:
+            with suppress(OSError):  # a rank that is gone is found, and told of, by collect()
+                messages.send(connection, messages.WORK, work)
+
+    def collect(self, deadline: float) -> Iterator[tuple[int, Any]]:
+        """Yield (rank, result) as results arrive, until every rank has finished.
+
+        ``deadline`` in seconds from now. Raises RankFailed or RanksTimedOut, with an entry for
+        every rank; the set is then broken, and its processes are gone.
+        """
+        until = time.monotonic() + deadline
+        for rank, kind, payload in self._listen({messages.FINISHED}, until, f"{deadline:g} s"):
+            if kind == messages.RESULT:
+                yield rank, payload
+
+    def output(self, rank: int) -> str:
+        """What the rank printed since its last work was submitted; the end of it, if much."""
+        path = self._folder / f"rank{rank}.out"
+        with suppress(OSError), path.open("rb") as file:
+            start = max(self._read_from[rank], self._output_size(rank) - OUTPUT_KEPT)
+            file.seek(start)
+            return file.read().decode(errors="replace")
+        return ""
+
+    def stop(self) -> None:
+        """End every process, gently first, and remove the set's files."""
+        if not self.broken:
+            for connection in self._connections:
+                with suppress(OSError):
+                    messages.send(connection, messages.STOP)
+            until = time.monotonic() + STOP_DEADLINE
+            for process in self._processes:
+                process.join(max(0.0, until - time.monotonic()))
+        self._kill()
+        for connection in self._connections:
+            connection.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _listen(
+        self, final: set[str], until: float, what: str
+    ) -> Iterator[tuple[int, str, Any]]:
+        """Yield (rank, kind, payload) until each rank has sent a final message."""
+        ends: dict[int, RankEnd] = {}
+        waiting = dict(enumerate(self._connections))
+        complete = False
+        try:
+            while waiting:
+                timeout = until - time.monotonic()
+                if not self._wait(waiting, timeout):
+                    raise self._trouble(ends, waiting, what)
+                for rank, connection in list(waiting.items()):
+                    try:
+                        message = messages.receive(connection) if connection.poll() else None
+                    except (EOFError, OSError):
+                        message = None
+                        ends[rank] = self._death(rank)
+                    if message is None and rank not in ends:
+                        if self._processes[rank].is_alive() or connection.poll():
+                            continue
+                        ends[rank] = self._death(rank)
+                    elif message is not None:
+                        kind, payload = message
+                        yield rank, kind, payload
+                        if kind in final:
+                            ends[rank] = self._end(rank, "finished", at=time.monotonic())
+                        elif kind == messages.RAISED:
+                            ends[rank] = self._exception(rank, payload)
+                        else:
+                            continue
+                    del waiting[rank]
+                    if ends[rank].failed:
+                        until = min(until, time.monotonic() + GRACE)
+            if any(end.failed for end in ends.values()):
+                raise self._trouble(ends, waiting, what)
+            complete = True
+        finally:
+            if not complete:
+                self.broken = True
+                self._kill()
+
+    def _wait(self, waiting: dict[int, Connection], timeout: float) -> bool:
+        if timeout <= 0:
+            return False
+        sentinels = [self._processes[rank].sentinel for rank in waiting]
+        return bool(wait([*waiting.values(), *sentinels], timeout))
+
+    def _trouble(
+        self, ends: dict[int, RankEnd], waiting: dict[int, Connection], what: str
+    ) -> RankFailed:
+        """The error for what happened: the root cause first, then its consequences."""
+        stacks = self._stacks(waiting)
+        for rank in waiting:
+            ends[rank] = self._end(
+                rank, "running", "still running", stacks[rank], _innermost(stacks[rank])
+            )
+        ordered = sorted(ends.values(), key=_cause_first)
+        first = ordered[0]
+        where = f"rank {first.rank} (node {first.node}, local rank {first.local_rank})"
+        if first.kind == "running":
+            late = ", ".join(str(end.rank) for end in ordered if end.kind == "running")
+            deadline = f"no answer from ranks {late} within the deadline ({what})"
+            return RanksTimedOut(deadline, ordered)
+        return RankFailed(f"{where}: {first.what}", ordered)
+
+    def _stacks(self, waiting: dict[int, Connection]) -> dict[int, str]:
+        for rank in waiting:
+            with suppress(OSError):
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        until = time.monotonic() + 1.0
+        found = dict.fromkeys(waiting, "")
+        while waiting and time.monotonic() < until and not all(found.values()):
+            time.sleep(0.05)
+            for rank in waiting:
+                with suppress(OSError):
+                    found[rank] = (self._folder / f"rank{rank}.stacks").read_text()
+        return {rank: stack or "(no stack: stopped?)" for rank, stack in found.items()}
+
+    def _death(self, rank: int) -> RankEnd:
+        process = self._processes[rank]
+        process.join(GRACE)
+        code, at = process.exitcode, time.monotonic()
+        if code is not None and code < 0:
+            what = f"killed by {signal.Signals(-code).name}"
+            if -code == signal.SIGKILL:
+                what += " (out of memory? see the kernel's log)"
+            return self._end(rank, "signal", what, at=at)
+        return self._end(rank, "exit", f"ended without a result, exit code {code}", at=at)
+
+    def _exception(self, rank: int, raised: Raised) -> RankEnd:
+        return self._end(
+            rank, "exception", raised.what, raised.traceback, raised.line, at=raised.at
+        )
+
+    def _end(
+        self,
+        rank: int,
+        kind: str,
+        what: str = "",
+        detail: str = "",
+        line: str = "",
+        at: float = 0.0,
+    ) -> RankEnd:
+        row = self.layout.rows[rank]
+        output = self.output(rank)
+        return RankEnd(rank, row.node, row.local_rank, kind, what, detail, line, at, output)
+
+    def _output_size(self, rank: int) -> int:
+        try:
+            return (self._folder / f"rank{rank}.out").stat().st_size
+        except OSError:
+            return 0
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                # The group, for what the rank itself has started.
+                for kill in (os.killpg, os.kill):
+                    with suppress(OSError):
+                        kill(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            process.join(STOP_DEADLINE)
+
+
+def _cause_first(end: RankEnd) -> tuple[int, float]:
+    """Deaths, then exceptions by time, then their consequences, then who still waits."""
+    consequence = any(text in end.what for text in CONSEQUENCES)
+    order = {"signal": 0, "exit": 0, "exception": 1, "running": 3, "finished": 4}
+    return (2 if consequence else order[end.kind]), end.at
+
+
+def _innermost(stack: str) -> str:
+    """The innermost line of a faulthandler stack that lies outside torch."""
+    main_thread = stack.rpartition("(most recent call first)")[2]
+    for line in main_thread.splitlines():
+        if line.strip().startswith("File") and f"{os.sep}torch{os.sep}" not in line:
+            return line.strip()
+    return ""
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ddp_equivalence.ranks.preload"])
+    return context
+
+
+@contextmanager
+def _start_environment() -> Iterator[None]:
+    """One thread a rank, and no second run of the caller's ``__main__`` in the children."""
+    outer = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS",)}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    main_module = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main_module
+        for name, value in outer.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

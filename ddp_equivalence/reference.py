@@ -1,0 +1,219 @@
+"""The one big batch: one process, one forward, one backward, in float64. No strategy, no wrapper.
+
+Besides the truth it measures what rounding alone does to it: the same big batch in the case's own
+precision, and once more with the examples in reverse order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ddp_equivalence.building import (
+    Steps,
+    build_batches,
+    build_model,
+    count_examples,
+    in_step,
+    loss_of,
+    seeded,
+    step_seed,
+    take,
+)
+from ddp_equivalence.case import Case, name_of
+from ddp_equivalence.errors import BadCase
+from ddp_equivalence.gradients import (
+    Description,
+    describe,
+    digest,
+    gradients_of,
+    sgd_step,
+    updates_of,
+    weights_of,
+)
+from ddp_equivalence.tolerance import Noise
+
+Compare = Literal["gradients", "update"]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What every rank is compared with.
+
+    ``expected``: parameter name -> gradient (or update) of the big batch, float64, or None.
+    ``described``: what it has to be in the case's own precision. ``noise``: rounding, by name.
+    ``start``: digest of the weights before the first step. ``order_matters``: the big batch in
+    another order gives another gradient, beyond rounding.
+    """
+
+    expected: dict[str, Tensor | None]
+    described: dict[str, Description | None]
+    noise: dict[str, Noise]
+    start: str
+    dtype: torch.dtype
+    examples: tuple[int, ...]
+    order_matters: bool
+
+
+def big_batch(
+    case: Case, compare: Compare = "gradients", lr: float = 0.1, steps: Steps = 1
+) -> Reference:
+    """Compute the reference of a case. Raises BadCase for whatever the case's builders do wrong."""
+    model, batches = build_model(case), build_batches(case, steps)
+    start = digest(dict(model.named_parameters()))
+    lowest = max((p.dtype for p in model.parameters()), key=lambda dtype: torch.finfo(dtype).eps)
+    examples = tuple(map(count_examples, batches))
+    del model
+    expected = _train(case, batches, compare, lr, dtype=torch.float64)
+    described, noise, order_matters = _rounding(case, batches, compare, lr, lowest, expected)
+    return Reference(expected, described, noise, start, lowest, examples, order_matters)
+
+
+def gradient_of(
+    case: Case, batch: Any, before: Sequence[Any] = (), lr: float = 0.1
+) -> dict[str, Tensor | None]:
+    """The float64 gradient of the case's loss on ``batch`` alone, after plain SGD on the big batches
+    ``before``."""
+    found = _train(case, [*before, batch], "gradients", lr, dtype=torch.float64)
+    steps = len(before) + 1
+    return {name: found[in_step(name, steps - 1, steps)] for name in _names(found, steps)}
+
+
+def _names(found: dict[str, Tensor | None], steps: int) -> list[str]:
+    first = " (step 1)"
+    return [name.removesuffix(first) for name in found if steps == 1 or name.endswith(first)]
+
+
+def _rounding(
+    case: Case,
+    batches: Sequence[Any],
+    compare: Compare,
+    lr: float,
+    lowest: torch.dtype,
+    expected: dict[str, Tensor | None],
+) -> tuple[dict[str, Description | None], dict[str, Noise], bool]:
+    """What the gradient is in the case's precision, and how far rounding moves it."""
+    backwards = [take(batch, range(count_examples(batch))[::-1]) for batch in batches]
+    if lowest is torch.float64:
+        described = describe(expected)
+        other = _train(case, backwards, compare, lr, torch.float64, nudge=True)
+        noise = _noise(expected, other)
+        plausible = math.sqrt(torch.finfo(lowest).eps)
+    else:
+        single = _train(case, batches, compare, lr, dtype=None)
+        described, noise = describe(single), _noise(expected, single)
+        del single
+        other = _train(case, backwards, compare, lr, dtype=None)
+        plausible = 100 * max(_relative(expected, noise), torch.finfo(lowest).eps)
+    moved = _noise(expected, other)
+    if _relative(expected, moved) <= plausible:
+        return described, {name: _worse(noise[name], moved[name]) for name in noise}, False
+    if lowest is torch.float64:
+        del other
+        noise = _noise(expected, _train(case, batches, compare, lr, torch.float64, nudge=True))
+    return described, noise, True
+
+
+def _train(
+    case: Case,
+    batches: Sequence[Any],
+    compare: Compare,
+    lr: float,
+    dtype: torch.dtype | None,
+    nudge: bool = False,
+) -> dict[str, Tensor | None]:
+    """One step a batch with plain SGD between; dtype None keeps the case's own."""
+    model = build_model(case)
+    if dtype is not None:
+        model.to(dtype)
+    if nudge:
+        _nudge(model.parameters())
+    before = weights_of(model) if compare == "update" else {}
+    found: dict[str, Tensor | None] = {}
+    for step, batch in enumerate(batches):
+        model.zero_grad(set_to_none=True)
+        if dtype is not None:
+            batch = pytree.tree_map_only(Tensor, lambda leaf: _in(leaf, dtype), batch)
+        if nudge:
+            batch = pytree.tree_map_only(Tensor, torch.clone, batch)
+            _nudge(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+        with seeded(step_seed(case, step)):
+            _loss(case, model, batch).backward()
+        if compare == "gradients":
+            gradients = gradients_of(model)
+            found |= {in_step(name, step, len(batches)): g for name, g in gradients.items()}
+        if compare == "update" or step + 1 < len(batches):
+            sgd_step(model, lr)
+    return found if compare == "gradients" else updates_of(model, before)
+
+
+def _loss(case: Case, model: nn.Module, batch: Any) -> Tensor:
+    name = name_of(case.loss)
+    try:
+        loss = loss_of(case)(model, batch)
+    except Exception as error:
+        right = f"(model, batch) -> scalar tensor; it raised {type(error).__name__}: {error}"
+        if "dtype" in str(error) or "Double" in str(error):
+            right += (
+                " (the truth is computed in float64: build constants with the dtype of the input)"
+            )
+        raise BadCase("loss", name, right) from error
+    if not isinstance(loss, Tensor):
+        raise BadCase("loss", name, f"a scalar tensor, not {type(loss).__name__}")
+    if loss.ndim != 0:
+        raise BadCase("loss", name, f"a scalar tensor, not one of shape {tuple(loss.shape)}")
+    if not loss.requires_grad:
+        right = "a scalar tensor with a graph; this one requires no gradient (detach or no_grad?)"
+        raise BadCase("loss", name, right)
+    return loss
+
+
+def _in(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    return leaf.to(dtype) if leaf.is_floating_point() else leaf
+
+
+def _nudge(tensors: Any) -> None:
+    """Move every value by one eps, up or down: what a differently rounded input would be."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                sign = (torch.randint(2, tensor.shape, generator=generator) * 2 - 1).to(tensor.dtype)
+                tensor.mul_(1 + sign * torch.finfo(tensor.dtype).eps)
+
+
+def _noise(truth: dict[str, Tensor | None], other: dict[str, Tensor | None]) -> dict[str, Noise]:
+    found = {}
+    for name, expected in truth.items():
+        value = other.get(name)
+        if expected is None or value is None or expected.numel() == 0:
+            found[name] = Noise()
+            continue
+        expected = expected.to_dense()
+        difference = (value.to_dense().double() - expected).abs()
+        norm, rms = difference.norm().item(), expected.norm() / math.sqrt(expected.numel())
+        scale = expected.abs().clamp(min=rms.item())
+        element = (difference / scale).max().item() if norm > 0 else 0.0
+        found[name] = Noise(norm, element)
+    return found
+
+
+def _worse(one: Noise, other: Noise) -> Noise:
+    return Noise(max(one.norm, other.norm), max(one.element, other.element))
+
+
+def _relative(truth: dict[str, Tensor | None], noise: dict[str, Noise]) -> float:
+    """Noise of all parameters together over their norm."""
+    norm = math.sqrt(sum(_square(value) for value in truth.values() if value is not None))
+    moved = math.sqrt(sum(value.norm**2 for value in noise.values()))
+    return moved / norm if norm > 0 else 0.0
+
+
+def _square(value: Tensor) -> float:
+    return float(value.to_dense().norm().item()) ** 2

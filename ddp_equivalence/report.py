@@ -1,0 +1,337 @@
+"""Verdict -> text. The only prose in the package: verdict and name, cause, argument, picture,
+numbers, what else was considered, evidence, how to repeat. A reader may stop after any block."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from textwrap import wrap
+from typing import TYPE_CHECKING
+
+import torch
+
+from ddp_equivalence.errors import RankEnd
+from ddp_equivalence.shards import OWN
+
+if TYPE_CHECKING:
+    from ddp_equivalence.comparison import Comparison, ParameterComparison
+    from ddp_equivalence.diagnosis import Finding
+    from ddp_equivalence.verdict import Verdict
+
+WIDTH = 96
+MOST_PARAMETERS = 20
+MOST_RANKS = 8
+TRACEBACK_LINES = 30
+CONSEQUENCE_LINES = 3
+
+
+def render(verdict: Verdict) -> str:
+    """The whole report."""
+    blocks = {
+        "same": _same,
+        "different": _different,
+        "unknown": _unknown,
+    }[verdict.outcome]
+    return "\n\n".join("\n".join(block) for block in blocks(verdict) if block) + "\n"
+
+
+def error_line(error: float | None, floor: float | None, limit: float | None) -> str:
+    """``error 3.1e-07  floor 2.4e-07  limit 2.0e-06``."""
+    if error is None or floor is None or limit is None:
+        return "nothing compared"
+    return f"error {error:.1e}  floor {floor:.1e}  limit {limit:.1e}"
+
+
+def _same(verdict: Verdict) -> Iterator[list[str]]:
+    comparison = verdict.comparison
+    assert comparison is not None
+    yield [f"{verdict.subject} is big_batch: same"]
+    line = error_line(verdict.error, verdict.floor, verdict.limit)
+    if verdict.nearest is not None:
+        line += f"  nearest planted fault {verdict.nearest.distance:.1e} ({verdict.nearest.cause})"
+    worst = comparison.worst
+    reason = f"  limit: {worst.limit.reason}; worst parameter: {worst.name}" if worst else ""
+    yield [f"  {line}", reason]
+    yield _evidence(verdict)
+
+
+def _different(verdict: Verdict) -> Iterator[list[str]]:
+    yield [f"{verdict.subject} is not big_batch: {verdict.cause or 'no known cause fits'}"]
+    best = verdict.findings[0] if verdict.findings else None
+    if best is not None and best.accepted:
+        yield [*_wrapped(best.sentence, "  "), *_wrapped(f"Look at: {best.look_at}", "  ")]
+    yield _argument(verdict)
+    yield _structure(verdict)
+    yield _shares(verdict)
+    yield _parameters(verdict)
+    yield [*_considered(verdict), *_evidence(verdict)]
+    yield _outputs(verdict)
+
+
+def _unknown(verdict: Verdict) -> Iterator[list[str]]:
+    yield [f"{verdict.subject} against big_batch: unknown, {verdict.reason}"]
+    if verdict.failure is not None:
+        yield ["  Not compared. This says nothing about equivalence."]
+        for number, end in enumerate(verdict.failure.ends):
+            if end.failed:
+                yield _rank_end(end, first=number == 0)
+        yield _outputs(verdict)
+    else:
+        yield ["  Nothing was shown, which is not a pass."]
+        if verdict.comparison is not None and verdict.comparison.parameters:
+            line = error_line(verdict.error, verdict.floor, verdict.limit)
+            yield [f"  {line}"]
+    yield _evidence(verdict)
+
+
+def _argument(verdict: Verdict) -> list[str]:
+    comparison = verdict.comparison
+    assert comparison is not None
+    layout = verdict.case.ranks
+    nodes = "1 node" if layout.nodes == 1 else f"{layout.nodes} nodes (simulated on one host)"
+    what = "gradient" if verdict.compare == "gradients" else "update of the weights"
+    examples = " + ".join(map(str, verdict.examples))
+    lines = [
+        f"  Let    g = {what} of the big batch, {examples} examples;   "
+        f"W = {layout.world_size} {_plural(layout.world_size, 'rank')} on {nodes}"
+    ]
+    for text in _what_ranks_hold(comparison):
+        lines.append(f"  Then   {text}")
+    promise = verdict.promise or "the step is held to 1 g on every rank"
+    return [*lines, *_wrapped(f"  But    {promise}", "         ", first="")]
+
+
+def _what_ranks_hold(comparison: Comparison) -> Iterator[str]:
+    """One line a group of ranks that hold the same multiple of the big batch."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank in comparison.ranks:
+        found = [
+            (one.norm, row) for one in comparison.parameters for row in one.by_rank
+            if row.rank == rank and one.norm > 0
+        ]
+        total = sum(norm**2 for norm, _ in found)
+        if not total:
+            continue
+        factor = sum(row.factor * norm**2 for norm, row in found) / total
+        size = sum((row.ratio * norm) ** 2 for norm, row in found)
+        rest = max(0.0, 1 - factor**2 * total / size) ** 0.5 if size > 0 else 0.0
+        if factor != factor:
+            groups.setdefault(("NaN: not a number", ""), []).append(rank)
+            continue
+        # Below 1e-7 the difference of two sums of squares is rounding.
+        if rest > 0.01:
+            held = f"no multiple of g (nearest {factor:.2f} g, which leaves {rest:.2g} of it)"
+            groups.setdefault((held, ""), []).append(rank)
+            continue
+        text = "nothing" if rest < 1e-7 else f"{rest:.2g} of it"
+        groups.setdefault((f"{factor:.3f} g", f"   (unexplained: {text})"), []).append(rank)
+    for (held, rest_text), ranks in groups.items():
+        everyone = len(ranks) == len(comparison.ranks) and len(ranks) > 1
+        who = "every rank holds" if everyone else _ranks(ranks)
+        yield f"{who} {held}{rest_text}"
+
+
+def _structure(verdict: Verdict) -> list[str]:
+    comparison = verdict.comparison
+    assert comparison is not None
+    lines = [f"    {line}" for line in comparison.structure[:MOST_PARAMETERS]]
+    more = len(comparison.structure) - len(lines)
+    if more > 0:
+        lines.append(f"    ... and {more} more")
+    if any("module." in line for line in lines):
+        lines.append('    (names with "module." come from the wrapper: return the model\'s own)')
+    if not comparison.ranks_agree and comparison.ranks_must_agree:
+        apart = [one.name for one in comparison.parameters if not one.ranks_agree]
+        lines.append(
+            f"    the ranks do not agree bit for bit on {len(apart)} of "
+            f"{len(comparison.parameters)} parameters: {', '.join(apart[:4])}"
+            f"{', ...' if len(apart) > 4 else ''}"
+        )
+    return ["  Structure", *lines] if lines else []
+
+
+def _shares(verdict: Verdict) -> list[str]:
+    shares = verdict.shares
+    if shares is None:
+        return []
+    layout = verdict.case.ranks
+    ranks = range(min(layout.world_size, MOST_RANKS))
+    head = "    " + " " * 22
+    lines = ["  Share of each rank's examples in the result (1.00 = as often as in the big batch)"]
+    lines.append(head + "".join(f"{f'node {layout.rows[rank].node}':>9}" for rank in ranks))
+    lines.append(head + "".join(f"{f'rank {rank}':>9}" for rank in ranks))
+    lines.append(f"    {'expected':<22}" + "".join(f"{1:>9.2f}" for _ in ranks))
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for rank, row in shares.by_rank.items():
+        text = tuple("-" if row[r] is None else f"{row[r]:.2f}" for r in ranks)
+        rows.setdefault(text, []).append(rank)
+    for text, of_ranks in rows.items():
+        everyone = len(of_ranks) == len(shares.by_rank)
+        name = "measured" if everyone else f"measured, {_ranks(of_ranks, short=True)}"
+        note = "     same on all ranks" if everyone and len(of_ranks) > 1 else ""
+        lines.append(f"    {name:<22}" + "".join(f"{one:>9}" for one in text) + note)
+    rest = max(shares.unexplained.values())
+    if rest > 1e-6:
+        lines.append(
+            f"    no mixture of examples explains {rest:.2g} of it (shared statistics, other "
+            "weights or randomness?)"
+        )
+    if layout.world_size > MOST_RANKS:
+        lines.append(f"    (the first {MOST_RANKS} of {layout.world_size} ranks)")
+    return lines
+
+
+def _parameters(verdict: Verdict) -> list[str]:
+    comparison = verdict.comparison
+    assert comparison is not None
+    differing = comparison.differing
+    if not differing:
+        return []
+    title = f"Parameters that differ: {len(differing)} of {len(comparison.parameters)}"
+    shown = differing[:MOST_PARAMETERS]
+    names = [f"{one.name}  {one.shape}" for one in shown]
+    width = min(max(map(len, [title, *names])), WIDTH - 48)
+    lines = [f"  {title:<{width + 4}}{'error':>9}{'floor':>9}{'limit':>9}{'ratio of norms':>17}"]
+    for name, one in zip(names, shown, strict=True):
+        lines.append(f"    {name:<{width + 2}}{_numbers(one)}")
+    if len(differing) > len(shown):
+        lines.append(f"    ... and {len(differing) - len(shown)} more, worst first")
+    reasons = Counter(one.limit.reason for one in differing)
+    lines.append(f"    limit: {'; '.join(reasons)}")
+    return lines
+
+
+def _numbers(one: ParameterComparison) -> str:
+    worst = one.worst
+    note = ""
+    if worst.error <= one.limit.relative:
+        note = f"   one element off by {worst.element:.1e}, limit {one.limit.element:.1e}"
+    return (
+        f"{worst.error:>9.1e}{one.limit.floor:>9.1e}{one.limit.relative:>9.1e}"
+        f"{worst.ratio:>17.3f}{note}"
+    )
+
+
+def _considered(verdict: Verdict) -> list[str]:
+    accepted = [one for one in verdict.findings if one.accepted]
+    refused = [one for one in verdict.findings if not one.accepted and one.shows]
+    hidden = [one.cause for one in verdict.findings if not one.accepted and not one.shows]
+    lines = []
+    if len(accepted) > 1:
+        rivals = ", ".join(one.cause for one in accepted)
+        lines += _wrapped(f"Cannot be told apart on this case: {rivals}", "  ")
+    if refused:
+        lines += _wrapped(f"Ruled out: {', '.join(map(_left, refused))}", "  ")
+    if hidden:
+        lines += _wrapped(f"Would not show on this case: {', '.join(hidden)}", "  ")
+    return lines
+
+
+def _left(one: Finding) -> str:
+    if one.unexplained is None or one.unexplained == float("inf"):
+        return one.cause
+    return f"{one.cause} ({one.unexplained:.2g} unexplained)"
+
+
+def _evidence(verdict: Verdict) -> list[str]:
+    evidence = verdict.evidence
+    lane = verdict.lane
+    parts = []
+    if evidence:
+        parts.append(f"{len(evidence)} {_plural(len(evidence), 'rank')} reported")
+        parts.append(_ledger(verdict))
+        parts.append(_collectives(verdict))
+        replicas = evidence[0].notes.get("replicas") if 0 in evidence else None
+        if replicas:
+            parts.append(f"{replicas} replicas ran")
+    comparison = verdict.comparison
+    if comparison is not None and comparison.parameters:
+        parts.append(
+            f"{len(comparison.parameters)} parameters ({comparison.elements} elements) compared "
+            f"on {len(comparison.ranks)} {_plural(len(comparison.ranks), 'rank')}"
+        )
+    devices = sorted({one.device for one in evidence.values()}) or [lane.device_type]
+    where = f"{lane.name} ({lane.reason})" if lane.reason else lane.name
+    parts.append(f"{where}, torch {torch.__version__}, {', '.join(devices)}")
+    lines = _wrapped(f"Evidence: {'; '.join(part for part in parts if part)}", "  ")
+    lines += _wrapped(f"Case:     {verdict.case}", "  ")
+    if verdict.repeat:
+        lines += _wrapped(f"Repeat:   {verdict.repeat}", "  ", hanging="            ")
+    return lines
+
+
+def _ledger(verdict: Verdict) -> str:
+    if verdict.case.shards == OWN:
+        return "the step takes its own examples"
+    if len(verdict.evidence) != verdict.case.ranks.world_size:
+        return ""
+    given = Counter(
+        (step, index)
+        for one in verdict.evidence.values()
+        for step, indices in enumerate(one.examples or ())
+        for index in indices
+    )
+    total = sum(verdict.examples)
+    once = sum(count == 1 for count in given.values())
+    return f"{once} of {total} examples given to one rank each"
+
+
+def _collectives(verdict: Verdict) -> str:
+    logs = [one.collectives for one in verdict.evidence.values()]
+    if not logs or logs[0] is None:
+        return ""
+    counts = Counter(one.op for one in logs[0])
+    elements: Counter[str] = Counter()
+    for one in logs[0]:
+        elements[one.op] += one.elements
+    if not counts:
+        return "no collective ran"
+    found = [f"{count} {op} of {elements[op]} elements" for op, count in counts.items()]
+    return f"rank 0 issued {', '.join(found)}"
+
+
+def _rank_end(end: RankEnd, first: bool) -> list[str]:
+    role = "Root cause" if first else "Then"
+    lines = [f"  {role}: rank {end.rank} (node {end.node}, local rank {end.local_rank}) {end.what}"]
+    if end.line:
+        lines.append(f"    at {end.line}")
+    shown = TRACEBACK_LINES if first else CONSEQUENCE_LINES
+    detail = end.detail.rstrip().splitlines()
+    if end.kind == "exception" and detail:
+        lines += [f"    | {line}" for line in detail[-shown:]]
+    elif first and detail:
+        lines += [f"    | {line}" for line in detail[:shown]]
+    return lines
+
+
+def _outputs(verdict: Verdict) -> list[str]:
+    lines = []
+    for rank, text in sorted(verdict.output.items()):
+        if text.strip():
+            shown = text.rstrip().splitlines()[-TRACEBACK_LINES:]
+            lines += [f"  Output of rank {rank}", *(f"    | {line}" for line in shown)]
+    return lines
+
+
+def _ranks(ranks: list[int], short: bool = False) -> str:
+    names = ", ".join(map(str, ranks))
+    if short:
+        return f"{_plural(len(ranks), 'rank')} {names}"
+    return f"rank {names} holds" if len(ranks) == 1 else f"ranks {names} hold"
+
+
+def _plural(count: int, word: str) -> str:
+    return word if count == 1 else f"{word}s"
+
+
+def _wrapped(
+    text: str, indent: str, first: str | None = None, hanging: str | None = None
+) -> list[str]:
+    return wrap(
+        text,
+        WIDTH,
+        initial_indent=indent if first is None else first,
+        subsequent_indent=hanging or indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

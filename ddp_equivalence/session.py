@@ -1,0 +1,57 @@
+"""What a run says once for all its checks, and who hears of every verdict. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ddp_equivalence.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Defaults of ``check`` for a run. ``repeat``: the command that repeats what runs now."""
+
+    backend: str = "auto"
+    deadline: float = 60.0
+    fresh_ranks: bool = False
+    must_run: tuple[str, ...] = ()
+    repeat: str = ""
+
+
+_settings: list[Settings] = [Settings()]
+_observers: list[Callable[[Verdict], None]] = []
+
+
+def current() -> Settings:
+    """The settings in force."""
+    return _settings[-1]
+
+
+@contextmanager
+def using(new: Settings) -> Iterator[None]:
+    """Use these settings for all checks inside."""
+    _settings.append(new)
+    try:
+        yield
+    finally:
+        _settings.pop()
+
+
+@contextmanager
+def observed(observer: Callable[[Verdict], None]) -> Iterator[None]:
+    """Call ``observer`` with every verdict reached inside."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def tell(verdict: Verdict) -> None:
+    """Pass a verdict on to all observers."""
+    for observer in _observers:
+        observer(verdict)

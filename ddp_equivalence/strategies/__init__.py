@@ -1,0 +1,33 @@
+"""What is compared with the big batch, by name."""
+
+from __future__ import annotations
+
+from ddp_equivalence.strategies import (
+    data_parallel,
+    ddp_accumulation,
+    ddp_global_mean,
+    ddp_mean,
+    ddp_sum,
+    ddp_sum_hook,
+    emulated_data_parallel,
+    hybrid,
+    manual_all_reduce,
+)
+from ddp_equivalence.strategies.strategy import Strategy
+
+STRATEGIES: dict[str, Strategy] = {
+    strategy.name: strategy
+    for strategy in (
+        data_parallel.STRATEGY,
+        emulated_data_parallel.WHOLE_LOSS,
+        emulated_data_parallel.LOSS_INSIDE,
+        ddp_mean.STRATEGY,
+        ddp_sum.STRATEGY,
+        ddp_sum_hook.STRATEGY,
+        ddp_global_mean.STRATEGY,
+        ddp_accumulation.STRATEGY,
+        manual_all_reduce.MEAN,
+        manual_all_reduce.SUM,
+        hybrid.STRATEGY,
+    )
+}

@@ -1,0 +1,48 @@
+"""DDP with a sum-reduced loss: times the world size, which cancels DDP's average."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ddp_equivalence.facts import Facts
+from ddp_equivalence.losses import LOSSES
+from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
+
+
+def breaks(facts: Facts) -> str | None:
+    return facts.sum_over(facts.shards.indices, once=False)
+
+
+def prepare(task: Task) -> TrainStep:
+    ddp = task.wrap()
+
+    def step(shard: Any) -> None:
+        scaled_loss(task, ddp, shard).backward()
+
+    return step
+
+
+def scaled_loss(task: Task, ddp: nn.Module, shard: Any) -> Tensor:
+    """World size times the loss; a term that does not depend on the data stays as it is, since
+    the average over ranks already leaves it once."""
+    world_size = task.rank.world_size
+    loss = LOSSES[task.case.loss] if isinstance(task.case.loss, str) else None
+    terms = loss.normalisers(shard) if loss else ()
+    if loss is None or all(term.kind != "once" for term in terms):
+        return world_size * task.loss(ddp, shard)
+    totals = loss.totals(ddp, ddp(shard["inputs"]), shard)
+    value = totals[0].new_zeros(())
+    for total, term in zip(totals, terms, strict=True):
+        value = value + total / term.count * (1 if term.kind == "once" else world_size)
+    return value
+
+
+STRATEGY = Strategy(
+    name="ddp_sum",
+    promise="World size times a sum-reduced loss, averaged over ranks, is the sum over the big "
+    "batch, however uneven the shards.",
+    breaks=breaks,
+    prepare=prepare,
+)

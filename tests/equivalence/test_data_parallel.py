@@ -1,0 +1,23 @@
+"""nn.DataParallel and its emulation: the replicas' gradients add up."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_equivalence import assert_equivalent
+from ddp_equivalence.catalogue import Trial
+
+
+@pytest.mark.promise_of("data_parallel")
+def test_data_parallel_gives_the_gradients_of_one_big_batch(trial: Trial) -> None:
+    assert_equivalent(trial.case, trial.strategy, **trial.options)
+
+
+@pytest.mark.promise_of("emulated_data_parallel")
+def test_emulated_data_parallel_gives_the_gradients_of_one_big_batch(trial: Trial) -> None:
+    assert_equivalent(trial.case, trial.strategy, **trial.options)
+
+
+@pytest.mark.promise_of("emulated_data_parallel_loss_inside")
+def test_emulated_data_parallel_loss_inside_gives_the_gradients_of_one_big_batch(trial: Trial) -> None:
+    assert_equivalent(trial.case, trial.strategy, **trial.options)

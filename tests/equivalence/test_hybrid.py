@@ -1,0 +1,13 @@
+"""DataParallel's sum inside a node, DDP's average between nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_equivalence import assert_equivalent
+from ddp_equivalence.catalogue import Trial
+
+
+@pytest.mark.promise_of("hybrid")
+def test_hybrid_gives_the_gradients_of_one_big_batch(trial: Trial) -> None:
+    assert_equivalent(trial.case, trial.strategy, **trial.options)
