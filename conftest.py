@@ -14,7 +14,8 @@ pytest_plugins = ("ddp_equivalence.pytest_plugin",)
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """``@pytest.mark.promise_of("ddp_mean")`` gives a test every trial on which that promise holds,
-    ``@pytest.mark.known_differences_of("ddp_mean")`` the others."""
+    ``@pytest.mark.known_differences_of("ddp_mean")`` the others.
+    """
     for marker in metafunc.definition.iter_markers("promise_of"):
         _parametrize(metafunc, catalogue.cases(promise_of=marker.args[0]))
     for marker in metafunc.definition.iter_markers("known_differences_of"):

@@ -50,7 +50,7 @@ def build_model(case: Case) -> nn.Module:
     builder = MODELS[case.model].build if isinstance(case.model, str) else case.model
     try:
         with seeded(case.seed):
-            model = builder()
+            model: object = builder()
     except Exception as error:
         raise BadCase("model", name_of(case.model), _raised(error)) from error
     if not isinstance(model, nn.Module):
@@ -174,7 +174,8 @@ def _own_batch(case: Case) -> Any:
 
 
 def _catalogue_batch(case: Case, steps: Steps) -> Batch:
-    assert isinstance(case.model, str) and isinstance(case.loss, str)
+    assert isinstance(case.model, str)
+    assert isinstance(case.loss, str)
     generator = torch.Generator().manual_seed(case.seed)
     model, loss = MODELS[case.model], LOSSES[case.loss]
     each = case.catalogue_examples

@@ -67,7 +67,9 @@ class Case:
         if self.dtype is None:
             return
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
-            right = "a floating-point torch.dtype such as torch.float64, or None to keep the model's"
+            right = (
+                "a floating-point torch.dtype such as torch.float64, or None to keep the model's"
+            )
             raise BadCase("dtype", self.dtype, right)
 
     def _check_batch(self, sizes: tuple[int, ...] | None) -> None:

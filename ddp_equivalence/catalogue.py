@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from ddp_equivalence.facts import MICRO_BATCHES, facts_of
 from ddp_equivalence.losses import LOSSES
 from ddp_equivalence.models import MODELS
 from ddp_equivalence.reference import Compare
-from ddp_equivalence.strategies import STRATEGIES, Strategy
+from ddp_equivalence.strategies import STRATEGIES
+from ddp_equivalence.strategies.strategy import Strategy
 
 LAYOUTS = ("1x1", "1x2", "1x4", "2x2", "4x1", "2x4", "1+3", "3+1", "2x2-round-robin")
 SHARDS = {
@@ -57,7 +58,8 @@ EXACT_EXAMPLES_PER_RANK = 4
 @dataclass(frozen=True)
 class Trial:
     """One case, met by one strategy. ``cause``: the name of its known difference, None if the
-    strategy promises the big batch here. ``str()`` is its test id."""
+    strategy promises the big batch here. ``str()`` is its test id.
+    """
 
     case: Case
     strategy: str
@@ -88,7 +90,7 @@ class Trial:
 
 
 def trials(strategy: str) -> tuple[Trial, ...]:
-    """All trials of one strategy, those on one layout together. Raises BadCase for an unknown one."""
+    """All trials of one strategy, by layout. Raises BadCase for an unknown one."""
     if strategy not in STRATEGIES:
         raise BadCase("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
     found = dict.fromkeys(_select(STRATEGIES[strategy]))
@@ -106,7 +108,7 @@ def known_differences(of: str) -> tuple[Trial, ...]:
     return tuple(trial for trial in trials(of) if trial.cause is not None)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _cause(trial: Trial) -> str | None:
     breaks = STRATEGIES[trial.strategy].breaks
     return next(filter(None, map(breaks, facts_of(trial.case, trial.steps))), None)
@@ -121,6 +123,8 @@ def _select(strategy: Strategy) -> Iterator[Trial]:
     small = ("1x2",) if strategy.one_process else ("1x2", "2x2")
     for model, loss in _pairs(strategy):
         yield Trial(_case(strategy, model, loss, main), name)
+        if MODELS[model].batch_coupled and "1x1" in layouts:
+            yield Trial(_case(strategy, model, loss, "1x1"), name)  # alone there is no difference
     for model, loss in CORE:
         for layout in layouts:
             yield Trial(_case(strategy, model, loss, layout), name)

@@ -58,7 +58,7 @@ def lines(
     missing = {one.what for one in not_run} - set(names)
     width = max(map(len, [*names, *missing, "known differences"]), default=0) + 2
     columns = {layout: max(6, len(layout) + 2) for layout in layouts}
-    if names:
+    if layouts and (names or missing):
         yield " " * width + "".join(f"{layout:>{columns[layout]}}" for layout in layouts)
     for name in names:
         rows = [one for one in records if one["strategy"] == name and one["expected"] == "same"]

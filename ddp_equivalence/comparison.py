@@ -203,9 +203,7 @@ class Comparator:
             announced = self._ranks[rank][name]
             if announced is not None and sums.seen != math.prod(announced.shape):
                 raise SuiteBug(f"{name} of rank {rank}: {sums.seen} elements of {announced} came")
-        structure = tuple(
-            line for rank in sorted(self._ranks) for line in self._structure_of(rank)
-        )
+        structure = tuple(line for rank in sorted(self._ranks) for line in self._structure_of(rank))
         parameters = tuple(self._parameter(name) for name in self._norms)
         compared = tuple(one for one in parameters if one.by_rank)
         return Comparison(

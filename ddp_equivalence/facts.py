@@ -16,7 +16,7 @@ from ddp_equivalence.building import (
 )
 from ddp_equivalence.case import Case
 from ddp_equivalence.layouts import Layout
-from ddp_equivalence.losses.loss import CatalogueLoss
+from ddp_equivalence.losses.loss import CatalogueLoss, Normaliser
 from ddp_equivalence.models import MODELS
 from ddp_equivalence.shards import Shards, split
 
@@ -53,9 +53,7 @@ class Facts:
         """The micro-batches of every rank."""
         return tuple(
             micro_batches(indices, len(first))
-            for indices, first in zip(
-                self.shards.indices, self.first_shards.indices, strict=True
-            )
+            for indices, first in zip(self.shards.indices, self.first_shards.indices, strict=True)
         )
 
     def mean_over(self, parts: Sequence[Indices], uneven: str = "") -> str | None:
@@ -69,14 +67,15 @@ class Facts:
         if self.batch_coupled:
             return self.batch_coupled
         normalisers = [self.loss.normalisers(take(self.batch, part)) for part in parts]
-        for terms in zip(*normalisers, strict=True):
-            if terms[0].kind == "sum":
-                return "mean_not_sum"
-            if len({term.count for term in terms}) > 1:
-                sizes = {len(part) for part in parts}
-                token = "token_counts_weighted_equally"
-                return uneven or ("uneven_shards_weighted_equally" if len(sizes) > 1 else token)
-        return None
+        terms = list(zip(*normalisers, strict=True))
+        if any(of_term[0].kind == "sum" for of_term in terms):
+            return "mean_not_sum"
+        if all(len({one.count for one in of_term}) == 1 for of_term in terms):
+            return None
+        sizes = [len(part) for part in parts]
+        by_examples = all(_proportional(of_term, sizes) for of_term in terms)
+        named = "uneven_shards" if by_examples else "token_counts"
+        return uneven or f"{named}_weighted_equally"
 
     def sum_over(self, parts: Sequence[Indices], once: bool = True) -> str | None:
         """What is wrong if the gradients of these parts are added up.
@@ -93,6 +92,13 @@ class Facts:
     def apart(self) -> str | None:
         """What is wrong if only the forward pass is split."""
         return self.batch_coupled if self.layout.world_size > 1 else None
+
+
+def _proportional(term: Sequence[Normaliser], sizes: Sequence[int]) -> bool:
+    """True if the term divides by the examples of each part, but for a constant factor."""
+    total, examples = sum(one.count for one in term), sum(sizes)
+    pairs = zip(term, sizes, strict=True)
+    return term[0].kind == "once" or all(one.count * examples == total * n for one, n in pairs)
 
 
 def micro_batches(indices: Indices, full_window: int) -> tuple[Indices, ...]:

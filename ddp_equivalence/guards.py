@@ -13,7 +13,15 @@ from ddp_equivalence.reference import Reference
 from ddp_equivalence.shards import OWN
 from ddp_equivalence.strategies.strategy import Strategy
 
-REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce", "all_gather", "gather", "all_to_all", "send")
+REDUCTIONS = (
+    "all_reduce",
+    "reduce_scatter",
+    "reduce",
+    "all_gather",
+    "gather",
+    "all_to_all",
+    "send",
+)
 
 
 def against_the_reference(reference: Reference, compare: str) -> str | None:
@@ -49,7 +57,6 @@ def against_the_evidence(
 
 
 def against_a_pass(
-    case: Case,
     comparison: Comparison,
     evidence: Mapping[int, Evidence],
     nearest: NearestFault | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Generator
@@ -25,6 +26,7 @@ MARKERS = (
     "nccl: runs on an NCCL backend, one rank per GPU",
     "data_parallel: runs the real nn.DataParallel on two or more GPUs",
     "difference: the case is known to differ from one big batch",
+    "self_check: checks made by this test are left out of the closing table",
     "trial(what, layout, lane): one case of the catalogue, for the closing table",
 )
 
@@ -97,11 +99,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--ddp-json", type=Path, metavar="PATH", help="write the results, machine-readable"
     )
+    # For the command line: a run of the suite that compares nothing has failed.
+    group.addoption("--ddp-require-comparison", action="store_true", help=argparse.SUPPRESS)
+    group.addoption("--ddp-repeat-with", default="pytest", help=argparse.SUPPRESS)
 
 
 def _seconds(text: str) -> float:
-    import argparse
-
     try:
         value = float(text)
     except ValueError:
@@ -124,10 +127,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Checks made by this test follow the run's options, and are remembered with it."""
     item.stash[_records] = []
+    listed = item.get_closest_marker("self_check") is None
     expected = "different" if item.get_closest_marker("difference") else "same"
 
     def remember(verdict: Verdict) -> None:
-        item.stash[_records].append(record_of(verdict, item.nodeid, expected))
+        if listed:
+            item.stash[_records].append(record_of(verdict, item.nodeid, expected))
         if verdict.outcome != expected or item.config.getoption("verbose") > 1:
             for rank, text in sorted(verdict.output.items()):
                 if text.strip():
@@ -140,7 +145,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         deadline=option("--ddp-deadline"),
         fresh_ranks=option("--fresh-ranks"),
         must_run=tuple(option("--must-run")),
-        repeat=f'pytest "{item.nodeid}"',
+        repeat=f'{option("--ddp-repeat-with")} "{item.nodeid}"',
     )
     with session.using(settings), session.observed(remember):
         return (yield)
@@ -156,12 +161,14 @@ def pytest_runtest_makereport(
     if report.when == "call":
         carried["records"] = item.stash[_records]
         for one in carried["records"]:
-            one["confirmed"] = bool(one["outcome"] == one["expected"] and report.passed)
+            if report.passed:
+                one["expected"] = one["outcome"]  # the test knew
+            one["confirmed"] = report.passed
     trial = item.get_closest_marker("trial")
     if report.skipped and trial is not None:
         what, layout, lane = trial.args
         carried["not_run"] = asdict(NotRun(what, layout, lane, _reason(report)))
-    report.ddp_equivalence = carried
+    report.__dict__["ddp_equivalence"] = carried
     return report
 
 
@@ -191,9 +198,8 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
     config = session.config
     if not hasattr(config, "workerinput"):
         run, must_run = config.stash[_run], config.getoption("--must-run")
-        if list(closing_table.lanes_missing(run.records, must_run)):
-            if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if session.exitstatus == pytest.ExitCode.OK and _nothing_shown(run, config):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         path: Path | None = config.getoption("--ddp-json")
         if path is not None:
             _write(path, run, must_run)
@@ -204,12 +210,20 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     run, must_run = config.stash[_run], config.getoption("--must-run")
-    if not run.records and not run.not_run and not must_run:
+    wanted = must_run or config.getoption("--ddp-require-comparison")
+    if not run.records and not run.not_run and not wanted:
         return  # a run that has nothing to do with us
     terminalreporter.section("compared with one big batch", "=")
     for line in closing_table.lines(run.records, run.not_run, must_run):
         bad = any(word in line for word in ("DIFFER", "UNKNOWN", "FAILED", "NOTHING"))
         terminalreporter.line(line, red=bad, yellow="NOT RUN" in line and not bad)
+
+
+def _nothing_shown(run: Run, config: pytest.Config) -> bool:
+    compared = any(one["outcome"] in closing_table.COMPARED for one in run.records)
+    if config.getoption("--ddp-require-comparison") and not compared:
+        return True
+    return bool(list(closing_table.lanes_missing(run.records, config.getoption("--must-run"))))
 
 
 def _reason(report: pytest.TestReport) -> str:

@@ -78,8 +78,7 @@ def big_batch(
 def gradient_of(
     case: Case, batch: Any, before: Sequence[Any] = (), lr: float = 0.1
 ) -> dict[str, Tensor | None]:
-    """The float64 gradient of the case's loss on ``batch`` alone, after plain SGD on the big batches
-    ``before``."""
+    """The float64 gradient of the loss on ``batch`` alone, after plain SGD on those ``before``."""
     found = _train(case, [*before, batch], "gradients", lr, dtype=torch.float64)
     steps = len(before) + 1
     return {name: found[in_step(name, steps - 1, steps)] for name in _names(found, steps)}
@@ -184,7 +183,9 @@ def _nudge(tensors: Any) -> None:
     with torch.no_grad():
         for tensor in tensors:
             if tensor.is_floating_point():
-                sign = (torch.randint(2, tensor.shape, generator=generator) * 2 - 1).to(tensor.dtype)
+                sign = (torch.randint(2, tensor.shape, generator=generator) * 2 - 1).to(
+                    tensor.dtype
+                )
                 tensor.mul_(1 + sign * torch.finfo(tensor.dtype).eps)
 
 

@@ -1,5 +1,6 @@
 """Verdict -> text. The only prose in the package: verdict and name, cause, argument, picture,
-numbers, what else was considered, evidence, how to repeat. A reader may stop after any block."""
+numbers, what else was considered, evidence, how to repeat. A reader may stop after any block.
+"""
 
 from __future__ import annotations
 
@@ -69,15 +70,18 @@ def _different(verdict: Verdict) -> Iterator[list[str]]:
 
 
 def _unknown(verdict: Verdict) -> Iterator[list[str]]:
-    yield [f"{verdict.subject} against big_batch: unknown, {verdict.reason}"]
+    yield [f"{verdict.subject} against big_batch: unknown"]
     if verdict.failure is not None:
-        yield ["  Not compared. This says nothing about equivalence."]
+        yield [f"  Not compared: {verdict.reason}. This says nothing about equivalence."]
         for number, end in enumerate(verdict.failure.ends):
             if end.failed:
                 yield _rank_end(end, first=number == 0)
         yield _outputs(verdict)
     else:
-        yield ["  Nothing was shown, which is not a pass."]
+        yield [
+            *_wrapped(f"{verdict.reason[:1].upper()}{verdict.reason[1:]}.", "  "),
+            "  Nothing was shown, which is not a pass.",
+        ]
         if verdict.comparison is not None and verdict.comparison.parameters:
             line = error_line(verdict.error, verdict.floor, verdict.limit)
             yield [f"  {line}"]
@@ -106,7 +110,9 @@ def _what_ranks_hold(comparison: Comparison) -> Iterator[str]:
     groups: dict[tuple[str, str], list[int]] = {}
     for rank in comparison.ranks:
         found = [
-            (one.norm, row) for one in comparison.parameters for row in one.by_rank
+            (one.norm, row)
+            for one in comparison.parameters
+            for row in one.by_rank
             if row.rank == rank and one.norm > 0
         ]
         total = sum(norm**2 for norm, _ in found)
@@ -163,7 +169,7 @@ def _shares(verdict: Verdict) -> list[str]:
     lines.append(f"    {'expected':<22}" + "".join(f"{1:>9.2f}" for _ in ranks))
     rows: dict[tuple[str, ...], list[int]] = {}
     for rank, row in shares.by_rank.items():
-        text = tuple("-" if row[r] is None else f"{row[r]:.2f}" for r in ranks)
+        text = tuple(_share(row[r]) for r in ranks)
         rows.setdefault(text, []).append(rank)
     for text, of_ranks in rows.items():
         everyone = len(of_ranks) == len(shares.by_rank)
@@ -179,6 +185,12 @@ def _shares(verdict: Verdict) -> list[str]:
     if layout.world_size > MOST_RANKS:
         lines.append(f"    (the first {MOST_RANKS} of {layout.world_size} ranks)")
     return lines
+
+
+def _share(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{0.0 if abs(value) < 0.005 else value:.2f}"  # not -0.00
 
 
 def _parameters(verdict: Verdict) -> list[str]:

@@ -109,8 +109,6 @@ def split(text: str, examples: int, world_size: int) -> Shards:
         )
     starts = [sum(sizes[:rank]) for rank in range(world_size)]
     return Shards(
-        tuple(
-            tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)
-        ),
+        tuple(tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)),
         examples,
     )

@@ -37,7 +37,7 @@ from ddp_equivalence.gradients import RawChunk
 from ddp_equivalence.layouts import Layout, parse
 from ddp_equivalence.rank_work import Evidence, Step, Work, run
 from ddp_equivalence.ranks import carry
-from ddp_equivalence.ranks.lanes import Lane, cuda_devices, choose, missing
+from ddp_equivalence.ranks.lanes import Lane, choose, cuda_devices, missing
 from ddp_equivalence.ranks.warm import warm_ranks
 from ddp_equivalence.reference import Compare, Reference, big_batch
 from ddp_equivalence.report import render
@@ -88,7 +88,8 @@ class Verdict:
     @property
     def error(self) -> float | None:
         """||measured - big batch|| / ||big batch|| of the parameter nearest to, or furthest
-        beyond, its limit, on its worst rank."""
+        beyond, its limit, on its worst rank.
+        """
         worst = self.comparison.worst if self.comparison else None
         return worst.error if worst else None
 
@@ -299,7 +300,7 @@ def _judge(request: _Request) -> Verdict:
         if view is not None and wrong > 0:
             view = _view(request, reference, wrong)
         return _explained(verdict, view, answer, request, wrong)
-    reason = guards.against_a_pass(case, answer.comparison, answer.evidence, verdict.nearest)
+    reason = guards.against_a_pass(answer.comparison, answer.evidence, verdict.nearest)
     return replace(verdict, reason=reason or "", outcome="unknown" if reason else "same")
 
 
@@ -308,7 +309,10 @@ def _explained(
 ) -> Verdict:
     """Name the cause, if one of the known explanations fits."""
     shares, world_size = None, request.case.ranks.world_size
-    if view is None:
+    findings: tuple[Finding, ...]
+    if answer.comparison.structure:
+        findings = ()  # what is missing or of another shape leaves nothing to fit
+    elif view is None:
         findings = diagnose_by_factor(answer.comparison, world_size)
     else:
         names = {in_step(name, wrong, request.step_count): name for name in view.shapes}
@@ -393,7 +397,8 @@ def _reference(request: _Request) -> Reference:
 
 def _alone(case: Case) -> Case:
     """The case without its ranks. Of a catalogue case only the batch depends on layout and shards:
-    through its size and, where the last shard is padded, its targets."""
+    through its size and, where the last shard is padded, its targets.
+    """
     if case.shards == "no_valid_token":
         return case
     return replace(case, layout="1x1", shards="equal", examples=case.catalogue_examples)

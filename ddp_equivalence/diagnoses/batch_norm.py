@@ -11,7 +11,7 @@ from ddp_equivalence.diagnoses.hypothesis import Hypothesis, View
 
 def predict(view: View) -> Sequence[Tensor]:
     found = view.contributions()
-    if found is None or view.world_size == 1 or not view.has_batch_norm:
+    if found is None or view.part_count == 1 or not view.has_batch_norm:
         return ()
     return (view.everywhere(found.mean(0)),)
 

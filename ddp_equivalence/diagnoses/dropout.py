@@ -11,7 +11,7 @@ from ddp_equivalence.diagnoses.hypothesis import Hypothesis, View
 
 def predict(view: View) -> Sequence[Tensor]:
     found = view.contributions()
-    if found is None or view.world_size == 1 or not view.has_dropout:
+    if found is None or view.part_count == 1 or not view.has_dropout:
         return ()
     # The same seed on every rank: each draws the mask of its own shard's shape. Holds on the
     # device the prediction is computed on; another has another generator.
@@ -19,7 +19,7 @@ def predict(view: View) -> Sequence[Tensor]:
 
 
 def plausible(view: View) -> bool:
-    return view.has_dropout and view.world_size > 1
+    return view.has_dropout and view.part_count > 1
 
 
 HYPOTHESIS = Hypothesis(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnoses.hypothesis import Hypothesis, View, near
@@ -17,17 +18,22 @@ def _mean_of_means(view: View) -> Sequence[Tensor]:
     return () if near(mean, view.expected) else (view.everywhere(mean),)
 
 
-def _sizes_differ(view: View) -> bool:
-    sizes = {len(part) for of_rank in view.parts or () for part in of_rank}
-    return len(sizes) > 1
+def _is_mean_over_examples(view: View) -> bool:
+    """True if the big batch is the mean of the parts, each counted by its examples."""
+    parts = [part for of_rank in view.parts or () for part in of_rank if part]
+    total = sum(map(len, parts))
+    if not parts:
+        return False
+    mean = torch.stack([len(part) / total * view.gradient(part) for part in parts]).sum(0)
+    return near(mean, view.expected)
 
 
 def predict_shards(view: View) -> Sequence[Tensor]:
-    return _mean_of_means(view) if _sizes_differ(view) else ()
+    return _mean_of_means(view) if _is_mean_over_examples(view) else ()
 
 
 def predict_tokens(view: View) -> Sequence[Tensor]:
-    return () if _sizes_differ(view) else _mean_of_means(view)
+    return () if _is_mean_over_examples(view) else _mean_of_means(view)
 
 
 SHARDS = Hypothesis(

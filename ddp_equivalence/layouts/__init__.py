@@ -1,10 +1,10 @@
-"""Who is rank r: the table (rank, node, local rank, ranks on node, world) behind a layout's name."""
+"""Who is rank r: the table (rank, node, local rank, ranks on node, world) behind a name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from ddp_equivalence.errors import BadCase
 from ddp_equivalence.layouts.packed import packed
@@ -55,9 +55,9 @@ class Layout:
         return tuple(row.rank for row in self.rows if row.node == node)
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(name: str) -> Layout:
-    """The layout called ``name``: ``"2x2"`` is nodes x ranks per node, ``"1+3"`` ranks of each node.
+    """The layout called ``name``: ``"2x2"``, nodes x ranks per node; ``"1+3"``, ranks of each node.
 
     ``"2x2-round-robin"`` deals the ranks to the nodes in turn instead of filling node after node.
     Raises BadCase for any other name.

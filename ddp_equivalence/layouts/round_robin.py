@@ -1,4 +1,4 @@
-"""Ranks are dealt to the nodes in turn, as Slurm's cyclic distribution does: 2x2 is nodes 0 1 0 1."""
+"""Ranks are dealt to the nodes in turn, as Slurm's cyclic distribution does: 0 1 0 1 for 2x2."""
 
 from __future__ import annotations
 

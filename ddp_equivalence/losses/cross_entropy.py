@@ -24,7 +24,7 @@ def label_weights(classes: int, like: Tensor) -> Tensor:
 
 
 def weighted_mean(model: nn.Module, batch: Batch) -> Tensor:
-    """torch divides by the weights of the labels present, not by the examples."""
+    """Torch divides by the weights of the labels present, not by the examples."""
     outputs = model(batch["inputs"])
     weight = label_weights(outputs.shape[-1], like=outputs)
     return F.cross_entropy(outputs, batch["targets"], weight=weight)

@@ -13,7 +13,9 @@ WEIGHT = 0.125
 
 def penalty(model: nn.Module) -> Tensor:
     """WEIGHT times the sum of all squared parameters: independent of the data."""
-    return WEIGHT * torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+    return (
+        WEIGHT * torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+    )
 
 
 def mean(model: nn.Module, batch: Batch) -> Tensor:
@@ -36,7 +38,5 @@ def sum_and_once(batch: Batch) -> tuple[Normaliser, ...]:
     return (*mse.not_divided(batch), Normaliser("once"))
 
 
-MEAN_WITH_PENALTY = CatalogueLoss(
-    "mse_mean_l2_penalty", mean, totals, mean_and_once, mse.targets
-)
+MEAN_WITH_PENALTY = CatalogueLoss("mse_mean_l2_penalty", mean, totals, mean_and_once, mse.targets)
 SUM_WITH_PENALTY = CatalogueLoss("mse_sum_l2_penalty", total, totals, sum_and_once, mse.targets)

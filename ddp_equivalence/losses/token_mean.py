@@ -15,9 +15,7 @@ PADDING = -100
 
 def mean(model: nn.Module, batch: Batch) -> Tensor:
     logits = model(batch["inputs"])
-    return F.cross_entropy(
-        logits.flatten(0, 1), batch["targets"].flatten(), ignore_index=PADDING
-    )
+    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), ignore_index=PADDING)
 
 
 def total(model: nn.Module, batch: Batch) -> Tensor:
@@ -53,6 +51,4 @@ def not_divided(batch: Batch) -> tuple[Normaliser, ...]:
 TOKEN_MEAN = CatalogueLoss(
     "token_mean", mean, totals, divided_by_tokens, padded_targets, output="tokens"
 )
-TOKEN_SUM = CatalogueLoss(
-    "token_sum", total, totals, not_divided, padded_targets, output="tokens"
-)
+TOKEN_SUM = CatalogueLoss("token_sum", total, totals, not_divided, padded_targets, output="tokens")

@@ -32,9 +32,7 @@ def normalisers(batch: Batch) -> tuple[Normaliser, ...]:
     )
 
 
-def targets(
-    generator: torch.Generator, inputs: Tensor, model: CatalogueModel
-) -> dict[str, Tensor]:
+def targets(generator: torch.Generator, inputs: Tensor, model: CatalogueModel) -> dict[str, Tensor]:
     """A label and a box for every example; every third example is positive."""
     examples = len(inputs)
     return {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,12 @@ class CollectiveLog:
         )
 
 
-def _entries() -> list[dict[str, object]] | None:
+def _entries() -> list[dict[str, Any]] | None:
     try:
         from torch._C import _distributed_c10d as c10d
 
-        found: list[dict[str, object]] = json.loads(c10d._dump_fr_trace_json()).get("entries", [])
+        dump = c10d._dump_fr_trace_json  # type: ignore[attr-defined]  # not in the stubs
+        found: list[dict[str, Any]] = json.loads(dump()).get("entries", [])
     except Exception:
         return None
-    return sorted(found, key=lambda entry: int(str(entry["record_id"])))
+    return sorted(found, key=lambda entry: int(entry["record_id"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-import torch._dynamo  # noqa: F401  # DDP's constructor imports it: 1 s a rank unless it is here
+import torch._dynamo  # DDP's constructor imports it: 1 s a rank unless it is here
 import torch.distributed
 import torch.nn.parallel
 import torch.optim  # noqa: F401

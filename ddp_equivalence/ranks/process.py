@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no stubs
 
 from ddp_equivalence.layouts import Row
 from ddp_equivalence.ranks import messages
@@ -88,18 +89,18 @@ def _join(birth: Birth, connection: Connection) -> Rank:
     store = None
     if row.rank == 0:
         # Port 0: the system gives a free one, and nobody can take it in between.
-        store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         messages.send(connection, messages.PORT, store.port)
     _, port = messages.receive(connection)
     os.environ.update(torchrun_environment(row, port))
     if store is None:
-        store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
+        store = TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
         birth.lane.backend,
-        store=dist.PrefixStore("ddp_equivalence", store),
+        store=PrefixStore("ddp_equivalence", store),
         rank=row.rank,
         world_size=row.world_size,
         timeout=timeout,

@@ -37,8 +37,9 @@ STOP_DEADLINE = 2.0
 OUTPUT_KEPT = 64 * 2**10
 """Bytes of a rank's output that are shown: the last ones."""
 
-CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""What gloo says on the ranks that were left behind."""
+LEFT_BEHIND = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+TIMED_OUT = ("Timed out waiting", "timed out", "Watchdog caught collective operation timeout")
+"""What gloo and NCCL say on the ranks that waited for another one."""
 
 
 class Ranks(Protocol):
@@ -135,9 +136,7 @@ class RankSet:
             connection.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _listen(
-        self, final: set[str], until: float, what: str
-    ) -> Iterator[tuple[int, str, Any]]:
+    def _listen(self, final: set[str], until: float, what: str) -> Iterator[tuple[int, str, Any]]:
         """Yield (rank, kind, payload) until each rank has sent a final message."""
         ends: dict[int, RankEnd] = {}
         waiting = dict(enumerate(self._connections))
@@ -195,10 +194,9 @@ class RankSet:
         ordered = sorted(ends.values(), key=_cause_first)
         first = ordered[0]
         where = f"rank {first.rank} (node {first.node}, local rank {first.local_rank})"
-        if first.kind == "running":
-            late = ", ".join(str(end.rank) for end in ordered if end.kind == "running")
-            deadline = f"no answer from ranks {late} within the deadline ({what})"
-            return RanksTimedOut(deadline, ordered)
+        if first.kind == "running" or _says(first, TIMED_OUT):
+            late = ", ".join(str(end.rank) for end in ordered if end.failed)
+            return RanksTimedOut(f"ranks {late} did not come back ({what})", ordered)
         return RankFailed(f"{where}: {first.what}", ordered)
 
     def _stacks(self, waiting: dict[int, Connection]) -> dict[int, str]:
@@ -261,10 +259,15 @@ class RankSet:
 
 
 def _cause_first(end: RankEnd) -> tuple[int, float]:
-    """Deaths, then exceptions by time, then their consequences, then who still waits."""
-    consequence = any(text in end.what for text in CONSEQUENCES)
-    order = {"signal": 0, "exit": 0, "exception": 1, "running": 3, "finished": 4}
-    return (2 if consequence else order[end.kind]), end.at
+    """Deaths, then exceptions by time, then who never came, then who waited for it."""
+    if end.kind == "exception":
+        waited = _says(end, (*LEFT_BEHIND, *TIMED_OUT))
+        return (3 if waited else 1), end.at
+    return {"signal": 0, "exit": 0, "running": 2, "finished": 4}[end.kind], end.at
+
+
+def _says(end: RankEnd, texts: tuple[str, ...]) -> bool:
+    return end.kind == "exception" and any(text in end.what for text in texts)
 
 
 def _innermost(stack: str) -> str:

@@ -12,9 +12,9 @@ from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 def breaks(facts: Facts) -> str | None:
     parts = facts.micro_shards
-    if len({len(of_rank) for of_rank in parts}) > 1:
-        return facts.mean_over(facts.shards.indices) or "uneven_shards_weighted_equally"
-    return facts.mean_over([part for of_rank in parts for part in of_rank])
+    wrong = facts.mean_over([part for of_rank in parts for part in of_rank])
+    as_many_each = len({len(of_rank) for of_rank in parts}) == 1
+    return wrong if wrong or as_many_each else "uneven_shards_weighted_equally"
 
 
 def contributions(facts: Facts) -> tuple[tuple[Indices, ...], ...]:

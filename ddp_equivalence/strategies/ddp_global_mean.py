@@ -1,4 +1,4 @@
-"""DDP with the mean over all ranks' examples: summed loss times world size over the global count."""
+"""DDP with the mean over all ranks: summed loss times world size over the global count."""
 
 from __future__ import annotations
 

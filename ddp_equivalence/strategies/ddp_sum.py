@@ -26,7 +26,8 @@ def prepare(task: Task) -> TrainStep:
 
 def scaled_loss(task: Task, ddp: nn.Module, shard: Any) -> Tensor:
     """World size times the loss; a term that does not depend on the data stays as it is, since
-    the average over ranks already leaves it once."""
+    the average over ranks already leaves it once.
+    """
     world_size = task.rank.world_size
     loss = LOSSES[task.case.loss] if isinstance(task.case.loss, str) else None
     terms = loss.normalisers(shard) if loss else ()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # no stubs
 
 from ddp_equivalence.facts import Facts
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
@@ -16,7 +17,7 @@ def breaks(facts: Facts) -> str | None:
     return facts.sum_over(facts.shards.indices)
 
 
-def sum_over_ranks(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def sum_over_ranks(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """A hook replaces DDP's own all-reduce, and with it the division by the world size.
 
     Source: torch documentation, "DDP Communication Hooks".

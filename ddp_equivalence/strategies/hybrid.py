@@ -6,7 +6,7 @@ node's batch, whose replicas' gradients add up; between the nodes an average.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def prepare(task: Task) -> TrainStep:
     return step
 
 
-@lru_cache(maxsize=None)
+@cache
 def process_groups(layout: Layout) -> tuple[tuple[dist.ProcessGroup, ...], dist.ProcessGroup]:
     """One group a node, and one of the first rank of every node.
 

@@ -1,4 +1,4 @@
-"""What a strategy is: a way to leave the gradient of the big batch on every rank, and its promise."""
+"""A strategy: a way to leave the gradient of the big batch on every rank, and its promise."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Task:
 
     def wrap(self) -> DistributedDataParallel:
         """The model in DistributedDataParallel. Hold it until after backward: without it nothing
-        is reduced, and without an error."""
+        is reduced, and without an error.
+        """
         model = self.case.model
         unused = isinstance(model, str) and MODELS[model].unused_on_some_ranks
         devices = [self.rank.device] if self.rank.device.type == "cuda" else None

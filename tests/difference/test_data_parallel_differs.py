@@ -1,4 +1,4 @@
-"""nn.DataParallel and its emulation: the replicas' gradients add up: where the promise does not hold."""
+"""nn.DataParallel's emulation, where its promise does not hold."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ def test_data_parallel_differs_from_one_big_batch_under_its_known_name(trial: Tr
 
 
 @pytest.mark.known_differences_of("emulated_data_parallel")
-def test_emulated_data_parallel_differs_from_one_big_batch_under_its_known_name(trial: Trial) -> None:
+def test_emulated_data_parallel_differs_from_one_big_batch_under_its_known_name(
+    trial: Trial,
+) -> None:
     verdict = check(trial.case, trial.strategy, **trial.options)
     assert (verdict.outcome, verdict.cause) == ("different", trial.cause), verdict
 
 
 @pytest.mark.known_differences_of("emulated_data_parallel_loss_inside")
-def test_emulated_data_parallel_loss_inside_differs_from_one_big_batch_under_its_known_name(trial: Trial) -> None:
+def test_emulated_data_parallel_loss_inside_differs_from_one_big_batch_under_its_known_name(
+    trial: Trial,
+) -> None:
     verdict = check(trial.case, trial.strategy, **trial.options)
     assert (verdict.outcome, verdict.cause) == ("different", trial.cause), verdict

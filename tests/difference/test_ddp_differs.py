@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the average over ranks, and how each loss comes out right under it: where the promise does not hold."""
+"""DistributedDataParallel, where the loss does not come out right under its average."""
 
 from __future__ import annotations
 

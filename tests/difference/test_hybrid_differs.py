@@ -1,4 +1,4 @@
-"""DataParallel's sum inside a node, DDP's average between nodes: where the promise does not hold."""
+"""The sum inside a node and the average between nodes, where that is not the big batch."""
 
 from __future__ import annotations
 

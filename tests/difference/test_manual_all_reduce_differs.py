@@ -11,12 +11,16 @@ pytestmark = pytest.mark.difference
 
 
 @pytest.mark.known_differences_of("manual_all_reduce_mean")
-def test_manual_all_reduce_mean_differs_from_one_big_batch_under_its_known_name(trial: Trial) -> None:
+def test_manual_all_reduce_mean_differs_from_one_big_batch_under_its_known_name(
+    trial: Trial,
+) -> None:
     verdict = check(trial.case, trial.strategy, **trial.options)
     assert (verdict.outcome, verdict.cause) == ("different", trial.cause), verdict
 
 
 @pytest.mark.known_differences_of("manual_all_reduce_sum")
-def test_manual_all_reduce_sum_differs_from_one_big_batch_under_its_known_name(trial: Trial) -> None:
+def test_manual_all_reduce_sum_differs_from_one_big_batch_under_its_known_name(
+    trial: Trial,
+) -> None:
     verdict = check(trial.case, trial.strategy, **trial.options)
     assert (verdict.outcome, verdict.cause) == ("different", trial.cause), verdict

@@ -19,5 +19,7 @@ def test_emulated_data_parallel_gives_the_gradients_of_one_big_batch(trial: Tria
 
 
 @pytest.mark.promise_of("emulated_data_parallel_loss_inside")
-def test_emulated_data_parallel_loss_inside_gives_the_gradients_of_one_big_batch(trial: Trial) -> None:
+def test_emulated_data_parallel_loss_inside_gives_the_gradients_of_one_big_batch(
+    trial: Trial,
+) -> None:
     assert_equivalent(trial.case, trial.strategy, **trial.options)

@@ -1,0 +1,166 @@
+"""The command line: a thin front to the functions that the tests call."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+SAME, DIFFERENT, BAD_INPUT, NOT_JUDGED = 0, 1, 2, 3
+INTERRUPTED = 130
+
+DTYPES = ("float64", "float32", "bfloat16", "float16", "as-built")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is returned."""
+    parser = _parser()
+    known, rest = parser.parse_known_args(arguments)
+    if rest and known.command != "run":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        if known.command == "run":
+            return _run(known, rest)
+        return _check(known) if known.command == "check" else _doctor()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        _stop_ranks()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ddp-equivalence",
+        description="Does data-parallel training compute the gradients of one big batch?",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="run the suite on this machine and print the table",
+        description="Run the suite on this machine and print what was compared with one big batch. "
+        "Every other argument goes to pytest: -k ddp_mean, -n 2, -x.",
+        allow_abbrev=False,
+    )
+    run.add_argument("--json", type=Path, metavar="PATH", help="write machine-readable results")
+    run.add_argument(
+        "--must-run",
+        action="append",
+        default=[],
+        metavar="LANE",
+        help="fail unless something was compared on this lane, such as nccl or data_parallel",
+    )
+    check = commands.add_parser(
+        "check",
+        help="check your own case and step",
+        description="Compare what your own training step leaves on every rank with one big batch. "
+        "Exit code 0: same, 1: different, 2: bad input, 3: could not be judged.",
+    )
+    check.add_argument(
+        "target",
+        metavar="FILE.py[:NAME]",
+        help="a file with `case = Case(...)` and `def step(model, shard, rank)`; NAME is another "
+        "step in it, a (case, step) pair, or a strategy such as ddp_mean",
+    )
+    for name in ("layout", "shards"):
+        check.add_argument(f"--{name}", help=f"replaces the {name} of the case")
+    check.add_argument("--dtype", choices=DTYPES, help="replaces the dtype of the case")
+    check.add_argument("--seed", type=int, help="replaces the seed of the case")
+    check.add_argument("--backend", help="auto, gloo, gloo_cuda, nccl, nccl2 or nccl-legacy")
+    check.add_argument("--compare", help="gradients or update")
+    check.add_argument("--steps", type=int, help="consecutive big batches in the batch")
+    check.add_argument("--lr", type=float, help="learning rate of the reference's SGD")
+    check.add_argument("--deadline", type=float, metavar="SECONDS", help="time the ranks get")
+    commands.add_parser("doctor", help="say what this machine can run, and why not the rest")
+    return parser
+
+
+def _run(known: argparse.Namespace, rest: list[str]) -> int:
+    import pytest
+
+    from ddp_equivalence.suite_folder import is_checkout, suite_folder
+
+    # Paths are the caller's own; what is not there is meant within the suite.
+    given = [_absolute(one) for one in rest]
+    arguments = [
+        "-o",
+        "testpaths=tests/equivalence tests/difference",
+        "--ddp-require-comparison",
+        "--ddp-repeat-with=ddp-equivalence run",
+        *(f"--must-run={lane}" for lane in known.must_run),
+        *given,
+    ]
+    if known.json is not None:
+        arguments.append(f"--ddp-json={known.json.resolve()}")
+    if not is_checkout():
+        cache = Path(tempfile.gettempdir()) / f"ddp_equivalence-pytest-cache-{os.getuid()}"
+        arguments += ["-o", f"cache_dir={cache}"]
+    outer = os.getcwd()
+    os.chdir(suite_folder())
+    try:
+        return int(pytest.main(arguments))
+    finally:
+        os.chdir(outer)
+
+
+def _absolute(argument: str) -> str:
+    path, separator, test = argument.partition("::")
+    if argument.startswith("-") or not Path(path).exists():
+        return argument
+    return f"{Path(path).resolve()}{separator}{test}"
+
+
+def _check(known: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    import torch
+
+    from ddp_equivalence.errors import BadCase
+    from ddp_equivalence.user_file import load
+    from ddp_equivalence.verdict import check
+
+    try:
+        found = load(known.target)
+        changes = {
+            name: getattr(known, name)
+            for name in ("layout", "shards", "seed")
+            if getattr(known, name) is not None
+        }
+        if known.dtype is not None:
+            changes["dtype"] = None if known.dtype == "as-built" else getattr(torch, known.dtype)
+        options = dict(found.options)
+        for name in ("backend", "compare", "steps", "lr", "deadline"):
+            if getattr(known, name) is not None:
+                options[name] = getattr(known, name)
+        verdict = check(replace(found.case, **changes), found.step, **options)
+    except BadCase as error:
+        print(f"ddp-equivalence check: bad input\n  {error}", file=sys.stderr)
+        return BAD_INPUT
+    except TypeError as error:
+        if "check()" not in str(error):
+            raise
+        print(f"ddp-equivalence check: bad input\n  options: {error}", file=sys.stderr)
+        return BAD_INPUT
+    print(verdict, end="")
+    return {"same": SAME, "different": DIFFERENT, "unknown": NOT_JUDGED}[verdict.outcome]
+
+
+def _doctor() -> int:
+    from ddp_equivalence.doctor import lane_states, lines
+
+    states = list(lane_states())
+    print("\n".join(lines(states)))
+    return int(any(state.works is False for state in states))
+
+
+def _stop_ranks() -> None:
+    """End the ranks now: what starts at exit could not be interrupted."""
+    warm = sys.modules.get("ddp_equivalence.ranks.warm")
+    if warm is not None:
+        warm.warm_ranks().stop()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

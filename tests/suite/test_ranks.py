@@ -1,0 +1,242 @@
+"""However a rank ends, the end is accounted for, the next case is right, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_equivalence import Rank, RankFailed, RanksTimedOut, assert_equivalent, check
+from ddp_equivalence.ranks.warm import WarmRanks, warm_ranks
+from tests.suite.own_cases import loss, own_case, right_step
+
+
+def raises(model: nn.Module, shard: Any, rank: Rank) -> None:
+    if rank.rank == 1:
+        raise ValueError("no such thing")
+    right_step(model, shard, rank)
+
+
+def exits(model: nn.Module, shard: Any, rank: Rank) -> None:
+    if rank.rank == 1:
+        sys.exit(0)
+    right_step(model, shard, rank)
+
+
+def exits_at_once(model: nn.Module, shard: Any, rank: Rank) -> None:
+    if rank.rank == 1:
+        os._exit(0)
+    right_step(model, shard, rank)
+
+
+def is_killed(model: nn.Module, shard: Any, rank: Rank) -> None:
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    right_step(model, shard, rank)
+
+
+def is_killed_at_the_end(model: nn.Module, shard: Any, rank: Rank) -> None:
+    right_step(model, shard, rank)
+    if rank.rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def returns_a_number(model: nn.Module, shard: Any, rank: Rank) -> Any:
+    right_step(model, shard, rank)
+    return 3.0
+
+
+@pytest.mark.parametrize(
+    ("step", "what"),
+    [
+        (raises, "ValueError: no such thing"),
+        (exits, "SystemExit: 0"),
+        (exits_at_once, "ended without a result, exit code 0"),
+        (is_killed, "killed by SIGKILL (out of memory?"),
+        (is_killed_at_the_end, "killed by SIGSEGV"),
+    ],
+)
+def test_a_rank_that_ends_early_is_the_root_cause_and_the_next_case_is_right(
+    step: Any, what: str
+) -> None:
+    with pytest.raises(RankFailed) as caught:
+        assert_equivalent(own_case(layout="1+2", shards="equal"), step, deadline=20)
+    ends = caught.value.ends
+    assert sorted(end.rank for end in ends) == [0, 1, 2]
+    assert (ends[0].rank, ends[0].node, ends[0].local_rank) == (1, 1, 0)
+    assert ends[0].what.startswith(what)
+    text = str(caught.value)
+    assert f"Root cause: rank 1 (node 1, local rank 0) {what}" in text
+    assert "Not compared: a rank failed. This says nothing about equivalence." in text
+    assert check(own_case(layout="1+2"), right_step).outcome == "same"
+
+
+def test_the_source_line_of_a_failure_is_named() -> None:
+    verdict = check(own_case(), raises)
+    assert verdict.failure is not None
+    assert 'raise ValueError("no such thing")' in verdict.failure.ends[0].line
+    assert Path(__file__).name in verdict.failure.ends[0].line
+
+
+def test_a_step_that_returns_something_else_is_told_what_would_be_right() -> None:
+    verdict = check(own_case(), returns_a_number)
+    assert "returned float; expected None, or a dict of parameter name" in str(verdict)
+
+
+def waits_for_ever(model: nn.Module, shard: Any, rank: Rank) -> None:
+    if rank.rank == 0:
+        time.sleep(1000)
+    right_step(model, shard, rank)
+
+
+def test_a_rank_that_hangs_ends_with_the_deadline_and_shows_where_it_is() -> None:
+    started = time.monotonic()
+    with pytest.raises(RanksTimedOut) as caught:
+        assert_equivalent(own_case(), waits_for_ever, deadline=2)
+    assert time.monotonic() - started < 60
+    text = str(caught.value)
+    assert "ranks timed out" in text
+    assert "in waits_for_ever" in text
+    assert check(own_case(), right_step).outcome == "same"
+
+
+def leaves_everything_changed(model: nn.Module, shard: Any, rank: Rank) -> None:
+    right_step(model, shard, rank)
+    torch.set_default_dtype(torch.float16)
+    torch.set_grad_enabled(False)
+    os.environ["WORLD_SIZE"] = "99"
+    os.chdir("/")
+    sys.path.clear()
+
+
+def test_what_one_case_changes_does_not_reach_the_next() -> None:
+    assert check(own_case(), leaves_everything_changed).outcome == "same"
+    assert check(own_case(), right_step).outcome == "same"
+
+
+def keeps_its_wrapper(model: nn.Module, shard: Any, rank: Rank) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    ddp = DistributedDataParallel(model)
+    torch.kept = ddp  # type: ignore[attr-defined]  # outlives the case
+    loss(ddp, shard).backward()
+
+
+def test_a_wrapper_that_outlives_its_case_does_not_hang_the_end() -> None:
+    assert check(own_case(), keeps_its_wrapper, fresh_ranks=True).outcome == "same"
+
+
+def test_ranks_stay_warm_and_fresh_ones_are_new() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def tell(model: nn.Module, shard: Any, rank: Rank) -> None:
+        print(os.getpid())
+        right_step(model, shard, rank)
+
+    for fresh in (False, False, True, False):
+        verdict = check(own_case(), tell, fresh_ranks=fresh)
+        seen.append(tuple(int(verdict.output[rank]) for rank in (0, 1)))
+    assert seen[0] == seen[1] == seen[3]
+    assert not set(seen[0]) & set(seen[2])
+    assert not _alive(seen[2])
+
+
+def test_the_judging_process_is_in_no_group() -> None:
+    check(own_case(), right_step)
+    assert not dist.is_initialized()
+    assert not torch.cuda.is_initialized()
+
+
+def test_stopping_leaves_no_process_and_no_file() -> None:
+    ranks = WarmRanks()
+    from ddp_equivalence.layouts import parse
+    from ddp_equivalence.ranks.lanes import choose
+
+    layout = parse("1x2")
+    with ranks.acquire(layout, choose(layout, "gloo"), 30.0) as rank_set:
+        pids = [process.pid for process in rank_set._processes]
+        folder = rank_set._folder
+        assert _alive(pids)
+        assert folder.is_dir()
+    ranks.stop()
+    assert not _alive(pids)
+    assert not folder.exists()
+
+
+def test_the_oldest_idle_ranks_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp_equivalence.ranks.warm.MAX_IDLE_RANKS", 3)
+    warm_ranks().stop()
+    before = warm_ranks().started
+    for layout in ("1x2", "1x2", "2x1", "1x2"):
+        assert check(own_case(layout=layout), right_step).outcome == "same"
+    assert warm_ranks().started - before == 3
+
+
+def test_output_of_every_rank_comes_with_the_verdict() -> None:
+    def speaks(model: nn.Module, shard: Any, rank: Rank) -> None:
+        print("hello from", rank.rank)
+        os.write(2, b"and from below python\n")
+        right_step(model, shard, rank)
+
+    verdict = check(own_case(), speaks)
+    assert "hello from 1" in verdict.output[1]
+    assert "and from below python" in verdict.output[1]
+    assert "hello" not in str(check(own_case(), right_step).output)
+
+
+SCRIPT = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+import os, signal
+from ddp_equivalence import check
+from tests.suite.own_cases import own_case
+from torch.nn.parallel import DistributedDataParallel
+
+offset = 0.0
+
+def step(model, shard, rank):
+    print(os.getpid())
+    ddp = DistributedDataParallel(model)
+    (((ddp(shard["rows"]) - shard["targets"]) ** 2).mean() + offset).backward()
+
+verdict = check(own_case(), step)
+print(verdict.outcome, *map(str.strip, verdict.output.values()), flush=True)
+"""
+
+
+def _run(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    command = [sys.executable, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_script_without_a_main_guard_is_not_run_again(tmp_path: Path) -> None:
+    done = _run(SCRIPT, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[0] == "same"
+    assert done.stdout.count("same") == 1
+
+
+def test_ranks_end_with_a_judging_process_that_is_killed(tmp_path: Path) -> None:
+    done = _run(SCRIPT + "os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pids = [int(pid) for pid in done.stdout.split()[1:]]
+    assert len(pids) == 2
+    until = time.monotonic() + 20
+    while _alive(pids) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not _alive(pids)
+
+
+def _alive(pids: Any) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]

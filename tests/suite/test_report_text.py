@@ -1,0 +1,104 @@
+"""Report text is code: every kind of report against its golden file.
+
+After a change that is meant, ``UPDATE_GOLDEN=1 pytest tests/suite/test_report_text.py`` writes the
+files anew; read the difference before you commit it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_equivalence import Case, Rank, check, session
+from tests.suite.own_cases import loss, own_case, right_step
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def left_out(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """Rank 3's gradient is not in the sum, though the divisor counts it."""
+    loss(model, shard).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad *= rank.rank != 3
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= rank.world_size
+
+
+def raises(model: nn.Module, shard: Any, rank: Rank) -> None:
+    if rank.rank == 2:
+        print("about to fail")
+        raise ValueError("no such column: age")
+    right_step(model, shard, rank)
+
+
+def returns_some(model: nn.Module, shard: Any, rank: Rank) -> Any:
+    right_step(model, shard, rank)
+    return {name: p.grad for name, p in model.named_parameters() if "bias" not in name}
+
+
+def leaves_nothing(model: nn.Module, shard: Any, rank: Rank) -> None:
+    right_step(model, shard, rank)
+    model.zero_grad(set_to_none=True)
+
+
+MLP = Case(model="mlp", loss="mse_mean", layout="2x2")
+TOKENS = Case(model="gru_tied", loss="token_mean", layout="1x2", shards="uneven")
+
+REPORTS: dict[str, tuple[Case, Any, dict[str, Any]]] = {
+    "same": (MLP, "ddp_mean", {}),
+    "same_exact": (
+        Case(model="linear_8", loss="mse_mean", examples=8, exact=True),
+        "ddp_mean",
+        {},
+    ),
+    "same_update_of_two_steps": (MLP, "ddp_mean", {"compare": "update", "steps": 2}),
+    "same_one_process": (
+        Case(model="mlp", loss="mse_mean", layout="1x4", dtype=torch.float32),
+        "emulated_data_parallel",
+        {},
+    ),
+    "sum_not_mean": (MLP, "ddp_sum_hook", {}),
+    "mean_not_sum": (Case(model="mlp", loss="mse_sum", layout="1x2"), "ddp_mean", {}),
+    "token_counts": (TOKENS, "ddp_mean", {}),
+    "mean_of_node_means": (
+        Case(model="mlp", loss="mse_mean", layout="1+3"),
+        "hybrid",
+        {},
+    ),
+    "batch_norm": (Case(model="batch_norm", loss="mse_mean", layout="1x2"), "ddp_mean", {}),
+    "unnamed": (own_case(layout="2x2"), left_out, {}),
+    "missing_names": (own_case(), returns_some, {}),
+    "rank_raised": (own_case(layout="1+3"), raises, {}),
+    "left_nothing": (own_case(), leaves_nothing, {}),
+}
+
+
+@pytest.mark.parametrize("name", sorted(REPORTS))
+def test_the_report_reads_as_its_golden_file(name: str) -> None:
+    case, step, options = REPORTS[name]
+    with session.using(session.Settings()):
+        text = stable(str(check(case, step, **options)))
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text()
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def stable(text: str) -> str:
+    """The text without what another machine, torch or run would write otherwise."""
+    text = re.sub(r"\d\.\de-(1[0-9]|0[6-9])", "<tiny>", text)
+    text = re.sub(r"torch \d[^\s,]*", "torch <version>", text)
+    text = re.sub(r"\(needs\s\d+\s+CUDA\s+devices\s+\([^)]*\),\s+found\s+\d+\)", "", text)
+    text = re.sub(r"(?m)^ +\|   File .*\n( +\|     .*\n)*", "", text)
+    text = re.sub(r"/\S*/(tests|ddp_equivalence)/", r"\1/", text)
+    # The ranks left behind are told of in the order in which they ended.
+    return re.sub(r"  Then: rank .*\n(    .*\n)*\n?", "", text)
