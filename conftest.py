@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from ddp_equivalence import catalogue
-from ddp_equivalence.errors import BadCase
 from ddp_equivalence.ranks import lanes
 from ddp_equivalence.strategies import STRATEGIES
 
@@ -46,10 +45,10 @@ def _lane(config: pytest.Config, trial: catalogue.Trial) -> tuple[str, str]:
     if strategy.one_process:
         return "gloo_fallback", ""
     backend = trial.backend or config.getoption("--ddp-backend")
-    try:
-        lane = lanes.choose(layout, backend)
-    except BadCase as error:
-        return backend, error.right
+    reason = lanes.missing(backend, layout.world_size) if backend != "auto" else None
+    if reason:
+        return backend, reason
+    lane = lanes.choose(layout, backend)
     if lane.name == "gloo_fallback" and "nccl" in must_run:
         return "nccl", f"{lane.reason}; --must-run nccl allows no other"
     return lane.name, ""

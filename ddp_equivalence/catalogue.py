@@ -123,7 +123,7 @@ def _select(strategy: Strategy) -> Iterator[Trial]:
     small = ("1x2",) if strategy.one_process else ("1x2", "2x2")
     for model, loss in _pairs(strategy):
         yield Trial(_case(strategy, model, loss, main), name)
-        if MODELS[model].batch_coupled and "1x1" in layouts:
+        if MODELS[model].batch_coupled and "1x1" in layouts and name != "ddp_accumulation":
             yield Trial(_case(strategy, model, loss, "1x1"), name)  # alone there is no difference
     for model, loss in CORE:
         for layout in layouts:

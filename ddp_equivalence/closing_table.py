@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ddp_equivalence.layouts import parse
 from ddp_equivalence.records import Record
 
 COMPARED = ("same", "different")
@@ -53,7 +54,7 @@ def lines(
 ) -> Iterator[str]:
     """The table, line by line."""
     layouts = list(dict.fromkeys(one["layout"] for one in records))
-    layouts.sort(key=lambda layout: (len(layout), layout))
+    layouts.sort(key=_size)
     names = dict.fromkeys([one["strategy"] for one in records if one["expected"] == "same"])
     missing = {one.what for one in not_run} - set(names)
     width = max(map(len, [*names, *missing, "known differences"]), default=0) + 2
@@ -72,6 +73,11 @@ def lines(
     yield from _known_differences(records, width)
     yield from _also_not_run(not_run, missing)
     yield from _totals(records, must_run)
+
+
+def _size(layout: str) -> tuple[int, int, str]:
+    found = parse(layout)
+    return found.world_size, found.nodes, layout
 
 
 def _state(rows: Sequence[Record]) -> str:
@@ -109,9 +115,10 @@ def _totals(records: Sequence[Record], must_run: Sequence[str]) -> Iterator[str]
     lanes = Counter(one["backend"] for one in compared)
     for lane, count in lanes.items():
         text = f"lane {lane}: {count} {_plural(count, 'case')} compared"
-        reasons = {one["lane_reason"] for one in compared if one["backend"] == lane}
-        found = sorted(reason for reason in reasons if reason)
-        yield text + (f" ({'; '.join(found)})" if found else "")
+        reasons = Counter(one["lane_reason"] for one in compared if one["backend"] == lane)
+        ((reason, times),) = reasons.most_common(1)
+        mostly = "" if times == count else "mostly: "
+        yield text + (f" ({mostly}{reason})" if reason else "")
     parameters = sum(one["parameters"] * one["ranks"] for one in compared)
     ranks = sum(one["ranks"] for one in compared)
     if compared:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ddp_equivalence.diagnoses.hypothesis import View, flatten
 from ddp_equivalence.facts import Indices
 
-MAX_EXAMPLES = 64
+MAX_EXAMPLES = 32
 """Beyond, one gradient a rank is taken instead of one an example."""
 
 WORST_CONDITION = 1e8

@@ -349,7 +349,8 @@ def _run(request: _Request, reference: Reference, keep: bool) -> _Answer:
     work = Work(case, request.step, request.compare, request.lr, request.steps)
     layout = request.processes
     try:
-        message = carry.dumps(run, work)
+        by_name = case.is_catalogue and isinstance(request.step, str)
+        message = carry.dumps(run, work, foreign=not by_name)
     except Exception as error:
         right = f"a function that cloudpickle can carry to the ranks; {error}"
         raise BadCase("step", name_of(request.step), right) from error

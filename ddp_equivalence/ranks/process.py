@@ -62,7 +62,7 @@ def main(birth: Birth, connection: Connection) -> None:
     _die_with_parent()
     os.setpgrp()  # Ctrl-C is for the judging process, which then ends its ranks
     _redirect_output(birth.output)
-    with birth.stacks.open("w") as stacks:
+    with birth.stacks.open("a") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         try:
             rank = _join(birth, connection)

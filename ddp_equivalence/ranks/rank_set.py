@@ -7,7 +7,6 @@ or hangs is an entry in the result and never a hang of the run.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch.multiprocessing as multiprocessing
 
@@ -64,7 +63,8 @@ class RankSet:
         self.layout, self.lane = layout, lane
         self.broken = False
         self._collective_timeout = collective_timeout
-        self._folder = Path(tempfile.mkdtemp(prefix="ddp_equivalence-"))
+        self._outputs: list[BinaryIO] = []
+        self._stack_files: list[BinaryIO] = []
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._read_from = [0] * layout.world_size
@@ -73,22 +73,30 @@ class RankSet:
         """Start all processes and join them to one group. Raises RankFailed or RanksTimedOut."""
         context = _context()
         visible = visible_devices(self.layout, self.lane)
-        with _start_environment():
+        # Once every rank has opened its files they lose their names: whoever is killed, and
+        # however, nothing stays on the disk.
+        with tempfile.TemporaryDirectory(prefix="ddp_equivalence-") as name, _start_environment():
+            folder = Path(name)
             for row in self.layout.rows:
                 ours, theirs = context.Pipe()
                 birth = Birth(
                     row=row,
                     lane=self.lane,
                     visible=visible[row.rank],
-                    output=self._folder / f"rank{row.rank}.out",
-                    stacks=self._folder / f"rank{row.rank}.stacks",
+                    output=folder / f"rank{row.rank}.out",
+                    stacks=folder / f"rank{row.rank}.stacks",
                     collective_timeout=self._collective_timeout,
                 )
+                self._outputs.append(_opened(birth.output))
+                self._stack_files.append(_opened(birth.stacks))
                 process = context.Process(target=main, args=(birth, theirs), daemon=True)
                 process.start()
                 theirs.close()
                 self._processes.append(process)
                 self._connections.append(ours)
+            self._join()
+
+    def _join(self) -> None:
         deadline = time.monotonic() + START_DEADLINE
         for rank, kind, payload in self._listen({messages.READY}, deadline, "start"):
             if kind == messages.PORT and rank == 0:
@@ -115,15 +123,12 @@ class RankSet:
 
     def output(self, rank: int) -> str:
         """What the rank printed since its last work was submitted; the end of it, if much."""
-        path = self._folder / f"rank{rank}.out"
-        with suppress(OSError), path.open("rb") as file:
-            start = max(self._read_from[rank], self._output_size(rank) - OUTPUT_KEPT)
-            file.seek(start)
-            return file.read().decode(errors="replace")
-        return ""
+        file = self._outputs[rank]
+        file.seek(max(self._read_from[rank], self._output_size(rank) - OUTPUT_KEPT))
+        return file.read().decode(errors="replace")
 
     def stop(self) -> None:
-        """End every process, gently first, and remove the set's files."""
+        """End every process, gently first."""
         if not self.broken:
             for connection in self._connections:
                 with suppress(OSError):
@@ -134,7 +139,8 @@ class RankSet:
         self._kill()
         for connection in self._connections:
             connection.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        for file in (*self._outputs, *self._stack_files):
+            file.close()
 
     def _listen(self, final: set[str], until: float, what: str) -> Iterator[tuple[int, str, Any]]:
         """Yield (rank, kind, payload) until each rank has sent a final message."""
@@ -208,8 +214,8 @@ class RankSet:
         while waiting and time.monotonic() < until and not all(found.values()):
             time.sleep(0.05)
             for rank in waiting:
-                with suppress(OSError):
-                    found[rank] = (self._folder / f"rank{rank}.stacks").read_text()
+                self._stack_files[rank].seek(0)
+                found[rank] = self._stack_files[rank].read().decode(errors="replace")
         return {rank: stack or "(no stack: stopped?)" for rank, stack in found.items()}
 
     def _death(self, rank: int) -> RankEnd:
@@ -242,10 +248,7 @@ class RankSet:
         return RankEnd(rank, row.node, row.local_rank, kind, what, detail, line, at, output)
 
     def _output_size(self, rank: int) -> int:
-        try:
-            return (self._folder / f"rank{rank}.out").stat().st_size
-        except OSError:
-            return 0
+        return os.fstat(self._outputs[rank].fileno()).st_size
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -277,6 +280,11 @@ def _innermost(stack: str) -> str:
         if line.strip().startswith("File") and f"{os.sep}torch{os.sep}" not in line:
             return line.strip()
     return ""
+
+
+def _opened(path: Path) -> BinaryIO:
+    path.touch()
+    return path.open("rb")
 
 
 def _context() -> Any:

@@ -156,7 +156,10 @@ def test_the_judging_process_is_in_no_group() -> None:
     assert not torch.cuda.is_initialized()
 
 
-def test_stopping_leaves_no_process_and_no_file() -> None:
+def test_ranks_leave_no_process_and_not_even_alive_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     ranks = WarmRanks()
     from ddp_equivalence.layouts import parse
     from ddp_equivalence.ranks.lanes import choose
@@ -164,12 +167,10 @@ def test_stopping_leaves_no_process_and_no_file() -> None:
     layout = parse("1x2")
     with ranks.acquire(layout, choose(layout, "gloo"), 30.0) as rank_set:
         pids = [process.pid for process in rank_set._processes]
-        folder = rank_set._folder
         assert _alive(pids)
-        assert folder.is_dir()
+        assert not list(tmp_path.glob("ddp_equivalence-*"))
     ranks.stop()
     assert not _alive(pids)
-    assert not folder.exists()
 
 
 def test_the_oldest_idle_ranks_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +218,14 @@ def _run(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     path = tmp_path / "script.py"
     path.write_text(script)
     command = [sys.executable, str(path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=dict(os.environ) | {"TMPDIR": str(tmp_path)},
+    )
 
 
 def test_a_script_without_a_main_guard_is_not_run_again(tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+"""Handwritten digits, a small convolutional network, and three ways to train it on four ranks.
+
+ddp-equivalence check examples/digits.py
+ddp-equivalence check examples/digits.py:step_with_scaled_loss
+ddp-equivalence check examples/digits.py:trainer --compare update --lr 0.1 --steps 3
+"""
+
+from __future__ import annotations
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from ddp_equivalence import Case, Rank
+
+BIG_BATCH = 16  # examples of one step, on all ranks together
+STEPS = 3
+LEARNING_RATE = 0.1
+
+Batch = tuple[Tensor, Tensor]  # images (examples, 1, 8, 8) from 0 to 1, labels (examples,)
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, kernel_size=3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 4 * 4, 10),
+    )
+
+
+def some_digits(generator: torch.Generator, count: int = BIG_BATCH) -> Batch:
+    digits = load_digits()
+    chosen = torch.randperm(len(digits.images), generator=generator)[:count]
+    images = torch.from_numpy(digits.images)[chosen].unsqueeze(1) / 16
+    return images, torch.from_numpy(digits.target)[chosen]
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+
+case = Case(model=build_model, batch=some_digits, loss=loss, layout="2x2")
+
+
+def step(model: nn.Module, shard: Batch, rank: Rank) -> None:
+    """Right: DDP averages the gradients of four means over equally many examples."""
+    ddp = DistributedDataParallel(model)
+    loss(ddp, shard).backward()
+
+
+def step_with_scaled_loss(model: nn.Module, shard: Batch, rank: Rank) -> None:
+    """Wrong: somebody read that DDP divides by the world size, and multiplied it back in."""
+    ddp = DistributedDataParallel(model)
+    (rank.world_size * loss(ddp, shard)).backward()
+
+
+def digits_of_all_steps(generator: torch.Generator) -> Batch:
+    return some_digits(generator, count=STEPS * BIG_BATCH)
+
+
+# "own": every rank receives the digits of all steps, and its sampler takes the rank's part.
+training_case = Case(
+    model=build_model, batch=digits_of_all_steps, loss=loss, layout="2x2", shards="own"
+)
+
+
+def train(model: nn.Module, batch: Batch, rank: Rank) -> None:
+    """Right: a whole training loop, judged by how far it has moved the weights.
+
+    Unshuffled, the sampler deals examples like cards: rank r takes r, r + 4, r + 8, ... Four of
+    them on each rank are then together 16 neighbours, which is the big batch of that step.
+    """
+    dataset = TensorDataset(*batch)
+    loader = DataLoader(
+        dataset,
+        batch_size=BIG_BATCH // rank.world_size,
+        sampler=DistributedSampler(dataset, rank.world_size, rank.rank, shuffle=False),
+    )
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LEARNING_RATE)
+    for shard in loader:
+        optimizer.zero_grad()
+        loss(ddp, shard).backward()
+        optimizer.step()
+
+
+trainer = (training_case, train)
