@@ -6,9 +6,16 @@ import pytest
 
 from ddp_equivalence import catalogue
 from ddp_equivalence.ranks import lanes
+from ddp_equivalence.ranks.server import start_server
 from ddp_equivalence.strategies import STRATEGIES
 
 pytest_plugins = ("ddp_equivalence.pytest_plugin",)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the server of ranks import torch while tests are collected; under xdist, the workers'."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        start_server()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

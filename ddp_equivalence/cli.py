@@ -9,6 +9,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from ddp_equivalence.ranks.server import start_server
+
 SAME, DIFFERENT, BAD_INPUT, NOT_JUDGED = 0, 1, 2, 3
 INTERRUPTED = 130
 
@@ -22,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and known.command != "run":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
+        start_server()  # imports torch while this process does
         if known.command == "run":
             return _run(known, rest)
         return _check(known) if known.command == "check" else _doctor()
@@ -62,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         "target",
         metavar="FILE.py[:NAME]",
         help="a file with `case = Case(...)` and `def step(model, shard, rank)`; NAME is another "
-        "step in it, a (case, step) pair, or a strategy such as ddp_mean",
+        "step in it, a tuple (case, step, options), or a strategy such as ddp_mean",
     )
     for name in ("layout", "shards"):
         check.add_argument(f"--{name}", help=f"replaces the {name} of the case")

@@ -41,6 +41,10 @@ from ddp_equivalence.tolerance import Noise
 
 Compare = Literal["gradients", "update"]
 
+SCALE = 3.0
+"""Of a loss, before backward, for a second look at rounding: no power of two, so that it rounds
+wherever the model or loss computes, in float32 inside a float64 model too."""
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -101,21 +105,22 @@ def _rounding(
     backwards = [take(batch, range(count_examples(batch))[::-1]) for batch in batches]
     if lowest is torch.float64:
         described = describe(expected)
-        other = _train(case, backwards, compare, lr, torch.float64, nudge=True)
+        other = _train(case, backwards, compare, lr, torch.float64, nudge=True, scale=SCALE)
         noise = _noise(expected, other)
         plausible = math.sqrt(torch.finfo(lowest).eps)
     else:
         single = _train(case, batches, compare, lr, dtype=None)
         described, noise = describe(single), _noise(expected, single)
         del single
-        other = _train(case, backwards, compare, lr, dtype=None)
+        other = _train(case, backwards, compare, lr, dtype=None, scale=SCALE)
         plausible = 100 * max(_relative(expected, noise), torch.finfo(lowest).eps)
     moved = _noise(expected, other)
     if _relative(expected, moved) <= plausible:
         return described, {name: _worse(noise[name], moved[name]) for name in noise}, False
     if lowest is torch.float64:
         del other
-        noise = _noise(expected, _train(case, batches, compare, lr, torch.float64, nudge=True))
+        other = _train(case, batches, compare, lr, torch.float64, nudge=True, scale=SCALE)
+        noise = _noise(expected, other)
     return described, noise, True
 
 
@@ -126,8 +131,12 @@ def _train(
     lr: float,
     dtype: torch.dtype | None,
     nudge: bool = False,
+    scale: float = 1.0,
 ) -> dict[str, Tensor | None]:
-    """One step a batch with plain SGD between; dtype None keeps the case's own."""
+    """One step a batch with plain SGD between; dtype None keeps the case's own.
+
+    ``nudge`` and ``scale`` change nothing but how values are rounded on their way.
+    """
     model = build_model(case)
     if dtype is not None:
         model.to(dtype)
@@ -143,7 +152,9 @@ def _train(
             batch = pytree.tree_map_only(Tensor, torch.clone, batch)
             _nudge(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
         with seeded(step_seed(case, step)):
-            _loss(case, model, batch).backward()
+            (scale * _loss(case, model, batch)).backward()
+        if scale != 1.0:
+            _divide_gradients(model, scale)
         if compare == "gradients":
             gradients = gradients_of(model)
             found |= {in_step(name, step, len(batches)): g for name, g in gradients.items()}
@@ -175,6 +186,12 @@ def _loss(case: Case, model: nn.Module, batch: Any) -> Tensor:
 
 def _in(leaf: Tensor, dtype: torch.dtype) -> Tensor:
     return leaf.to(dtype) if leaf.is_floating_point() else leaf
+
+
+def _divide_gradients(model: nn.Module, divisor: float) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= divisor
 
 
 def _nudge(tensors: Any) -> None:

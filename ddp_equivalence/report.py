@@ -33,7 +33,8 @@ def render(verdict: Verdict) -> str:
         "different": _different,
         "unknown": _unknown,
     }[verdict.outcome]
-    return "\n\n".join("\n".join(block) for block in blocks(verdict) if block) + "\n"
+    text = ("\n".join(line.rstrip() for line in block) for block in blocks(verdict) if block)
+    return "\n\n".join(text) + "\n"
 
 
 def error_line(error: float | None, floor: float | None, limit: float | None) -> str:
@@ -49,10 +50,12 @@ def _same(verdict: Verdict) -> Iterator[list[str]]:
     yield [f"{verdict.subject} is big_batch: same"]
     line = error_line(verdict.error, verdict.floor, verdict.limit)
     if verdict.nearest is not None:
-        line += f"  nearest planted fault {verdict.nearest.distance:.1e} ({verdict.nearest.cause})"
+        line += f"  nearest planted fault {verdict.nearest.distance:.1e}"
     worst = comparison.worst
-    reason = f"  limit: {worst.limit.reason}; worst parameter: {worst.name}" if worst else ""
-    yield [f"  {line}", reason]
+    reason = f"limit: {worst.limit.reason}; worst parameter: {worst.name}" if worst else ""
+    if verdict.nearest is not None:
+        reason += f"; nearest fault: {verdict.nearest.cause}"
+    yield [f"  {line}", *_wrapped(reason, "  ")]
     yield _evidence(verdict)
 
 
@@ -96,11 +99,17 @@ def _argument(verdict: Verdict) -> list[str]:
     what = "gradient" if verdict.compare == "gradients" else "update of the weights"
     examples = " + ".join(map(str, verdict.examples))
     lines = [
-        f"  Let    g = {what} of the big batch, {examples} examples;   "
+        f"  Let    g = {what} of the big batch, {examples} examples; "
         f"W = {layout.world_size} {_plural(layout.world_size, 'rank')} on {nodes}"
     ]
     for text in _what_ranks_hold(comparison):
         lines.append(f"  Then   {text}")
+    if verdict.compare == "update":
+        steps = len(verdict.examples)
+        lines.append(
+            f"  With   plain SGD, learning rate {verdict.lr:g}, {steps} {_plural(steps, 'step')}: "
+            "is that what the step does?"
+        )
     promise = verdict.promise or "the step is held to 1 g on every rank"
     return [*lines, *_wrapped(f"  But    {promise}", "         ", first="")]
 
@@ -164,7 +173,9 @@ def _shares(verdict: Verdict) -> list[str]:
     ranks = range(min(layout.world_size, MOST_RANKS))
     head = "    " + " " * 22
     lines = ["  Share of each rank's examples in the result (1.00 = as often as in the big batch)"]
-    lines.append(head + "".join(f"{f'node {layout.rows[rank].node}':>9}" for rank in ranks))
+    nodes = [layout.rows[rank].node for rank in ranks]
+    first = [rank == 0 or nodes[rank] != nodes[rank - 1] for rank in ranks]
+    lines.append(head + "".join(f"{f'node {nodes[r]}' if first[r] else '':>9}" for r in ranks))
     lines.append(head + "".join(f"{f'rank {rank}':>9}" for rank in ranks))
     lines.append(f"    {'expected':<22}" + "".join(f"{1:>9.2f}" for _ in ranks))
     rows: dict[tuple[str, ...], list[int]] = {}
@@ -207,7 +218,7 @@ def _parameters(verdict: Verdict) -> list[str]:
     for name, one in zip(names, shown, strict=True):
         lines.append(f"    {name:<{width + 2}}{_numbers(one)}")
     if len(differing) > len(shown):
-        lines.append(f"    ... and {len(differing) - len(shown)} more, worst first")
+        lines.append(f"    ... and {len(differing) - len(shown)} more (these are the worst)")
     reasons = Counter(one.limit.reason for one in differing)
     lines.append(f"    limit: {'; '.join(reasons)}")
     return lines
@@ -268,7 +279,7 @@ def _evidence(verdict: Verdict) -> list[str]:
     lines = _wrapped(f"Evidence: {'; '.join(part for part in parts if part)}", "  ")
     lines += _wrapped(f"Case:     {verdict.case}", "  ")
     if verdict.repeat:
-        lines += _wrapped(f"Repeat:   {verdict.repeat}", "  ", hanging="            ")
+        lines.append(f"  Repeat:   {verdict.repeat}")  # in one piece, to be pasted
     return lines
 
 
@@ -298,7 +309,10 @@ def _collectives(verdict: Verdict) -> str:
         elements[one.op] += one.elements
     if not counts:
         return "no collective ran"
-    found = [f"{count} {op} of {elements[op]} elements" for op, count in counts.items()]
+    found = [
+        f"{count} {op} of {elements[op]} {_plural(elements[op], 'element')}"
+        for op, count in counts.items()
+    ]
     return f"rank 0 issued {', '.join(found)}"
 
 
@@ -317,11 +331,14 @@ def _rank_end(end: RankEnd, first: bool) -> list[str]:
 
 
 def _outputs(verdict: Verdict) -> list[str]:
-    lines = []
+    said: dict[str, list[int]] = {}
     for rank, text in sorted(verdict.output.items()):
         if text.strip():
-            shown = text.rstrip().splitlines()[-TRACEBACK_LINES:]
-            lines += [f"  Output of rank {rank}", *(f"    | {line}" for line in shown)]
+            said.setdefault(text.rstrip(), []).append(rank)
+    lines = []
+    for text, ranks in said.items():
+        shown = text.splitlines()[-TRACEBACK_LINES:]
+        lines += [f"  Output of {_ranks(ranks, short=True)}", *(f"    | {line}" for line in shown)]
     return lines
 
 
@@ -336,14 +353,12 @@ def _plural(count: int, word: str) -> str:
     return word if count == 1 else f"{word}s"
 
 
-def _wrapped(
-    text: str, indent: str, first: str | None = None, hanging: str | None = None
-) -> list[str]:
+def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
     return wrap(
         text,
         WIDTH,
         initial_indent=indent if first is None else first,
-        subsequent_indent=hanging or indent + "  ",
+        subsequent_indent=indent + "  ",
         break_long_words=False,
         break_on_hyphens=False,
     )

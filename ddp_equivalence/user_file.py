@@ -16,7 +16,7 @@ from ddp_equivalence.strategies import STRATEGIES
 
 CONVENTION = (
     "a file with `case = Case(...)` and `def step(model, shard, rank)`; FILE.py:NAME takes another "
-    "step, a (case, step) pair, or a strategy's name"
+    "step, a tuple (case, step) or (case, step, options of check), or a strategy's name"
 )
 
 
@@ -41,11 +41,15 @@ def load(target: str) -> UserCheck:
     if not name:
         raise BadCase("NAME", target, CONVENTION)
     module = _run(path)
+    found = getattr(module, name, None)
+    if isinstance(found, Case):
+        raise BadCase("NAME", name, f"a step: this one is a Case; {CONVENTION}")
     options = getattr(module, "options", {})
+    if isinstance(found, tuple) and len(found) == 3:
+        *found, options = found
     if not isinstance(options, dict):
         raise BadCase("options", options, "a dict of keyword arguments of check()")
-    found = getattr(module, name, None)
-    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Case):
+    if isinstance(found, list | tuple) and len(found) == 2 and isinstance(found[0], Case):
         return UserCheck(found[0], found[1], options)
     case = getattr(module, "case", None)
     if not isinstance(case, Case):

@@ -38,6 +38,7 @@ from ddp_equivalence.layouts import Layout, parse
 from ddp_equivalence.rank_work import Evidence, Step, Work, run
 from ddp_equivalence.ranks import carry
 from ddp_equivalence.ranks.lanes import Lane, choose, cuda_devices, missing
+from ddp_equivalence.ranks.server import start_server
 from ddp_equivalence.ranks.warm import warm_ranks
 from ddp_equivalence.reference import Compare, Reference, big_batch
 from ddp_equivalence.report import render
@@ -77,6 +78,7 @@ class Verdict:
     nearest: NearestFault | None = None
     examples: tuple[int, ...] = ()
     compare: Compare = "gradients"
+    lr: float = 0.1
     failure: RankFailed | None = None
     output: Mapping[int, str] = field(default_factory=dict)
     seconds: float = 0.0
@@ -158,6 +160,7 @@ def check(
     """
     request = _request(case, step, compare, lr, steps, backend, deadline, fresh_ranks)
     started = time.monotonic()
+    start_server()  # imports while the reference is computed
     verdict = _judge(request)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=_repeat(request))
     session.tell(verdict)
@@ -270,6 +273,7 @@ def _judge(request: _Request) -> Verdict:
         outcome="unknown",
         examples=reference.examples,
         compare=request.compare,
+        lr=request.lr,
     )
     reason = guards.against_the_reference(reference, request.compare)
     if reason is not None:
@@ -381,7 +385,8 @@ def _run(request: _Request, reference: Reference, keep: bool) -> _Answer:
             value = found.get(name)
             if one is not None:
                 found[name] = value.reshape(one.shape) if value is not None else None
-    return _Answer(stream.finish(), evidence, measured, output)
+    in_order = dict(sorted(evidence.items()))  # ranks report as they come
+    return _Answer(stream.finish(), in_order, measured, output)
 
 
 def _keep(kept: dict[str, Tensor | None], name: str, values: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 ddp-equivalence check examples/digits.py
 ddp-equivalence check examples/digits.py:step_with_scaled_loss
-ddp-equivalence check examples/digits.py:trainer --compare update --lr 0.1 --steps 3
+ddp-equivalence check examples/digits.py:trainer
 """
 
 from __future__ import annotations
@@ -89,4 +89,4 @@ def train(model: nn.Module, batch: Batch, rank: Rank) -> None:
         optimizer.step()
 
 
-trainer = (training_case, train)
+trainer = (training_case, train, {"compare": "update", "lr": LEARNING_RATE, "steps": STEPS})

@@ -13,8 +13,8 @@ def predict(view: View) -> Sequence[Tensor]:
     if view.world_size == 1 or view.is_sum():
         return ()
     found = view.contributions()
-    mean = view.expected if found is None else found.mean(0)
-    return (view.everywhere(mean / view.world_size),)
+    whole = view.everywhere(view.expected / view.world_size)
+    return (whole,) if found is None else (whole, view.everywhere(found.mean(0) / view.world_size))
 
 
 HYPOTHESIS = Hypothesis(

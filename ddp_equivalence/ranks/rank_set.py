@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import ModuleType
 from typing import Any, BinaryIO, Protocol
 
 import torch.multiprocessing as multiprocessing
@@ -25,6 +23,7 @@ from ddp_equivalence.layouts import Layout
 from ddp_equivalence.ranks import messages
 from ddp_equivalence.ranks.lanes import Lane, visible_devices
 from ddp_equivalence.ranks.process import Birth, Raised, main
+from ddp_equivalence.ranks.server import own_main, start_server
 
 START_DEADLINE = 120.0
 """Seconds until all ranks have joined their group; the first start imports torch."""
@@ -71,11 +70,12 @@ class RankSet:
 
     def start(self) -> None:
         """Start all processes and join them to one group. Raises RankFailed or RanksTimedOut."""
-        context = _context()
+        start_server()
+        context = multiprocessing.get_context("forkserver")
         visible = visible_devices(self.layout, self.lane)
         # Once every rank has opened its files they lose their names: whoever is killed, and
         # however, nothing stays on the disk.
-        with tempfile.TemporaryDirectory(prefix="ddp_equivalence-") as name, _start_environment():
+        with tempfile.TemporaryDirectory(prefix="ddp_equivalence-") as name, own_main():
             folder = Path(name)
             for row in self.layout.rows:
                 ours, theirs = context.Pipe()
@@ -285,27 +285,3 @@ def _innermost(stack: str) -> str:
 def _opened(path: Path) -> BinaryIO:
     path.touch()
     return path.open("rb")
-
-
-def _context() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ddp_equivalence.ranks.preload"])
-    return context
-
-
-@contextmanager
-def _start_environment() -> Iterator[None]:
-    """One thread a rank, and no second run of the caller's ``__main__`` in the children."""
-    outer = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS",)}
-    os.environ["OMP_NUM_THREADS"] = "1"
-    main_module = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main_module
-        for name, value in outer.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
