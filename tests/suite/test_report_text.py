@@ -82,9 +82,10 @@ REPORTS: dict[str, tuple[Case, Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", sorted(REPORTS))
-def test_the_report_reads_as_its_golden_file(name: str) -> None:
+def test_the_report_reads_as_its_golden_file(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.__version__", "2.x")
     case, step, options = REPORTS[name]
-    with session.using(session.Settings()):
+    with session.using(session.Settings(backend="gloo")):
         text = stable(str(check(case, step, **options)))
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
@@ -95,10 +96,8 @@ def test_the_report_reads_as_its_golden_file(name: str) -> None:
 
 
 def stable(text: str) -> str:
-    """The text without what another machine, torch or run would write otherwise."""
+    """The text without what another machine or run would write otherwise."""
     text = re.sub(r"\d\.\de-(1[0-9]|0[6-9])", "<tiny>", text)
-    text = re.sub(r"torch \d[^\s,]*", "torch <version>", text)
-    text = re.sub(r"\(needs\s\d+\s+CUDA\s+devices\s+\([^)]*\),\s+found\s+\d+\)", "", text)
     text = re.sub(r"(?m)^ +\|   File .*\n( +\|     .*\n)*", "", text)
     text = re.sub(r"/\S*/(tests|ddp_equivalence)/", r"\1/", text)
     # The ranks left behind are told of in the order in which they ended.
