@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_equivalence import catalogue
+from ddp_equivalence.models import MODELS
 from ddp_equivalence.ranks import lanes
 from ddp_equivalence.ranks.server import start_server
 from ddp_equivalence.strategies import STRATEGIES
@@ -56,6 +57,8 @@ def _lane(config: pytest.Config, trial: catalogue.Trial) -> tuple[str, str]:
     if reason:
         return backend, reason
     lane = lanes.choose(layout, backend)
+    if lane.backend in lanes.NCCL_BACKENDS and MODELS[str(trial.case.model)].sparse_gradients:
+        return lane.name, "NCCL cannot all-reduce sparse gradients"
     if lane.name == "gloo_fallback" and "nccl" in must_run:
         return "nccl", f"{lane.reason}; --must-run nccl allows no other"
     return lane.name, ""

@@ -41,5 +41,7 @@ class CatalogueModel:
     output_size: int = OUTPUT_SIZE
     unused_on_some_ranks: bool = False
     """Needs DDP(find_unused_parameters=True)."""
+    sparse_gradients: bool = False
+    """NCCL cannot all-reduce sparse tensors."""
     batch_coupled: str | None = None
     """The cause's name, where an example's gradient depends on the other examples or its place."""

@@ -20,5 +20,10 @@ def build() -> nn.Module:
 
 
 MODEL = CatalogueModel(
-    "sparse_embedding", build, inputs=token_ids, output="tokens", output_size=VOCABULARY_SIZE
+    "sparse_embedding",
+    build,
+    inputs=token_ids,
+    output="tokens",
+    output_size=VOCABULARY_SIZE,
+    sparse_gradients=True,
 )

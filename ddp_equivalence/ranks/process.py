@@ -28,6 +28,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from ddp_equivalence.layouts import Row
 from ddp_equivalence.ranks import messages
+from ddp_equivalence.ranks.collectives import prove_recorder
 from ddp_equivalence.ranks.environment import DEFAULTS, LOOPBACK, torchrun_environment
 from ddp_equivalence.ranks.lanes import Lane, device_of
 from ddp_equivalence.ranks.rank import Rank
@@ -105,6 +106,7 @@ def _join(birth: Birth, connection: Connection) -> Rank:
         world_size=row.world_size,
         timeout=timeout,
     )
+    prove_recorder(device)
     return Rank(
         rank=row.rank,
         world_size=row.world_size,
