@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from ddp_equivalence.ranks.server import start_server
 
@@ -24,9 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and known.command != "run":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        start_server()  # imports torch while this process does
         if known.command == "run":
-            return _run(known, rest)
+            _run(known, rest)
+        start_server()  # imports torch while this process does
         return _check(known) if known.command == "check" else _doctor()
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -80,9 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(known: argparse.Namespace, rest: list[str]) -> int:
-    import pytest
-
+def _run(known: argparse.Namespace, rest: list[str]) -> NoReturn:
     from ddp_equivalence.suite_folder import is_checkout, suite_folder
 
     # Paths are the caller's own; what is not there is meant within the suite.
@@ -100,12 +99,10 @@ def _run(known: argparse.Namespace, rest: list[str]) -> int:
     if not is_checkout():
         cache = Path(tempfile.gettempdir()) / f"ddp_equivalence-pytest-cache-{os.getuid()}"
         arguments += ["-o", f"cache_dir={cache}"]
-    outer = os.getcwd()
     os.chdir(suite_folder())
-    try:
-        return int(pytest.main(arguments))
-    finally:
-        os.chdir(outer)
+    # This process becomes pytest: one to interrupt, and nothing of the package imported before
+    # pytest has seen it, which it warns of.
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])
 
 
 def _absolute(argument: str) -> str:
