@@ -7,6 +7,7 @@ import pytest
 from ddp_equivalence import catalogue
 from ddp_equivalence.models import MODELS
 from ddp_equivalence.ranks import lanes
+from ddp_equivalence.ranks.names import NCCL_BACKENDS
 from ddp_equivalence.ranks.server import start_server
 from ddp_equivalence.strategies import STRATEGIES
 
@@ -36,7 +37,7 @@ def _parametrize(metafunc: pytest.Metafunc, trials: tuple[catalogue.Trial, ...])
 def _with_lane(config: pytest.Config, trial: catalogue.Trial) -> object:
     lane, reason = _lane(config, trial)
     marks = [
-        getattr(pytest.mark, "nccl" if lane in lanes.NCCL_BACKENDS else lane),
+        getattr(pytest.mark, "nccl" if lane in NCCL_BACKENDS else lane),
         pytest.mark.trial(trial.strategy, trial.case.layout, lane),
     ]
     if reason:
@@ -51,13 +52,13 @@ def _lane(config: pytest.Config, trial: catalogue.Trial) -> tuple[str, str]:
     if strategy.lane is not None:
         return strategy.lane, lanes.missing(strategy.lane, layout.world_size) or ""
     if strategy.one_process:
-        return "gloo_fallback", ""
+        return "emulated", ""
     backend = trial.backend or config.getoption("--ddp-backend")
     reason = lanes.missing(backend, layout.world_size) if backend != "auto" else None
     if reason:
         return backend, reason
     lane = lanes.choose(layout, backend)
-    if lane.backend in lanes.NCCL_BACKENDS and MODELS[str(trial.case.model)].sparse_gradients:
+    if lane.backend in NCCL_BACKENDS and MODELS[str(trial.case.model)].sparse_gradients:
         return lane.name, "NCCL cannot all-reduce sparse gradients"
     if lane.name == "gloo_fallback" and "nccl" in must_run:
         return "nccl", f"{lane.reason}; --must-run nccl allows no other"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from ddp_equivalence.case import Case, name_of
@@ -22,6 +23,9 @@ from ddp_equivalence.shards import split
 
 LARGEST_INTEGER = 3
 """Weights and inputs of the exact lane are integers from -3 to 3: sums stay far below 2^24."""
+
+_BUILT = "_ddp_equivalence_built"
+"""Marks a model that was handed out once."""
 
 Steps = int | tuple[int, ...]
 """How a batch is read as consecutive big batches: their number, or the examples of each."""
@@ -56,6 +60,11 @@ def build_model(case: Case) -> nn.Module:
     if not isinstance(model, nn.Module):
         right = f"a builder that returns an nn.Module, not {type(model).__name__}"
         raise BadCase("model", name_of(case.model), right)
+    if getattr(model, _BUILT, False):
+        right = "a builder that makes a new model at each call; this one returned the same again"
+        raise BadCase("model", name_of(case.model), right)
+    object.__setattr__(model, _BUILT, True)
+    _check_tensors(case, model)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         right = "a model with at least one parameter that requires a gradient"
         raise BadCase("model", name_of(case.model), right)
@@ -66,6 +75,18 @@ def build_model(case: Case) -> nn.Module:
             for parameter in model.parameters():
                 parameter.copy_(_integers(parameter))
     return model
+
+
+def _check_tensors(case: Case, model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            right = f"a model whose sizes are known; {name} is lazy: call it once in the builder"
+            raise BadCase("model", name_of(case.model), right)
+        if tensor.is_complex():
+            right = (
+                f"a real model: {name} is {tensor.dtype}, and complex gradients are not compared"
+            )
+            raise BadCase("model", name_of(case.model), right)
 
 
 def build_batches(case: Case, steps: Steps = 1) -> list[Any]:

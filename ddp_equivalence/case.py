@@ -60,8 +60,13 @@ class Case:
         sizes = shards.explicit_sizes(self.shards, world_size)
         self._check_dtype()
         self._check_batch(sizes)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise BadCase("seed", self.seed, "an integer from 0")
+        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        if not whole or not 0 <= self.seed < 2**62:
+            raise BadCase("seed", self.seed, "an integer from 0, below 2**62")
+        if self.shards == "no_valid_token" and self.batch is not None:
+            raise BadCase(
+                "shards", self.shards, "another deal: only the catalogue pads its batch so"
+            )
 
     def _check_dtype(self) -> None:
         if self.dtype is None:

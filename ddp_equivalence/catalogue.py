@@ -157,8 +157,9 @@ def _select(strategy: Strategy) -> Iterator[Trial]:
 def _pairs(strategy: Strategy) -> Iterator[tuple[str, str]]:
     """Every model with every loss that fits it."""
     for model in MODELS.values():
-        if model.name == "dropout" and strategy.one_process:
-            continue  # replicas that draw in turn from one generator may meet the big batch's mask
+        in_turn = strategy.one_process or strategy.name == "ddp_accumulation"
+        if model.name == "dropout" and in_turn:
+            continue  # what draws in turn from one generator may meet the big batch's mask
         for loss in LOSSES.values():
             # What couples examples is met with two plain means, so that one thing differs.
             plain = not model.batch_coupled or loss.name in ("mse_mean", "cross_entropy_mean")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -85,7 +87,7 @@ def _run(known: argparse.Namespace, rest: list[str]) -> NoReturn:
     from ddp_equivalence.suite_folder import is_checkout, suite_folder
 
     # Paths are the caller's own; what is not there is meant within the suite.
-    given = [_absolute(one) for one in rest]
+    given = [_absolute(one, before) for one, before in zip(rest, ["", *rest], strict=False)]
     arguments = [
         "-o",
         "testpaths=tests/equivalence tests/difference",
@@ -105,9 +107,10 @@ def _run(known: argparse.Namespace, rest: list[str]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])
 
 
-def _absolute(argument: str) -> str:
+def _absolute(argument: str, before: str) -> str:
     path, separator, test = argument.partition("::")
-    if argument.startswith("-") or not Path(path).exists():
+    value_of_option = before.startswith("-") and "=" not in before
+    if argument.startswith("-") or value_of_option or not Path(path).exists():
         return argument
     return f"{Path(path).resolve()}{separator}{test}"
 
@@ -134,15 +137,18 @@ def _check(known: argparse.Namespace) -> int:
         for name in ("backend", "compare", "steps", "lr", "deadline"):
             if getattr(known, name) is not None:
                 options[name] = getattr(known, name)
+        try:
+            inspect.signature(check).bind(found.case, found.step, **options)
+        except TypeError as error:
+            raise BadCase("options", options, f"arguments of check(); {error}") from error
         verdict = check(replace(found.case, **changes), found.step, **options)
     except BadCase as error:
         print(f"ddp-equivalence check: bad input\n  {error}", file=sys.stderr)
         return BAD_INPUT
-    except TypeError as error:
-        if "check()" not in str(error):
-            raise
-        print(f"ddp-equivalence check: bad input\n  options: {error}", file=sys.stderr)
-        return BAD_INPUT
+    except Exception:
+        # Neither same nor different: Python's own exit code 1 would say "different".
+        traceback.print_exc()
+        return NOT_JUDGED
     print(verdict, end="")
     return {"same": SAME, "different": DIFFERENT, "unknown": NOT_JUDGED}[verdict.outcome]
 

@@ -28,7 +28,7 @@ def summary(
     """The counts of a run, as machines read them."""
     compared = [one for one in records if one["outcome"] in COMPARED]
     expected_same = [one for one in records if one["expected"] == "same"]
-    known = [one for one in records if one["expected"] == "different"]
+    known = [one for one in records if one["known"]]
     return {
         "compared": len(compared),
         "same": sum(one["outcome"] == "same" for one in expected_same),
@@ -57,7 +57,7 @@ def lines(
     layouts.sort(key=_size)
     names = dict.fromkeys([one["strategy"] for one in records if one["expected"] == "same"])
     missing = {one.what for one in not_run} - set(names)
-    width = max(map(len, [*names, *missing, "known differences"]), default=0) + 2
+    width = max(map(len, [*names, *missing, "differ, as their tests know"]), default=0) + 2
     columns = {layout: max(6, len(layout) + 2) for layout in layouts}
     if layouts and (names or missing):
         yield " " * width + "".join(f"{layout:>{columns[layout]}}" for layout in layouts)
@@ -90,6 +90,12 @@ def _state(rows: Sequence[Record]) -> str:
 
 def _known_differences(records: Sequence[Record], width: int) -> Iterator[str]:
     known = [one for one in records if one["expected"] == "different"]
+    judged = [one for one in known if one["outcome"] == "different" and not one["confirmed"]]
+    judged = [one for one in judged if not one["known"]]
+    known = [one for one in known if one["known"]]
+    if judged:
+        names = ", ".join(sorted({one["cause"] or "no known cause" for one in judged}))
+        yield f"{'differ, as their tests know':<{width}}{len(judged)} ({names})"
     if not known:
         return
     differ = sum(one["outcome"] == "different" for one in known)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -62,13 +62,16 @@ class ParameterComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result. ``structure`` lists, as sentences, names, shapes, dtypes and None that differ."""
+    """The result. ``structure`` lists, as sentences, names, shapes, dtypes and None that differ.
+
+    ``same`` asks for agreement of the ranks to the last bit too: all that train together must
+    leave a step with the same weights, or they drift apart.
+    """
 
     parameters: tuple[ParameterComparison, ...]
     structure: tuple[str, ...]
     ranks: tuple[int, ...]
     elements: int
-    ranks_must_agree: bool = True
 
     @property
     def ranks_agree(self) -> bool:
@@ -77,8 +80,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        agree = self.ranks_agree or not self.ranks_must_agree
-        return agree and not self.structure and all(one.same for one in self.parameters)
+        return self.ranks_agree and not self.structure and all(one.same for one in self.parameters)
 
     @property
     def differing(self) -> tuple[ParameterComparison, ...]:
@@ -162,8 +164,10 @@ class Comparator:
         self._norms = {
             name: float(value.norm()) for name, value in self._expected.items() if value is not None
         }
+        whole = math.sqrt(sum(norm**2 for norm in self._norms.values()))
+        tolerance = replace(tolerance, whole=whole)
         self._limits = {
-            name: tolerance.limit(norm, noise.get(name, Noise()))
+            name: tolerance.limit(norm, noise.get(name, Noise()), *_dtype_and_size(described[name]))
             for name, norm in self._norms.items()
         }
         self._ranks: dict[int, Mapping[str, Description | None]] = {}
@@ -257,6 +261,10 @@ def _rank_error(rank: int, sums: _Sums, norm: float, limit: Limit) -> RankError:
         ratio=_over(size, norm),
         within=distance <= limit.absolute and sums.element <= limit.element,
     )
+
+
+def _dtype_and_size(described: Description | None) -> tuple[torch.dtype | None, int]:
+    return (None, 1) if described is None else (described.dtype, math.prod(described.shape))
 
 
 def _dot(one: Tensor, other: Tensor) -> float:

@@ -13,7 +13,7 @@ from ddp_equivalence.building import Steps, build_batches, build_model, count_ex
 from ddp_equivalence.case import Case
 from ddp_equivalence.comparison import Comparison
 from ddp_equivalence.diagnoses import HYPOTHESES
-from ddp_equivalence.diagnoses.hypothesis import Hypothesis, View, flatten, near, unexplained
+from ddp_equivalence.diagnoses.hypothesis import NEAR, Hypothesis, View, flatten, near, unexplained
 from ddp_equivalence.facts import Indices
 from ddp_equivalence.reference import Reference
 from ddp_equivalence.shards import OWN, split
@@ -23,6 +23,10 @@ MAX_ELEMENTS = 2_000_000
 
 LEAST_ACCEPTED = 1e-10
 """What a right explanation may leave unexplained in float64: its own rounding."""
+
+
+MOST_ACCEPTED = 0.3
+"""An explanation that leaves more is none, however coarse the precision."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ def view_of(
     step: int = 0,
     lr: float = 0.1,
     scale: float = 1.0,
+    on_cpu: bool = True,
     known: dict[Indices, Tensor] | None = None,
 ) -> View | None:
     """What hypotheses may look at in one step; None if the model is too large to take apart.
@@ -92,6 +97,7 @@ def view_of(
         has_batch_norm=_has(model, nn.modules.batchnorm._BatchNorm),
         has_dropout=_has(model, nn.modules.dropout._DropoutNd) and reference.order_matters,
         scale=scale,
+        on_cpu=on_cpu,
         known={} if known is None else known,
     )
 
@@ -113,14 +119,17 @@ def diagnose(
     ``measured``: rank -> name -> gradient of the step that the view is of.
     """
     seen = torch.stack([flatten(dict(measured[rank]), view.shapes) for rank in view.ranks])
-    limit = max((one.limit.relative for one in comparison.parameters), default=0.0)
-    accepted = max(LEAST_ACCEPTED, 4 * limit if limit < 1 else 0.0)
+    # The limit of all parameters together, as one vector.
+    limits = sum(one.limit.absolute**2 for one in comparison.parameters)
+    norms = sum(one.norm**2 for one in comparison.parameters)
+    limit = (limits / norms) ** 0.5 if norms > 0 else 0.0
+    accepted = max(LEAST_ACCEPTED, min(4 * limit, MOST_ACCEPTED))
     found = [_judge(one, view, seen, accepted) for one in HYPOTHESES]
     ranked = sorted(
         (one for one in found if one is not None),
         key=lambda one: (not one.accepted, _size(one.unexplained)),
     )
-    if ranked and not ranked[0].accepted:
+    if ranked and not ranked[0].accepted and comparison.ranks_agree:
         ranked = _believe_plausible(view, ranked)
     return tuple(ranked)
 
@@ -133,7 +142,7 @@ def nearest_fault(view: View) -> NearestFault | None:
         for predicted in one.predict(view) if size > 0 else ():
             # One wrong rank is enough to be seen.
             distance = float((predicted - view.expected).norm(dim=1).max()) / size
-            if distance > LEAST_ACCEPTED and (best is None or distance < best.distance):
+            if distance > NEAR and (best is None or distance < best.distance):
                 best = NearestFault(one.name, distance)
     return best
 

@@ -12,13 +12,14 @@ from ddp_equivalence.collective_probe import Answer
 from ddp_equivalence.errors import RankFailed
 from ddp_equivalence.layouts import parse
 from ddp_equivalence.ranks import carry
-from ddp_equivalence.ranks.lanes import LANES, Lane, cuda_devices, missing
+from ddp_equivalence.ranks.lanes import Lane, cuda_devices, missing
+from ddp_equivalence.ranks.names import LANES
 from ddp_equivalence.ranks.warm import warm_ranks
 from ddp_equivalence.records import environment
 
 DEADLINE = 30.0
 
-SHOWN = tuple(lane for lane in LANES if lane != "gloo")
+SHOWN = tuple(lane for lane in LANES if lane not in ("gloo", "emulated"))
 
 
 @dataclass(frozen=True)

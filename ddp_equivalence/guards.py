@@ -10,18 +10,10 @@ from ddp_equivalence.comparison import Comparison
 from ddp_equivalence.diagnosis import NearestFault
 from ddp_equivalence.rank_work import Evidence
 from ddp_equivalence.reference import Reference
-from ddp_equivalence.shards import OWN
 from ddp_equivalence.strategies.strategy import Strategy
 
-REDUCTIONS = (
-    "all_reduce",
-    "reduce_scatter",
-    "reduce",
-    "all_gather",
-    "gather",
-    "all_to_all",
-    "send",
-)
+EXCHANGES = ("reduce", "gather", "all_to_all", "send", "recv", "scatter")
+"""Parts of the names of collectives that can carry a gradient to another rank."""
 
 
 def against_the_reference(reference: Reference, compare: str) -> str | None:
@@ -53,7 +45,18 @@ def against_the_evidence(
         if replicas < 2:
             return f"{strategy.name} did not really run: {replicas} replica, needs 2"
         return None
-    return _identical_inputs(case, evidence)
+    return _identical_inputs(evidence)
+
+
+def against_another_start(reference: Reference, evidence: Mapping[int, Evidence]) -> str | None:
+    """A difference says nothing about the step if ranks and reference did not start alike."""
+    other = [str(rank) for rank, one in evidence.items() if one.start != reference.start]
+    if not other:
+        return None
+    return (
+        f"ranks {', '.join(other)} build other weights than the reference: the model's builder "
+        "must depend on the seed alone (torch's, numpy's and random's are set before the call)"
+    )
 
 
 def against_a_pass(
@@ -64,12 +67,17 @@ def against_a_pass(
     """A green result must have been able to be red."""
     if not comparison.parameters or not comparison.elements:
         return "no gradient element was compared"
-    if all(one.limit.is_useless for one in comparison.parameters if one.norm > 0):
-        return "the limit lies above the signal: rounding alone could make this difference"
-    limits = [one.limit.relative for one in comparison.parameters if one.norm > 0]
+    telling = [one for one in comparison.parameters if one.norm > 0 and not one.limit.only_rounding]
+    useless = [one.name for one in telling if one.limit.is_useless]
+    if useless:
+        return (
+            f"the limit lies above the signal for {', '.join(useless[:4])}: rounding alone, or "
+            "randomness that the seed does not fix, moves the big batch's own gradient as far"
+        )
+    limits = [one.limit.relative for one in telling]
     if nearest is not None and math.isfinite(nearest.distance) and nearest.distance < min(limits):
         return f"the limit lies above the signal: {nearest.cause} would pass on this case"
-    if len(evidence) > 1 and _nothing_exchanged(evidence):
+    if len(evidence) > 1 and _nothing_exchanged(evidence, comparison.elements):
         return (
             "no collective ran on any rank: each computed the big batch by itself, so nothing "
             "was shown about training together"
@@ -77,22 +85,32 @@ def against_a_pass(
     return None
 
 
-def _identical_inputs(case: Case, evidence: Mapping[int, Evidence]) -> str | None:
-    if case.shards == OWN:
-        return None
+def _identical_inputs(evidence: Mapping[int, Evidence]) -> str | None:
     with_data = [one for one in evidence.values() if any(map(len, one.examples or ()))]
     if len(with_data) > 1 and len({one.data for one in with_data}) == 1:
         return (
             "all ranks were given identical inputs, so a missing all-reduce would not show: "
             "make a batch whose examples differ"
         )
+    called = {one.inputs for one in evidence.values()}
+    if len(evidence) > 1 and len(called) == 1 and None not in called:
+        return (
+            "the model was called with identical inputs on all ranks, so a missing all-reduce "
+            "would not show: does every rank take its own examples (sampler)?"
+        )
     return None
 
 
-def _nothing_exchanged(evidence: Mapping[int, Evidence]) -> bool:
-    """True if the flight recorder was there on every rank and saw no exchange."""
+def _nothing_exchanged(evidence: Mapping[int, Evidence], elements: int) -> bool:
+    """True if the flight recorder was there on every rank and saw no exchange of gradients.
+
+    The constructor of DDP gathers one element, which exchanges nothing.
+    """
     logs = [one.collectives for one in evidence.values()]
     seen = [log for log in logs if log is not None]
     return len(seen) == len(logs) and not any(
-        name in one.op for log in seen for one in log for name in REDUCTIONS
+        name in one.op and one.elements >= min(2, elements)
+        for log in seen
+        for one in log
+        for name in EXCHANGES
     )

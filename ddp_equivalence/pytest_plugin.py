@@ -14,6 +14,7 @@ import pytest
 
 from ddp_equivalence import closing_table, session
 from ddp_equivalence.closing_table import NotRun
+from ddp_equivalence.ranks.names import BACKENDS, LANES
 from ddp_equivalence.records import Record, environment, record_of
 
 if TYPE_CHECKING:
@@ -24,14 +25,12 @@ MARKERS = (
     "gloo: runs on gloo and the CPU, as asked for",
     "gloo_cuda: runs on gloo with CUDA tensors",
     "nccl: runs on an NCCL backend, one rank per GPU",
+    "emulated: one process on the CPU does what nn.DataParallel does on several GPUs",
     "data_parallel: runs the real nn.DataParallel on two or more GPUs",
     "difference: the case is known to differ from one big batch",
     "self_check: checks made by this test are left out of the closing table",
     "trial(what, layout, lane): one case of the catalogue, for the closing table",
 )
-
-BACKENDS = ("auto", "gloo", "gloo_cuda", "nccl", "nccl2", "nccl-legacy")
-LANES = ("nccl", "gloo_cuda", "data_parallel", "gloo_fallback", "gloo", "nccl2", "nccl-legacy")
 
 _records = pytest.StashKey[list[Record]]()
 _run = pytest.StashKey["Run"]()
@@ -158,12 +157,13 @@ def pytest_runtest_makereport(
     """Send what was compared along with the report: attributes of a report cross xdist."""
     report = yield
     carried: dict[str, Any] = {"records": [], "not_run": None}
-    if report.when == "call":
+    if report.when == "call" or (report.when == "setup" and report.failed):
         carried["records"] = item.stash[_records]
+        known = item.get_closest_marker("difference") is not None
         for one in carried["records"]:
-            if report.passed:
-                one["expected"] = one["outcome"]  # the test knew
-            one["confirmed"] = report.passed
+            if report.passed and not known:
+                one["expected"] = one["outcome"]  # the test has judged it
+            one["known"], one["confirmed"] = known, known and report.passed
     trial = item.get_closest_marker("trial")
     if report.skipped and trial is not None:
         what, layout, lane = trial.args

@@ -60,12 +60,14 @@ class Evidence:
     """What really happened on one rank.
 
     ``examples``: positions in the big batch that the rank was given, by step; None where the step
-    takes its own. ``data``: digest of those examples. ``start``: digest of the weights before.
+    takes its own. ``data``: digest of those examples. ``inputs``: digest of what the model was
+    called with; None if it never was. ``start``: digest of the weights before.
     ``collectives``: None if torch has no flight recorder.
     """
 
     examples: tuple[tuple[int, ...], ...] | None
     data: str
+    inputs: str | None
     start: str
     collectives: tuple[Collective, ...] | None
     device: str
@@ -90,12 +92,37 @@ def run(rank: Rank, work: Work) -> Iterator[object]:
     )
     del batches
     notes: dict[str, Any] = {}
+    called = _CalledWith(model)
     found = _train(rank, work, model, given, deals, notes)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     mine = None if case.shards == OWN else tuple(deal.indices[rank.rank] for deal in deals)
-    yield Evidence(mine, data, start, log.new(), str(rank.device), describe(found), notes)
+    yield Evidence(
+        examples=mine,
+        data=data,
+        inputs=called.digest(),
+        start=start,
+        collectives=log.new(),
+        device=str(rank.device),
+        gradients=describe(found),
+        notes=notes,
+    )
     yield from raw_messages(found)
+
+
+class _CalledWith:
+    """Listens to what a model is called with, whoever calls it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._seen: list[str] = []
+        model.register_forward_pre_hook(self._listen, with_kwargs=True)
+
+    def _listen(self, model: nn.Module, *arguments: Any) -> None:
+        leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        self._seen.append(digest((str(place), leaf) for place, leaf in enumerate(leaves)))
+
+    def digest(self) -> str | None:
+        return " ".join(self._seen) or None
 
 
 def _given(rank: Rank, work: Work, batches: list[Any], deals: list[Shards]) -> list[Any]:
@@ -134,8 +161,14 @@ def _train(
     found: dict[str, Tensor | None] = {}
     for number, shard in enumerate(given):
         model.zero_grad(set_to_none=True)
+        weights = digest(dict(model.named_parameters())) if len(given) > 1 else ""
         with seeded(step_seed(work.case, number)):
             returned = step(shard)
+        if weights and weights != digest(dict(model.named_parameters())):
+            raise ValueError(
+                "the step moved the weights itself; between several steps the suite takes the SGD "
+                'step, so leave it out, or use compare="update"'
+            )
         if work.compare == "gradients":
             gradients = gradients_of(model) if returned is None else _by_name(returned)
             found |= {in_step(name, number, len(given)): g for name, g in gradients.items()}
@@ -162,8 +195,13 @@ def _own_update(
     weights = _by_name(returned)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     found: dict[str, Tensor | None] = {name: None for name in before if name not in trained}
+    # A state_dict also has buffers, and a shared parameter under every name.
+    every = dict(model.named_parameters(remove_duplicate=False))
+    more = {name for name, _ in model.named_buffers()} | (every.keys() - before.keys())
     for name, weight in weights.items():
-        if weight is None or name not in before:
+        if name in more:
+            continue
+        if weight is None or name not in before or weight.shape != before[name].shape:
             found[name] = weight
         elif name in trained:
             found[name] = weight.detach().to(before[name].device) - before[name]

@@ -71,7 +71,8 @@ def big_batch(
     """Compute the reference of a case. Raises BadCase for whatever the case's builders do wrong."""
     model, batches = build_model(case), build_batches(case, steps)
     start = digest(dict(model.named_parameters()))
-    lowest = max((p.dtype for p in model.parameters()), key=lambda dtype: torch.finfo(dtype).eps)
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    lowest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     examples = tuple(map(count_examples, batches))
     del model
     expected = _train(case, batches, compare, lr, dtype=torch.float64)
@@ -146,13 +147,12 @@ def _train(
     found: dict[str, Tensor | None] = {}
     for step, batch in enumerate(batches):
         model.zero_grad(set_to_none=True)
-        if dtype is not None:
-            batch = pytree.tree_map_only(Tensor, lambda leaf: _in(leaf, dtype), batch)
+        # A copy: a loss may change its batch in place.
+        batch = pytree.tree_map_only(Tensor, lambda leaf: _in(leaf, dtype), batch)
         if nudge:
-            batch = pytree.tree_map_only(Tensor, torch.clone, batch)
             _nudge(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
         with seeded(step_seed(case, step)):
-            (scale * _loss(case, model, batch)).backward()
+            _backward(case, scale * _loss(case, model, batch))
         if scale != 1.0:
             _divide_gradients(model, scale)
         if compare == "gradients":
@@ -184,8 +184,18 @@ def _loss(case: Case, model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
-def _in(leaf: Tensor, dtype: torch.dtype) -> Tensor:
-    return leaf.to(dtype) if leaf.is_floating_point() else leaf
+def _backward(case: Case, loss: Tensor) -> None:
+    try:
+        loss.backward()
+    except Exception as error:
+        right = f"a loss that can go backward; it raised {type(error).__name__}: {error}"
+        raise BadCase("loss", name_of(case.loss), right) from error
+
+
+def _in(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None or not leaf.is_floating_point():
+        return leaf.clone()
+    return leaf.to(dtype, copy=True)
 
 
 def _divide_gradients(model: nn.Module, divisor: float) -> None:
@@ -195,7 +205,10 @@ def _divide_gradients(model: nn.Module, divisor: float) -> None:
 
 
 def _nudge(tensors: Any) -> None:
-    """Move every value by one eps, up or down: what a differently rounded input would be."""
+    """Move every value by one eps, up or down: what a differently rounded input would be.
+
+    Whole numbers stay: they may be labels or flags, and are rarely rounded.
+    """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in tensors:
@@ -203,6 +216,7 @@ def _nudge(tensors: Any) -> None:
                 sign = (torch.randint(2, tensor.shape, generator=generator) * 2 - 1).to(
                     tensor.dtype
                 )
+                sign[tensor == tensor.round()] = 0
                 tensor.mul_(1 + sign * torch.finfo(tensor.dtype).eps)
 
 

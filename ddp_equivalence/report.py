@@ -155,7 +155,7 @@ def _structure(verdict: Verdict) -> list[str]:
         lines.append(f"    ... and {more} more")
     if any("module." in line for line in lines):
         lines.append('    (names with "module." come from the wrapper: return the model\'s own)')
-    if not comparison.ranks_agree and comparison.ranks_must_agree:
+    if not comparison.ranks_agree:
         apart = [one.name for one in comparison.parameters if not one.ranks_agree]
         lines.append(
             f"    the ranks do not agree bit for bit on {len(apart)} of "
@@ -273,6 +273,13 @@ def _evidence(verdict: Verdict) -> list[str]:
             f"{len(comparison.parameters)} parameters ({comparison.elements} elements) compared "
             f"on {len(comparison.ranks)} {_plural(len(comparison.ranks), 'rank')}"
         )
+    noise = (
+        [one.name for one in comparison.parameters if one.limit.only_rounding and one.norm]
+        if comparison
+        else []
+    )
+    if noise:
+        parts.append(f"of these hold nothing but rounding: {', '.join(noise[:4])}")
     devices = sorted({one.device for one in evidence.values()}) or [lane.device_type]
     where = f"{lane.name} ({lane.reason})" if lane.reason else lane.name
     parts.append(f"{where}, torch {torch.__version__}, {', '.join(devices)}")

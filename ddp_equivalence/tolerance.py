@@ -23,8 +23,13 @@ DEVICE_MULTIPLE = 8.0
 ELEMENT_MULTIPLE = 8.0
 """Single elements scatter more than their norm: 8 standard deviations."""
 
-USELESS = 0.1
-"""A relative limit from here on could not tell a fault from rounding."""
+WHOLE_MULTIPLES = {torch.float64: 4.0, torch.float32: 4.0, torch.float16: 1.0, torch.bfloat16: 1.0}
+"""In eps of the whole gradient: a parameter whose true gradient is zero (a bias before a
+normalisation) holds rounding of about this size, which no norm of its own could measure."""
+
+USELESS = 0.4
+"""A relative limit from here on nearly passes half a gradient, which is what averaging twice over
+two ranks leaves."""
 
 
 @dataclass(frozen=True)
@@ -52,41 +57,58 @@ class Limit:
     element: float
     floor: float
     reason: str
+    only_rounding: bool = False
+    """The true gradient is no larger than the rounding of the whole: nothing to compare."""
 
     @property
     def is_useless(self) -> bool:
-        return self.relative >= USELESS
+        """A fault of the size of the gradient itself would pass."""
+        return self.relative >= USELESS and not self.only_rounding
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """From dtype and noise to a limit with its reason."""
+    """From dtype and noise to a limit with its reason; ``whole`` is the norm of all gradients."""
 
     dtype: torch.dtype
     exact: bool = False
     device_multiple: float = DEVICE_MULTIPLE
+    whole: float = 0.0
 
-    def limit(self, norm: float, noise: Noise) -> Limit:
-        """The limit for a parameter whose true gradient has this norm."""
+    def limit(
+        self, norm: float, noise: Noise, dtype: torch.dtype | None = None, elements: int = 1
+    ) -> Limit:
+        """The limit for a parameter whose true gradient has this norm; ``dtype`` is its own."""
         if self.exact:
             return Limit(0.0, 0.0, 0.0, 0.0, "exact: integer-valued data, bit for bit")
-        eps = torch.finfo(self.dtype).eps
-        multiple = EPS_MULTIPLES.get(self.dtype, 8.0)
+        dtype = dtype or self.dtype
+        eps = torch.finfo(dtype).eps
+        multiple = EPS_MULTIPLES.get(dtype, 8.0)
         least, measured = multiple * eps * norm, self.device_multiple * noise.norm
-        absolute = max(least, measured)
-        if measured > least:
+        of_whole = WHOLE_MULTIPLES.get(dtype, 1.0) * eps * self.whole
+        absolute = max(least, measured, of_whole)
+        only_rounding = norm <= of_whole
+        if only_rounding:
+            reason = "no larger than the rounding of the whole gradient"
+        elif of_whole > max(least, measured):
+            reason = f"{WHOLE_MULTIPLES.get(dtype, 1.0):g} eps of the whole gradient"
+        elif measured > least:
             reason = f"{self.device_multiple:g} x the error of one device"
         else:
-            reason = f"{multiple:g} eps of {str(self.dtype).removeprefix('torch.')}"
+            reason = f"{multiple:g} eps of {str(dtype).removeprefix('torch.')}"
         element = max(
             ELEMENT_MULTIPLE * multiple * eps, self.device_multiple * _finite(noise.element)
         )
+        if norm > 0 and of_whole > max(least, measured):
+            # In units of the root mean square: what the absolute limit allows a single element.
+            element = max(element, of_whole / norm * math.sqrt(elements))
         return Limit(
             absolute=absolute,
             relative=_over(absolute, norm),
             element=element,
             floor=_over(noise.norm, norm),
             reason=reason,
+            only_rounding=only_rounding,
         )
 
 

@@ -37,7 +37,7 @@ from ddp_equivalence.gradients import RawChunk
 from ddp_equivalence.layouts import Layout, parse
 from ddp_equivalence.rank_work import Evidence, Step, Work, run
 from ddp_equivalence.ranks import carry
-from ddp_equivalence.ranks.lanes import Lane, choose, cuda_devices, missing
+from ddp_equivalence.ranks.lanes import Lane, choose, missing
 from ddp_equivalence.ranks.server import start_server
 from ddp_equivalence.ranks.warm import warm_ranks
 from ddp_equivalence.reference import Compare, Reference, big_batch
@@ -228,11 +228,16 @@ def _request(
         raise BadCase("step", step, f"a function (model, shard, rank), or one of {names}")
     if compare not in COMPARES:
         raise BadCase("compare", compare, f"one of {', '.join(COMPARES)}")
-    if isinstance(lr, bool) or not isinstance(lr, (int, float)) or not lr > 0:
+    if not _is_number(lr) or not 0 < lr < float("inf"):
         raise BadCase("lr", lr, "a learning rate above 0")
     deadline = now.deadline if deadline is None else deadline
-    if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0:
+    if not _is_number(deadline) or not 0 < deadline < float("inf"):
         raise BadCase("deadline", deadline, "seconds, above 0")
+    _check_steps(steps)
+    if case.exact and (compare == "update" or steps != 1):
+        raise BadCase(
+            "exact", True, "one step of gradients: SGD's learning rate leaves the integers"
+        )
     if strategy is not None and strategy.one_process:
         lane = _lane_of_one_process(case, strategy)
     else:
@@ -247,16 +252,26 @@ def _request(
     return _Request(case, step, strategy, compare, lr, steps, lane, float(deadline), fresh)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_steps(steps: object) -> None:
+    sizes = steps if isinstance(steps, tuple) and steps else (steps,)
+    whole = all(isinstance(one, int) and not isinstance(one, bool) for one in sizes)
+    if not whole or min(sizes) < 1:
+        right = "a number of big batches from 1, or a tuple with the examples of each"
+        raise BadCase("steps", steps, right)
+
+
 def _lane_of_one_process(case: Case, strategy: Strategy) -> Lane:
     """One process drives all replicas: no backend, but perhaps several devices."""
     if case.ranks.nodes > 1:
         right = f"one node, such as '1x{case.ranks.world_size}': {strategy.name} is one process"
         raise BadCase("layout", case.layout, right)
     if strategy.lane is None:
-        return Lane("gloo_fallback", "gloo", "cpu", "emulated on the CPU")
+        return Lane("emulated", "gloo", "cpu", "one process on the CPU")
     reason = missing(strategy.lane, case.ranks.world_size)
-    if reason is None and len(cuda_devices()) < case.ranks.world_size:
-        reason = f"needs {case.ranks.world_size} CUDA devices, found {len(cuda_devices())}"
     if reason is not None:
         raise BadCase("layout", case.layout, f"{strategy.name} {reason}")
     return Lane(strategy.lane, "gloo", "cuda")
@@ -300,6 +315,9 @@ def _judge(request: _Request) -> Verdict:
     if reason is not None:
         return replace(verdict, reason=reason)
     if not answer.comparison.same:
+        reason = guards.against_another_start(reference, answer.evidence)
+        if reason is not None:
+            return replace(verdict, reason=reason)
         wrong = first_wrong_step(answer.comparison, request.step_count)
         if view is not None and wrong > 0:
             view = _view(request, reference, wrong)
@@ -435,6 +453,7 @@ def _view(request: _Request, reference: Reference, step: int = 0) -> View | None
         step=step,
         lr=request.lr,
         scale=scale,
+        on_cpu=request.lane.device_type == "cpu",
         known=known,
     )
 
@@ -462,4 +481,11 @@ def _repeat(request: _Request) -> str:
         fields.append(f"examples={case.examples}")
     more = "" if request.compare == "gradients" else f", compare={request.compare!r}"
     more += "" if request.steps == 1 else f", steps={request.steps!r}"
+    more += "" if request.compare == "gradients" and request.steps == 1 else f", lr={request.lr:g}"
+    backend = {"gloo_fallback": "auto", "emulated": "auto"}.get(request.lane.name)
+    more += (
+        ""
+        if backend or request.lane.name == "data_parallel"
+        else f", backend={request.lane.name!r}"
+    )
     return f"check(Case({', '.join(fields)}), {request.step!r}{more})"

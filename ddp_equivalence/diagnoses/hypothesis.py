@@ -16,6 +16,10 @@ from ddp_equivalence.layouts import Layout
 from ddp_equivalence.reference import gradient_of
 
 
+NEAR = 1e-6
+"""A prediction nearer to the big batch than this is the big batch."""
+
+
 @dataclass
 class View:
     """What a hypothesis may ask about a case. Vectors are all parameters, flattened and joined.
@@ -24,7 +28,8 @@ class View:
     batches of the steps before, after which the weights were still right. ``ranks``: the ranks
     that reported.
     ``parts``: per rank of the layout, the parts of the batch whose gradients it averages; None
-    where the step takes its own examples. ``scale``: 1 for gradients, -lr for updates.
+    where the step takes its own examples. ``scale``: 1 for gradients, -lr for updates. ``on_cpu``:
+    the ranks drew from the generator that predictions draw from.
     """
 
     case: Case
@@ -39,6 +44,7 @@ class View:
     has_batch_norm: bool
     has_dropout: bool
     scale: float = 1.0
+    on_cpu: bool = True
     known: dict[Indices, Tensor] = field(default_factory=dict)
 
     @property
@@ -109,8 +115,8 @@ def flatten(gradients: dict[str, Tensor | None], shapes: dict[str, tuple[int, ..
 
 
 def near(one: Tensor, other: Tensor) -> bool:
-    """Equal in float64, but for rounding."""
-    return unexplained(one, other) < 1e-10
+    """Equal but for rounding, of a float32 part in a float64 model too."""
+    return unexplained(one, other) < NEAR
 
 
 def unexplained(measured: Tensor, predicted: Tensor) -> float:

@@ -11,12 +11,14 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import cloudpickle
+import torch
 
 TEST_FILES = ("test_*.py", "*_test.py", "conftest.py")
 """Sent by value even where they could be imported: importing a test module has side effects."""
@@ -26,6 +28,17 @@ _INSTALLED = tuple(
     - {str(Path(sys.prefix).resolve())}
 )
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
+
+
+@dataclass(frozen=True)
+class Around:
+    """What functions may see of the process they come from."""
+
+    path: list[str]
+    folder: str
+    environment: dict[str, str]
+    default_dtype: torch.dtype
+
 
 _travels: dict[tuple[str, str], bool] = {}
 
@@ -44,7 +57,8 @@ def dumps(function: Callable[..., Any], payload: object, foreign: bool = True) -
     finally:
         for module in carried:
             cloudpickle.unregister_pickle_by_value(module)
-    opened: bytes = cloudpickle.dumps((list(sys.path), os.getcwd(), work))
+    around = Around(list(sys.path), os.getcwd(), dict(os.environ), torch.get_default_dtype())
+    opened: bytes = cloudpickle.dumps((around, work))
     return opened
 
 

@@ -11,15 +11,7 @@ import torch.distributed as dist
 
 from ddp_equivalence.errors import BadCase
 from ddp_equivalence.layouts import Layout
-
-NCCL_BACKENDS = ("nccl", "nccl2", "nccl-legacy")
-"""``nccl2`` is the backend that torch is moving its default to, ``nccl-legacy`` the way back; each
-only where the installed torch has it."""
-
-BACKENDS = ("auto", "gloo", "gloo_cuda", *NCCL_BACKENDS)
-
-LANES = ("nccl", "gloo_cuda", "data_parallel", "gloo_fallback", "gloo", "nccl2", "nccl-legacy")
-"""What ``--must-run`` can insist on."""
+from ddp_equivalence.ranks.names import BACKENDS
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,8 @@ def missing(name: str, world_size: int) -> str | None:
         return None if found else "needs 1 CUDA device, found 0"
     if name == "data_parallel":
         # nn.DataParallel with one device just calls the module.
-        return None if found >= 2 else f"needs 2 CUDA devices, found {found}"
+        wanted = max(2, world_size)
+        return None if found >= wanted else f"needs {wanted} CUDA devices, found {found}"
     if found < world_size:
         devices = "device" if world_size == 1 else "devices"
         return f"needs {world_size} CUDA {devices} (one rank each), found {found}"

@@ -28,6 +28,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from ddp_equivalence.layouts import Row
 from ddp_equivalence.ranks import messages
+from ddp_equivalence.ranks.carry import Around
 from ddp_equivalence.ranks.collectives import prove_recorder
 from ddp_equivalence.ranks.environment import DEFAULTS, LOOPBACK, torchrun_environment
 from ddp_equivalence.ranks.lanes import Lane, device_of
@@ -93,7 +94,9 @@ def _join(birth: Birth, connection: Connection) -> Rank:
         store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         messages.send(connection, messages.PORT, store.port)
     _, port = messages.receive(connection)
-    os.environ.update(torchrun_environment(row, port))
+    torchrun = torchrun_environment(row, port)
+    os.environ.update(torchrun)
+    _own_names.update(torchrun, DEFAULTS, ("CUDA_VISIBLE_DEVICES",))
     if store is None:
         store = TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
     torch.set_num_threads(1)
@@ -124,11 +127,11 @@ def _work(rank: Rank, connection: Connection) -> bool:
     kind, payload = messages.receive(connection)
     if kind == messages.STOP:
         return False
+    group = _group()
     try:
         with _state_kept():
-            path, folder, work = pickle.loads(payload)
-            sys.path[:] = path
-            os.chdir(folder)
+            around, work = pickle.loads(payload)
+            _take_over(around)
             function, argument = pickle.loads(work)
             for result in function(rank, argument):
                 messages.send(connection, messages.RESULT, result)
@@ -140,11 +143,30 @@ def _work(rank: Rank, connection: Connection) -> bool:
         traceback.clear_frames(error.__traceback__)
         del error
     else:
-        messages.send(connection, messages.FINISHED)
+        # A step that has destroyed or replaced the group leaves a rank that can go on no more.
+        messages.send(connection, messages.FINISHED, _group() is group)
     gc.collect()  # a DDP object that lingers in a cycle would hold on to its reducer
     sys.stdout.flush()
     sys.stderr.flush()
     return True
+
+
+def _group() -> object:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _take_over(around: Around) -> None:
+    """See what the judging process sees; what makes this a rank stays."""
+    own = {name: value for name, value in os.environ.items() if name in _own_names}
+    os.environ.clear()
+    os.environ.update(around.environment | own)
+    sys.path[:] = around.path
+    os.chdir(around.folder)
+    torch.set_default_dtype(around.default_dtype)
+
+
+_own_names: set[str] = set()
+"""The environment variables that make this process a rank."""
 
 
 @contextmanager

@@ -120,6 +120,8 @@ class RankSet:
         for rank, kind, payload in self._listen({messages.FINISHED}, until, f"{deadline:g} s"):
             if kind == messages.RESULT:
                 yield rank, payload
+            elif kind == messages.FINISHED and not payload:
+                self.broken = True  # its group is gone: this work is done, the next is for others
 
     def output(self, rank: int) -> str:
         """What the rank printed since its last work was submitted; the end of it, if much."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ddp_equivalence.facts import Facts
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
@@ -20,11 +21,12 @@ def prepare(task: Task) -> TrainStep:
     parallel = nn.DataParallel(task.model, device_ids=devices)
     ran: set[str] = set()
 
-    def saw(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def saw(module: nn.Module, *arguments: Any) -> None:
         # Replicas share the module's hooks: each tells on which device it was called.
-        ran.add(str(inputs[0].device))
+        leaves = pytree.tree_leaves(arguments)
+        ran.update(str(leaf.device) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
-    task.model.register_forward_pre_hook(saw)
+    task.model.register_forward_pre_hook(saw, with_kwargs=True)
 
     def step(batch: Any) -> None:
         ran.clear()

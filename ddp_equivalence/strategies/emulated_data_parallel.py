@@ -8,13 +8,16 @@ gradients are added to the model's by hand.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils import _pytree as pytree
 
-from ddp_equivalence.building import take
+from ddp_equivalence.building import concatenate, take
 from ddp_equivalence.facts import Facts
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
@@ -28,14 +31,23 @@ class Replicas(nn.Module):
         self.sizes: Sequence[int] = ()
         self.ran: list[dict[str, Tensor]] = []
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        parts = inputs.split(list(self.sizes))
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        parts = self._scatter((inputs, named))
         self.ran = [self._replica() for _ in parts]
         outputs = [
-            functional_call(self.model, weights, (part,))
+            functional_call(self.model, weights, *part)
             for weights, part in zip(self.ran, parts, strict=True)
         ]
-        return torch.cat(outputs)
+        return concatenate(outputs)
+
+    def _scatter(self, arguments: Any) -> list[Any]:
+        """Every tensor split along dim 0, everything else to all."""
+        ends = list(accumulate(self.sizes))
+        starts = [0, *ends[:-1]]
+        return [
+            pytree.tree_map_only(Tensor, itemgetter(slice(start, end)), arguments)
+            for start, end in zip(starts, ends, strict=True)
+        ]
 
     def add_gradients(self) -> None:
         """Add what every replica found to the gradient of the model's own parameters."""

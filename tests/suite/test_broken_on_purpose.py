@@ -72,7 +72,7 @@ def one_bit_apart(model: nn.Module, shard: Any, rank: Rank) -> None:
     bias *= 1 + rank.rank * 2**-52
 
 
-def half_precision(model: nn.Module, shard: Any, rank: Rank) -> Gradients:
+def single_precision(model: nn.Module, shard: Any, rank: Rank) -> Gradients:
     right_step(model, shard, rank)
     return {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -100,7 +100,7 @@ def scaled_after_the_fact(model: nn.Module, shard: Any, rank: Rank) -> None:
         (names_of_the_wrapper, None, 'names with "module." come from the wrapper'),
         (nothing_on_rank_1, None, "rank 1: 0.weight is None, expected (7, 5) float64"),
         (one_bit_apart, None, "do not agree bit for bit on 1 of 4 parameters: 2.bias"),
-        (half_precision, None, "(7, 5) float32, expected (7, 5) float64"),
+        (single_precision, None, "(7, 5) float32, expected (7, 5) float64"),
     ],
 )
 def test_a_broken_step_is_different_and_the_report_says_how(
@@ -154,10 +154,30 @@ def whole_batch_on_every_rank(model: nn.Module, batch: Any, rank: Rank) -> None:
     loss(model, batch).backward()
 
 
-def test_ranks_that_each_compute_the_big_batch_show_nothing() -> None:
-    verdict = check(own_case(shards="own"), whole_batch_on_every_rank)
+def whole_batch_under_ddp(model: nn.Module, batch: Any, rank: Rank) -> None:
+    """A forgotten sampler: the average of equal gradients is the big batch."""
+    right_step(model, batch, rank)
+
+
+def looks_at_its_own_first(model: nn.Module, batch: Any, rank: Rank) -> None:
+    """Then the whole batch: inputs differ, a wrapper was made, and nothing is exchanged."""
+    ddp = DistributedDataParallel(model)
+    model(batch["rows"][rank.rank :])
+    loss(ddp.module, batch).backward()
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        (whole_batch_on_every_rank, "identical inputs on all ranks"),
+        (whole_batch_under_ddp, "identical inputs on all ranks"),
+        (looks_at_its_own_first, "no collective ran on any rank"),
+    ],
+)
+def test_ranks_that_each_compute_the_big_batch_show_nothing(step: Any, says: str) -> None:
+    verdict = check(own_case(shards="own"), step)
     assert verdict.outcome == "unknown"
-    assert "no collective ran on any rank" in verdict.reason
+    assert says in verdict.reason
 
 
 def test_a_limit_above_the_signal_is_no_pass() -> None:
@@ -169,7 +189,9 @@ def test_a_limit_above_the_signal_is_no_pass() -> None:
     noise = {"weight": Noise(norm=1.0, element=1.0)}
     noisy = compare(truth, {0: {"weight": 2 * truth["weight"]}}, Tolerance(torch.float64), noise)
     assert noisy.same
-    assert "rounding alone could make this" in str(guards.against_a_pass(noisy, {}, None))
+    assert "lies above the signal for weight: rounding alone" in str(
+        guards.against_a_pass(noisy, {}, None)
+    )
 
 
 def test_data_parallel_with_one_replica_is_unknown() -> None:
@@ -179,7 +201,7 @@ def test_data_parallel_with_one_replica_is_unknown() -> None:
     assert "did not really run: 1 replica" in verdict.reason
 
 
-def test_a_different_seed_per_rank_is_different() -> None:
+def test_ranks_that_build_other_weights_than_the_reference_are_unknown() -> None:
     def build_by_rank() -> nn.Module:
         import os
 
@@ -192,7 +214,9 @@ def test_a_different_seed_per_rank_is_different() -> None:
             assert parameter.grad is not None
             parameter.grad /= rank.world_size
 
-    assert check(own_case(model=build_by_rank), by_hand).outcome == "different"
+    verdict = check(own_case(model=build_by_rank), by_hand)
+    assert verdict.outcome == "unknown"
+    assert "ranks 1 build other weights than the reference" in verdict.reason
 
 
 def test_a_rank_that_dies_is_a_failure_of_the_run_and_not_a_difference() -> None:
