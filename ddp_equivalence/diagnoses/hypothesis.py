@@ -15,7 +15,6 @@ from ddp_equivalence.facts import Indices
 from ddp_equivalence.layouts import Layout
 from ddp_equivalence.reference import gradient_of
 
-
 NEAR = 1e-6
 """A prediction nearer to the big batch than this is the big batch."""
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ddp_equivalence import BadCase, Case, check, session
-from tests.suite.own_cases import EXAMPLES, own_case, right_step
+from ddp_equivalence.ranks.lanes import missing
+from ddp_equivalence.ranks.warm import warm_ranks
+from tests.suite.own_cases import own_case, right_step
 
 
 def raises() -> nn.Module:
@@ -149,6 +151,8 @@ def test_more_ranks_than_gpus_are_refused_with_both_numbers(
     with pytest.raises(BadCase, match=r"needs 4 CUDA devices \(one rank each\), found 2") as caught:
         check(own_case(layout="2x2"), right_step, backend="nccl")
     assert caught.value.field == "backend"
+    assert missing("data_parallel", 2) is None
+    assert missing("data_parallel", 4) == "needs 4 CUDA devices, found 2"
     must_run = session.using(session.Settings(must_run=("nccl",)))
     with must_run, pytest.raises(BadCase, match=r"needs 4 .* allows no other") as caught:
         check(own_case(layout="2x2"), right_step)
@@ -179,6 +183,8 @@ def test_a_function_that_cannot_travel_is_refused() -> None:
 def test_bad_input_is_found_before_any_rank_is_asked() -> None:
     """Nothing is lost: the same ranks go on."""
     check(own_case(), right_step)
+    started = warm_ranks().started
     with pytest.raises(BadCase):
         check(own_case(loss=loss_vector), right_step)
-    assert check(own_case(), right_step).examples == (EXAMPLES,)
+    assert check(own_case(), right_step).outcome == "same"
+    assert warm_ranks().started == started

@@ -122,6 +122,21 @@ def test_run_is_the_suite_from_any_folder_with_results(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
+def test_the_value_of_an_option_is_no_path(tmp_path: Path) -> None:
+    (tmp_path / "zero").touch()
+    code, text, _ = run("run", "-k", "zero", "--collect-only", folder=tmp_path)
+    assert code == 5
+    assert "deselected" in text
+
+
+def test_an_error_of_our_own_is_not_taken_for_a_difference(user_file: Path) -> None:
+    breaks_us = "\nimport ddp_equivalence.verdict as verdict\nverdict.big_batch = None"
+    user_file.write_text(USER_FILE + breaks_us)
+    code, _, errors = run("check", str(user_file))
+    assert code == 3
+    assert "Traceback" in errors
+
+
 def test_a_run_that_selects_nothing_says_so_and_fails(tmp_path: Path) -> None:
     code, text, _ = run("run", "-k", "no_such_case", folder=tmp_path)
     assert code == 5

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.agent.server import local_elastic_agent
 
 from ddp_equivalence import BadCase, Case, Rank
 from ddp_equivalence.layouts import Row, parse
@@ -69,6 +72,14 @@ def test_the_environment_is_the_one_that_torchrun_sets() -> None:
         "MASTER_PORT": "1234",
     }
     assert expected.items() <= environment.items()
+
+
+def test_no_variable_that_torchrun_sets_is_left_out() -> None:
+    """Read from torch's own agent, so that a new one is noticed with an upgrade."""
+    source = inspect.getsource(local_elastic_agent.LocalElasticAgent._start_workers)
+    names = set(re.findall(r'^ +"([A-Z_]+)": ', source, re.MULTILINE))
+    assert {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} <= names
+    assert names <= torchrun_environment(parse("2x2").rows[0], port=1).keys()
 
 
 def look_around(rank: Rank, names: tuple[str, ...]) -> Iterator[object]:

@@ -111,7 +111,7 @@ def test_their_tests_run_and_end_with_the_table(
     assert "3 passed" in text
     assert "compared with one big batch" in text
     assert re.search(r"^step +1 +same$", text, re.MULTILINE), text
-    assert "known differences  1 of 1 differ, 1 of 1 under their known name" in text
+    assert "differ, as their tests know  1 (averaged_twice)" in text
     assert re.search(r"3 cases compared .*: 12 gradients of parameters, on 6 ranks", text)
 
 
@@ -133,6 +133,18 @@ def test_a_failure_shows_the_report_the_ranks_output_and_how_to_repeat_it(
     assert case["cause"] == "averaged_twice"
     assert case["expected"] == "same"
     assert case["error"] == pytest.approx(0.5)
+
+
+def test_a_check_that_fails_in_a_fixture_is_in_the_table_too(their_repository: Path) -> None:
+    path = their_repository / "tests" / "test_training.py"
+    fixture = "@pytest.fixture\ndef trained(equivalence):\n    "
+    fixture += (
+        "equivalence.assert_equivalent(CASE, wrong_step)\n\ndef test_it(trained):\n    pass\n"
+    )
+    path.write_text(THEIR_TEST + fixture)
+    code, text = run(their_repository, "-k", "test_it")
+    assert code == 1
+    assert re.search(r"^wrong_step +1 +1 DIFFER$", text, re.MULTILINE), text
 
 
 def test_the_results_have_the_documented_form(their_repository: Path) -> None:
