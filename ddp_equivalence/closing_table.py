@@ -55,7 +55,7 @@ def lines(
     """The table, line by line."""
     layouts = list(dict.fromkeys(one["layout"] for one in records))
     layouts.sort(key=_size)
-    names = dict.fromkeys([one["strategy"] for one in records if one["expected"] == "same"])
+    names = sorted({one["strategy"] for one in records if one["expected"] == "same"})
     missing = {one.what for one in not_run} - set(names)
     width = max(map(len, [*names, *missing, "differ, as their tests know"]), default=0) + 2
     columns = {layout: max(6, len(layout) + 2) for layout in layouts}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence import guards, session
-from ddp_equivalence.building import Steps, catalogue_loss_of, in_step
+from ddp_equivalence.building import Steps, in_step
 from ddp_equivalence.case import Case, name_of
 from ddp_equivalence.comparison import Comparator, Comparison
 from ddp_equivalence.diagnoses.hypothesis import View
@@ -34,23 +34,18 @@ from ddp_equivalence.errors import (
 )
 from ddp_equivalence.facts import Indices, facts_of
 from ddp_equivalence.gradients import RawChunk
-from ddp_equivalence.layouts import Layout, parse
 from ddp_equivalence.rank_work import Evidence, Step, Work, run
 from ddp_equivalence.ranks import carry
-from ddp_equivalence.ranks.lanes import Lane, choose, missing
+from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.server import start_server
 from ddp_equivalence.ranks.warm import warm_ranks
 from ddp_equivalence.reference import Compare, Reference, big_batch
 from ddp_equivalence.report import render
-from ddp_equivalence.shards import OWN
+from ddp_equivalence.request import Request, read_request, repeat_line
 from ddp_equivalence.shares import Shares, shares_of
-from ddp_equivalence.strategies import STRATEGIES
-from ddp_equivalence.strategies.strategy import Strategy
 from ddp_equivalence.tolerance import Tolerance
 
 Outcome = Literal["same", "different", "unknown"]
-
-COMPARES = ("gradients", "update")
 
 
 @dataclass(frozen=True)
@@ -108,31 +103,6 @@ class Verdict:
         return worst.limit.relative if worst else None
 
 
-@dataclass(frozen=True)
-class _Request:
-    """A check with its arguments looked at."""
-
-    case: Case
-    step: Step | str
-    strategy: Strategy | None
-    compare: Compare
-    lr: float
-    steps: Steps
-    lane: Lane
-    deadline: float
-    fresh: bool
-
-    @property
-    def processes(self) -> Layout:
-        """The layout of the processes that are started."""
-        one_process = self.strategy is not None and self.strategy.one_process
-        return parse("1x1") if one_process else self.case.ranks
-
-    @property
-    def step_count(self) -> int:
-        return self.steps if isinstance(self.steps, int) else len(self.steps)
-
-
 def check(
     case: Case,
     step: Step | str,
@@ -158,11 +128,11 @@ def check(
 
     Raises BadCase if the case or an argument cannot be right; never for what the step does.
     """
-    request = _request(case, step, compare, lr, steps, backend, deadline, fresh_ranks)
+    request = read_request(case, step, compare, lr, steps, backend, deadline, fresh_ranks)
     started = time.monotonic()
     start_server()  # imports while the reference is computed
     verdict = _judge(request)
-    verdict = replace(verdict, seconds=time.monotonic() - started, repeat=_repeat(request))
+    verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))
     session.tell(verdict)
     return verdict
 
@@ -209,75 +179,7 @@ def raise_unless_same(verdict: Verdict) -> None:
         raise NothingCompared(verdict)
 
 
-def _request(
-    case: Case,
-    step: Step | str,
-    compare: Compare,
-    lr: float,
-    steps: Steps,
-    backend: str | None,
-    deadline: float | None,
-    fresh_ranks: bool | None,
-) -> _Request:
-    now = session.current()
-    if not isinstance(case, Case):
-        raise BadCase("case", case, "a ddp_equivalence.Case")
-    strategy = STRATEGIES.get(step) if isinstance(step, str) else None
-    if strategy is None and not callable(step):
-        names = ", ".join(STRATEGIES)
-        raise BadCase("step", step, f"a function (model, shard, rank), or one of {names}")
-    if compare not in COMPARES:
-        raise BadCase("compare", compare, f"one of {', '.join(COMPARES)}")
-    if not _is_number(lr) or not 0 < lr < float("inf"):
-        raise BadCase("lr", lr, "a learning rate above 0")
-    deadline = now.deadline if deadline is None else deadline
-    if not _is_number(deadline) or not 0 < deadline < float("inf"):
-        raise BadCase("deadline", deadline, "seconds, above 0")
-    _check_steps(steps)
-    if case.exact and (compare == "update" or steps != 1):
-        raise BadCase(
-            "exact", True, "one step of gradients: SGD's learning rate leaves the integers"
-        )
-    if strategy is not None and strategy.one_process:
-        lane = _lane_of_one_process(case, strategy)
-    else:
-        lane = choose(case.ranks, now.backend if backend is None else backend)
-        if lane.name == "gloo_fallback" and "nccl" in now.must_run:
-            raise BadCase("layout", case.layout, f"{lane.reason}; --must-run nccl allows no other")
-    if strategy is not None and case.shards == OWN:
-        raise BadCase("shards", OWN, f"a deal of examples: {strategy.name} takes none by itself")
-    if strategy is not None and strategy.name in ("ddp_global_mean", "hybrid"):
-        catalogue_loss_of(case, needed_by=strategy.name)
-    fresh = now.fresh_ranks if fresh_ranks is None else fresh_ranks
-    return _Request(case, step, strategy, compare, lr, steps, lane, float(deadline), fresh)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check_steps(steps: object) -> None:
-    sizes = steps if isinstance(steps, tuple) and steps else (steps,)
-    whole = all(isinstance(one, int) and not isinstance(one, bool) for one in sizes)
-    if not whole or min(sizes) < 1:
-        right = "a number of big batches from 1, or a tuple with the examples of each"
-        raise BadCase("steps", steps, right)
-
-
-def _lane_of_one_process(case: Case, strategy: Strategy) -> Lane:
-    """One process drives all replicas: no backend, but perhaps several devices."""
-    if case.ranks.nodes > 1:
-        right = f"one node, such as '1x{case.ranks.world_size}': {strategy.name} is one process"
-        raise BadCase("layout", case.layout, right)
-    if strategy.lane is None:
-        return Lane("emulated", "gloo", "cpu", "one process on the CPU")
-    reason = missing(strategy.lane, case.ranks.world_size)
-    if reason is not None:
-        raise BadCase("layout", case.layout, f"{strategy.name} {reason}")
-    return Lane(strategy.lane, "gloo", "cuda")
-
-
-def _judge(request: _Request) -> Verdict:
+def _judge(request: Request) -> Verdict:
     case = request.case
     reference = _reference(request)
     verdict = Verdict(
@@ -327,7 +229,7 @@ def _judge(request: _Request) -> Verdict:
 
 
 def _explained(
-    verdict: Verdict, view: View | None, answer: _Answer, request: _Request, wrong: int
+    verdict: Verdict, view: View | None, answer: _Answer, request: Request, wrong: int
 ) -> Verdict:
     """Name the cause, if one of the known explanations fits."""
     shares, world_size = None, request.case.ranks.world_size
@@ -359,7 +261,7 @@ class _Answer:
     failure: RankFailed | None = None
 
 
-def _run(request: _Request, reference: Reference, keep: bool) -> _Answer:
+def _run(request: Request, reference: Reference, keep: bool) -> _Answer:
     """Compare while gradients arrive: nothing is held but sums, unless ``keep``."""
     case = request.case
     tolerance = Tolerance(reference.dtype, exact=case.exact)
@@ -412,7 +314,7 @@ def _keep(kept: dict[str, Tensor | None], name: str, values: Tensor) -> None:
     kept[name] = values if before is None else torch.cat([before, values])
 
 
-def _reference(request: _Request) -> Reference:
+def _reference(request: Request) -> Reference:
     case = request.case
     if not case.is_catalogue:
         return big_batch(case, request.compare, request.lr, request.steps)
@@ -433,7 +335,7 @@ def _catalogue_reference(case: Case, compare: Compare, lr: float, steps: Steps) 
     return big_batch(case, compare, lr, steps)
 
 
-def _view(request: _Request, reference: Reference, step: int = 0) -> View | None:
+def _view(request: Request, reference: Reference, step: int = 0) -> View | None:
     case = request.case
     if request.compare == "update" and request.step_count > 1:
         return None  # after the first step the weights of a wrong run are its own
@@ -464,28 +366,3 @@ def _known_gradients(
 ) -> dict[Indices, Tensor]:
     """Filled by the views of one catalogue case: strategies meet the same parts of it again."""
     return {}
-
-
-def _repeat(request: _Request) -> str:
-    """What repeats the check: the run's own command, or a call where names alone describe it."""
-    if session.current().repeat:
-        return session.current().repeat
-    if not request.case.is_catalogue or not isinstance(request.step, str):
-        return ""
-    case = request.case
-    fields = [f"model={case.model!r}", f"loss={case.loss!r}", f"layout={case.layout!r}"]
-    fields += [f"shards={case.shards!r}", f"dtype={case.dtype}", f"seed={case.seed}"]
-    if case.exact:
-        fields.append("exact=True")
-    if case.examples is not None:
-        fields.append(f"examples={case.examples}")
-    more = "" if request.compare == "gradients" else f", compare={request.compare!r}"
-    more += "" if request.steps == 1 else f", steps={request.steps!r}"
-    more += "" if request.compare == "gradients" and request.steps == 1 else f", lr={request.lr:g}"
-    backend = {"gloo_fallback": "auto", "emulated": "auto"}.get(request.lane.name)
-    more += (
-        ""
-        if backend or request.lane.name == "data_parallel"
-        else f", backend={request.lane.name!r}"
-    )
-    return f"check(Case({', '.join(fields)}), {request.step!r}{more})"
