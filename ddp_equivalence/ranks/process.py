@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,15 @@ def _redirect_output(path: Path) -> None:
 
 
 def _die_with_parent() -> None:
-    """SIGKILL when the fork server goes, which goes when the judging process does (Linux)."""
+    """SIGKILL when the fork server goes, which goes when the judging process does (Linux).
+
+    The server lives as long as anybody holds the other end of its pipe, and it hands that end to
+    every child: a rank that kept it would keep its own parent alive.
+    """
+    server: Any = getattr(forkserver, "_forkserver", None)  # private: a test says if it goes
+    alive = getattr(server, "_forkserver_alive_fd", None)
+    if alive is not None:
+        os.close(alive)
+        server._forkserver_alive_fd = None
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -222,6 +222,7 @@ def _run(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
         command,
         capture_output=True,
         text=True,
+        cwd=tmp_path,
         timeout=120,
         check=False,
         env=dict(os.environ) | {"TMPDIR": str(tmp_path)},
@@ -235,11 +236,26 @@ def test_a_script_without_a_main_guard_is_not_run_again(tmp_path: Path) -> None:
     assert done.stdout.count("same") == 1
 
 
-def test_ranks_end_with_a_judging_process_that_is_killed(tmp_path: Path) -> None:
-    done = _run(SCRIPT + "os.kill(os.getpid(), signal.SIGKILL)", tmp_path)
+KILLS_THE_JUDGE = """
+os.environ["JUDGE"] = str(os.getpid())
+
+def kills_the_judge(model, shard, rank):
+    import pathlib, time
+    pathlib.Path(f"rank{rank.rank}").write_text(str(os.getpid()))
+    torch.distributed.barrier()
+    if rank.rank == 0:
+        os.kill(int(os.environ["JUDGE"]), signal.SIGKILL)
+    time.sleep(100)
+
+import torch
+check(own_case(), kills_the_judge)
+"""
+
+
+def test_ranks_at_work_end_with_a_judging_process_that_is_killed(tmp_path: Path) -> None:
+    done = _run(SCRIPT + KILLS_THE_JUDGE, tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    pids = [int(pid) for pid in done.stdout.split()[1:]]
-    assert len(pids) == 2
+    pids = [int((tmp_path / f"rank{rank}").read_text()) for rank in (0, 1)]
     until = time.monotonic() + 20
     while _alive(pids) and time.monotonic() < until:
         time.sleep(0.1)
