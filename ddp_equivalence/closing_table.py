@@ -119,7 +119,7 @@ def _also_not_run(not_run: Sequence[NotRun], listed: set[str]) -> Iterator[str]:
 def _totals(records: Sequence[Record], must_run: Sequence[str]) -> Iterator[str]:
     compared = [one for one in records if one["outcome"] in COMPARED]
     lanes = Counter(one["backend"] for one in compared)
-    for lane, count in lanes.items():
+    for lane, count in sorted(lanes.items()):
         text = f"lane {lane}: {count} {_plural(count, 'case')} compared"
         reasons = Counter(one["lane_reason"] for one in compared if one["backend"] == lane)
         ((reason, times),) = reasons.most_common(1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ddp_equivalence.case import Case
 from ddp_equivalence.comparison import Comparison
 from ddp_equivalence.diagnosis import NearestFault
 from ddp_equivalence.rank_work import Evidence
@@ -29,7 +28,7 @@ def against_the_reference(reference: Reference, compare: str) -> str | None:
 
 
 def against_the_evidence(
-    case: Case, evidence: Mapping[int, Evidence], strategy: Strategy | None, expected: int
+    evidence: Mapping[int, Evidence], strategy: Strategy | None, expected: int
 ) -> str | None:
     """Every rank must have reported, on data of its own, with what was to be shown having run."""
     if len(evidence) != expected:
@@ -68,6 +67,8 @@ def against_a_pass(
     if not comparison.parameters or not comparison.elements:
         return "no gradient element was compared"
     telling = [one for one in comparison.parameters if one.norm > 0 and not one.limit.only_rounding]
+    if not telling:
+        return "every gradient is zero but for rounding"
     useless = [one.name for one in telling if one.limit.is_useless]
     if useless:
         return (

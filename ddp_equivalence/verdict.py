@@ -213,7 +213,7 @@ def _judge(request: Request) -> Verdict:
         nearest=nearest_fault(view) if view is not None else None,
     )
     world_size = request.processes.world_size
-    reason = guards.against_the_evidence(case, answer.evidence, request.strategy, world_size)
+    reason = guards.against_the_evidence(answer.evidence, request.strategy, world_size)
     if reason is not None:
         return replace(verdict, reason=reason)
     if not answer.comparison.same:
@@ -269,7 +269,6 @@ def _run(request: Request, reference: Reference, keep: bool) -> _Answer:
     evidence: dict[int, Evidence] = {}
     measured: dict[int, dict[str, Tensor | None]] = {}
     output: dict[int, str] = {}
-    failure = None
     work = Work(case, request.step, request.compare, request.lr, request.steps)
     layout = request.processes
     try:
@@ -298,8 +297,7 @@ def _run(request: Request, reference: Reference, keep: bool) -> _Answer:
                         _keep(measured[rank], chunk.name, chunk.values)
             output = {rank: ranks.output(rank) for rank in range(layout.world_size)}
     except RankFailed as error:
-        failure = error
-        return _Answer(Comparison((), (), (), 0), evidence, {}, output, failure)
+        return _Answer(Comparison((), (), (), 0), evidence, {}, output, failure=error)
     for rank, found in measured.items():
         for name, one in evidence[rank].gradients.items():
             value = found.get(name)
