@@ -89,13 +89,14 @@ def _state(rows: Sequence[Record]) -> str:
 
 
 def _known_differences(records: Sequence[Record], width: int) -> Iterator[str]:
-    known = [one for one in records if one["expected"] == "different"]
-    judged = [one for one in known if one["outcome"] == "different" and not one["confirmed"]]
-    judged = [one for one in judged if not one["known"]]
-    known = [one for one in known if one["known"]]
-    if judged:
-        names = ", ".join(sorted({one["cause"] or "no known cause" for one in judged}))
-        yield f"{'differ, as their tests know':<{width}}{len(judged)} ({names})"
+    known = [one for one in records if one["known"]]
+    judged = [one for one in records if not one["known"] and one["expected"] != "same"]
+    differ_too = [one for one in judged if one["outcome"] == "different"]
+    if differ_too:
+        names = ", ".join(sorted({one["cause"] or "no known cause" for one in differ_too}))
+        yield f"{'differ, as their tests know':<{width}}{len(differ_too)} ({names})"
+    if len(judged) > len(differ_too):
+        yield f"{'unknown, as their tests know':<{width}}{len(judged) - len(differ_too)}"
     if not known:
         return
     differ = sum(one["outcome"] == "different" for one in known)

@@ -171,6 +171,9 @@ def _train(
             )
         if work.compare == "gradients":
             gradients = gradients_of(model) if returned is None else _by_name(returned)
+            if len(given) > 1:
+                # DDP's bucket views hold the gradients of the next step in the same memory.
+                gradients = {n: None if g is None else g.clone() for n, g in gradients.items()}
             found |= {in_step(name, number, len(given)): g for name, g in gradients.items()}
         last = number + 1 == len(given)
         if returned is not None and not last:

@@ -145,7 +145,6 @@ def test_what_the_caller_has_set_is_what_the_ranks_see(monkeypatch: pytest.Monke
         ddp = DistributedDataParallel(model)
         mean_square(ddp, shard).backward()
 
-    monkeypatch.setattr("torch.get_default_dtype", torch.get_default_dtype)
     torch.set_default_dtype(torch.float64)
     try:
         assert check(own_case(model=build, loss=mean_square), step).outcome == "same"
@@ -224,6 +223,17 @@ def called_by_keyword(model: nn.Module, batch: Any) -> Tensor:
 def test_emulated_replicas_may_be_called_by_keyword() -> None:
     case = own_case(model=lambda: nn.Linear(5, 3), loss=called_by_keyword, layout="1x4")
     assert check(case, "emulated_data_parallel").outcome == "same"
+
+
+def test_bucket_views_of_one_step_are_not_overwritten_by_the_next() -> None:
+    wrapped: dict[nn.Module, DistributedDataParallel] = {}
+
+    def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+        if model not in wrapped:
+            wrapped[model] = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        loss(wrapped[model], shard).backward()
+
+    assert check(own_case(), step, steps=3).outcome == "same"
 
 
 ONE = build_model()

@@ -147,6 +147,16 @@ def test_a_check_that_fails_in_a_fixture_is_in_the_table_too(their_repository: P
     assert re.search(r"^wrong_step +1 +1 DIFFER$", text, re.MULTILINE), text
 
 
+def test_an_unknown_verdict_that_a_test_lets_pass_is_in_the_table(their_repository: Path) -> None:
+    path = their_repository / "tests" / "test_training.py"
+    more = "def test_lax(equivalence):\n    equivalence.check(CASE, lambda *all: None)\n"
+    path.write_text(THEIR_TEST + more)
+    code, text = run(their_repository, "-k", "test_lax")
+    assert code == 0, text
+    assert "unknown, as their tests know" in text
+    assert "NOTHING was compared with one big batch" in text
+
+
 def test_the_results_have_the_documented_form(their_repository: Path) -> None:
     results = their_repository / "results.json"
     code, text = run(their_repository, f"--ddp-json={results}", "-k", "fixture")
