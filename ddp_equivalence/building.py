@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -32,10 +32,27 @@ Steps = int | tuple[int, ...]
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed torch, numpy and random inside; leave their states outside as they were."""
+def random_numbers_kept() -> Iterator[None]:
+    """Leave the states of torch's, numpy's and random's generators as they were."""
+    _keeping.append(True)
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
+        yield
+    finally:
+        _keeping.pop()
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+_keeping: list[bool] = []
+"""Not empty while somebody keeps them: numpy's alone costs 0.1 ms each time."""
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch, numpy and random inside; leave their states outside as they were."""
+    with nullcontext() if _keeping else random_numbers_kept():
         # torch.manual_seed formats a stack for every device that is not initialised: 1.4 ms.
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():
@@ -43,10 +60,6 @@ def seeded(seed: int) -> Iterator[None]:
         np.random.seed(seed % 2**32)
         random.seed(seed)
         yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
 
 
 def build_model(case: Case) -> nn.Module:

@@ -53,6 +53,12 @@ class NearestFault:
     distance: float
 
 
+def can_be_taken_apart(reference: Reference, world_size: int) -> bool:
+    """True if the gradients of all ranks are few enough to be kept."""
+    values = [value for value in reference.expected.values() if value is not None]
+    return sum(value.numel() for value in values) * world_size <= MAX_ELEMENTS
+
+
 def view_of(
     case: Case,
     reference: Reference,

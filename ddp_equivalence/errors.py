@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ddp_equivalence.ranks.collectives import LastCollective
     from ddp_equivalence.verdict import Verdict
 
 
@@ -45,9 +46,11 @@ class BadCase(ValueError):
 class RankEnd:
     """How one rank ended its work: the entry that every rank gets, whatever happened.
 
-    ``kind`` is ``finished``, ``exception``, ``signal``, ``exit`` or ``running``; ``what`` one line;
-    ``detail`` the traceback or stack; ``line`` the source line concerned; ``at`` seconds on the
-    machine's monotonic clock.
+    ``kind`` is ``finished``, ``exception``, ``signal``, ``exit``, ``running``, ``output`` (it wrote
+    too much) or ``changed`` (it left its process changed); ``what`` one line; ``detail`` the
+    traceback or stack; ``line`` the source line concerned; ``at`` seconds on the machine's
+    monotonic clock; ``last`` its last collective, if it is known; ``waits`` True if it waited for
+    other ranks in it.
     """
 
     rank: int
@@ -59,6 +62,8 @@ class RankEnd:
     line: str = ""
     at: float = 0.0
     output: str = ""
+    last: LastCollective | None = None
+    waits: bool = False
 
     @property
     def failed(self) -> bool:
@@ -66,10 +71,13 @@ class RankEnd:
 
 
 class RankFailed(RuntimeError):
-    """A rank raised, exited or was killed. ``.ends`` has one entry a rank, root cause first."""
+    """A rank raised, exited or was killed. ``.ends`` has one entry a rank, root cause first.
 
-    def __init__(self, message: str, ends: Sequence[RankEnd] = ()) -> None:
-        self.ends = tuple(ends)
+    ``.waiting`` says in a sentence who waited for whom; "" where nobody did or nobody knows.
+    """
+
+    def __init__(self, message: str, ends: Sequence[RankEnd] = (), waiting: str = "") -> None:
+        self.ends, self.waiting = tuple(ends), waiting
         super().__init__(message)
 
 

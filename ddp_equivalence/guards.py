@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ddp_equivalence.comparison import Comparison
+from ddp_equivalence.diagnoses.hypothesis import NEAR
 from ddp_equivalence.diagnosis import NearestFault
 from ddp_equivalence.rank_work import Evidence
+from ddp_equivalence.ranks.collectives import FORGOTTEN
 from ddp_equivalence.reference import Reference
 from ddp_equivalence.strategies.strategy import Strategy
 
@@ -61,9 +63,11 @@ def against_another_start(reference: Reference, evidence: Mapping[int, Evidence]
 def against_a_pass(
     comparison: Comparison,
     evidence: Mapping[int, Evidence],
-    nearest: NearestFault | None,
+    nearest: Callable[[], NearestFault | None],
 ) -> str | None:
-    """A green result must have been able to be red."""
+    """A green result must have been able to be red. ``nearest`` is asked only where it may matter:
+    a fault that lies nearer than ``NEAR`` is none.
+    """
     if not comparison.parameters or not comparison.elements:
         return "no gradient element was compared"
     telling = [one for one in comparison.parameters if one.norm > 0 and not one.limit.only_rounding]
@@ -75,9 +79,10 @@ def against_a_pass(
             f"the limit lies above the signal for {', '.join(useless[:4])}: rounding alone, or "
             "randomness that the seed does not fix, moves the big batch's own gradient as far"
         )
-    limits = [one.limit.relative for one in telling]
-    if nearest is not None and math.isfinite(nearest.distance) and nearest.distance < min(limits):
-        return f"the limit lies above the signal: {nearest.cause} would pass on this case"
+    limit = min(one.limit.relative for one in telling)
+    fault = nearest() if limit > NEAR else None
+    if fault is not None and math.isfinite(fault.distance) and fault.distance < limit:
+        return f"the limit lies above the signal: {fault.cause} would pass on this case"
     if len(evidence) > 1 and _nothing_exchanged(evidence, comparison.elements):
         return (
             "no collective ran on any rank: each computed the big batch by itself, so nothing "
@@ -110,7 +115,7 @@ def _nothing_exchanged(evidence: Mapping[int, Evidence], elements: int) -> bool:
     logs = [one.collectives for one in evidence.values()]
     seen = [log for log in logs if log is not None]
     return len(seen) == len(logs) and not any(
-        name in one.op and one.elements >= min(2, elements)
+        one.op == FORGOTTEN or (name in one.op and one.elements >= min(2, elements))
         for log in seen
         for one in log
         for name in EXCHANGES

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import time
 from collections.abc import Callable, Generator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +30,28 @@ MARKERS = (
     "emulated: one process on the CPU does what nn.DataParallel does on several GPUs",
     "data_parallel: runs the real nn.DataParallel on two or more GPUs",
     "difference: the case is known to differ from one big batch",
+    "ddp(deadline, collective_deadline, fresh_ranks, in_process, allow_changes, second_look): "
+    "settings of the checks made by this test",
     "self_check: checks made by this test are left out of the closing table",
     "trial(what, layout, lane): one case of the catalogue, for the closing table",
 )
 
 _records = pytest.StashKey[list[Record]]()
 _run = pytest.StashKey["Run"]()
+_until = pytest.StashKey[float | None]()
+
+COLLECTIVE = "--ddp-collective-deadline"
+RUN_UNTIL = "DDP_EQUIVALENCE_RUN_UNTIL"
+
+OF_MARKER = {
+    "deadline": "seconds, above 0",
+    "collective_deadline": "seconds, above 0",
+    "fresh_ranks": "True or False",
+    "in_process": "True or False",
+    "allow_changes": "True or False",
+    "second_look": "True or False",
+}
+"""What ``@pytest.mark.ddp`` can set, and the values that are right."""
 
 
 class Run:
@@ -91,9 +109,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="time that the ranks of one check get (default 60)",
     )
     group.addoption(
+        "--ddp-collective-deadline",
+        type=_seconds,
+        default=None,
+        metavar="SECONDS",
+        help="time that one collective in it gets (default half of that)",
+    )
+    group.addoption(
+        "--ddp-run-deadline",
+        type=_seconds,
+        default=None,
+        metavar="SECONDS",
+        help="time for the whole run; what has not run by then fails the run (default none)",
+    )
+    group.addoption(
         "--fresh-ranks",
         action="store_true",
         help="start new processes for every check instead of keeping them warm",
+    )
+    group.addoption(
+        "--in-process",
+        action="store_true",
+        help="rank 0 is the process of the test, without a deadline: breakpoint() works in a step",
+    )
+    group.addoption(
+        "--ddp-allow-changes",
+        action="store_true",
+        help="a step may change its process (seed, environment, default dtype, threads left "
+        "running ...) without failing its check; it is undone in any case",
+    )
+    group.addoption(
+        "--ddp-no-second-look",
+        action="store_true",
+        help="do not run a case that hung or was aborted once more under "
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL",
     )
     group.addoption(
         "--ddp-json", type=Path, metavar="PATH", help="write the results, machine-readable"
@@ -117,9 +166,26 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in MARKERS:
         config.addinivalue_line("markers", marker)
     config.stash[_run] = Run()
+    case, collective = config.getoption("--ddp-deadline"), config.getoption(COLLECTIVE)
+    if collective is not None and collective >= case:
+        right = f"seconds, below those of a case (--ddp-deadline {case:g})"
+        raise pytest.UsageError(f"{COLLECTIVE} {collective:g}: {right}")
+    config.stash[_until] = _end_of_run(config)
     path: Path | None = config.getoption("--ddp-json")
     if path is not None and not path.resolve().parent.is_dir():
         raise pytest.UsageError(f"--ddp-json {path}: there is no folder {path.resolve().parent}")
+
+
+def _end_of_run(config: pytest.Config) -> float | None:
+    """On the machine's monotonic clock; a worker of xdist gets it from the controller."""
+    seconds: float | None = config.getoption("--ddp-run-deadline")
+    if seconds is None:
+        return None
+    inherited = os.environ.get(RUN_UNTIL) if hasattr(config, "workerinput") else None
+    until = float(inherited) if inherited else time.monotonic() + seconds
+    if not hasattr(config, "workerinput"):
+        os.environ[RUN_UNTIL] = str(until)
+    return until
 
 
 @pytest.hookimpl(wrapper=True)
@@ -132,22 +198,55 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     def remember(verdict: Verdict) -> None:
         if listed:
             item.stash[_records].append(record_of(verdict, item.nodeid, expected))
-        if verdict.outcome != expected or item.config.getoption("verbose") > 1:
-            for rank, text in sorted(verdict.output.items()):
-                if text.strip():
-                    node = verdict.case.ranks.rows[rank].node
-                    item.add_report_section("call", f"output of rank {rank} (node {node})", text)
+        for rank, text in sorted(verdict.output.items()):
+            if text.strip():  # shown if the test fails, whatever it fails for
+                node = verdict.case.ranks.rows[rank].node
+                item.add_report_section("call", f"output of rank {rank} (node {node})", text)
 
+    until = item.config.stash[_until]
+    if until is not None and time.monotonic() > until:
+        seconds = item.config.getoption("--ddp-run-deadline")
+        item.session.shouldfail = f"--ddp-run-deadline: the {seconds:g} s of this run are over"
+    with session.using(_settings(item)), session.observed(remember):
+        return (yield)
+
+
+def _settings(item: pytest.Item) -> session.Settings:
     option = item.config.getoption
-    settings = session.Settings(
+    run = session.Settings(
         backend=option("--ddp-backend"),
         deadline=option("--ddp-deadline"),
+        collective_deadline=option("--ddp-collective-deadline"),
+        run_until=item.config.stash[_until],
         fresh_ranks=option("--fresh-ranks"),
+        in_process=option("--in-process"),
+        allow_changes=option("--ddp-allow-changes"),
+        second_look=not option("--ddp-no-second-look"),
         must_run=tuple(option("--must-run")),
         repeat=f'{option("--ddp-repeat-with")} "{item.nodeid}"',
     )
-    with session.using(settings), session.observed(remember):
-        return (yield)
+    for marker in reversed(list(item.iter_markers("ddp"))):  # the nearest one last
+        run = replace(run, **marker.kwargs)
+    return run
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker in item.iter_markers("ddp"):
+            _check_marker(item, marker)
+
+
+def _check_marker(item: pytest.Item, marker: pytest.Mark) -> None:
+    """A setting that is none, or cannot be right, is refused before anything runs."""
+    for name, value in [*marker.kwargs.items(), *((repr(one), None) for one in marker.args)]:
+        right = OF_MARKER.get(name)
+        if right is None:
+            known = ", ".join(OF_MARKER)
+            raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.ddp({name}): one of {known}")
+        is_bool = isinstance(value, bool)
+        seconds = isinstance(value, int | float) and not is_bool and 0 < value < float("inf")
+        if not (is_bool if right == "True or False" else seconds):
+            raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.ddp({name}={value!r}): {right}")
 
 
 @pytest.hookimpl(wrapper=True)

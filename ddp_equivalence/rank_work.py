@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from ddp_equivalence.building import (
     count_examples,
     in_step,
     move,
+    random_numbers_kept,
     seeded,
     step_seed,
     take,
@@ -33,8 +35,8 @@ from ddp_equivalence.gradients import (
     updates_of,
     weights_of,
 )
-from ddp_equivalence.ranks import Rank
-from ddp_equivalence.ranks.collectives import Collective, CollectiveLog
+from ddp_equivalence.ranks import Rank, state
+from ddp_equivalence.ranks.collectives import Collective, new_collectives
 from ddp_equivalence.reference import Compare
 from ddp_equivalence.shards import OWN, Shards, split
 from ddp_equivalence.strategies import STRATEGIES
@@ -77,8 +79,13 @@ class Evidence:
 
 def run(rank: Rank, work: Work) -> Iterator[object]:
     """Yield the Evidence, then the gradients as lists of RawChunk."""
-    log = CollectiveLog()
-    log.new()
+    with random_numbers_kept():
+        found, evidence = _done(rank, work)
+    yield evidence
+    yield from raw_messages(found)
+
+
+def _done(rank: Rank, work: Work) -> tuple[dict[str, Tensor | None], Evidence]:
     case = work.case
     model = build_model(case).to(rank.device)
     start = digest(dict(model.named_parameters()))
@@ -97,17 +104,17 @@ def run(rank: Rank, work: Work) -> Iterator[object]:
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     mine = None if case.shards == OWN else tuple(deal.indices[rank.rank] for deal in deals)
-    yield Evidence(
+    evidence = Evidence(
         examples=mine,
         data=data,
         inputs=called.digest(),
         start=start,
-        collectives=log.new(),
+        collectives=new_collectives(),
         device=str(rank.device),
         gradients=describe(found),
         notes=notes,
     )
-    yield from raw_messages(found)
+    return found, evidence
 
 
 class _CalledWith:
@@ -151,7 +158,7 @@ def _train(
     else:
         own = work.step
         if work.compare == "update":
-            with seeded(step_seed(work.case, 0)):
+            with _seeded(step_seed(work.case, 0)):
                 returned = own(model, concatenate(given), rank)
             return _own_update(model, before, returned)
 
@@ -162,7 +169,7 @@ def _train(
     for number, shard in enumerate(given):
         model.zero_grad(set_to_none=True)
         weights = digest(dict(model.named_parameters())) if len(given) > 1 else ""
-        with seeded(step_seed(work.case, number)):
+        with _seeded(step_seed(work.case, number)):
             returned = step(shard)
         if weights and weights != digest(dict(model.named_parameters())):
             raise ValueError(
@@ -181,6 +188,15 @@ def _train(
         if work.compare == "update" or not last:
             sgd_step(model, work.lr)
     return found if work.compare == "gradients" else updates_of(model, before)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the generators; a step that sets torch's seed itself is remarked on."""
+    with seeded(seed):
+        yield
+        if torch.initial_seed() != seed:
+            state.remark(f"torch's seed set to {torch.initial_seed()}")
 
 
 def _put_on_parameters(model: nn.Module, gradients: Mapping[str, Tensor | None]) -> None:

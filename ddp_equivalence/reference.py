@@ -74,8 +74,9 @@ def big_batch(
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
     lowest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     examples = tuple(map(count_examples, batches))
+    built = [model]
     del model
-    expected = _train(case, batches, compare, lr, dtype=torch.float64)
+    expected = _train(case, batches, compare, lr, dtype=torch.float64, built=built)
     described, noise, order_matters = _rounding(case, batches, compare, lr, lowest, expected)
     return Reference(expected, described, noise, start, lowest, examples, order_matters)
 
@@ -133,12 +134,14 @@ def _train(
     dtype: torch.dtype | None,
     nudge: bool = False,
     scale: float = 1.0,
+    built: list[nn.Module] | None = None,
 ) -> dict[str, Tensor | None]:
     """One step a batch with plain SGD between; dtype None keeps the case's own.
 
-    ``nudge`` and ``scale`` change nothing but how values are rounded on their way.
+    ``built``: holds a model that nobody else needs. ``nudge`` and ``scale`` change nothing but how
+    values are rounded on their way.
     """
-    model = build_model(case)
+    model = built.pop() if built else build_model(case)
     if dtype is not None:
         model.to(dtype)
     if nudge:

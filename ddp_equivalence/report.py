@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import torch
 
-from ddp_equivalence.errors import RankEnd
+from ddp_equivalence.failure_report import failure_blocks
+from ddp_equivalence.prose import WIDTH, plural, wrapped
 from ddp_equivalence.shards import OWN
 
 if TYPE_CHECKING:
@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     from ddp_equivalence.diagnosis import Finding
     from ddp_equivalence.verdict import Verdict
 
-WIDTH = 96
 MOST_PARAMETERS = 20
+OUTPUT_LINES = 30
 MOST_RANKS = 8
-TRACEBACK_LINES = 30
-CONSEQUENCE_LINES = 3
 
 
 def render(verdict: Verdict) -> str:
@@ -55,7 +53,7 @@ def _same(verdict: Verdict) -> Iterator[list[str]]:
     reason = f"limit: {worst.limit.reason}; worst parameter: {worst.name}" if worst else ""
     if verdict.nearest is not None:
         reason += f"; nearest fault: {verdict.nearest.cause}"
-    yield [f"  {line}", *_wrapped(reason, "  ")]
+    yield [f"  {line}", *wrapped(reason, "  ")]
     yield _evidence(verdict)
 
 
@@ -63,7 +61,7 @@ def _different(verdict: Verdict) -> Iterator[list[str]]:
     yield [f"{verdict.subject} is not big_batch: {verdict.cause or 'no known cause fits'}"]
     best = verdict.findings[0] if verdict.findings else None
     if best is not None and best.accepted:
-        yield [*_wrapped(best.sentence, "  "), *_wrapped(f"Look at: {best.look_at}", "  ")]
+        yield [*wrapped(best.sentence, "  "), *wrapped(f"Look at: {best.look_at}", "  ")]
     yield _argument(verdict)
     yield _structure(verdict)
     yield _shares(verdict)
@@ -75,14 +73,11 @@ def _different(verdict: Verdict) -> Iterator[list[str]]:
 def _unknown(verdict: Verdict) -> Iterator[list[str]]:
     yield [f"{verdict.subject} against big_batch: unknown"]
     if verdict.failure is not None:
-        yield [f"  Not compared: {verdict.reason}. This says nothing about equivalence."]
-        for number, end in enumerate(verdict.failure.ends):
-            if end.failed:
-                yield _rank_end(end, first=number == 0)
+        yield from failure_blocks(verdict.failure, verdict.reason, verdict.second_look)
         yield _outputs(verdict)
     else:
         yield [
-            *_wrapped(f"{verdict.reason[:1].upper()}{verdict.reason[1:]}.", "  "),
+            *wrapped(f"{verdict.reason[:1].upper()}{verdict.reason[1:]}.", "  "),
             "  Nothing was shown, which is not a pass.",
         ]
         if verdict.comparison is not None and verdict.comparison.parameters:
@@ -100,18 +95,18 @@ def _argument(verdict: Verdict) -> list[str]:
     examples = " + ".join(map(str, verdict.examples))
     lines = [
         f"  Let    g = {what} of the big batch, {examples} examples; "
-        f"W = {layout.world_size} {_plural(layout.world_size, 'rank')} on {nodes}"
+        f"W = {layout.world_size} {plural(layout.world_size, 'rank')} on {nodes}"
     ]
     for text in _what_ranks_hold(comparison):
         lines.append(f"  Then   {text}")
     if verdict.compare == "update":
         steps = len(verdict.examples)
         lines.append(
-            f"  With   plain SGD, learning rate {verdict.lr:g}, {steps} {_plural(steps, 'step')}: "
+            f"  With   plain SGD, learning rate {verdict.lr:g}, {steps} {plural(steps, 'step')}: "
             "is that what the step does?"
         )
     promise = verdict.promise or "the step is held to 1 g on every rank"
-    return [*lines, *_wrapped(f"  But    {promise}", "         ", first="")]
+    return [*lines, *wrapped(f"  But    {promise}", "         ", first="")]
 
 
 def _what_ranks_hold(comparison: Comparison) -> Iterator[str]:
@@ -242,11 +237,11 @@ def _considered(verdict: Verdict) -> list[str]:
     lines = []
     if len(accepted) > 1:
         rivals = ", ".join(one.cause for one in accepted)
-        lines += _wrapped(f"Cannot be told apart on this case: {rivals}", "  ")
+        lines += wrapped(f"Cannot be told apart on this case: {rivals}", "  ")
     if refused:
-        lines += _wrapped(f"Ruled out: {', '.join(map(_left, refused))}", "  ")
+        lines += wrapped(f"Ruled out: {', '.join(map(_left, refused))}", "  ")
     if hidden:
-        lines += _wrapped(f"Would not show on this case: {', '.join(hidden)}", "  ")
+        lines += wrapped(f"Would not show on this case: {', '.join(hidden)}", "  ")
     return lines
 
 
@@ -261,7 +256,7 @@ def _evidence(verdict: Verdict) -> list[str]:
     lane = verdict.lane
     parts = []
     if evidence:
-        parts.append(f"{len(evidence)} {_plural(len(evidence), 'rank')} reported")
+        parts.append(f"{len(evidence)} {plural(len(evidence), 'rank')} reported")
         parts.append(_ledger(verdict))
         parts.append(_collectives(verdict))
         replicas = evidence[0].notes.get("replicas") if 0 in evidence else None
@@ -271,7 +266,7 @@ def _evidence(verdict: Verdict) -> list[str]:
     if comparison is not None and comparison.parameters:
         parts.append(
             f"{len(comparison.parameters)} parameters ({comparison.elements} elements) compared "
-            f"on {len(comparison.ranks)} {_plural(len(comparison.ranks), 'rank')}"
+            f"on {len(comparison.ranks)} {plural(len(comparison.ranks), 'rank')}"
         )
     noise = (
         [one.name for one in comparison.parameters if one.limit.only_rounding and one.norm]
@@ -283,8 +278,8 @@ def _evidence(verdict: Verdict) -> list[str]:
     devices = sorted({one.device for one in evidence.values()}) or [lane.device_type]
     where = f"{lane.name} ({lane.reason})" if lane.reason else lane.name
     parts.append(f"{where}, torch {torch.__version__}, {', '.join(devices)}")
-    lines = _wrapped(f"Evidence: {'; '.join(part for part in parts if part)}", "  ")
-    lines += _wrapped(f"Case:     {verdict.case}", "  ")
+    lines = wrapped(f"Evidence: {'; '.join(part for part in parts if part)}", "  ")
+    lines += wrapped(f"Case:     {verdict.case}", "  ")
     if verdict.repeat:
         lines.append(f"  Repeat:   {verdict.repeat}")  # in one piece, to be pasted
     return lines
@@ -317,24 +312,10 @@ def _collectives(verdict: Verdict) -> str:
     if not counts:
         return "no collective ran"
     found = [
-        f"{count} {op} of {elements[op]} {_plural(elements[op], 'element')}"
+        f"{count} {op} of {elements[op]} {plural(elements[op], 'element')}"
         for op, count in counts.items()
     ]
     return f"rank 0 issued {', '.join(found)}"
-
-
-def _rank_end(end: RankEnd, first: bool) -> list[str]:
-    role = "Root cause" if first else "Then"
-    lines = [f"  {role}: rank {end.rank} (node {end.node}, local rank {end.local_rank}) {end.what}"]
-    if end.line:
-        lines.append(f"    at {end.line}")
-    shown = TRACEBACK_LINES if first else CONSEQUENCE_LINES
-    detail = end.detail.rstrip().splitlines()
-    if end.kind == "exception" and detail:
-        lines += [f"    | {line}" for line in detail[-shown:]]
-    elif first and detail:
-        lines += [f"    | {line}" for line in detail[:shown]]
-    return lines
 
 
 def _outputs(verdict: Verdict) -> list[str]:
@@ -344,7 +325,7 @@ def _outputs(verdict: Verdict) -> list[str]:
             said.setdefault(text.rstrip(), []).append(rank)
     lines = []
     for text, ranks in said.items():
-        shown = text.splitlines()[-TRACEBACK_LINES:]
+        shown = text.splitlines()[-OUTPUT_LINES:]
         lines += [f"  Output of {_ranks(ranks, short=True)}", *(f"    | {line}" for line in shown)]
     return lines
 
@@ -352,20 +333,5 @@ def _outputs(verdict: Verdict) -> list[str]:
 def _ranks(ranks: list[int], short: bool = False) -> str:
     names = ", ".join(map(str, ranks))
     if short:
-        return f"{_plural(len(ranks), 'rank')} {names}"
+        return f"{plural(len(ranks), 'rank')} {names}"
     return f"rank {names} holds" if len(ranks) == 1 else f"ranks {names} hold"
-
-
-def _plural(count: int, word: str) -> str:
-    return word if count == 1 else f"{word}s"
-
-
-def _wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
-    return wrap(
-        text,
-        WIDTH,
-        initial_indent=indent if first is None else first,
-        subsequent_indent=indent + "  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from ddp_equivalence import session
@@ -18,6 +19,9 @@ from ddp_equivalence.strategies.strategy import Strategy
 
 COMPARES = ("gradients", "update")
 
+LEAST = 1.0
+"""Seconds that a case gets though the run's time is over; the run then ends."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -31,7 +35,11 @@ class Request:
     steps: Steps
     lane: Lane
     deadline: float
+    collective_deadline: float
     fresh: bool
+    in_process: bool
+    allow_changes: bool
+    second_look: bool
 
     @property
     def processes(self) -> Layout:
@@ -52,7 +60,10 @@ def read_request(
     steps: Steps,
     backend: str | None,
     deadline: float | None,
+    collective_deadline: float | None,
     fresh_ranks: bool | None,
+    in_process: bool | None,
+    allow_changes: bool | None,
 ) -> Request:
     """What ``check`` was asked, with the run's settings filled in.
 
@@ -69,9 +80,7 @@ def read_request(
         raise BadCase("compare", compare, f"one of {', '.join(COMPARES)}")
     if not _is_number(lr) or not 0 < lr < float("inf"):
         raise BadCase("lr", lr, "a learning rate above 0")
-    deadline = now.deadline if deadline is None else deadline
-    if not _is_number(deadline) or not 0 < deadline < float("inf"):
-        raise BadCase("deadline", deadline, "seconds, above 0")
+    deadline, collective_deadline = _deadlines(deadline, collective_deadline)
     _check_steps(steps)
     if case.exact and (compare == "update" or steps != 1):
         raise BadCase(
@@ -87,8 +96,41 @@ def read_request(
         raise BadCase("shards", OWN, f"a deal of examples: {strategy.name} takes none by itself")
     if strategy is not None and strategy.name in ("ddp_global_mean", "hybrid"):
         catalogue_loss_of(case, needed_by=strategy.name)
-    fresh = now.fresh_ranks if fresh_ranks is None else fresh_ranks
-    return Request(case, step, strategy, compare, lr, steps, lane, float(deadline), fresh)
+    return Request(
+        case=case,
+        step=step,
+        strategy=strategy,
+        compare=compare,
+        lr=lr,
+        steps=steps,
+        lane=lane,
+        deadline=deadline,
+        collective_deadline=collective_deadline,
+        fresh=now.fresh_ranks if fresh_ranks is None else fresh_ranks,
+        in_process=now.in_process if in_process is None else in_process,
+        allow_changes=now.allow_changes if allow_changes is None else allow_changes,
+        second_look=now.second_look,
+    )
+
+
+def _deadlines(case: float | None, collective: float | None) -> tuple[float, float]:
+    """Seconds for the case and for one collective: collective < case < what the run has left."""
+    now = session.current()
+    case = now.deadline if case is None else case
+    if not _is_number(case) or not 0 < case < float("inf"):
+        raise BadCase("deadline", case, "seconds, above 0")
+    own = collective is not None
+    collective = now.collective_deadline if collective is None else collective
+    if collective is not None and not _is_number(collective):
+        raise BadCase("collective_deadline", collective, "seconds, above 0")
+    if collective is None or (not own and collective >= case):
+        collective = case / 2
+    if not 0 < collective < case:
+        right = f"seconds, above 0 and below the deadline of the case ({case:g})"
+        raise BadCase("collective_deadline", collective, right)
+    if now.run_until is not None:
+        case = min(case, max(LEAST, now.run_until - time.monotonic()))
+    return float(case), float(collective)
 
 
 def _is_number(value: object) -> bool:

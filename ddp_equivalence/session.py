@@ -13,11 +13,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """Defaults of ``check`` for a run. ``repeat``: the command that repeats what runs now."""
+    """Defaults of ``check`` for a run.
+
+    ``deadline``: seconds of a case, ``collective_deadline`` of one collective (None: half of the
+    case's), ``run_until`` of the whole run, on the machine's monotonic clock. ``second_look``: run
+    a case that hung or was aborted once more. ``repeat``: the command that repeats what runs now.
+    """
 
     backend: str = "auto"
     deadline: float = 60.0
+    collective_deadline: float | None = None
+    run_until: float | None = None
     fresh_ranks: bool = False
+    in_process: bool = False
+    allow_changes: bool = False
+    second_look: bool = True
     must_run: tuple[str, ...] = ()
     repeat: str = ""
 

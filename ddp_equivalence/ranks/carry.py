@@ -8,17 +8,22 @@ is sent by value instead.
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import sysconfig
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from io import BytesIO
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
 import torch
+
+from ddp_equivalence.ranks.stamp import Changeable, Stamp, stamp
 
 TEST_FILES = ("test_*.py", "*_test.py", "conftest.py")
 """Sent by value even where they could be imported: importing a test module has side effects."""
@@ -41,29 +46,124 @@ class Around:
 
 
 _travels: dict[tuple[str, str], bool] = {}
+_judged: dict[str, tuple[ModuleType, bool]] = {}
+_carried: OrderedDict[Stamp, tuple[bytes, tuple[object, ...]]] = OrderedDict()
+MOST_CARRIED = 64
 
 
-def dumps(function: Callable[..., Any], payload: object, foreign: bool = True) -> bytes:
+def dumps(function: Callable[..., Any], payload: object) -> bytes:
     """Pickle work for a rank, with the import path and working folder to open it in.
 
-    ``foreign``: there may be functions of the user's in it; looking for their modules costs 6 ms.
+    Functions and classes that cannot be imported on the ranks go beside it by value; they are
+    pickled again only if something in them may have changed.
     """
-    modules = list(sys.modules.values()) if foreign else []
-    carried = [module for module in modules if _by_value(module)]
+    around = Around(list(sys.path), os.getcwd(), dict(os.environ), torch.get_default_dtype())
+    body = BytesIO()
+    pickler = _Pickler(body, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.dump((function, payload))
+    return pickle.dumps((around, _by_value(tuple(pickler.apart)), body.getvalue()))
+
+
+def loads_around(message: bytes) -> tuple[Around, bytes, bytes]:
+    """The surroundings, to be taken over before the rest is opened with ``loads``."""
+    found: tuple[Around, bytes, bytes] = pickle.loads(message)
+    return found
+
+
+def loads(apart: bytes, body: bytes) -> tuple[Callable[..., Any], Any]:
+    """The function and its payload."""
+    found: tuple[Callable[..., Any], Any] = _Unpickler(BytesIO(body), pickle.loads(apart)).load()
+    return found
+
+
+class _Pickler(pickle.Pickler):
+    """Keeps apart what has to travel by value."""
+
+    def __init__(self, file: BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol)
+        self.apart: list[object] = []
+
+    def persistent_id(self, value: object) -> int | None:
+        if not isinstance(value, FunctionType | type | ModuleType) or not _travels_by_value(value):
+            return None
+        for place, other in enumerate(self.apart):
+            if other is value:
+                return place
+        self.apart.append(value)
+        return len(self.apart) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BytesIO, apart: tuple[object, ...]) -> None:
+        super().__init__(file)
+        self._apart = apart
+
+    def persistent_load(self, place: int) -> object:
+        return self._apart[place]
+
+
+def _by_value(values: tuple[object, ...]) -> bytes:
+    """These objects by value, from the last time if they are still the same."""
+    if not values:
+        return _NOTHING
+    try:
+        key, kept = stamp(values, _travels_by_value)
+    except Changeable:
+        return _pickled(values)
+    if key not in _carried:
+        _carried[key] = _pickled(values), kept
+        while len(_carried) > MOST_CARRIED:
+            _carried.popitem(last=False)
+    _carried.move_to_end(key)
+    return _carried[key][0]
+
+
+_NOTHING = pickle.dumps(())
+
+
+def _pickled(values: tuple[object, ...]) -> bytes:
+    carried = [module for module in _modules() if _module_by_value(module)]
     for module in carried:
         cloudpickle.register_pickle_by_value(module)
     try:
-        work: bytes = cloudpickle.dumps((function, payload))
+        found: bytes = cloudpickle.dumps(values)
     finally:
         for module in carried:
             cloudpickle.unregister_pickle_by_value(module)
-    around = Around(list(sys.path), os.getcwd(), dict(os.environ), torch.get_default_dtype())
-    opened: bytes = cloudpickle.dumps((around, work))
-    return opened
+    return found
 
 
-def _by_value(module: object) -> bool:
-    if not isinstance(module, ModuleType) or module.__name__ == "__main__":
+def _modules() -> list[ModuleType]:
+    return [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+
+
+def _travels_by_value(value: Any) -> bool:
+    """Would the ranks not find it under its name?"""
+    if isinstance(value, ModuleType):
+        return _module_by_value(value)
+    name, where = getattr(value, "__qualname__", ""), getattr(value, "__module__", None)
+    if where == "__main__" or "<" in name:
+        return True
+    module = sys.modules.get(where or "")
+    if module is None:
+        return where is not None and where not in sys.builtin_module_names
+    if _module_by_value(module):
+        return True
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is not value  # replaced, or never put there
+
+
+def _module_by_value(module: ModuleType) -> bool:
+    judged = _judged.get(module.__name__)
+    if judged is None or judged[0] is not module:
+        judged = _judged[module.__name__] = module, _module_travels(module)
+    return judged[1]
+
+
+def _module_travels(module: ModuleType) -> bool:
+    if module.__name__ == "__main__":
         return False  # cloudpickle already sends __main__ by value
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or sys.modules.get(module.__name__) is not module:

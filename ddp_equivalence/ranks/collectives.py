@@ -1,4 +1,4 @@
-"""Which collectives really ran, as torch's flight recorder saw them: op and elements.
+"""Which collectives really ran, as torch's flight recorder saw them.
 
 The recorder is private in torch and differs by backend, so each rank proves at its start that it
 shows a collective just issued; where it does not the answer is None and nothing is concluded from
@@ -7,18 +7,18 @@ it. gloo entries stay ``scheduled``; that they were issued is enough.
 
 from __future__ import annotations
 
-import json
 import math
+import os
+import pickle
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
 """Where torch keeps its records: of gloo, and of NCCL where it is built in."""
-
-_proved = False
 
 
 @dataclass(frozen=True)
@@ -29,44 +29,123 @@ class Collective:
     elements: int
 
 
+@dataclass(frozen=True)
+class LastCollective:
+    """The newest collective of one rank: ``number`` in ``group`` since the work began (from 1).
+
+    ``line``: where the rank called it, outside torch; "" if it came from a thread of torch's own.
+    ``at``: seconds since the epoch.
+    """
+
+    number: int
+    group: str
+    op: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    line: str
+    at: float
+
+    def __str__(self) -> str:
+        shapes = ", ".join(map(str, self.shapes)) or "nothing"
+        kind = f" {'/'.join(sorted(set(self.dtypes)))}" if self.dtypes else ""
+        group = "" if self.group == "default_pg" else f" on group {self.group}"
+        return f"{self.op} #{self.number} of {shapes}{kind}{group}"
+
+
+_proved = False
+_newest: dict[str, int] = {}
+"""Of each recorder: the number of the newest record that was already looked at."""
+
+_issued: dict[str, int] = {}
+"""Of each group: how many collectives it had seen by then."""
+
+
 def prove_recorder(device: torch.device) -> None:
     """Issue one all-reduce, on all ranks, and see whether it is recorded."""
     global _proved
-    before = len(_entries())
+    new_collectives()
     dist.all_reduce(torch.zeros(1, device=device))
-    _proved = len(_entries()) > before
+    _proved = True
+    _proved = bool(new_collectives())
 
 
-class CollectiveLog:
-    """Reads what was issued since the last look."""
+def new_collectives() -> tuple[Collective, ...] | None:
+    """The collectives since the last call, oldest first; None without a proved recorder.
 
-    def __init__(self) -> None:
-        self._seen: set[tuple[str, int]] = set()
-
-    def new(self) -> tuple[Collective, ...] | None:
-        """The collectives since the last call, oldest first; None without a proved recorder."""
-        if not _proved:
-            return None
-        entries = _entries()
-        fresh = [entry for key, entry in entries.items() if key not in self._seen]
-        self._seen = set(entries)
-        return tuple(
-            Collective(
-                op=str(entry["profiling_name"]).split(":")[-1],
-                elements=sum(math.prod(size) for size in entry["input_sizes"]),
-            )
-            for entry in fresh
-        )
-
-
-def _entries() -> dict[tuple[str, int], dict[str, Any]]:
-    """Every record still held, oldest first, by its source and number."""
-    found: dict[tuple[str, int], dict[str, Any]] = {}
+    The recorder holds the newest ``TORCH_FR_BUFFER_SIZE``; of those forgotten since the last call
+    a ``Collective("forgotten", n)`` tells how many there were.
+    """
+    found: list[Collective] = []
     for name in DUMPS:
-        dump = getattr(torch._C._distributed_c10d, name, None)
-        if dump is None:
+        entries = _entries(name, stacks=False)
+        if not entries:
             continue
-        records = json.loads(dump() or "{}").get("entries", [])
-        for record in sorted(records, key=lambda record: int(record["record_id"])):
-            found[name, int(record["record_id"])] = record
-    return found
+        before = _newest.get(name, -1)
+        new = [one for one in entries if one["record_id"] > before]
+        if new and (forgotten := new[0]["record_id"] - before - 1) > 0:
+            found.append(Collective(FORGOTTEN, forgotten))
+        _newest[name] = entries[-1]["record_id"]
+        _issued.update({_group(one): _number(one) for one in entries})
+        found += [Collective(_op(one), sum(map(math.prod, one["input_sizes"]))) for one in new]
+    return tuple(found) if _proved else None
+
+
+FORGOTTEN = "forgotten"
+"""Not an op: how many collectives the recorder no longer held."""
+
+
+def last_collective() -> LastCollective | None:
+    """The newest one of this process, with the line that called it; None if nothing is recorded.
+
+    Symbolizing the stack takes seconds the first time: for a rank that hangs anyway.
+    """
+    newest: dict[str, Any] | None = None
+    for name in DUMPS:
+        entries = _entries(name, stacks=True) if _proved else []
+        # What was issued before this work began says nothing about it.
+        entries = [one for one in entries if one["record_id"] > _newest.get(name, -1)]
+        if entries and (
+            newest is None or entries[-1]["time_created_ns"] > newest["time_created_ns"]
+        ):
+            newest = entries[-1]
+    if newest is None:
+        return None
+    return LastCollective(
+        number=_number(newest) - _issued.get(_group(newest), 0),
+        group=_group(newest),
+        op=_op(newest),
+        shapes=tuple(tuple(size) for size in newest["input_sizes"]),
+        dtypes=tuple(map(str, newest["input_dtypes"])),
+        line=_calling_line(newest.get("frames", [])),
+        at=newest["time_created_ns"] / 1e9,
+    )
+
+
+def _entries(name: str, stacks: bool) -> list[dict[str, Any]]:
+    """Every record still held, oldest first."""
+    dump = getattr(torch._C._distributed_c10d, name, None)
+    if dump is None:
+        return []
+    entries = pickle.loads(dump(includeStackTraces=stacks)).get("entries", [])
+    return sorted(entries, key=lambda one: int(one["record_id"]))
+
+
+def _number(entry: dict[str, Any]) -> int:
+    return int(entry["collective_seq_id"] or entry["p2p_seq_id"])
+
+
+def _group(entry: dict[str, Any]) -> str:
+    return str(entry["process_group"][-1])
+
+
+def _op(entry: dict[str, Any]) -> str:
+    return str(entry["profiling_name"]).split(":")[-1]
+
+
+def _calling_line(frames: list[dict[str, Any]]) -> str:
+    """The innermost frame outside torch."""
+    for frame in frames:
+        if f"{os.sep}torch{os.sep}" not in frame["filename"]:
+            summary = traceback.FrameSummary(frame["filename"], frame["line"], frame["name"])
+            return f"{frame['filename']}:{frame['line']}: {summary.line}"
+    return ""

@@ -1,13 +1,29 @@
-"""The environment variables that torchrun would set on every rank of a layout.
+"""The environment variables of ranks: those of torchrun, and those that shape a process group.
 
-Source: torch/distributed/elastic/agent/server/local_elastic_agent.py, ``_start_workers``.
+Source of the first: torch/distributed/elastic/agent/server/local_elastic_agent.py,
+``_start_workers``.
 """
 
 from __future__ import annotations
 
+import os
+
 from ddp_equivalence.layouts import Row
 
 LOOPBACK = "127.0.0.1"
+
+OF_SET = "DDP_EQUIVALENCE_RANKS"
+"""Marks every rank of one set, and all that such a rank starts."""
+
+OF_GROUPS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_", "MKL_", "KMP_", "UCC_")
+"""Beginnings of the names of variables that are read once, when a process or its group begins."""
+
+
+def group_environment() -> tuple[tuple[str, str], ...]:
+    """The variables of this process that a process group depends on: ranks are shared if equal."""
+    return tuple(
+        sorted((name, value) for name, value in os.environ.items() if name.startswith(OF_GROUPS))
+    )
 
 
 def torchrun_environment(row: Row, port: int) -> dict[str, str]:
@@ -37,8 +53,9 @@ def torchrun_environment(row: Row, port: int) -> dict[str, str]:
 DEFAULTS = {
     # Ranks of one host talk over loopback; a host name that resolves elsewhere would hang gloo.
     "GLOO_SOCKET_IFNAME": "lo",
-    # The flight recorder remembers the last collectives: evidence that they ran.
-    "TORCH_FR_BUFFER_SIZE": "256",
+    # The flight recorder remembers the last collectives: evidence that they ran. Reading it
+    # costs 13 us for each that it holds, in every check.
+    "TORCH_FR_BUFFER_SIZE": "64",
     # float32 means float32: TF32 keeps 10 bits of the mantissa.
     "NVIDIA_TF32_OVERRIDE": "0",
 }

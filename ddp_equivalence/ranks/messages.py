@@ -3,11 +3,42 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ddp_equivalence.ranks.collectives import LastCollective
+
 READY, PORT, WORK, STOP = "ready", "port", "work", "stop"
-RESULT, FINISHED, RAISED = "result", "finished", "raised"
+RESULTS, FINISHED, RAISED = "results", "finished", "raised"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A rank's last word on its work: the last results, and what it left behind.
+
+    ``same_group``: the process group is still the one it began with. ``changed``: state that the
+    work changed, put back since. ``running``: threads and processes that it left running.
+    """
+
+    results: list[object]
+    same_group: bool
+    changed: tuple[str, ...]
+    running: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception on a rank, as text: the exception itself may not travel.
+
+    ``at``: seconds of the machine's monotonic clock.
+    """
+
+    what: str
+    traceback: str
+    line: str
+    at: float
+    last: LastCollective | None
 
 
 def send(connection: Connection, kind: str, payload: object = None) -> None:

@@ -2,91 +2,99 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import linecache
 import os
-import pickle
-import random
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no stubs
 
 from ddp_equivalence.layouts import Row
-from ddp_equivalence.ranks import messages
-from ddp_equivalence.ranks.carry import Around
-from ddp_equivalence.ranks.collectives import prove_recorder
-from ddp_equivalence.ranks.environment import DEFAULTS, LOOPBACK, torchrun_environment
+from ddp_equivalence.ranks import carry, family, messages, state, witness
+from ddp_equivalence.ranks.collectives import last_collective, prove_recorder
+from ddp_equivalence.ranks.environment import (
+    DEFAULTS,
+    LOOPBACK,
+    OF_GROUPS,
+    OF_SET,
+    torchrun_environment,
+)
 from ddp_equivalence.ranks.lanes import Lane, device_of
 from ddp_equivalence.ranks.rank import Rank
 
-PR_SET_PDEATHSIG = 1
+HELD = 2
+"""Results that wait to travel together: of a small model, all that a rank has to say."""
 
 
 @dataclass(frozen=True)
 class Birth:
-    """All that a rank's process is told at its start."""
+    """All that a rank's process is told at its start.
+
+    ``environment``: the caller's variables that shape a process group. ``token``: of the set.
+    """
 
     row: Row
     lane: Lane
     visible: str
-    output: Path
-    stacks: Path
+    environment: tuple[tuple[str, str], ...]
     collective_timeout: float
+    token: str
 
 
 @dataclass(frozen=True)
-class Raised:
-    """An exception on a rank, as text: the exception itself may not travel."""
+class Ends:
+    """The rank's ends of what joins it to the judging process."""
 
-    what: str
-    traceback: str
-    line: str
-    at: float
+    work: Connection
+    witness: Connection
+    output: Connection
+    stacks: Connection
 
 
-def main(birth: Birth, connection: Connection) -> None:
+def main(birth: Birth, ends: Ends) -> None:
     """Join the group, then work until told to stop or until the judging process is gone."""
-    _die_with_parent()
+    _let_go_of_the_server()
+    family.die_with_parent()
+    family.adopt_orphans()
     os.setpgrp()  # Ctrl-C is for the judging process, which then ends its ranks
-    _redirect_output(birth.output)
-    with birth.stacks.open("a") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        try:
-            rank = _join(birth, connection)
-            gc.freeze()  # what is here now stays: collecting after each case then costs little
-            messages.send(connection, messages.READY)
-            while _work(rank, connection):
-                pass
-        except (EOFError, OSError):
-            pass  # the judging process is gone
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            # A group destroyed while a DDP object lives deadlocks in torch 2.13; the kernel
-            # cleans up better.
-            os._exit(0)
+    _redirect_output(ends.output)
+    faulthandler.register(signal.SIGUSR1, file=ends.stacks.fileno(), all_threads=True)
+    try:
+        rank = join(birth, ends.work)
+        witness.start(ends.witness)
+        gc.freeze()  # what is here now stays: collecting after each case then costs little
+        messages.send(ends.work, messages.READY)
+        while _work(rank, ends.work):
+            pass
+    except (EOFError, OSError):
+        pass  # the judging process is gone
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A group destroyed while a DDP object lives deadlocks in torch 2.13; the kernel
+        # cleans up better.
+        os._exit(0)
 
 
-def _join(birth: Birth, connection: Connection) -> Rank:
+def join(birth: Birth, connection: Connection) -> Rank:
+    """Become the rank of ``birth.row``: environment, store, process group."""
     row = birth.row
-    os.environ.update({k: v for k, v in DEFAULTS.items() if k not in os.environ})
-    os.environ["CUDA_VISIBLE_DEVICES"] = birth.visible
+    for name in [name for name in os.environ if name.startswith(OF_GROUPS)]:
+        del os.environ[name]  # the fork server's, older than the caller's
+    os.environ.update(DEFAULTS | dict(birth.environment))
+    os.environ |= {"CUDA_VISIBLE_DEVICES": birth.visible, OF_SET: birth.token}
+    dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # no stubs
     device = device_of(row.local_rank, birth.lane, birth.visible)
     timeout = timedelta(seconds=birth.collective_timeout)
     store = None
@@ -95,9 +103,9 @@ def _join(birth: Birth, connection: Connection) -> Rank:
         store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         messages.send(connection, messages.PORT, store.port)
     _, port = messages.receive(connection)
-    torchrun = torchrun_environment(row, port)
-    os.environ.update(torchrun)
-    _own_names.update(torchrun, DEFAULTS, ("CUDA_VISIBLE_DEVICES",))
+    os.environ.update(torchrun_environment(row, port))
+    own = {*torchrun_environment(row, port), *DEFAULTS, "CUDA_VISIBLE_DEVICES", OF_SET}
+    _own_environment.update({name: os.environ[name] for name in own if name in os.environ})
     if store is None:
         store = TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
     torch.set_num_threads(1)
@@ -129,24 +137,33 @@ def _work(rank: Rank, connection: Connection) -> bool:
     if kind == messages.STOP:
         return False
     group = _group()
+    results: list[object] = []
     try:
-        with _state_kept():
-            around, work = pickle.loads(payload)
-            _take_over(around)
-            function, argument = pickle.loads(work)
-            for result in function(rank, argument):
-                messages.send(connection, messages.RESULT, result)
-            del function, argument, work
+        around, apart, body = carry.loads_around(payload)
+        _take_over(around)
+        before = state.current()
+        function, argument = carry.loads(apart, body)
+        for result in function(rank, argument):
+            if len(results) == HELD:
+                messages.send(connection, messages.RESULTS, results)
+                results = []
+            results.append(result)
+        del function, argument
+        gc.collect()  # a DDP object that lingers in a cycle would hold on to its reducer
+        finished = messages.Finished(
+            results=results,
+            # A step that has destroyed or replaced the group leaves a rank that can go on no more.
+            same_group=_group() is group,
+            changed=state.put_back(before),
+            running=state.left_running(before),
+        )
+        messages.send(connection, messages.FINISHED, finished)
     except BaseException as error:  # SystemExit too: every rank's end is accounted for
         if isinstance(error, OSError) and connection.closed:
             raise
-        messages.send(connection, messages.RAISED, _raised(error))
+        messages.send(connection, messages.RAISED, raised(error))
         traceback.clear_frames(error.__traceback__)
         del error
-    else:
-        # A step that has destroyed or replaced the group leaves a rank that can go on no more.
-        messages.send(connection, messages.FINISHED, _group() is group)
-    gc.collect()  # a DDP object that lingers in a cycle would hold on to its reducer
     sys.stdout.flush()
     sys.stderr.flush()
     return True
@@ -156,45 +173,22 @@ def _group() -> object:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def _take_over(around: Around) -> None:
+def _take_over(around: carry.Around) -> None:
     """See what the judging process sees; what makes this a rank stays."""
-    own = {name: value for name, value in os.environ.items() if name in _own_names}
-    os.environ.clear()
-    os.environ.update(around.environment | own)
+    state.set_environment(
+        {os.fsencode(k): os.fsencode(v) for k, v in (around.environment | _own_environment).items()}
+    )
     sys.path[:] = around.path
     os.chdir(around.folder)
     torch.set_default_dtype(around.default_dtype)
 
 
-_own_names: set[str] = set()
+_own_environment: dict[str, str] = {}
 """The environment variables that make this process a rank."""
 
 
-@contextmanager
-def _state_kept() -> Iterator[None]:
-    """Give the next case the process as this one found it."""
-    environment, path, folder = dict(os.environ), list(sys.path), os.getcwd()
-    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    gradients = torch.is_grad_enabled()
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.path[:] = path
-        os.chdir(folder)
-        torch.set_default_dtype(dtype)
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
-        torch.set_grad_enabled(gradients)
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-
-
-def _raised(error: BaseException) -> Raised:
+def raised(error: BaseException) -> messages.Raised:
+    """The exception as text, with the innermost line outside torch."""
     text = "".join(traceback.format_exception(error))
     own = [
         frame
@@ -207,29 +201,25 @@ def _raised(error: BaseException) -> Raised:
         source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
         line = f"{frame.filename}:{frame.lineno}: {source}"
     what = "".join(traceback.format_exception_only(error)).strip()
-    return Raised(what, text, line, time.monotonic())
+    return messages.Raised(what, text, line, time.monotonic(), last_collective())
 
 
-def _redirect_output(path: Path) -> None:
+def _redirect_output(output: Connection) -> None:
     """Output goes to the rank's own file, whatever pytest does with file descriptors."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
     streams: tuple[Any, ...] = (os.fdopen(1, "w", 1), os.fdopen(2, "w", 1))
     sys.stdout, sys.stderr = streams
 
 
-def _die_with_parent() -> None:
-    """SIGKILL when the fork server goes, which goes when the judging process does (Linux).
+def _let_go_of_the_server() -> None:
+    """Close the end of the fork server's pipe that it hands to every child.
 
-    The server lives as long as anybody holds the other end of its pipe, and it hands that end to
-    every child: a rank that kept it would keep its own parent alive.
+    The server lives as long as anybody holds it: a rank that kept it would keep its own parent
+    alive, when the judging process has long gone.
     """
     server: Any = getattr(forkserver, "_forkserver", None)  # private: a test says if it goes
     alive = getattr(server, "_forkserver_alive_fd", None)
     if alive is not None:
         os.close(alive)
         server._forkserver_alive_fd = None
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import torch.multiprocessing as multiprocessing
 
-from ddp_equivalence.errors import RankEnd, RankFailed, RanksTimedOut
+from ddp_equivalence.errors import RankEnd, RankFailed
 from ddp_equivalence.layouts import Layout
-from ddp_equivalence.ranks import messages
+from ddp_equivalence.ranks import attribution, family, messages, witness
+from ddp_equivalence.ranks.environment import OF_SET, group_environment
 from ddp_equivalence.ranks.lanes import Lane, visible_devices
-from ddp_equivalence.ranks.process import Birth, Raised, main
+from ddp_equivalence.ranks.process import Birth, Ends, main
 from ddp_equivalence.ranks.server import own_main, start_server
+from ddp_equivalence.ranks.spool import Spool
 
 START_DEADLINE = 120.0
 """Seconds until all ranks have joined their group; the first start imports torch."""
@@ -32,12 +33,16 @@ GRACE = 1.0
 """Seconds the other ranks get to tell their own story after the first failure."""
 
 STOP_DEADLINE = 2.0
+STACKS_DEADLINE = 0.5
+
 OUTPUT_KEPT = 64 * 2**10
 """Bytes of a rank's output that are shown: the last ones."""
 
-LEFT_BEHIND = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-TIMED_OUT = ("Timed out waiting", "timed out", "Watchdog caught collective operation timeout")
-"""What gloo and NCCL say on the ranks that waited for another one."""
+MOST_OUTPUT = 32 * 2**20
+"""Bytes that a rank may write in one case, before it fills the memory of the machine."""
+
+TICK = 0.25
+"""Seconds between two looks at the output of ranks that are otherwise silent."""
 
 
 class Ranks(Protocol):
@@ -56,56 +61,77 @@ class RankSet:
     """The ranks of one layout on one lane, as processes of this host.
 
     ``broken`` turns True after any trouble; a broken set is only good for ``stop()``.
+    ``changed``: rank -> what its last work changed in its process or left running.
+    ``environment``: variables that the ranks' process groups begin with.
     """
 
-    def __init__(self, layout: Layout, lane: Lane, collective_timeout: float) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        lane: Lane,
+        collective_timeout: float,
+        environment: tuple[tuple[str, str], ...] | None = None,
+    ) -> None:
         self.layout, self.lane = layout, lane
         self.broken = False
+        self.changed: dict[int, tuple[str, ...]] = {}
         self._collective_timeout = collective_timeout
-        self._outputs: list[BinaryIO] = []
-        self._stack_files: list[BinaryIO] = []
+        self._environment = group_environment() if environment is None else environment
+        self._token = uuid.uuid4().hex
+        self._cleared = False
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
-        self._read_from = [0] * layout.world_size
+        self._witnesses: list[Connection] = []
+        self._outputs: list[Spool] = []
+        self._stacks: list[Spool] = []
 
     def start(self) -> None:
-        """Start all processes and join them to one group. Raises RankFailed or RanksTimedOut."""
+        """Start all processes and join them to one group.
+
+        Raises RankFailed or RanksTimedOut; OSError if the system has no room for more.
+        """
         start_server()
-        context = multiprocessing.get_context("forkserver")
         visible = visible_devices(self.layout, self.lane)
-        # Once every rank has opened its files they lose their names: whoever is killed, and
-        # however, nothing stays on the disk.
-        with tempfile.TemporaryDirectory(prefix="ddp_equivalence-") as name, own_main():
-            folder = Path(name)
+        with own_main():
             for row in self.layout.rows:
-                ours, theirs = context.Pipe()
                 birth = Birth(
                     row=row,
                     lane=self.lane,
                     visible=visible[row.rank],
-                    output=folder / f"rank{row.rank}.out",
-                    stacks=folder / f"rank{row.rank}.stacks",
+                    environment=self._environment,
                     collective_timeout=self._collective_timeout,
+                    token=self._token,
                 )
-                self._outputs.append(_opened(birth.output))
-                self._stack_files.append(_opened(birth.stacks))
-                process = context.Process(target=main, args=(birth, theirs), daemon=True)
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._connections.append(ours)
-            self._join()
-
-    def _join(self) -> None:
+                self._give_birth(birth)
         deadline = time.monotonic() + START_DEADLINE
         for rank, kind, payload in self._listen({messages.READY}, deadline, "start"):
             if kind == messages.PORT and rank == 0:
                 for connection in self._connections:
                     messages.send(connection, messages.PORT, payload)
 
+    def _give_birth(self, birth: Birth) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self._outputs.append(Spool())
+        self._stacks.append(Spool())
+        ours, theirs = context.Pipe()
+        self._connections.append(ours)
+        asks, answers = context.Pipe()
+        self._witnesses.append(asks)
+        ends = Ends(theirs, answers, self._outputs[-1].end(), self._stacks[-1].end())
+        try:
+            process = context.Process(target=main, args=(birth, ends), daemon=True)
+            process.start()
+            self._processes.append(process)
+        finally:
+            for end in (ends.work, ends.witness, ends.output, ends.stacks):
+                end.close()
+
     def submit(self, work: bytes) -> None:
         """Hand the same work (made by ``carry.dumps``) to every rank."""
-        self._read_from = [self._output_size(rank) for rank in range(self.layout.world_size)]
+        self.changed = {}
+        for output in self._outputs:
+            if output.size():
+                output.empty()
         for connection in self._connections:
             with suppress(OSError):  # a rank that is gone is found, and told of, by collect()
                 messages.send(connection, messages.WORK, work)
@@ -118,16 +144,24 @@ class RankSet:
         """
         until = time.monotonic() + deadline
         for rank, kind, payload in self._listen({messages.FINISHED}, until, f"{deadline:g} s"):
-            if kind == messages.RESULT:
-                yield rank, payload
-            elif kind == messages.FINISHED and not payload:
-                self.broken = True  # its group is gone: this work is done, the next is for others
+            results = payload
+            if kind == messages.FINISHED:
+                results = payload.results
+                if payload.changed or payload.running:
+                    self.changed[rank] = payload.changed + payload.running
+                if payload.running or not payload.same_group:
+                    self.broken = True  # this work is done, the next is for others
+            for result in results:
+                yield rank, result
 
     def output(self, rank: int) -> str:
         """What the rank printed since its last work was submitted; the end of it, if much."""
-        file = self._outputs[rank]
-        file.seek(max(self._read_from[rank], self._output_size(rank) - OUTPUT_KEPT))
-        return file.read().decode(errors="replace")
+        return self._outputs[rank].read(most=OUTPUT_KEPT)
+
+    def end(self, rank: int, kind: str, what: str = "", **more: Any) -> RankEnd:
+        """The entry of one rank."""
+        row = self.layout.rows[rank]
+        return RankEnd(rank, row.node, row.local_rank, kind, what, output=self.output(rank), **more)
 
     def stop(self) -> None:
         """End every process, gently first."""
@@ -139,21 +173,25 @@ class RankSet:
             for process in self._processes:
                 process.join(max(0.0, until - time.monotonic()))
         self._kill()
-        for connection in self._connections:
+        for connection in (*self._connections, *self._witnesses):
             connection.close()
-        for file in (*self._outputs, *self._stack_files):
-            file.close()
+        for process in self._processes:
+            with suppress(ValueError):  # one that not even SIGKILL has ended
+                process.close()
+        for spool in (*self._outputs, *self._stacks):
+            spool.close()
 
-    def _listen(self, final: set[str], until: float, what: str) -> Iterator[tuple[int, str, Any]]:
+    def _listen(
+        self, final: set[str], until: float, deadline: str
+    ) -> Iterator[tuple[int, str, Any]]:
         """Yield (rank, kind, payload) until each rank has sent a final message."""
         ends: dict[int, RankEnd] = {}
         waiting = dict(enumerate(self._connections))
         complete = False
         try:
             while waiting:
-                timeout = until - time.monotonic()
-                if not self._wait(waiting, timeout):
-                    raise self._trouble(ends, waiting, what)
+                if not self._wait(waiting, until):
+                    raise self._trouble(ends, waiting, deadline)
                 for rank, connection in list(waiting.items()):
                     try:
                         message = messages.receive(connection) if connection.poll() else None
@@ -161,64 +199,74 @@ class RankSet:
                         message = None
                         ends[rank] = self._death(rank)
                     if message is None and rank not in ends:
-                        if self._processes[rank].is_alive() or connection.poll():
+                        if self._outputs[rank].size() > MOST_OUTPUT:
+                            ends[rank] = self._silenced(rank)
+                        elif self._processes[rank].is_alive() or connection.poll():
                             continue
-                        ends[rank] = self._death(rank)
+                        else:
+                            ends[rank] = self._death(rank)
                     elif message is not None:
                         kind, payload = message
-                        yield rank, kind, payload
-                        if kind in final:
-                            ends[rank] = self._end(rank, "finished", at=time.monotonic())
-                        elif kind == messages.RAISED:
+                        if kind == messages.RAISED:
                             ends[rank] = self._exception(rank, payload)
                         else:
-                            continue
+                            yield rank, kind, payload
+                            if kind not in final:
+                                continue
+                            ends[rank] = self._finished(rank)
                     del waiting[rank]
                     if ends[rank].failed:
                         until = min(until, time.monotonic() + GRACE)
             if any(end.failed for end in ends.values()):
-                raise self._trouble(ends, waiting, what)
+                raise self._trouble(ends, waiting, deadline)
             complete = True
         finally:
             if not complete:
                 self.broken = True
                 self._kill()
 
-    def _wait(self, waiting: dict[int, Connection], timeout: float) -> bool:
-        if timeout <= 0:
-            return False
-        sentinels = [self._processes[rank].sentinel for rank in waiting]
-        return bool(wait([*waiting.values(), *sentinels], timeout))
+    def _wait(self, waiting: dict[int, Connection], until: float) -> bool:
+        """Wait for news from these ranks; False once the time is over."""
+        watched = [*waiting.values(), *(self._processes[rank].sentinel for rank in waiting)]
+        while (left := until - time.monotonic()) > 0:
+            if wait(watched, min(left, TICK)):
+                return True
+            if any(self._outputs[rank].size() > MOST_OUTPUT for rank in waiting):
+                return True
+        return False
 
     def _trouble(
-        self, ends: dict[int, RankEnd], waiting: dict[int, Connection], what: str
+        self, ends: dict[int, RankEnd], waiting: dict[int, Connection], deadline: str
     ) -> RankFailed:
         """The error for what happened: the root cause first, then its consequences."""
-        stacks = self._stacks(waiting)
+        stacks = self._stacks_of(waiting)
+        last = witness.ask({rank: self._witnesses[rank] for rank in waiting}, STACKS_DEADLINE)
         for rank in waiting:
-            ends[rank] = self._end(
-                rank, "running", "still running", stacks[rank], _innermost(stacks[rank])
+            line, in_torch = attribution.innermost(stacks[rank])
+            stopped = family.is_stopped(self._processes[rank].pid)
+            ends[rank] = self.end(
+                rank,
+                "running",
+                "is stopped by a signal (SIGSTOP?)" if stopped else "still running",
+                detail=stacks[rank],
+                line=line,
+                at=time.monotonic(),
+                last=last.get(rank),
+                waits=in_torch and last.get(rank) is not None,
             )
-        ordered = sorted(ends.values(), key=_cause_first)
-        first = ordered[0]
-        where = f"rank {first.rank} (node {first.node}, local rank {first.local_rank})"
-        if first.kind == "running" or _says(first, TIMED_OUT):
-            late = ", ".join(str(end.rank) for end in ordered if end.failed)
-            return RanksTimedOut(f"ranks {late} did not come back ({what})", ordered)
-        return RankFailed(f"{where}: {first.what}", ordered)
+        return attribution.failure(ends.values(), deadline)
 
-    def _stacks(self, waiting: dict[int, Connection]) -> dict[int, str]:
-        for rank in waiting:
+    def _stacks_of(self, ranks: dict[int, Connection]) -> dict[int, str]:
+        for rank in ranks:
+            self._stacks[rank].empty()
             with suppress(OSError):
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        until = time.monotonic() + 1.0
-        found = dict.fromkeys(waiting, "")
-        while waiting and time.monotonic() < until and not all(found.values()):
-            time.sleep(0.05)
-            for rank in waiting:
-                self._stack_files[rank].seek(0)
-                found[rank] = self._stack_files[rank].read().decode(errors="replace")
-        return {rank: stack or "(no stack: stopped?)" for rank, stack in found.items()}
+        until = time.monotonic() + STACKS_DEADLINE
+        found = dict.fromkeys(ranks, "")
+        while ranks and time.monotonic() < until and not all(found.values()):
+            time.sleep(0.02)
+            found = {rank: self._stacks[rank].read() for rank in ranks}
+        return {rank: stack or "(it gave no stack)" for rank, stack in found.items()}
 
     def _death(self, rank: int) -> RankEnd:
         process = self._processes[rank]
@@ -228,62 +276,45 @@ class RankSet:
             what = f"killed by {signal.Signals(-code).name}"
             if -code == signal.SIGKILL:
                 what += " (out of memory? see the kernel's log)"
-            return self._end(rank, "signal", what, at=at)
-        return self._end(rank, "exit", f"ended without a result, exit code {code}", at=at)
+            return self.end(rank, "signal", what, at=at)
+        if code is None:
+            return self.end(rank, "exit", "closed its connection and lives on", at=at)
+        return self.end(rank, "exit", f"ended without a result, exit code {code}", at=at)
 
-    def _exception(self, rank: int, raised: Raised) -> RankEnd:
-        return self._end(
-            rank, "exception", raised.what, raised.traceback, raised.line, at=raised.at
+    def _silenced(self, rank: int) -> RankEnd:
+        size = self._outputs[rank].size() / 2**20
+        what = f"wrote {size:.0f} MiB of output, where {MOST_OUTPUT / 2**20:.0f} MiB are the limit"
+        return self.end(rank, "output", what, at=time.monotonic())
+
+    def _exception(self, rank: int, raised: messages.Raised) -> RankEnd:
+        left = attribution.says(raised.what, (*attribution.LEFT_BEHIND, *attribution.TIMED_OUT))
+        return self.end(
+            rank,
+            "exception",
+            raised.what,
+            detail=raised.traceback,
+            line=raised.line,
+            at=raised.at,
+            last=raised.last,
+            waits=left,
         )
 
-    def _end(
-        self,
-        rank: int,
-        kind: str,
-        what: str = "",
-        detail: str = "",
-        line: str = "",
-        at: float = 0.0,
-    ) -> RankEnd:
-        row = self.layout.rows[rank]
-        output = self.output(rank)
-        return RankEnd(rank, row.node, row.local_rank, kind, what, detail, line, at, output)
-
-    def _output_size(self, rank: int) -> int:
-        return os.fstat(self._outputs[rank].fileno()).st_size
+    def _finished(self, rank: int) -> RankEnd:
+        if self._outputs[rank].size() > MOST_OUTPUT:
+            return self._silenced(rank)
+        return self.end(rank, "finished", at=time.monotonic())
 
     def _kill(self) -> None:
-        for process in self._processes:
-            if process.is_alive():
-                # The group, for what the rank itself has started.
-                for kill in (os.killpg, os.kill):
-                    with suppress(OSError):
-                        kill(process.pid, signal.SIGKILL)
+        alive = [process for process in self._processes if process.is_alive()]
+        if self._cleared or (not alive and not self.broken):
+            return
+        self._cleared = True
+        # What the ranks have started, too, wherever it has gone since.
+        below = [pid for process in alive for pid in family.descendants(process.pid)]
+        for process in alive:
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+        family.kill([process.pid for process in alive])
         for process in self._processes:
             process.join(STOP_DEADLINE)
-
-
-def _cause_first(end: RankEnd) -> tuple[int, float]:
-    """Deaths, then exceptions by time, then who never came, then who waited for it."""
-    if end.kind == "exception":
-        waited = _says(end, (*LEFT_BEHIND, *TIMED_OUT))
-        return (3 if waited else 1), end.at
-    return {"signal": 0, "exit": 0, "running": 2, "finished": 4}[end.kind], end.at
-
-
-def _says(end: RankEnd, texts: tuple[str, ...]) -> bool:
-    return end.kind == "exception" and any(text in end.what for text in texts)
-
-
-def _innermost(stack: str) -> str:
-    """The innermost line of a faulthandler stack that lies outside torch."""
-    main_thread = stack.rpartition("(most recent call first)")[2]
-    for line in main_thread.splitlines():
-        if line.strip().startswith("File") and f"{os.sep}torch{os.sep}" not in line:
-            return line.strip()
-    return ""
-
-
-def _opened(path: Path) -> BinaryIO:
-    path.touch()
-    return path.open("rb")
+        family.kill([*below, *family.with_variable(OF_SET, self._token)])

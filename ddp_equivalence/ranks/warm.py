@@ -1,42 +1,59 @@
-"""Warm ranks: one set per layout and lane, kept over the run, replaced after any trouble."""
+"""Warm ranks: one set per layout, lane and environment, kept over the run, new after trouble."""
 
 from __future__ import annotations
 
 import atexit
+import errno
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 
+from ddp_equivalence.errors import RankFailed
 from ddp_equivalence.layouts import Layout
+from ddp_equivalence.ranks.environment import group_environment
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.rank_set import RankSet
 
 MAX_IDLE_RANKS = 48
 """Processes kept in waiting; the set that was idle longest goes first."""
 
+DESCRIPTORS = 6
+"""Of the judging process for each rank: its connections, output, stacks, sentinel; one to spare."""
+
+Environment = tuple[tuple[str, str], ...]
+
 
 class WarmRanks:
     """Hands out sets of ranks and keeps them for the next case."""
 
     def __init__(self) -> None:
-        self._idle: dict[tuple[str, Lane, float], RankSet] = {}
+        self._idle: dict[tuple[str, Lane, float, Environment], RankSet] = {}
         self._process = os.getpid()
         self.started = 0
 
     @contextmanager
     def acquire(
-        self, layout: Layout, lane: Lane, collective_timeout: float, fresh: bool = False
+        self,
+        layout: Layout,
+        lane: Lane,
+        collective_timeout: float,
+        fresh: bool = False,
+        more: Environment = (),
     ) -> Iterator[RankSet]:
-        """A started set of ranks; new processes, ended afterwards, if ``fresh``."""
-        key = layout.name, lane, collective_timeout
+        """A started set of ranks; new processes, ended afterwards, if ``fresh``.
+
+        ``more``: environment variables that their process group begins with, beside the caller's.
+        Raises RankFailed or RanksTimedOut if they do not start.
+        """
+        environment = tuple(sorted((dict(group_environment()) | dict(more)).items()))
+        key = layout.name, lane, collective_timeout, environment
         rank_set = None if fresh else self._idle.pop(key, None)
         try:
             if rank_set is None:
                 self._make_room(layout.world_size)
-                rank_set = RankSet(layout, lane, collective_timeout)
-                rank_set.start()
-                self.started += 1
+                rank_set = self._start(layout, lane, collective_timeout, environment)
             yield rank_set
         except BaseException:
             # Ctrl-C too: what these ranks are doing now nobody knows.
@@ -58,13 +75,40 @@ class WarmRanks:
             _, rank_set = self._idle.popitem()
             rank_set.stop()
 
+    def _start(
+        self, layout: Layout, lane: Lane, collective_timeout: float, environment: Environment
+    ) -> RankSet:
+        while True:
+            rank_set = RankSet(layout, lane, collective_timeout, environment)
+            try:
+                rank_set.start()
+            except BaseException as error:
+                rank_set.broken = True
+                rank_set.stop()
+                if not isinstance(error, OSError):
+                    raise
+                if error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN) and self._idle:
+                    self._idle.pop(next(iter(self._idle))).stop()  # and try again without it
+                    continue
+                what = f"{layout.world_size} ranks could not be started: {error}"
+                raise RankFailed(what) from error
+            self.started += 1
+            return rank_set
+
     def _make_room(self, wanted: int) -> None:
-        while self._idle and self._count() + wanted > MAX_IDLE_RANKS:
+        most = min(MAX_IDLE_RANKS, _room())
+        while self._idle and self._count() + wanted > most:
             oldest = next(iter(self._idle))
             self._idle.pop(oldest).stop()
 
     def _count(self) -> int:
         return sum(rank_set.layout.world_size for rank_set in self._idle.values())
+
+
+def _room() -> int:
+    """How many ranks this process has descriptors for; half of them are left to others."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_IDLE_RANKS if allowed == resource.RLIM_INFINITY else allowed // 2 // DESCRIPTORS
 
 
 @lru_cache(maxsize=1)

@@ -180,11 +180,18 @@ def test_a_function_that_cannot_travel_is_refused() -> None:
     assert caught.value.field == "step"
 
 
-def test_bad_input_is_found_before_any_rank_is_asked() -> None:
+def test_a_bad_argument_is_found_before_any_rank_is_asked() -> None:
     """Nothing is lost: the same ranks go on."""
     check(own_case(), right_step)
     started = warm_ranks().started
     with pytest.raises(BadCase):
-        check(own_case(loss=loss_vector), right_step)
+        check(own_case(), right_step, deadline=-1)
     assert check(own_case(), right_step).outcome == "same"
     assert warm_ranks().started == started
+
+
+def test_a_bad_builder_costs_no_more_than_its_ranks() -> None:
+    """They are at work by the time that the reference finds out."""
+    with pytest.raises(BadCase):
+        check(own_case(loss=loss_vector), right_step)
+    assert check(own_case(), right_step).outcome == "same"

@@ -182,15 +182,16 @@ def test_ranks_that_each_compute_the_big_batch_show_nothing(step: Any, says: str
 
 def test_a_limit_above_the_signal_is_no_pass() -> None:
     truth = {"weight": torch.ones(4, dtype=torch.float64)}
-    found = compare(truth, {0: {"weight": truth["weight"].clone()}}, Tolerance(torch.float64))
-    assert guards.against_a_pass(found, {}, NearestFault("sum_not_mean", 1.0)) is None
-    hidden = guards.against_a_pass(found, {}, NearestFault("sum_not_mean", 1e-14))
+    single = {0: {"weight": torch.ones(4)}}
+    found = compare(truth, single, Tolerance(torch.float32))
+    assert guards.against_a_pass(found, {}, lambda: NearestFault("sum_not_mean", 1.0)) is None
+    hidden = guards.against_a_pass(found, {}, lambda: NearestFault("sum_not_mean", 5e-6))
     assert hidden == "the limit lies above the signal: sum_not_mean would pass on this case"
     noise = {"weight": Noise(norm=1.0, element=1.0)}
     noisy = compare(truth, {0: {"weight": 2 * truth["weight"]}}, Tolerance(torch.float64), noise)
     assert noisy.same
     assert "lies above the signal for weight: rounding alone" in str(
-        guards.against_a_pass(noisy, {}, None)
+        guards.against_a_pass(noisy, {}, lambda: None)
     )
 
 

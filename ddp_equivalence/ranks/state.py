@@ -1,0 +1,170 @@
+"""The state of a process that one case could hand on to the next: kept, compared, put back."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddp_equivalence.ranks.family import children, has_children
+
+NOT_THE_STEPS = ("PYTEST_CURRENT_TEST",)
+"""Environment variables that others change."""
+
+KEPT_THREADS = ("TMonitor",)
+"""Classes of threads that their libraries keep for the life of a process: tqdm's monitor."""
+
+KEPT_CHILDREN = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
+"""Parts of command lines of processes that their libraries keep on purpose."""
+
+MOST_NAMED = 4
+
+
+@dataclass(frozen=True)
+class State:
+    """What a process had at one moment. ``values`` are put back, ``threads`` cannot be."""
+
+    values: Mapping[str, Any]
+    environment: Mapping[bytes, bytes]
+    path: tuple[str, ...]
+    generators: tuple[Any, ...]
+    threads: frozenset[int | None] = field(default_factory=frozenset)
+
+
+def remark(change: str) -> None:
+    """Add a change that only the work itself can see to those that ``put_back`` returns."""
+    _remarks.append(change)
+
+
+_remarks: list[str] = []
+
+
+def current() -> State:
+    """The state now."""
+    _remarks.clear()
+    return State(
+        values={name: read() for name, (read, _) in _VALUES.items()},
+        environment=dict(os.environb),
+        path=tuple(sys.path),
+        generators=(torch.get_rng_state(), np.random.get_state(), random.getstate()),
+        threads=frozenset(one.ident for one in threading.enumerate()),
+    )
+
+
+def set_environment(wanted: Mapping[bytes, bytes]) -> list[bytes]:
+    """Make the environment this one; the names that differed, in order."""
+    now = dict(os.environb)
+    if now == wanted:
+        return []
+    names = sorted(name for name in now.keys() | wanted.keys() if now.get(name) != wanted.get(name))
+    for name in names:
+        if name in wanted:
+            os.environb[name] = wanted[name]
+        else:
+            del os.environb[name]
+    return names
+
+
+def put_back(before: State) -> tuple[str, ...]:
+    """Give the process its state of ``before``; what had changed, as phrases.
+
+    Random numbers may have been drawn: their generators are put back without a word.
+    """
+    changed = [*_remarks, *_environment(before), *_values(before)]
+    if sys.path != list(before.path):
+        sys.path[:] = before.path
+    torch.set_rng_state(before.generators[0])
+    np.random.set_state(before.generators[1])
+    random.setstate(before.generators[2])
+    return tuple(changed)
+
+
+def left_running(before: State) -> tuple[str, ...]:
+    """Threads and child processes that were not there ``before``: nobody can end them cleanly."""
+    threads = [
+        one
+        for one in threading.enumerate()
+        if one.ident not in before.threads and type(one).__name__ not in KEPT_THREADS
+    ]
+    found = [f"thread {one.name!r} left running" for one in threads]
+    below = children(os.getpid()) if has_children() else {}
+    for pid, command in below.items():
+        if not any(kept in command for kept in KEPT_CHILDREN):
+            found.append(
+                f"child process {pid} left running ({command[:80] or 'ended, not waited'})"
+            )
+    return tuple(found)
+
+
+def _values(before: State) -> list[str]:
+    changed = []
+    for name, (read, write) in _VALUES.items():
+        value = read()
+        if value != before.values[name]:
+            changed.append(f"{name} changed from {before.values[name]} to {value}")
+            write(before.values[name])
+    return changed
+
+
+def _environment(before: State) -> list[str]:
+    now = dict(os.environb)
+    names = set_environment(before.environment)
+    names = [name for name in names if os.fsdecode(name) not in NOT_THE_STEPS]
+    found = []
+    for name in names[:MOST_NAMED]:
+        old, new = before.environment.get(name), now.get(name)
+        verb = "set" if old is None else "removed" if new is None else "changed"
+        found.append(f"environment variable {os.fsdecode(name)} {verb}")
+    if len(names) > MOST_NAMED:
+        found.append(f"{len(names) - MOST_NAMED} more environment variables changed")
+    return found
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "(deleted)"
+
+
+def _device() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+def _set_device(device: int | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)
+
+
+_VALUES: dict[str, tuple[Any, Any]] = {
+    "working folder": (_folder, os.chdir),
+    "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch's default device": (torch.get_default_device, torch.set_default_device),
+    "torch's threads": (torch.get_num_threads, torch.set_num_threads),
+    "torch's deterministic algorithms": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    "torch's grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch's precision of float32 products": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    "cuDNN's benchmark": (
+        lambda: torch.backends.cudnn.benchmark,
+        lambda value: setattr(torch.backends.cudnn, "benchmark", value),
+    ),
+    "autocast on the CPU": (
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda value: torch.set_autocast_enabled("cpu", value),
+    ),
+    "current CUDA device": (_device, _set_device),
+}
+"""Name -> how to read it, how to put it back."""
