@@ -174,15 +174,18 @@ class Comparator:
         self._sums: dict[tuple[int, str], _Sums] = {}
 
     def begin(self, rank: int, described: Mapping[str, Description | None]) -> None:
-        """Announce what the rank will send."""
+        """Announce what the rank has; it need not send what is not expected of it."""
         self._ranks[rank] = described
         for name, one in described.items():
-            if one is not None:
+            expected = self._described.get(name)
+            if one is not None and expected is not None and one.shape == expected.shape:
                 self._sums[rank, name] = _Sums()
 
     def add(self, rank: int, chunk: Chunk) -> None:
         """Take in one chunk; values of parameters that are not expected are passed over."""
-        sums = self._sums[rank, chunk.name]
+        sums = self._sums.get((rank, chunk.name))
+        if sums is None:
+            return
         sums.seen += chunk.values.numel()
         flat = chunk.values.detach().cpu().contiguous()
         sums.bits.update(chunk.offset.to_bytes(8, "little"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from ddp_equivalence.errors import RankEnd, RankFailed
@@ -72,6 +73,10 @@ def _second_look(look: SecondLook) -> list[str]:
     return lines
 
 
+_OPTIONS = re.compile(r", TensorDeviceTypes=TensorOptions\(.*?\(nullopt\)\)")
+"""What torch adds to each collective of a mismatch, and nobody needs."""
+
+
 def _clipped(text: str) -> str:
-    first = text.splitlines()[0] if text else ""
+    first = _OPTIONS.sub("", text.splitlines()[0] if text else "")
     return first if len(first) <= 5 * WIDTH else f"{first[: 5 * WIDTH]}…"

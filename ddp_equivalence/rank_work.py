@@ -56,6 +56,13 @@ class Work:
     lr: float = 0.1
     steps: Steps = 1
 
+    @property
+    def count(self) -> int:
+        """How many steps are compared by name: updates are compared once, at the end."""
+        if self.compare == "update":
+            return 1
+        return self.steps if isinstance(self.steps, int) else len(self.steps)
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -79,15 +86,23 @@ class Evidence:
 
 def run(rank: Rank, work: Work) -> Iterator[object]:
     """Yield the Evidence, then the gradients as lists of RawChunk."""
+    model = build_model(work.case).to(rank.device)
+    shapes = {
+        in_step(name, step, work.count): parameter.shape
+        for name, parameter in model.named_parameters()
+        for step in range(work.count)
+    }
     with random_numbers_kept():
-        found, evidence = _done(rank, work)
+        found, evidence = _done(rank, work, model)
     yield evidence
-    yield from raw_messages(found)
+    # What is none of the model's is not compared, and may be huge: its description will do.
+    yield from raw_messages(
+        {name: g for name, g in found.items() if g is None or g.shape == shapes.get(name)}
+    )
 
 
-def _done(rank: Rank, work: Work) -> tuple[dict[str, Tensor | None], Evidence]:
+def _done(rank: Rank, work: Work, model: nn.Module) -> tuple[dict[str, Tensor | None], Evidence]:
     case = work.case
-    model = build_model(case).to(rank.device)
     start = digest(dict(model.named_parameters()))
     batches = build_batches(case, work.steps)
     deals = [split(case.shards, count_examples(b), case.ranks.world_size) for b in batches]

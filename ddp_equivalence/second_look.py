@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 from ddp_equivalence.errors import RankFailed, RanksTimedOut
 from ddp_equivalence.measurement import at_work
+from ddp_equivalence.ranks.environment import SECOND_LOOK
 from ddp_equivalence.request import Request
 
-DETAIL = (("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),)
+DETAIL = ((SECOND_LOOK, "1"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"))
 """Torch then compares op, shape and dtype of every collective between the ranks, at the price of
 a barrier each. Source: docs.pytorch.org/docs/stable/distributed.html, "TORCH_DISTRIBUTED_DEBUG".
 """
 
-LEAST = 1.5
+LEAST = 1.0
 TIMES = 3.0
 """Seconds that it gets: so many times what the first try took until it was stuck, and the least."""
 

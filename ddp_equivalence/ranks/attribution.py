@@ -32,18 +32,17 @@ def who_waits(ends: Sequence[RankEnd]) -> str:
     if not waiting:
         return ""
     calls = _by_call(waiting)
+    numbers = {end.last.number for end in waiting if end.last is not None}
+    if len(calls) > 1 and (not others or len(numbers) == 1):
+        told = [f"{_ranks(ranks)} {_verb(ranks, 'call')} {call}" for call, ranks in calls]
+        told += [_state(end) for end in others if end.failed]
+        return _sentence(f"the ranks do not call the same: {'; '.join(told)}")
+    told = [f"{_ranks(ranks)} {_verb(ranks, 'wait')}{_in(call)}" for call, ranks in calls]
     if others:
         blamed = [end for end in others if end.failed] or others
-        doing = "; ".join(
-            f"{_ranks(ranks)} {_verb(ranks, 'wait')}{_in(call)}" for call, ranks in calls
-        )
-        return _sentence(f"{doing}, for {', and for '.join(map(_state, blamed))}")
-    if len(calls) > 1:
-        each = "; ".join(f"{_ranks(ranks)} {_verb(ranks, 'call')} {call}" for call, ranks in calls)
-        return _sentence(f"the ranks do not call the same: {each}")
-    ((call, ranks),) = calls
-    same = "" if call is None else ", the same for all: the backend itself, or the network, hangs"
-    return _sentence(f"{_ranks(ranks)} {_verb(ranks, 'wait')}{_in(call)}{same}")
+        return _sentence(f"{'; '.join(told)}, for {', and for '.join(map(_state, blamed))}")
+    same = ", the same for all: the backend itself, or the network, hangs"
+    return _sentence(told[0] + ("" if calls[0][0] is None else same))
 
 
 def says(text: str, phrases: Iterable[str]) -> bool:

@@ -48,7 +48,7 @@ class LastCollective:
     def __str__(self) -> str:
         shapes = ", ".join(map(str, self.shapes)) or "nothing"
         kind = f" {'/'.join(sorted(set(self.dtypes)))}" if self.dtypes else ""
-        group = "" if self.group == "default_pg" else f" on group {self.group}"
+        group = "" if self.group in ("default_pg", "") else f" on group {self.group}"
         return f"{self.op} #{self.number} of {shapes}{kind}{group}"
 
 

@@ -15,7 +15,21 @@ LOOPBACK = "127.0.0.1"
 OF_SET = "DDP_EQUIVALENCE_RANKS"
 """Marks every rank of one set, and all that such a rank starts."""
 
-OF_GROUPS = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_", "MKL_", "KMP_", "UCC_")
+SECOND_LOOK = "DDP_EQUIVALENCE_SECOND_LOOK"
+"""Set on ranks whose only purpose is to find out more."""
+
+OF_GROUPS = (
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "PYTORCH_",
+    "CUDA_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "UCC_",
+    SECOND_LOOK,
+)
 """Beginnings of the names of variables that are read once, when a process or its group begins."""
 
 

@@ -12,6 +12,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import wraps
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no stubs
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence.layouts import Row
 from ddp_equivalence.ranks import carry, family, messages, state, witness
@@ -28,6 +30,7 @@ from ddp_equivalence.ranks.environment import (
     LOOPBACK,
     OF_GROUPS,
     OF_SET,
+    SECOND_LOOK,
     torchrun_environment,
 )
 from ddp_equivalence.ranks.lanes import Lane, device_of
@@ -111,6 +114,8 @@ def join(birth: Birth, connection: Connection) -> Rank:
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if SECOND_LOOK in os.environ:
+        _survive_detail()
     dist.init_process_group(
         birth.lane.backend,
         store=PrefixStore("ddp_equivalence", store),
@@ -119,6 +124,7 @@ def join(birth: Birth, connection: Connection) -> Rank:
         timeout=timeout,
     )
     prove_recorder(device)
+    _watch_the_end_of_groups()
     return Rank(
         rank=row.rank,
         world_size=row.world_size,
@@ -129,6 +135,37 @@ def join(birth: Birth, connection: Connection) -> Rank:
         device=device,
         backend=birth.lane.backend,
     )
+
+
+def _watch_the_end_of_groups() -> None:
+    """Remark on a group destroyed while a DDP object still holds on to it.
+
+    Freed afterwards, such an object deadlocks the process in torch 2.13 unless somebody else holds
+    the group, as a rank does here: its destructor joins a thread that needs the lock it holds.
+    """
+    destroy = dist.destroy_process_group
+
+    @wraps(destroy)
+    def destroy_process_group(*arguments: Any, **named: Any) -> None:
+        if any(isinstance(one, DistributedDataParallel) for one in gc.get_objects()):
+            state.remark(
+                "process group destroyed while a DistributedDataParallel was alive, which "
+                "deadlocks torch 2.13 when it is freed: drop the wrapper first"
+            )
+        destroy(*arguments, **named)
+
+    dist.destroy_process_group = destroy_process_group
+    dist.distributed_c10d.destroy_process_group = destroy_process_group
+
+
+def _survive_detail() -> None:
+    """Torch 2.13 segfaults where DDP's constructor logs about a group wrapped for DETAIL.
+
+    Seen with gloo on the CPU, in a plain script too. The log is for Meta's own fleet; without it
+    the second look tells what it is there for.
+    """
+    logger: Any = dist.Logger  # type: ignore[attr-defined]  # no stubs
+    logger.set_construction_data_and_log = lambda *_: None
 
 
 def _work(rank: Rank, connection: Connection) -> bool:

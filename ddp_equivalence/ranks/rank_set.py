@@ -10,7 +10,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
@@ -143,7 +143,7 @@ class RankSet:
         every rank; the set is then broken, and its processes are gone.
         """
         until = time.monotonic() + deadline
-        for rank, kind, payload in self._listen({messages.FINISHED}, until, f"{deadline:g} s"):
+        for rank, kind, payload in self._listen({messages.FINISHED}, until, f"{deadline:.3g} s"):
             results = payload
             if kind == messages.FINISHED:
                 results = payload.results
@@ -239,16 +239,17 @@ class RankSet:
         self, ends: dict[int, RankEnd], waiting: dict[int, Connection], deadline: str
     ) -> RankFailed:
         """The error for what happened: the root cause first, then its consequences."""
-        stacks = self._stacks_of(waiting)
-        last = witness.ask({rank: self._witnesses[rank] for rank in waiting}, STACKS_DEADLINE)
+        stopped = [rank for rank in waiting if family.is_stopped(self._processes[rank].pid)]
+        able = [rank for rank in waiting if rank not in stopped]
+        stacks = self._stacks_of(able)
+        last = witness.ask({rank: self._witnesses[rank] for rank in able}, STACKS_DEADLINE)
         for rank in waiting:
-            line, in_torch = attribution.innermost(stacks[rank])
-            stopped = family.is_stopped(self._processes[rank].pid)
+            line, in_torch = attribution.innermost(stacks.get(rank, ""))
             ends[rank] = self.end(
                 rank,
                 "running",
-                "is stopped by a signal (SIGSTOP?)" if stopped else "still running",
-                detail=stacks[rank],
+                "is stopped by a signal (SIGSTOP?)" if rank in stopped else "still running",
+                detail=stacks.get(rank, ""),
                 line=line,
                 at=time.monotonic(),
                 last=last.get(rank),
@@ -256,7 +257,7 @@ class RankSet:
             )
         return attribution.failure(ends.values(), deadline)
 
-    def _stacks_of(self, ranks: dict[int, Connection]) -> dict[int, str]:
+    def _stacks_of(self, ranks: Sequence[int]) -> dict[int, str]:
         for rank in ranks:
             self._stacks[rank].empty()
             with suppress(OSError):

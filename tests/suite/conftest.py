@@ -6,12 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.suite import fault_table
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.self_check)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    stats = terminalreporter.stats
+    table = list(fault_table.lines([*stats.get("passed", []), *stats.get("failed", [])]))
+    if table:
+        terminalreporter.section("what ranks did wrong, and seconds until the verdict", "=")
+        for line in table:
+            terminalreporter.line(line)
 
 
 @pytest.fixture
