@@ -54,7 +54,9 @@ def at_work(
         right = f"a function that cloudpickle can carry to the ranks; {error}"
         raise BadCase("step", name_of(request.step), right) from error
     timeout = min(request.collective_deadline, deadline / 2)
-    acquired = warm_ranks().acquire(request.processes, request.lane, timeout, fresh, environment)
+    acquired = warm_ranks().acquire(
+        request.processes, request.lane, timeout, fresh, request.in_process, environment
+    )
     with acquired as ranks:
         ranks.submit(message)
         yield ranks

@@ -170,6 +170,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if collective is not None and collective >= case:
         right = f"seconds, below those of a case (--ddp-deadline {case:g})"
         raise pytest.UsageError(f"{COLLECTIVE} {collective:g}: {right}")
+    if config.getoption("--in-process") and config.getoption("numprocesses", None):
+        raise pytest.UsageError("--in-process: not with -n, whose workers have no terminal")
     config.stash[_until] = _end_of_run(config)
     path: Path | None = config.getoption("--ddp-json")
     if path is not None and not path.resolve().parent.is_dir():

@@ -36,6 +36,8 @@ def second_look(request: Request, first: RankFailed, began: float) -> SecondLook
     aborted = any(end.kind == "signal" and "SIGABRT" in end.what for end in first.ends)
     if not (aborted or isinstance(first, RanksTimedOut)) or not request.second_look:
         return None
+    if request.in_process:
+        return None  # somebody is looking already
     stuck = max((end.last.at - began for end in first.ends if end.last is not None), default=0.0)
     deadline = min(request.deadline, LEAST + TIMES * max(0.0, stuck))
     started = time.monotonic()

@@ -83,14 +83,14 @@ def choose(layout: Layout, backend: str = "auto") -> Lane:
     return Lane(backend, backend, "cuda")
 
 
-def visible_devices(layout: Layout, lane: Lane) -> dict[int, str]:
+def visible_devices(layout: Layout, lane: Lane, devices: tuple[str, ...]) -> dict[int, str]:
     """CUDA_VISIBLE_DEVICES of every rank: the GPUs of its own (simulated) node and no other.
 
-    ``cuda:{local_rank}`` is then the rank's own GPU, as it would be on real nodes.
+    ``cuda:{local_rank}`` is then the rank's own GPU, as it would be on real nodes. ``devices``: the
+    GPUs that these ranks may use.
     """
     if lane.device_type != "cuda":
         return {row.rank: "" for row in layout.rows}
-    devices = cuda_devices()
     if lane.name == "data_parallel":  # one process drives all devices
         return {row.rank: ",".join(devices) for row in layout.rows}
     of_rank = {row.rank: devices[row.rank % len(devices)] for row in layout.rows}

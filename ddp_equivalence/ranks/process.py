@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
@@ -74,7 +75,8 @@ def main(birth: Birth, ends: Ends) -> None:
     _redirect_output(ends.output)
     faulthandler.register(signal.SIGUSR1, file=ends.stacks.fileno(), all_threads=True)
     try:
-        rank = join(birth, ends.work)
+        rank = join(birth, lambda port: _agreed(port, ends.work))
+        _watch_the_end_of_groups()
         witness.start(ends.witness)
         gc.freeze()  # what is here now stays: collecting after each case then costs little
         messages.send(ends.work, messages.READY)
@@ -90,8 +92,11 @@ def main(birth: Birth, ends: Ends) -> None:
         os._exit(0)
 
 
-def join(birth: Birth, connection: Connection) -> Rank:
-    """Become the rank of ``birth.row``: environment, store, process group."""
+def join(birth: Birth, agree: Callable[[int | None], int]) -> Rank:
+    """Become the rank of ``birth.row``: environment, store, process group.
+
+    ``agree``: tells the others the store's port if this rank has opened it, and returns it.
+    """
     row = birth.row
     for name in [name for name in os.environ if name.startswith(OF_GROUPS)]:
         del os.environ[name]  # the fork server's, older than the caller's
@@ -104,10 +109,10 @@ def join(birth: Birth, connection: Connection) -> Rank:
     if row.rank == 0:
         # Port 0: the system gives a free one, and nobody can take it in between.
         store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        messages.send(connection, messages.PORT, store.port)
-    _, port = messages.receive(connection)
+    port = agree(None if store is None else store.port)
     os.environ.update(torchrun_environment(row, port))
     own = {*torchrun_environment(row, port), *DEFAULTS, "CUDA_VISIBLE_DEVICES", OF_SET}
+    _own_environment.clear()
     _own_environment.update({name: os.environ[name] for name in own if name in os.environ})
     if store is None:
         store = TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
@@ -124,7 +129,6 @@ def join(birth: Birth, connection: Connection) -> Rank:
         timeout=timeout,
     )
     prove_recorder(device)
-    _watch_the_end_of_groups()
     return Rank(
         rank=row.rank,
         world_size=row.world_size,
@@ -166,6 +170,14 @@ def _survive_detail() -> None:
     """
     logger: Any = dist.Logger  # type: ignore[attr-defined]  # no stubs
     logger.set_construction_data_and_log = lambda *_: None
+
+
+def _agreed(port: int | None, connection: Connection) -> int:
+    """The port that the judging process hands on from rank 0."""
+    if port is not None:
+        messages.send(connection, messages.PORT, port)
+    _, agreed = messages.receive(connection)
+    return int(agreed)
 
 
 def _work(rank: Rank, connection: Connection) -> bool:
@@ -212,9 +224,8 @@ def _group() -> object:
 
 def _take_over(around: carry.Around) -> None:
     """See what the judging process sees; what makes this a rank stays."""
-    state.set_environment(
-        {os.fsencode(k): os.fsencode(v) for k, v in (around.environment | _own_environment).items()}
-    )
+    wanted = around.environment | _own_environment
+    state.set_environment({os.fsencode(k): os.fsencode(v) for k, v in wanted.items()})
     sys.path[:] = around.path
     os.chdir(around.folder)
     torch.set_default_dtype(around.default_dtype)
@@ -222,6 +233,11 @@ def _take_over(around: carry.Around) -> None:
 
 _own_environment: dict[str, str] = {}
 """The environment variables that make this process a rank."""
+
+
+def own_environment() -> dict[bytes, bytes]:
+    """The environment variables that make this process a rank."""
+    return {os.fsencode(name): os.fsencode(value) for name, value in _own_environment.items()}
 
 
 def raised(error: BaseException) -> messages.Raised:

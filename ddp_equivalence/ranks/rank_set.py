@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import torch.multiprocessing as multiprocessing
 
 from ddp_equivalence.errors import RankEnd, RankFailed
-from ddp_equivalence.layouts import Layout
+from ddp_equivalence.layouts import Layout, Row
 from ddp_equivalence.ranks import attribution, family, messages, witness
 from ddp_equivalence.ranks.environment import OF_SET, group_environment
-from ddp_equivalence.ranks.lanes import Lane, visible_devices
+from ddp_equivalence.ranks.lanes import Lane, cuda_devices, visible_devices
 from ddp_equivalence.ranks.process import Birth, Ends, main
 from ddp_equivalence.ranks.server import own_main, start_server
 from ddp_equivalence.ranks.spool import Spool
@@ -62,7 +62,8 @@ class RankSet:
 
     ``broken`` turns True after any trouble; a broken set is only good for ``stop()``.
     ``changed``: rank -> what its last work changed in its process or left running.
-    ``environment``: variables that the ranks' process groups begin with.
+    ``environment``: variables that the ranks' process groups begin with. ``devices``: the GPUs that
+    they may use.
     """
 
     def __init__(
@@ -71,19 +72,21 @@ class RankSet:
         lane: Lane,
         collective_timeout: float,
         environment: tuple[tuple[str, str], ...] | None = None,
+        devices: tuple[str, ...] | None = None,
     ) -> None:
         self.layout, self.lane = layout, lane
+        self.devices = cuda_devices() if devices is None else devices
         self.broken = False
         self.changed: dict[int, tuple[str, ...]] = {}
         self._collective_timeout = collective_timeout
         self._environment = group_environment() if environment is None else environment
         self._token = uuid.uuid4().hex
         self._cleared = False
-        self._processes: list[Any] = []
-        self._connections: list[Connection] = []
-        self._witnesses: list[Connection] = []
-        self._outputs: list[Spool] = []
-        self._stacks: list[Spool] = []
+        self._processes: dict[int, Any] = {}
+        self._connections: dict[int, Connection] = {}
+        self._witnesses: dict[int, Connection] = {}
+        self._outputs: dict[int, Spool] = {}
+        self._stacks: dict[int, Spool] = {}
 
     def start(self) -> None:
         """Start all processes and join them to one group.
@@ -91,48 +94,58 @@ class RankSet:
         Raises RankFailed or RanksTimedOut; OSError if the system has no room for more.
         """
         start_server()
-        visible = visible_devices(self.layout, self.lane)
         with own_main():
-            for row in self.layout.rows:
-                birth = Birth(
-                    row=row,
-                    lane=self.lane,
-                    visible=visible[row.rank],
-                    environment=self._environment,
-                    collective_timeout=self._collective_timeout,
-                    token=self._token,
-                )
-                self._give_birth(birth)
-        deadline = time.monotonic() + START_DEADLINE
-        for rank, kind, payload in self._listen({messages.READY}, deadline, "start"):
-            if kind == messages.PORT and rank == 0:
-                for connection in self._connections:
-                    messages.send(connection, messages.PORT, payload)
+            for row in self._processes_of():
+                self._give_birth(self._birth(row))
+        self._join()
+
+    def _processes_of(self) -> Sequence[Row]:
+        """The ranks that are processes of their own."""
+        return self.layout.rows
+
+    def _birth(self, row: Row) -> Birth:
+        return Birth(
+            row=row,
+            lane=self.lane,
+            visible=visible_devices(self.layout, self.lane, self.devices)[row.rank],
+            environment=self._environment,
+            collective_timeout=self._collective_timeout,
+            token=self._token,
+        )
 
     def _give_birth(self, birth: Birth) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self._outputs.append(Spool())
-        self._stacks.append(Spool())
-        ours, theirs = context.Pipe()
-        self._connections.append(ours)
-        asks, answers = context.Pipe()
-        self._witnesses.append(asks)
-        ends = Ends(theirs, answers, self._outputs[-1].end(), self._stacks[-1].end())
+        context, rank = multiprocessing.get_context("forkserver"), birth.row.rank
+        self._outputs[rank] = Spool()
+        self._stacks[rank] = Spool()
+        self._connections[rank], theirs = context.Pipe()
+        self._witnesses[rank], answers = context.Pipe()
+        ends = Ends(theirs, answers, self._outputs[rank].end(), self._stacks[rank].end())
         try:
             process = context.Process(target=main, args=(birth, ends), daemon=True)
             process.start()
-            self._processes.append(process)
+            self._processes[rank] = process
         finally:
             for end in (ends.work, ends.witness, ends.output, ends.stacks):
                 end.close()
 
+    def _join(self) -> None:
+        """Wait until all ranks have joined one group; the store's port goes from rank 0 to all."""
+        deadline = time.monotonic() + START_DEADLINE
+        for rank, kind, payload in self._listen({messages.READY}, deadline, "start"):
+            if kind == messages.PORT and rank == 0:
+                self._tell_port(payload)
+
+    def _tell_port(self, port: int) -> None:
+        for connection in self._connections.values():
+            messages.send(connection, messages.PORT, port)
+
     def submit(self, work: bytes) -> None:
         """Hand the same work (made by ``carry.dumps``) to every rank."""
         self.changed = {}
-        for output in self._outputs:
+        for output in self._outputs.values():
             if output.size():
                 output.empty()
-        for connection in self._connections:
+        for connection in self._connections.values():
             with suppress(OSError):  # a rank that is gone is found, and told of, by collect()
                 messages.send(connection, messages.WORK, work)
 
@@ -156,7 +169,7 @@ class RankSet:
 
     def output(self, rank: int) -> str:
         """What the rank printed since its last work was submitted; the end of it, if much."""
-        return self._outputs[rank].read(most=OUTPUT_KEPT)
+        return self._outputs[rank].read(most=OUTPUT_KEPT) if rank in self._outputs else ""
 
     def end(self, rank: int, kind: str, what: str = "", **more: Any) -> RankEnd:
         """The entry of one rank."""
@@ -166,19 +179,19 @@ class RankSet:
     def stop(self) -> None:
         """End every process, gently first."""
         if not self.broken:
-            for connection in self._connections:
+            for connection in self._connections.values():
                 with suppress(OSError):
                     messages.send(connection, messages.STOP)
             until = time.monotonic() + STOP_DEADLINE
-            for process in self._processes:
+            for process in self._processes.values():
                 process.join(max(0.0, until - time.monotonic()))
         self._kill()
-        for connection in (*self._connections, *self._witnesses):
+        for connection in (*self._connections.values(), *self._witnesses.values()):
             connection.close()
-        for process in self._processes:
+        for process in self._processes.values():
             with suppress(ValueError):  # one that not even SIGKILL has ended
                 process.close()
-        for spool in (*self._outputs, *self._stacks):
+        for spool in (*self._outputs.values(), *self._stacks.values()):
             spool.close()
 
     def _listen(
@@ -186,7 +199,7 @@ class RankSet:
     ) -> Iterator[tuple[int, str, Any]]:
         """Yield (rank, kind, payload) until each rank has sent a final message."""
         ends: dict[int, RankEnd] = {}
-        waiting = dict(enumerate(self._connections))
+        waiting = dict(self._connections)
         complete = False
         try:
             while waiting:
@@ -306,7 +319,7 @@ class RankSet:
         return self.end(rank, "finished", at=time.monotonic())
 
     def _kill(self) -> None:
-        alive = [process for process in self._processes if process.is_alive()]
+        alive = [process for process in self._processes.values() if process.is_alive()]
         if self._cleared or (not alive and not self.broken):
             return
         self._cleared = True
@@ -316,6 +329,6 @@ class RankSet:
             with suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
         family.kill([process.pid for process in alive])
-        for process in self._processes:
+        for process in self._processes.values():
             process.join(STOP_DEADLINE)
         family.kill([*below, *family.with_variable(OF_SET, self._token)])

@@ -15,8 +15,8 @@ import torch
 
 from ddp_equivalence.ranks.family import children, has_children
 
-NOT_THE_STEPS = ("PYTEST_CURRENT_TEST",)
-"""Environment variables that others change."""
+NOT_THE_STEPS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+"""Environment variables that others change: pytest, and torch when parts of it are imported."""
 
 KEPT_THREADS = ("TMonitor",)
 """Classes of threads that their libraries keep for the life of a process: tqdm's monitor."""

@@ -8,12 +8,15 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 
 from ddp_equivalence.errors import RankFailed
 from ddp_equivalence.layouts import Layout
+from ddp_equivalence.ranks.broker import Devices, broker
 from ddp_equivalence.ranks.environment import group_environment
-from ddp_equivalence.ranks.lanes import Lane
+from ddp_equivalence.ranks.in_process import RanksWithOneHere
+from ddp_equivalence.ranks.lanes import Lane, cuda_devices
 from ddp_equivalence.ranks.rank_set import RankSet
 
 MAX_IDLE_RANKS = 48
@@ -25,11 +28,25 @@ DESCRIPTORS = 6
 Environment = tuple[tuple[str, str], ...]
 
 
+@dataclass(frozen=True)
+class Kind:
+    """Cases that ask for the same kind of ranks can have the same ranks.
+
+    ``in_process``: rank 0 is the judging process.
+    """
+
+    layout: Layout
+    lane: Lane
+    collective_timeout: float
+    environment: Environment
+    in_process: bool = False
+
+
 class WarmRanks:
     """Hands out sets of ranks and keeps them for the next case."""
 
     def __init__(self) -> None:
-        self._idle: dict[tuple[str, Lane, float, Environment], RankSet] = {}
+        self._idle: dict[tuple[Kind, Devices], RankSet] = {}
         self._process = os.getpid()
         self.started = 0
 
@@ -40,32 +57,35 @@ class WarmRanks:
         lane: Lane,
         collective_timeout: float,
         fresh: bool = False,
+        in_process: bool = False,
         more: Environment = (),
     ) -> Iterator[RankSet]:
         """A started set of ranks; new processes, ended afterwards, if ``fresh``.
 
-        ``more``: environment variables that their process group begins with, beside the caller's.
+        ``in_process``: with rank 0 in this process. ``more``: environment variables that their
+        process group begins with, beside the caller's.
         Raises RankFailed or RanksTimedOut if they do not start.
         """
         environment = tuple(sorted((dict(group_environment()) | dict(more)).items()))
-        key = layout.name, lane, collective_timeout, environment
-        rank_set = None if fresh else self._idle.pop(key, None)
-        try:
-            if rank_set is None:
-                self._make_room(layout.world_size)
-                rank_set = self._start(layout, lane, collective_timeout, environment)
-            yield rank_set
-        except BaseException:
-            # Ctrl-C too: what these ranks are doing now nobody knows.
-            if rank_set is not None:
-                rank_set.broken = True
-            raise
-        finally:
-            if rank_set is not None:
-                if fresh or rank_set.broken:
-                    rank_set.stop()
-                else:
-                    self._idle[key] = rank_set
+        kind = Kind(layout, lane, collective_timeout, environment, in_process)
+        with self._devices(kind) as devices:
+            rank_set = None if fresh else self._idle.pop((kind, devices), None)
+            try:
+                if rank_set is None:
+                    self._make_room(kind)
+                    rank_set = self._start(kind, devices)
+                yield rank_set
+            except BaseException:
+                # Ctrl-C too: what these ranks are doing now nobody knows.
+                if rank_set is not None:
+                    rank_set.broken = True
+                raise
+            finally:
+                if rank_set is not None:
+                    if fresh or rank_set.broken:
+                        rank_set.stop()
+                    else:
+                        self._idle[kind, devices] = rank_set
 
     def stop(self) -> None:
         """End all ranks that this process started."""
@@ -75,11 +95,23 @@ class WarmRanks:
             _, rank_set = self._idle.popitem()
             rank_set.stop()
 
-    def _start(
-        self, layout: Layout, lane: Lane, collective_timeout: float, environment: Environment
-    ) -> RankSet:
+    @contextmanager
+    def _devices(self, kind: Kind) -> Iterator[Devices]:
+        """The GPUs for ranks of this kind, shared with the other workers of the run."""
+        shared = broker()
+        if shared is None:
+            yield cuda_devices() if kind.lane.device_type == "cuda" else ()
+            return
+        prefer = [devices for other, devices in self._idle if other == kind]
+        with shared.share(kind.layout, kind.lane, prefer) as devices:
+            yield devices
+
+    def _start(self, kind: Kind, devices: Devices) -> RankSet:
+        make = RanksWithOneHere if kind.in_process else RankSet
         while True:
-            rank_set = RankSet(layout, lane, collective_timeout, environment)
+            rank_set = make(
+                kind.layout, kind.lane, kind.collective_timeout, kind.environment, devices
+            )
             try:
                 rank_set.start()
             except BaseException as error:
@@ -90,16 +122,17 @@ class WarmRanks:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN) and self._idle:
                     self._idle.pop(next(iter(self._idle))).stop()  # and try again without it
                     continue
-                what = f"{layout.world_size} ranks could not be started: {error}"
+                what = f"{kind.layout.world_size} ranks could not be started: {error}"
                 raise RankFailed(what) from error
             self.started += 1
             return rank_set
 
-    def _make_room(self, wanted: int) -> None:
+    def _make_room(self, kind: Kind) -> None:
         most = min(MAX_IDLE_RANKS, _room())
-        while self._idle and self._count() + wanted > most:
-            oldest = next(iter(self._idle))
-            self._idle.pop(oldest).stop()
+        while self._idle and self._count() + kind.layout.world_size > most:
+            self._idle.pop(next(iter(self._idle))).stop()  # the one that was idle longest
+        for other in [other for other in self._idle if kind.in_process and other[0].in_process]:
+            self._idle.pop(other).stop()  # one process is in one world at a time
 
     def _count(self) -> int:
         return sum(rank_set.layout.world_size for rank_set in self._idle.values())

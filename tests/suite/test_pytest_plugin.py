@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,15 @@ def their_repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *arguments: str, plugins: str = "no:randomly") -> tuple[int, str]:
-    """Pytest as its user starts it, in ``folder``."""
-    command = [sys.executable, "-m", "pytest", "-p", plugins, "-p", "no:cacheprovider"]
+def run(
+    folder: Path,
+    *arguments: str,
+    plugins: str = "no:randomly",
+    says: str = "",
+    before: Sequence[str] = (),
+) -> tuple[int, str]:
+    """Pytest as its user starts it, in ``folder``; ``says``: what the user types."""
+    command = [*before, sys.executable, "-m", "pytest", "-p", plugins, "-p", "no:cacheprovider"]
     if _not_installed():
         command += ["-p", "ddp_equivalence.pytest_plugin"]
     done = subprocess.run(
@@ -78,6 +85,7 @@ def run(folder: Path, *arguments: str, plugins: str = "no:randomly") -> tuple[in
         timeout=240,
         check=False,
         env=_environment(),
+        input=says,
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -212,7 +212,7 @@ def test_ranks_leave_no_process_and_not_even_alive_a_file(
 
     layout = parse("1x2")
     with ranks.acquire(layout, choose(layout, "gloo"), 30.0) as rank_set:
-        pids = [process.pid for process in rank_set._processes]
+        pids = [process.pid for process in rank_set._processes.values()]
         assert _alive(pids)
         assert not list(tmp_path.glob("ddp_equivalence-*"))
     ranks.stop()

@@ -1,0 +1,136 @@
+"""Thousands of checks on one set of ranks: do memory, descriptors, threads or time grow?
+
+python benchmarks/soak.py [--checks 5000] [--layout 1x2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_equivalence import Case, Rank, check
+from ddp_equivalence.ranks.warm import warm_ranks
+
+BLOCKS = 10
+EXAMPLES = 16
+
+MOST_GROWTH = 2.0
+"""MiB that a process may grow from the second block to the last: the allocator's own breathing."""
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    return (
+        torch.randn(EXAMPLES, 12, generator=generator),
+        torch.randn(EXAMPLES, 3, generator=generator),
+    )
+
+
+def loss(model: nn.Module, rows: tuple[Tensor, Tensor]) -> Tensor:
+    return (model(rows[0]) - rows[1]).square().mean()
+
+
+def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    loss(ddp, shard).backward()
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process has."""
+
+    memory: float
+    descriptors: int
+    threads: int
+
+
+def held_by(pid: int) -> Held:
+    """Resident memory in MiB, open descriptors, threads."""
+    folder = Path(f"/proc/{pid}")
+    status = dict(
+        line.split(":", 1) for line in (folder / "status").read_text().splitlines() if ":" in line
+    )
+    return Held(
+        memory=int(status["VmRSS"].split()[0]) / 1024,
+        descriptors=len(list((folder / "fd").iterdir())),
+        threads=int(status["Threads"]),
+    )
+
+
+def pids_of_ranks() -> list[int]:
+    """The ranks that wait for the next check."""
+    return [
+        process.pid
+        for rank_set in warm_ranks()._idle.values()
+        for process in rank_set._processes.values()
+    ]
+
+
+def main() -> None:
+    """Print one line a block, and whether anything grew; exit status 1 if it did."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checks", type=int, default=5000)
+    parser.add_argument("--layout", default="1x2")
+    arguments = parser.parse_args()
+    if arguments.checks < BLOCKS:
+        parser.error(f"--checks {arguments.checks}: at least {BLOCKS}")
+    torch.set_num_threads(1)
+    blocks: list[tuple[float, list[Held]]] = []
+    print(f"{'checks':>8}  {'ms a check':>10}  judge and each rank: MiB / descriptors / threads")
+    for block in range(BLOCKS):
+        seconds = []
+        size = arguments.checks // BLOCKS
+        for number in range(size):
+            case = Case(
+                model=build,
+                batch=batch,
+                loss=loss,
+                layout=arguments.layout,
+                seed=block * size + number,
+            )
+            started = time.perf_counter()
+            verdict = check(case, step)
+            seconds.append(time.perf_counter() - started)
+            if verdict.outcome != "same":
+                raise SystemExit(str(verdict))
+        gc.collect()
+        held = [held_by(pid) for pid in (os.getpid(), *pids_of_ranks())]
+        blocks.append((1e3 * statistics.median(seconds), held))
+        cells = "   ".join(f"{one.memory:.1f} / {one.descriptors} / {one.threads}" for one in held)
+        print(f"{(block + 1) * size:>8}  {blocks[-1][0]:>10.1f}  {cells}", flush=True)
+    grown = list(what_grew(blocks[1][1], blocks[-1][1]))
+    print(f"sets of ranks started   {warm_ranks().started}")
+    print(f"time, last over second  {blocks[-1][0] / blocks[1][0]:.2f}")
+    print(f"grew from the second block to the last: {', '.join(grown) or 'nothing'}")
+    raise SystemExit(bool(grown) or warm_ranks().started != 1)
+
+
+def what_grew(before: list[Held], after: list[Held]) -> list[str]:
+    """As phrases; process 0 is the judging one."""
+    grown = []
+    for number, (old, new) in enumerate(zip(before, after, strict=True)):
+        name = "judge" if number == 0 else f"rank {number - 1}"
+        if new.memory - old.memory > MOST_GROWTH:
+            grown.append(f"memory of the {name} by {new.memory - old.memory:.1f} MiB")
+        if new.descriptors > old.descriptors:
+            grown.append(f"descriptors of the {name} by {new.descriptors - old.descriptors}")
+        if new.threads > old.threads:
+            grown.append(f"threads of the {name} by {new.threads - old.threads}")
+    return grown
+
+
+if __name__ == "__main__":
+    main()
