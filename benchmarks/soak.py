@@ -29,10 +29,12 @@ MOST_GROWTH = 2.0
 
 
 def build() -> nn.Module:
+    """A small model."""
     return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
 def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Inputs and targets."""
     return (
         torch.randn(EXAMPLES, 12, generator=generator),
         torch.randn(EXAMPLES, 3, generator=generator),
@@ -40,10 +42,12 @@ def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def loss(model: nn.Module, rows: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean squared error."""
     return (model(rows[0]) - rows[1]).square().mean()
 
 
 def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """DDP as it comes."""
     ddp = DistributedDataParallel(model)
     loss(ddp, shard).backward()
 

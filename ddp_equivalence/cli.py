@@ -17,6 +17,12 @@ from ddp_equivalence.ranks.server import start_server
 SAME, DIFFERENT, BAD_INPUT, NOT_JUDGED = 0, 1, 2, 3
 INTERRUPTED = 130
 
+OPTIONS = (
+    *("backend", "compare", "steps", "lr", "deadline", "collective_deadline"),
+    *("in_process", "allow_changes"),
+)
+"""Of the command line that are arguments of check() under the same name."""
+
 DTYPES = ("float64", "float32", "bfloat16", "float16", "as-built")
 
 
@@ -79,6 +85,21 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--steps", type=int, help="consecutive big batches in the batch")
     check.add_argument("--lr", type=float, help="learning rate of the reference's SGD")
     check.add_argument("--deadline", type=float, metavar="SECONDS", help="time the ranks get")
+    check.add_argument(
+        "--collective-deadline", type=float, metavar="SECONDS", help="time one collective gets"
+    )
+    check.add_argument(
+        "--in-process",
+        action="store_true",
+        default=None,
+        help="rank 0 is this process, without a deadline: breakpoint() works in the step",
+    )
+    check.add_argument(
+        "--allow-changes",
+        action="store_true",
+        default=None,
+        help="the step may change its process: seed, environment, default dtype, threads ...",
+    )
     commands.add_parser("doctor", help="say what this machine can run, and why not the rest")
     return parser
 
@@ -134,7 +155,7 @@ def _check(known: argparse.Namespace) -> int:
         if known.dtype is not None:
             changes["dtype"] = None if known.dtype == "as-built" else getattr(torch, known.dtype)
         options = dict(found.options)
-        for name in ("backend", "compare", "steps", "lr", "deadline"):
+        for name in OPTIONS:
             if getattr(known, name) is not None:
                 options[name] = getattr(known, name)
         try:

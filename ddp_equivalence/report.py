@@ -12,6 +12,7 @@ import torch
 
 from ddp_equivalence.failure_report import failure_blocks
 from ddp_equivalence.prose import WIDTH, plural, wrapped
+from ddp_equivalence.ranks.collectives import FORGOTTEN
 from ddp_equivalence.shards import OWN
 
 if TYPE_CHECKING:
@@ -305,7 +306,8 @@ def _collectives(verdict: Verdict) -> str:
     logs = [one.collectives for one in verdict.evidence.values()]
     if not logs or logs[0] is None:
         return ""
-    counts = Counter(one.op for one in logs[0])
+    forgotten = sum(one.elements for one in logs[0] if one.op == FORGOTTEN)
+    counts = Counter(one.op for one in logs[0] if one.op != FORGOTTEN)
     elements: Counter[str] = Counter()
     for one in logs[0]:
         elements[one.op] += one.elements
@@ -315,7 +317,8 @@ def _collectives(verdict: Verdict) -> str:
         f"{count} {op} of {elements[op]} {plural(elements[op], 'element')}"
         for op, count in counts.items()
     ]
-    return f"rank 0 issued {', '.join(found)}"
+    before = f" (and {forgotten} earlier ones, no longer held)" if forgotten else ""
+    return f"rank 0 issued {', '.join(found)}{before}"
 
 
 def _outputs(verdict: Verdict) -> list[str]:

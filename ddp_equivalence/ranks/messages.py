@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
+import struct
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -39,6 +42,18 @@ class Raised:
     line: str
     at: float
     last: LastCollective | None
+
+
+def give_up_after(connection: Connection, seconds: float) -> None:
+    """Let no read or write take longer in which not a byte moves: then BlockingIOError.
+
+    A process may be stopped, or hang, in the middle of a message.
+    """
+    whole = int(seconds)
+    limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            end.setsockopt(socket.SOL_SOCKET, direction, limit)
 
 
 def send(connection: Connection, kind: str, payload: object = None) -> None:

@@ -198,7 +198,7 @@ def _work(rank: Rank, connection: Connection) -> bool:
                 results = []
             results.append(result)
         del function, argument
-        gc.collect()  # a DDP object that lingers in a cycle would hold on to its reducer
+        _collect_garbage()
         finished = messages.Finished(
             results=results,
             # A step that has destroyed or replaced the group leaves a rank that can go on no more.
@@ -216,6 +216,22 @@ def _work(rank: Rank, connection: Connection) -> bool:
     sys.stdout.flush()
     sys.stderr.flush()
     return True
+
+
+def _collect_garbage() -> None:
+    """A DDP object that lingers in a cycle would hold on to its reducer.
+
+    Modules that the work has imported stay anyway: looking through them each time would cost more
+    than the work.
+    """
+    global _modules
+    gc.collect()
+    if len(sys.modules) > _modules:
+        _modules = len(sys.modules)
+        gc.freeze()
+
+
+_modules = 0
 
 
 def _group() -> object:

@@ -35,6 +35,9 @@ GRACE = 1.0
 STOP_DEADLINE = 2.0
 STACKS_DEADLINE = 0.5
 
+SILENCE = 10.0
+"""Seconds without a byte in the middle of a message, after which its sender hangs."""
+
 OUTPUT_KEPT = 64 * 2**10
 """Bytes of a rank's output that are shown: the last ones."""
 
@@ -201,35 +204,26 @@ class RankSet:
         ends: dict[int, RankEnd] = {}
         waiting = dict(self._connections)
         complete = False
+        for connection in waiting.values():
+            messages.give_up_after(connection, min(SILENCE, max(TICK, until - time.monotonic())))
         try:
             while waiting:
                 if not self._wait(waiting, until):
                     raise self._trouble(ends, waiting, deadline)
-                for rank, connection in list(waiting.items()):
-                    try:
-                        message = messages.receive(connection) if connection.poll() else None
-                    except (EOFError, OSError):
-                        message = None
-                        ends[rank] = self._death(rank)
-                    if message is None and rank not in ends:
-                        if self._outputs[rank].size() > MOST_OUTPUT:
-                            ends[rank] = self._silenced(rank)
-                        elif self._processes[rank].is_alive() or connection.poll():
-                            continue
-                        else:
-                            ends[rank] = self._death(rank)
-                    elif message is not None:
+                for rank in list(waiting):
+                    message, end = self._news(rank)
+                    if message is not None:
                         kind, payload = message
                         if kind == messages.RAISED:
-                            ends[rank] = self._exception(rank, payload)
+                            end = self._exception(rank, payload)
                         else:
                             yield rank, kind, payload
-                            if kind not in final:
-                                continue
-                            ends[rank] = self._finished(rank)
-                    del waiting[rank]
-                    if ends[rank].failed:
-                        until = min(until, time.monotonic() + GRACE)
+                            end = self._finished(rank) if kind in final else None
+                    if end is not None:
+                        ends[rank] = end
+                        del waiting[rank]
+                        if end.failed:
+                            until = min(until, time.monotonic() + GRACE)
             if any(end.failed for end in ends.values()):
                 raise self._trouble(ends, waiting, deadline)
             complete = True
@@ -237,6 +231,22 @@ class RankSet:
             if not complete:
                 self.broken = True
                 self._kill()
+
+    def _news(self, rank: int) -> tuple[tuple[str, Any] | None, RankEnd | None]:
+        """A message from the rank, or its end if it can send none any more, or neither."""
+        connection = self._connections[rank]
+        try:
+            if connection.poll():
+                return messages.receive(connection), None
+            if self._outputs[rank].size() > MOST_OUTPUT:
+                return None, self._silenced(rank)
+            if self._processes[rank].is_alive() or connection.poll():
+                return None, None
+        except BlockingIOError:
+            return None, self._running([rank])[rank]
+        except (EOFError, OSError):
+            pass
+        return None, self._death(rank)
 
     def _wait(self, waiting: dict[int, Connection], until: float) -> bool:
         """Wait for news from these ranks; False once the time is over."""
@@ -252,11 +262,16 @@ class RankSet:
         self, ends: dict[int, RankEnd], waiting: dict[int, Connection], deadline: str
     ) -> RankFailed:
         """The error for what happened: the root cause first, then its consequences."""
-        stopped = [rank for rank in waiting if family.is_stopped(self._processes[rank].pid)]
-        able = [rank for rank in waiting if rank not in stopped]
+        return attribution.failure((ends | self._running(list(waiting))).values(), deadline)
+
+    def _running(self, ranks: Sequence[int]) -> dict[int, RankEnd]:
+        """The entries of ranks that have not come back: where they are, and in which collective."""
+        stopped = [rank for rank in ranks if family.is_stopped(self._processes[rank].pid)]
+        able = [rank for rank in ranks if rank not in stopped]
         stacks = self._stacks_of(able)
         last = witness.ask({rank: self._witnesses[rank] for rank in able}, STACKS_DEADLINE)
-        for rank in waiting:
+        ends = {}
+        for rank in ranks:
             line, in_torch = attribution.innermost(stacks.get(rank, ""))
             ends[rank] = self.end(
                 rank,
@@ -268,7 +283,7 @@ class RankSet:
                 last=last.get(rank),
                 waits=in_torch and last.get(rank) is not None,
             )
-        return attribution.failure(ends.values(), deadline)
+        return ends
 
     def _stacks_of(self, ranks: Sequence[int]) -> dict[int, str]:
         for rank in ranks:
@@ -277,7 +292,7 @@ class RankSet:
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
         until = time.monotonic() + STACKS_DEADLINE
         found = dict.fromkeys(ranks, "")
-        while ranks and time.monotonic() < until and not all(found.values()):
+        while time.monotonic() < until and not all(found.values()):
             time.sleep(0.02)
             found = {rank: self._stacks[rank].read() for rank in ranks}
         return {rank: stack or "(it gave no stack)" for rank, stack in found.items()}

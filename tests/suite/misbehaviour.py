@@ -144,7 +144,7 @@ def _unpicklable(model: nn.Module) -> Any:
 
 def _large(model: nn.Module) -> Any:
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return found | {"more": torch.zeros(2**30 // 8, dtype=torch.float64)}
+    return found | {"more": torch.empty(2**30 // 8, dtype=torch.float64)}
 
 
 def _outlive(_: nn.Module) -> None:

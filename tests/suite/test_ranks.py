@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_equivalence import Rank, RankFailed, RanksTimedOut, assert_equivalent, check
+from ddp_equivalence import Rank, RankFailed, RanksTimedOut, Verdict, assert_equivalent, check
 from ddp_equivalence.ranks.warm import WarmRanks, warm_ranks
 from tests.suite.own_cases import loss, own_case, right_step
 
@@ -78,6 +80,26 @@ def test_a_rank_that_ends_early_is_the_root_cause_and_the_next_case_is_right(
     assert f"Root cause: rank 1 (node 1, local rank 0) {what}" in text
     assert "Not compared: a rank failed. This says nothing about equivalence." in text
     assert check(own_case(layout="1+2"), right_step).outcome == "same"
+
+
+def hangs_in_the_middle_of_a_message(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """Four bytes announce a message of 1,000; one comes."""
+    right_step(model, shard, rank)
+    frame = sys._getframe()
+    while frame.f_code.co_name != "_work":
+        assert frame.f_back is not None
+        frame = frame.f_back
+    if rank.rank == 1:
+        os.write(frame.f_locals["connection"].fileno(), struct.pack("!i", 1000) + b"x")
+        time.sleep(1000)
+
+
+def test_a_rank_that_hangs_in_the_middle_of_a_message_does_not_hang_the_judge() -> None:
+    started = time.monotonic()
+    verdict = check(own_case(), hangs_in_the_middle_of_a_message, deadline=2)
+    assert time.monotonic() - started < 30
+    assert "Root cause: rank 1 (node 0, local rank 1) still running" in str(verdict)
+    assert check(own_case(), right_step).outcome == "same"
 
 
 def test_the_source_line_of_a_failure_is_named() -> None:
@@ -179,6 +201,28 @@ def keeps_its_wrapper(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 def test_a_wrapper_that_outlives_its_case_does_not_hang_the_end() -> None:
     assert check(own_case(), keeps_its_wrapper, fresh_ranks=True).outcome == "same"
+
+
+def test_more_collectives_than_the_recorder_holds_are_counted() -> None:
+    """The exchange itself is among the forgotten ones: that is no proof that there was none."""
+
+    def talks(model: nn.Module, shard: Any, rank: Rank) -> None:
+        right_step(model, shard, rank)
+        for _ in range(100):
+            dist.barrier()
+
+    verdict = check(own_case(), talks)
+    assert verdict.outcome == "same"
+    found = re.search(r"rank 0 issued (\d+) \w+ .* \(and (\d+) earlier ones", _line(verdict))
+    assert found is not None
+    assert int(found[1]) + int(found[2]) == 104
+    again = check(own_case(), right_step)
+    assert "1 all_reduce of 66 elements" in _line(again)
+    assert "earlier ones" not in _line(again)
+
+
+def _line(verdict: Verdict) -> str:
+    return " ".join(str(verdict).split())
 
 
 def test_ranks_stay_warm_and_fresh_ones_are_new() -> None:
