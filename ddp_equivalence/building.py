@@ -34,15 +34,24 @@ Steps = int | tuple[int, ...]
 @contextmanager
 def random_numbers_kept() -> Iterator[None]:
     """Leave the states of torch's, numpy's and random's generators as they were."""
-    _keeping.append(True)
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        with random_numbers_kept_outside():
+            yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+@contextmanager
+def random_numbers_kept_outside() -> Iterator[None]:
+    """Inside, nobody keeps the generators' states: whoever is outside does."""
+    _keeping.append(True)
     try:
         yield
     finally:
         _keeping.pop()
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
 
 
 _keeping: list[bool] = []

@@ -19,7 +19,7 @@ from ddp_equivalence.building import (
     count_examples,
     in_step,
     move,
-    random_numbers_kept,
+    random_numbers_kept_outside,
     seeded,
     step_seed,
     take,
@@ -86,14 +86,15 @@ class Evidence:
 
 def run(rank: Rank, work: Work) -> Iterator[object]:
     """Yield the Evidence, then the gradients as lists of RawChunk."""
-    model = build_model(work.case).to(rank.device)
-    shapes = {
-        in_step(name, step, work.count): parameter.shape
-        for name, parameter in model.named_parameters()
-        for step in range(work.count)
-    }
-    with random_numbers_kept():
+    with random_numbers_kept_outside():  # the rank's process does, after each work
+        model = build_model(work.case).to(rank.device)
+        shapes = {
+            in_step(name, step, work.count): parameter.shape
+            for name, parameter in model.named_parameters()
+            for step in range(work.count)
+        }
         found, evidence = _done(rank, work, model)
+    del model
     yield evidence
     # What is none of the model's is not compared, and may be huge: its description will do.
     yield from raw_messages(

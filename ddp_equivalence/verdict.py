@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
+
+import torch
 
 from ddp_equivalence import guards, session
 from ddp_equivalence.building import Steps, in_step, random_numbers_kept
@@ -219,7 +223,8 @@ def _judge(request: Request) -> Verdict:
     try:
         with at_work(request, request.deadline, request.fresh) as ranks:
             began = time.time()
-            reference = _reference(request)  # while the ranks work
+            with _threads_beside(request.processes.world_size):
+                reference = _reference(request)  # while the ranks work
             _check_deal(request, reference)
             verdict = replace(
                 verdict, examples=reference.examples, around=Surroundings(request, reference)
@@ -287,6 +292,17 @@ def _explained(verdict: Verdict, found: Measurement, request: Request) -> Verdic
         shares = shares_of(view, measured)
     cause = findings[0].cause if findings and findings[0].accepted else None
     return replace(verdict, outcome="different", cause=cause, findings=findings, shares=shares)
+
+
+@contextmanager
+def _threads_beside(ranks: int) -> Iterator[None]:
+    """Leave a core to each rank: more threads than cores make all of them slower, by up to 4."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, min(before, (os.cpu_count() or 1) - ranks)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _check_deal(request: Request, reference: Reference) -> None:

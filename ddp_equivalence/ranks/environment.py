@@ -69,7 +69,7 @@ DEFAULTS = {
     "GLOO_SOCKET_IFNAME": "lo",
     # The flight recorder remembers the last collectives: evidence that they ran. Reading it
     # costs 13 us for each that it holds, in every check.
-    "TORCH_FR_BUFFER_SIZE": "64",
+    "TORCH_FR_BUFFER_SIZE": "32",
     # float32 means float32: TF32 keeps 10 bits of the mantissa.
     "NVIDIA_TF32_OVERRIDE": "0",
 }
