@@ -1,68 +1,125 @@
-"""Peak memory of the judging process while a large model is compared, in copies of its gradients.
+"""Seconds and peak memory of a check of a large model, over the same on bare ranks.
 
-python benchmarks/large_model.py [--parameters 100000000] [--dtype float64]
+    python benchmarks/large_model.py [--parameters 100000000] [--dtype float64] [--repeats 3]
+
+Two ranks with one thread each. The floor (``benchmarks/large_worlds/bare.py``) is the big batch in
+one process and DDP's step on two others, with and without comparing every gradient; without is what
+any check has to wait for. They and this suite take turns, each time in new processes, and the
+medians are printed. Memory is the most that a process held above what it held after a small check.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
-import time
+import sys
+from dataclasses import dataclass, field
+from statistics import median
 
-import torch
-from torch import Tensor, nn
+from measured_process import (
+    BENCHMARKS,
+    Finished,
+    WorldFailed,
+    end_with_sigterm,
+    machine,
+    run_world,
+    whole_number,
+)
 
-from ddp_equivalence import Case, check
-
-WIDTH = 1000
-EXAMPLES = 4
-
-
-def peak_bytes() -> int:
-    """The most memory that this process ever held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def case_of(parameters: int, dtype: torch.dtype) -> Case:
-    """A chain of square linear layers with about this many parameters."""
-    layers = max(1, round(parameters / WIDTH**2))
-
-    def build() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-
-    def batch(generator: torch.Generator) -> Tensor:
-        return torch.randn(EXAMPLES, WIDTH, generator=generator)
-
-    def loss(model: nn.Module, rows: Tensor) -> Tensor:
-        return (WIDTH * model(rows)).square().mean()
-
-    return Case(model=build, batch=batch, loss=loss, layout="1x2", dtype=dtype)
+RANKS = 2
+SECONDS_A_CHECK = 900.0
+"""No check may take longer: then it hangs, and is a failure."""
 
 
-def main() -> None:
-    """Print one line a figure."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parameters", type=int, default=100_000_000)
+@dataclass(frozen=True)
+class World:
+    """A way to make the check."""
+
+    name: str
+    file: str
+    compare: int = 1
+
+
+BARE_STEP = World("bare ranks, not compared", "bare.py", compare=0)
+BARE = World("bare ranks, compared (floor)", "bare.py")
+SUITE = World("this suite", "suite.py")
+WORLDS = (BARE_STEP, BARE, SUITE)
+
+
+@dataclass
+class Row:
+    """What was measured in one world. Seconds of each check, bytes of each run."""
+
+    seconds: list[float] = field(default_factory=list)
+    judging: list[int] = field(default_factory=list)
+    rank: list[int] = field(default_factory=list)
+
+
+def run(world: World, parameters: int, dtype: str, checks: int) -> Finished:
+    """Run some checks after one that does not count. Raises WorldFailed."""
+    folder = BENCHMARKS / "large_worlds"
+    files = {name: folder / name for name in ("chain.py", world.file)}
+    settings = {
+        "PARAMETERS": parameters,
+        "DTYPE": dtype,
+        "CHECKS": checks,
+        "COMPARE": world.compare,
+    }
+    return run_world(files, [world.file], settings, SECONDS_A_CHECK * (checks + 1))
+
+
+def main() -> int:
+    """Print one line a world; 1 if one of them failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parameters", type=whole_number(1000), default=100_000_000)
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
+    parser.add_argument("--repeats", type=whole_number(1), default=3)
     arguments = parser.parse_args()
-    dtype = getattr(torch, arguments.dtype)
-    # What torch and the ranks cost by themselves, before the large model is there.
-    check(case_of(WIDTH**2, dtype), "ddp_mean")
-    before = peak_bytes()
-    case = case_of(arguments.parameters, dtype)
-    started = time.monotonic()
-    verdict = check(case, "ddp_mean", deadline=500.0)
-    seconds = time.monotonic() - started
-    assert verdict.comparison is not None
-    copy = verdict.comparison.elements * dtype.itemsize
-    print(f"outcome                 {verdict.outcome}")
-    print(f"error, limit            {verdict.error:.1e}, {verdict.limit:.1e}")
-    print(f"parameters compared     {verdict.comparison.elements:,} on 2 ranks, {arguments.dtype}")
-    print(f"one copy of gradients   {copy / 2**20:.0f} MiB")
-    print(f"peak of judging process {(peak_bytes() - before) / 2**20:.0f} MiB above its start")
-    print(f"copies of gradients     {(peak_bytes() - before) / copy:.2f}")
-    print(f"seconds                 {seconds:.1f}")
+    end_with_sigterm()
+    print(machine(), flush=True)
+    rows = {world: Row() for world in WORLDS}
+    last: Finished | None = None
+    for turn in range(arguments.repeats):
+        for world, row in rows.items():
+            print(f"{turn + 1} of {arguments.repeats}: {world.name}", file=sys.stderr, flush=True)
+            try:
+                last = run(world, arguments.parameters, arguments.dtype, checks=1)
+            except WorldFailed as error:
+                print(f"{world.name} FAILED: {error}", file=sys.stderr)
+                return 1
+            row.seconds += last.result["seconds"]
+            judging, rank = (
+                after - before
+                for after, before in zip(last.result["after"], last.result["before"], strict=True)
+            )
+            row.judging.append(judging)
+            row.rank.append(rank)
+    assert last is not None  # the suite's, which runs last
+    found = last.result
+    copy = found["elements"] * (8 if arguments.dtype == "float64" else 4)
+    print(
+        f"{found['elements']:,} parameters on {RANKS} ranks, {arguments.dtype}; one copy of the "
+        f"gradients is {copy / 2**20:.0f} MiB; medians of {arguments.repeats}"
+    )
+    print(f"outcome same: error {found['error']:.1e}, limit {found['limit']:.1e}")
+    print(
+        "                              seconds  over floor   peak of judging process"
+        "          peak of a rank"
+    )
+    floor = median(rows[BARE].seconds)
+    for world, row in rows.items():
+        memory = "".join(
+            f"{most / 2**20:>12.0f} MiB{most / copy:>5.2f} copies"
+            for most in (median(row.judging), median(row.rank))
+        )
+        seconds = median(row.seconds)
+        print(f"{world.name:<28}{seconds:>9.2f}{seconds / floor:>12.2f}  {memory}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

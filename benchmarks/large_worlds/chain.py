@@ -1,0 +1,55 @@
+"""The model of the large worlds: a chain of square linear layers, as long as it has to be."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+PARAMETERS = int(os.environ["BENCHMARK_PARAMETERS"])
+CHECKS = int(os.environ["BENCHMARK_CHECKS"])
+DTYPE: torch.dtype = getattr(torch, os.environ["BENCHMARK_DTYPE"])
+
+WIDEST = 1000
+EXAMPLES = 4
+RANKS = 2
+
+WARM_UP = min(PARAMETERS, WIDEST**2)
+"""Parameters of the first check, which is not measured: what starting costs is in it."""
+
+
+def width_of(parameters: int) -> int:
+    """One layer up to a million parameters, then layers of a million each."""
+    return min(WIDEST, math.isqrt(parameters))
+
+
+def build(parameters: int) -> nn.Module:
+    """A model of about that many parameters; values keep their size from layer to layer."""
+    width = width_of(parameters)
+    layers = [
+        nn.Linear(width, width, bias=False, dtype=DTYPE)
+        for _ in range(max(1, round(parameters / width**2)))
+    ]
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight *= math.sqrt(3)
+    return nn.Sequential(*layers)
+
+
+def loss(model: nn.Module, rows: Tensor) -> Tensor:
+    """A mean over examples, so that DDP's average is the gradient of the big batch."""
+    return model(rows).square().mean()
+
+
+def peak_bytes() -> int:
+    """The most memory that this process ever held (Linux).
+
+    Of the process and not, as ru_maxrss, of whatever it was before exec.
+    """
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmHWM")
