@@ -120,6 +120,8 @@ def build_batches(case: Case, steps: Steps = 1) -> list[Any]:
     batch = _catalogue_batch(case, steps) if case.batch is None else _own_batch(case)
     batch = pytree.tree_map_only(Tensor, lambda leaf: _cast(leaf, case), batch)
     sizes = _sizes(count_examples(batch), steps)
+    if len(sizes) == 1:
+        return [batch]
     starts = [sum(sizes[:step]) for step in range(len(sizes))]
     return [
         take(batch, range(start, start + size)) for start, size in zip(starts, sizes, strict=True)

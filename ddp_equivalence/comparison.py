@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from ddp_equivalence.errors import SuiteBug
 from ddp_equivalence.gradients import Chunk, Description, Gradients, chunks, dense, describe
@@ -84,9 +84,11 @@ class Comparison:
 
     @property
     def differing(self) -> tuple[ParameterComparison, ...]:
-        """The parameters beyond their limit, worst first."""
+        """The parameters beyond their limit, worst first; in the model's order where it is rounding
+        that makes one worse than the other.
+        """
         beyond = [one for one in self.parameters if not one.same]
-        return tuple(sorted(beyond, key=lambda one: -_excess(one)))
+        return tuple(sorted(beyond, key=lambda one: -float(f"{_excess(one):.6g}")))
 
     @property
     def worst(self) -> ParameterComparison | None:
@@ -115,7 +117,7 @@ def compare(
         name: one and Description(one.shape, tolerance.dtype, one.layout)
         for name, one in describe(expected).items()
     }
-    stream = Comparator(expected, described, tolerance, noise or {})
+    stream = Comparator(expected, described, tolerance)
     for rank, gradients in measured.items():
         for name, gradient in gradients.items():
             other = expected.get(name)
@@ -128,7 +130,7 @@ def compare(
         stream.begin(rank, describe(gradients))
         for chunk in chunks(gradients):
             stream.add(rank, chunk)
-    return stream.finish()
+    return stream.finish(noise or {})
 
 
 @dataclass
@@ -154,22 +156,19 @@ class Comparator:
         expected: Gradients,
         described: Mapping[str, Description | None],
         tolerance: Tolerance,
-        noise: Mapping[str, Noise],
     ) -> None:
         self._expected = {
-            name: None if value is None else dense(value).reshape(-1)
+            name: None if value is None else dense(value).reshape(-1).numpy()
             for name, value in expected.items()
         }
         self._described = described
         self._norms = {
-            name: float(value.norm()) for name, value in self._expected.items() if value is not None
+            name: float(np.linalg.norm(value))
+            for name, value in self._expected.items()
+            if value is not None
         }
         whole = math.sqrt(sum(norm**2 for norm in self._norms.values()))
-        tolerance = replace(tolerance, whole=whole)
-        self._limits = {
-            name: tolerance.limit(norm, noise.get(name, Noise()), *_dtype_and_size(described[name]))
-            for name, norm in self._norms.items()
-        }
+        self._tolerance = replace(tolerance, whole=whole)
         self._ranks: dict[int, Mapping[str, Description | None]] = {}
         self._sums: dict[tuple[int, str], _Sums] = {}
 
@@ -191,27 +190,33 @@ class Comparator:
         sums.bits.update(chunk.offset.to_bytes(8, "little"))
         sums.bits.update(flat.view(torch.uint8).numpy().data)
         whole = self._expected.get(chunk.name)
-        if whole is None or chunk.offset + flat.numel() > whole.numel():
+        if whole is None or chunk.offset + flat.numel() > whole.size:
             return
+        # In numpy: of small gradients the calls cost more than the arithmetic.
         truth = whole[chunk.offset : chunk.offset + flat.numel()]
-        values = flat.double()
-        difference = values - truth
-        sums.difference += _dot(difference, difference)
-        sums.measured += _dot(values, values)
-        sums.product += _dot(values, truth)
-        if bool((difference != 0).any()):
-            rms = self._norms[chunk.name] / math.sqrt(whole.numel())
-            scale = truth.abs().clamp_(min=rms)
-            sums.element = max(sums.element, _not_nan(float((difference.abs_() / scale).max())))
+        values = flat.double().numpy()
+        with np.errstate(all="ignore"):
+            difference = values - truth
+            sums.difference += float(difference @ difference)
+            sums.measured += float(values @ values)
+            sums.product += float(values @ truth)
+            if difference.any():
+                rms = self._norms[chunk.name] / math.sqrt(whole.size)
+                scale = np.maximum(np.abs(truth), rms)
+                worst = float((np.abs(difference, out=difference) / scale).max())
+                sums.element = max(sums.element, _not_nan(worst))
 
-    def finish(self) -> Comparison:
-        """The comparison of all that was added. Raises SuiteBug if announced chunks are missing."""
+    def finish(self, noise: Mapping[str, Noise]) -> Comparison:
+        """The comparison of all that was added; it may be asked for again with other ``noise``.
+
+        Raises SuiteBug if announced chunks are missing.
+        """
         for (rank, name), sums in self._sums.items():
             announced = self._ranks[rank][name]
             if announced is not None and sums.seen != math.prod(announced.shape):
                 raise SuiteBug(f"{name} of rank {rank}: {sums.seen} elements of {announced} came")
         structure = tuple(line for rank in sorted(self._ranks) for line in self._structure_of(rank))
-        parameters = tuple(self._parameter(name) for name in self._norms)
+        parameters = tuple(self._parameter(name, noise.get(name, Noise())) for name in self._norms)
         compared = tuple(one for one in parameters if one.by_rank)
         return Comparison(
             parameters=compared,
@@ -233,10 +238,10 @@ class Comparator:
                 lines.append(f"rank {rank}: {name} is {measured}, expected {expected}")
         return sorted(lines)
 
-    def _parameter(self, name: str) -> ParameterComparison:
-        limit, norm = self._limits[name], self._norms[name]
-        described = self._described[name]
+    def _parameter(self, name: str, noise: Noise) -> ParameterComparison:
+        norm, described = self._norms[name], self._described[name]
         assert described is not None
+        limit = self._tolerance.limit(norm, noise, *_dtype_and_size(described))
         by_rank, bits = [], set()
         for rank, found in sorted(self._ranks.items()):
             one = found.get(name)
@@ -268,10 +273,6 @@ def _rank_error(rank: int, sums: _Sums, norm: float, limit: Limit) -> RankError:
 
 def _dtype_and_size(described: Description | None) -> tuple[torch.dtype | None, int]:
     return (None, 1) if described is None else (described.dtype, math.prod(described.shape))
-
-
-def _dot(one: Tensor, other: Tensor) -> float:
-    return float(torch.dot(one, other))
 
 
 def _not_nan(value: float) -> float:

@@ -101,7 +101,7 @@ def view_of(
         before=tuple(batches[:step]),
         lr=lr,
         has_batch_norm=_has(model, nn.modules.batchnorm._BatchNorm),
-        has_dropout=_has(model, nn.modules.dropout._DropoutNd) and reference.order_matters,
+        has_dropout=_has(model, nn.modules.dropout._DropoutNd) and reference.rounding.order_matters,
         scale=scale,
         on_cpu=on_cpu,
         known={} if known is None else known,

@@ -199,7 +199,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
     def remember(verdict: Verdict) -> None:
         if listed:
-            item.stash[_records].append(record_of(verdict, item.nodeid, expected))
+            with_floor = item.config.getoption("--ddp-json") is not None
+            item.stash[_records].append(record_of(verdict, item.nodeid, expected, with_floor))
         for rank, text in sorted(verdict.output.items()):
             if text.strip():  # shown if the test fails, whatever it fails for
                 node = verdict.case.ranks.rows[rank].node

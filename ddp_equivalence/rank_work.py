@@ -86,7 +86,7 @@ class Evidence:
 
 def run(rank: Rank, work: Work) -> Iterator[object]:
     """Yield the Evidence, then the gradients as lists of RawChunk."""
-    with random_numbers_kept_outside():  # the rank's process does, after each work
+    with random_numbers_kept_outside():  # nothing else in this process draws any
         model = build_model(work.case).to(rank.device)
         shapes = {
             in_step(name, step, work.count): parameter.shape

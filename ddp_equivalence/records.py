@@ -15,8 +15,11 @@ Record = dict[str, Any]
 and parameters, elements, ranks: how much was compared."""
 
 
-def record_of(verdict: Verdict, test_id: str, expected: str) -> Record:
-    """The record of one verdict. Errors that are not finite become None, since JSON has none."""
+def record_of(verdict: Verdict, test_id: str, expected: str, floor: bool = True) -> Record:
+    """The record of one verdict. Errors that are not finite become None, since JSON has none.
+
+    ``floor``: with the rounding floor, which may have to be measured first.
+    """
     comparison = verdict.comparison
     return {
         "id": test_id,
@@ -28,7 +31,7 @@ def record_of(verdict: Verdict, test_id: str, expected: str) -> Record:
         "outcome": verdict.outcome,
         "cause": verdict.cause,
         "error": _finite(verdict.error),
-        "floor": _finite(verdict.floor),
+        "floor": _finite(verdict.floor) if floor else None,
         "limit": _finite(verdict.limit),
         "seconds": round(verdict.seconds, 4),
         "reason": verdict.reason,

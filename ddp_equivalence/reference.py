@@ -1,14 +1,15 @@
 """The one big batch: one process, one forward, one backward, in float64. No strategy, no wrapper.
 
-Besides the truth it measures what rounding alone does to it: the same big batch in the case's own
-precision, and once more with the examples in reverse order.
+Besides the truth it measures, when asked, what rounding alone does to it: the same big batch in the
+case's own precision, and once more with the examples in reverse order.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -47,22 +48,40 @@ wherever the model or loss computes, in float32 inside a float64 model too."""
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """What rounding alone does to the big batch on one device: ``noise`` by name.
+
+    ``order_matters``: the big batch in another order gives another gradient, beyond rounding.
+    """
+
+    noise: dict[str, Noise]
+    order_matters: bool
+
+
+@dataclass(frozen=True)
 class Reference:
     """What every rank is compared with.
 
     ``expected``: parameter name -> gradient (or update) of the big batch, float64, or None.
-    ``described``: what it has to be in the case's own precision. ``noise``: rounding, by name.
-    ``start``: digest of the weights before the first step. ``order_matters``: the big batch in
-    another order gives another gradient, beyond rounding.
+    ``described``: what it has to be in the case's own precision. ``start``: digest of the weights
+    before the first step. ``dtype``: the lowest of a parameter. ``examples``: of each step.
     """
 
+    case: Case
+    compare: Compare
+    lr: float
+    steps: Steps
     expected: dict[str, Tensor | None]
     described: dict[str, Description | None]
-    noise: dict[str, Noise]
     start: str
     dtype: torch.dtype
     examples: tuple[int, ...]
-    order_matters: bool
+
+    @cached_property
+    def rounding(self) -> Rounding:
+        """Measured when asked for: gradients within the least limit need not know."""
+        batches = build_batches(self.case, self.steps)
+        return _rounding(self.case, batches, self.compare, self.lr, self.dtype, self.expected)
 
 
 def big_batch(
@@ -71,14 +90,30 @@ def big_batch(
     """Compute the reference of a case. Raises BadCase for whatever the case's builders do wrong."""
     model, batches = build_model(case), build_batches(case, steps)
     start = digest(dict(model.named_parameters()))
-    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
-    lowest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
     examples = tuple(map(count_examples, batches))
     built = [model]
     del model
     expected = _train(case, batches, compare, lr, dtype=torch.float64, built=built)
-    described, noise, order_matters = _rounding(case, batches, compare, lr, lowest, expected)
-    return Reference(expected, described, noise, start, lowest, examples, order_matters)
+    return Reference(
+        case=case,
+        compare=compare,
+        lr=lr,
+        steps=steps,
+        expected=expected,
+        described=_in_own_precision(expected, dtypes, 1 if compare == "update" else len(batches)),
+        start=start,
+        dtype=max(dtypes.values(), key=lambda dtype: torch.finfo(dtype).eps),
+        examples=examples,
+    )
+
+
+def _in_own_precision(
+    expected: dict[str, Tensor | None], dtypes: dict[str, torch.dtype], steps: int
+) -> dict[str, Description | None]:
+    """A gradient has the dtype of its parameter."""
+    own = {in_step(name, step, steps): dtypes[name] for name in dtypes for step in range(steps)}
+    return {name: one and replace(one, dtype=own[name]) for name, one in describe(expected).items()}
 
 
 def gradient_of(
@@ -102,28 +137,27 @@ def _rounding(
     lr: float,
     lowest: torch.dtype,
     expected: dict[str, Tensor | None],
-) -> tuple[dict[str, Description | None], dict[str, Noise], bool]:
-    """What the gradient is in the case's precision, and how far rounding moves it."""
+) -> Rounding:
+    """How far rounding moves the gradient, in the case's own precision."""
     backwards = [take(batch, range(count_examples(batch))[::-1]) for batch in batches]
     if lowest is torch.float64:
-        described = describe(expected)
         other = _train(case, backwards, compare, lr, torch.float64, nudge=True, scale=SCALE)
-        noise = _noise(expected, other)
+        noise = moved = _noise(expected, other)
         plausible = math.sqrt(torch.finfo(lowest).eps)
     else:
         single = _train(case, batches, compare, lr, dtype=None)
-        described, noise = describe(single), _noise(expected, single)
+        noise = _noise(expected, single)
         del single
         other = _train(case, backwards, compare, lr, dtype=None, scale=SCALE)
         plausible = 100 * max(_relative(expected, noise), torch.finfo(lowest).eps)
-    moved = _noise(expected, other)
+        moved = _noise(expected, other)
     if _relative(expected, moved) <= plausible:
-        return described, {name: _worse(noise[name], moved[name]) for name in noise}, False
+        return Rounding({name: _worse(noise[name], moved[name]) for name in noise}, False)
     if lowest is torch.float64:
         del other
         other = _train(case, batches, compare, lr, torch.float64, nudge=True, scale=SCALE)
         noise = _noise(expected, other)
-    return described, noise, True
+    return Rounding(noise, True)
 
 
 def _train(
@@ -212,15 +246,28 @@ def _nudge(tensors: Any) -> None:
 
     Whole numbers stay: they may be labels or flags, and are rarely rounded.
     """
-    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for tensor in tensors:
+        for place, tensor in enumerate(tensors):
             if tensor.is_floating_point():
-                sign = (torch.randint(2, tensor.shape, generator=generator) * 2 - 1).to(
-                    tensor.dtype
-                )
-                sign[tensor == tensor.round()] = 0
-                tensor.mul_(1 + sign * torch.finfo(tensor.dtype).eps)
+                nudged = tensor * _factors(place, tensor.numel(), tensor.dtype).view(tensor.shape)
+                tensor.copy_(torch.where(tensor == tensor.round(), tensor, nudged))
+
+
+def _factors(place: int, count: int, dtype: torch.dtype) -> Tensor:
+    """1 + eps or 1 - eps for each of the values in this place, at random."""
+    return (_small_factors if count <= MOST_REMEMBERED else _random_factors)(place, count, dtype)
+
+
+def _random_factors(place: int, count: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(place)
+    signs = torch.randint(2, (count,), generator=generator, dtype=torch.int8).to(dtype)
+    return signs.mul_(2).sub_(1).mul_(torch.finfo(dtype).eps).add_(1)
+
+
+_small_factors = lru_cache(maxsize=64)(_random_factors)
+
+MOST_REMEMBERED = 4096
+"""Values in a place up to which the factors are kept for the next check."""
 
 
 def _noise(truth: dict[str, Tensor | None], other: dict[str, Tensor | None]) -> dict[str, Noise]:

@@ -38,9 +38,10 @@ def render(verdict: Verdict) -> str:
 
 def error_line(error: float | None, floor: float | None, limit: float | None) -> str:
     """``error 3.1e-07  floor 2.4e-07  limit 2.0e-06``."""
-    if error is None or floor is None or limit is None:
+    if error is None or limit is None:
         return "nothing compared"
-    return f"error {error:.1e}  floor {floor:.1e}  limit {limit:.1e}"
+    between = "" if floor is None else f"  floor {floor:.1e}"
+    return f"error {error:.1e}{between}  limit {limit:.1e}"
 
 
 def _same(verdict: Verdict) -> Iterator[list[str]]:

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from ddp_equivalence.building import Steps
 from ddp_equivalence.case import Case
+from ddp_equivalence.comparison import ParameterComparison
 from ddp_equivalence.diagnoses.hypothesis import View
 from ddp_equivalence.diagnosis import NearestFault, nearest_fault, view_of
 from ddp_equivalence.facts import Indices, facts_of
 from ddp_equivalence.reference import Reference
 from ddp_equivalence.request import Request
+from ddp_equivalence.tolerance import Noise
 
 
 class Surroundings:
@@ -31,6 +33,11 @@ class Surroundings:
     def nearest(self) -> NearestFault | None:
         """The fault that would be hardest to see; None where the model is too large to tell."""
         return nearest_fault(self.view) if self.view is not None else None
+
+    def floor_of(self, one: ParameterComparison) -> float:
+        """What rounding alone does to this parameter on one device, relative to its norm."""
+        noise = self._reference.rounding.noise.get(one.name, Noise())
+        return noise.norm / one.norm if one.norm > 0 else 0.0
 
     def view_of_step(self, step: int) -> View | None:
         """What hypotheses may look at in one step."""

@@ -97,9 +97,15 @@ class Verdict:
 
     @property
     def floor(self) -> float | None:
-        """What rounding alone does to that parameter on one device."""
+        """What rounding alone does to that parameter on one device.
+
+        Measured when asked for, if the verdict did not depend on it; None where the model is too
+        large to be kept for that.
+        """
         worst = self.comparison.worst if self.comparison else None
-        return worst.limit.floor if worst else None
+        if worst is None or self.around is None:
+            return None
+        return worst.limit.floor or self.around.floor_of(worst)
 
     @property
     def limit(self) -> float | None:
@@ -226,11 +232,10 @@ def _judge(request: Request) -> Verdict:
             with _threads_beside(request.processes.world_size):
                 reference = _reference(request)  # while the ranks work
             _check_deal(request, reference)
-            verdict = replace(
-                verdict, examples=reference.examples, around=Surroundings(request, reference)
-            )
-            reason = guards.against_the_reference(reference, request.compare)
             keep = can_be_taken_apart(reference, request.case.ranks.world_size)
+            around = Surroundings(request, reference) if keep else None
+            verdict = replace(verdict, examples=reference.examples, around=around)
+            reason = guards.against_the_reference(reference, request.compare)
             found = measure(ranks, request, reference, request.deadline, keep)
     except RankFailed as error:
         again = second_look(request, error, began) if began else None
@@ -273,10 +278,9 @@ def _explained(verdict: Verdict, found: Measurement, request: Request) -> Verdic
     """Name the cause, if one of the known explanations fits."""
     comparison, world_size = found.comparison, request.case.ranks.world_size
     wrong = first_wrong_step(comparison, request.step_count)
-    around = verdict.around
-    assert around is not None
-    view = (around.view_of_step(wrong) if wrong else around.view) if found.measured else None
-    shares = None
+    view, shares = None, None
+    if verdict.around is not None:
+        view = verdict.around.view_of_step(wrong) if wrong else verdict.around.view
     findings: tuple[Finding, ...]
     if comparison.structure:
         findings = ()  # what is missing or of another shape leaves nothing to fit

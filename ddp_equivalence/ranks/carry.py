@@ -41,7 +41,7 @@ class Around:
 
     path: list[str]
     folder: str
-    environment: dict[str, str]
+    environment: dict[bytes, bytes]
     default_dtype: torch.dtype
 
 
@@ -57,7 +57,7 @@ def dumps(function: Callable[..., Any], payload: object) -> bytes:
     Functions and classes that cannot be imported on the ranks go beside it by value; they are
     pickled again only if something in them may have changed.
     """
-    around = Around(list(sys.path), os.getcwd(), dict(os.environ), torch.get_default_dtype())
+    around = Around(list(sys.path), os.getcwd(), dict(os.environb), torch.get_default_dtype())
     body = BytesIO()
     pickler = _Pickler(body, protocol=pickle.HIGHEST_PROTOCOL)
     pickler.dump((function, payload))

@@ -113,7 +113,7 @@ def join(birth: Birth, agree: Callable[[int | None], int]) -> Rank:
     os.environ.update(torchrun_environment(row, port))
     own = {*torchrun_environment(row, port), *DEFAULTS, "CUDA_VISIBLE_DEVICES", OF_SET}
     _own_environment.clear()
-    _own_environment.update({name: os.environ[name] for name in own if name in os.environ})
+    _own_environment.update({one: os.environb[one] for one in map(os.fsencode, own)})
     if store is None:
         store = TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
     torch.set_num_threads(1)
@@ -240,20 +240,19 @@ def _group() -> object:
 
 def _take_over(around: carry.Around) -> None:
     """See what the judging process sees; what makes this a rank stays."""
-    wanted = around.environment | _own_environment
-    state.set_environment({os.fsencode(k): os.fsencode(v) for k, v in wanted.items()})
+    state.set_environment(around.environment | _own_environment)
     sys.path[:] = around.path
     os.chdir(around.folder)
     torch.set_default_dtype(around.default_dtype)
 
 
-_own_environment: dict[str, str] = {}
+_own_environment: dict[bytes, bytes] = {}
 """The environment variables that make this process a rank."""
 
 
 def own_environment() -> dict[bytes, bytes]:
     """The environment variables that make this process a rank."""
-    return {os.fsencode(name): os.fsencode(value) for name, value in _own_environment.items()}
+    return dict(_own_environment)
 
 
 def raised(error: BaseException) -> messages.Raised:

@@ -121,6 +121,7 @@ class RankSet:
         self._outputs[rank] = Spool()
         self._stacks[rank] = Spool()
         self._connections[rank], theirs = context.Pipe()
+        messages.give_up_after(self._connections[rank], min(SILENCE, self._collective_timeout))
         self._witnesses[rank], answers = context.Pipe()
         ends = Ends(theirs, answers, self._outputs[rank].end(), self._stacks[rank].end())
         try:
@@ -204,8 +205,6 @@ class RankSet:
         ends: dict[int, RankEnd] = {}
         waiting = dict(self._connections)
         complete = False
-        for connection in waiting.values():
-            messages.give_up_after(connection, min(SILENCE, max(TICK, until - time.monotonic())))
         try:
             while waiting:
                 if not self._wait(waiting, until):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import random
 import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from ddp_equivalence.ranks.family import children, has_children
@@ -34,7 +32,6 @@ class State:
     values: Mapping[str, Any]
     environment: Mapping[bytes, bytes]
     path: tuple[str, ...]
-    generators: tuple[Any, ...]
     threads: frozenset[int | None] = field(default_factory=frozenset)
 
 
@@ -53,7 +50,6 @@ def current() -> State:
         values={name: read() for name, (read, _) in _VALUES.items()},
         environment=dict(os.environb),
         path=tuple(sys.path),
-        generators=(torch.get_rng_state(), np.random.get_state(), random.getstate()),
         threads=frozenset(one.ident for one in threading.enumerate()),
     )
 
@@ -75,14 +71,11 @@ def set_environment(wanted: Mapping[bytes, bytes]) -> list[bytes]:
 def put_back(before: State) -> tuple[str, ...]:
     """Give the process its state of ``before``; what had changed, as phrases.
 
-    Random numbers may have been drawn: their generators are put back without a word.
+    Random numbers may have been drawn: whatever uses them is seeded anew.
     """
     changed = [*_remarks, *_environment(before), *_values(before)]
     if sys.path != list(before.path):
         sys.path[:] = before.path
-    torch.set_rng_state(before.generators[0])
-    np.random.set_state(before.generators[1])
-    random.setstate(before.generators[2])
     return tuple(changed)
 
 

@@ -92,7 +92,7 @@ def test_rounding_of_one_device_is_measured_in_the_precision_of_the_case() -> No
         weight = found.expected["0.weight"]
         assert weight is not None
         relative[dtype] = (
-            found.noise["0.weight"].norm / float(weight.norm()) / torch.finfo(dtype).eps
+            found.rounding.noise["0.weight"].norm / float(weight.norm()) / torch.finfo(dtype).eps
         )
     assert all(0.05 < in_eps < 20 for in_eps in relative.values()), relative
 
@@ -118,8 +118,8 @@ def test_inputs_are_rounded_before_the_truth_is_computed() -> None:
 
 
 def test_a_model_that_depends_on_the_order_of_examples_is_noticed() -> None:
-    assert big_batch(Case(model="dropout", loss="mse_mean")).order_matters
-    assert not big_batch(Case(model="batch_norm", loss="mse_mean")).order_matters
+    assert big_batch(Case(model="dropout", loss="mse_mean")).rounding.order_matters
+    assert not big_batch(Case(model="batch_norm", loss="mse_mean")).rounding.order_matters
 
 
 def test_building_a_case_leaves_the_callers_random_state_alone() -> None:
