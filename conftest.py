@@ -8,7 +8,7 @@ from ddp_equivalence import catalogue
 from ddp_equivalence.models import MODELS
 from ddp_equivalence.ranks import lanes
 from ddp_equivalence.ranks.names import NCCL_BACKENDS
-from ddp_equivalence.ranks.server import start_server
+from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.strategies import STRATEGIES
 
 pytest_plugins = ("ddp_equivalence.pytest_plugin",)
@@ -17,7 +17,7 @@ pytest_plugins = ("ddp_equivalence.pytest_plugin",)
 def pytest_configure(config: pytest.Config) -> None:
     """Let the server of ranks import torch while tests are collected; under xdist, the workers'."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        start_server()
+        start_early()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

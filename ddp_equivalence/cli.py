@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ddp_equivalence.ranks.server import start_server
+from ddp_equivalence.ranks.server import start_early
 
 SAME, DIFFERENT, BAD_INPUT, NOT_JUDGED = 0, 1, 2, 3
 INTERRUPTED = 130
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if known.command == "run":
             _run(known, rest)
-        start_server()  # imports torch while this process does
+        start_early()  # imports torch while this process does
         return _check(known) if known.command == "check" else _doctor()
     except KeyboardInterrupt:
         return INTERRUPTED

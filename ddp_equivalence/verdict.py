@@ -28,7 +28,7 @@ from ddp_equivalence.errors import NotEquivalent, NothingCompared, RankFailed, R
 from ddp_equivalence.measurement import Measurement, at_work, measure
 from ddp_equivalence.rank_work import Evidence, Step
 from ddp_equivalence.ranks.lanes import Lane
-from ddp_equivalence.ranks.server import start_server
+from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.reference import Compare, Reference, big_batch
 from ddp_equivalence.report import render
 from ddp_equivalence.request import Request, read_request, repeat_line
@@ -159,7 +159,7 @@ def check(
         allow_changes,
     )
     started = time.monotonic()
-    start_server()  # imports while the reference is computed
+    start_early()  # imports while the reference is computed
     with random_numbers_kept():
         verdict = _judge(request)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))

@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
@@ -82,8 +83,9 @@ def main(birth: Birth, ends: Ends) -> None:
         messages.send(ends.work, messages.READY)
         while _work(rank, ends.work):
             pass
-    except (EOFError, OSError):
-        pass  # the judging process is gone
+    except BaseException as error:
+        with suppress(OSError):  # the judging process is gone
+            messages.send(ends.work, messages.RAISED, raised(error))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -6,6 +6,7 @@ or hangs is an entry in the result and never a hang of the run.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -128,6 +129,8 @@ class RankSet:
             process = context.Process(target=main, args=(birth, ends), daemon=True)
             process.start()
             self._processes[rank] = process
+        except EOFError as error:
+            raise OSError(errno.EAGAIN, "the fork server has ended (no more processes?)") from error
         finally:
             for end in (ends.work, ends.witness, ends.output, ends.stacks):
                 end.close()

@@ -4,30 +4,50 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing import forkserver
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, util
 from types import ModuleType
 
-PRELOAD = "ddp_equivalence.ranks.preload"
+PRELOAD = ("ddp_equivalence.ranks.last_will", "ddp_equivalence.ranks.preload")
+
+FOLDER = "DDP_EQUIVALENCE_SERVER_FOLDER"
+"""Tells the server the folder that holds its socket."""
 
 
 def start_server() -> None:
     """Start the server if it does not run; returns at once, while it imports.
 
-    The earlier this is called, the less the first check waits for it.
+    Raises OSError if the system has no room for it.
     """
-    forkserver.set_forkserver_preload([PRELOAD])
-    threads = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # one a rank; the server hands its environment on
+    forkserver.set_forkserver_preload(list(PRELOAD))
+    # One thread a rank; the server hands its environment on.
+    with own_main(), _environment({"OMP_NUM_THREADS": "1", FOLDER: util.get_temp_dir()}):
+        forkserver.ensure_running()
+
+
+def start_early() -> None:
+    """Start the server before anybody needs it; the first ranks then wait less for it.
+
+    Where that fails, they say why.
+    """
+    with suppress(OSError):
+        start_server()
+
+
+@contextmanager
+def _environment(more: Mapping[str, str]) -> Iterator[None]:
+    """Inside, these variables are set."""
+    before = {name: os.environ.get(name) for name in more}
+    os.environ.update(more)
     try:
-        with own_main():
-            forkserver.ensure_running()
+        yield
     finally:
-        if threads is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = threads
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import errno
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,6 +24,9 @@ MAX_IDLE_RANKS = 48
 
 DESCRIPTORS = 6
 """Of the judging process for each rank: its connections, output, stacks, sentinel; one to spare."""
+
+STARTING = 16
+"""More of them, until all ranks have started."""
 
 Environment = tuple[tuple[str, str], ...]
 
@@ -113,6 +116,7 @@ class WarmRanks:
                 kind.layout, kind.lane, kind.collective_timeout, kind.environment, devices
             )
             try:
+                _look_for_room(kind.layout.world_size)
                 rank_set.start()
             except BaseException as error:
                 rank_set.broken = True
@@ -142,6 +146,16 @@ def _room() -> int:
     """How many ranks this process has descriptors for; half of them are left to others."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_IDLE_RANKS if allowed == resource.RLIM_INFINITY else allowed // 2 // DESCRIPTORS
+
+
+def _look_for_room(ranks: int) -> None:
+    """Raises OSError where the descriptors for so many ranks are not there.
+
+    The fork server, and every rank with it, would not survive that in the middle of a start.
+    """
+    with ExitStack() as taken:
+        for _ in range(ranks * DESCRIPTORS + STARTING):
+            taken.callback(os.close, os.open(os.devnull, os.O_RDONLY))
 
 
 @lru_cache(maxsize=1)

@@ -14,7 +14,8 @@ import pytest
 from ddp_equivalence.layouts import parse
 from ddp_equivalence.ranks.broker import RUN, Broker, broker
 from ddp_equivalence.ranks.lanes import Lane
-from tests.suite.test_pytest_plugin import THEIR_TEST, run
+from tests.suite.someone_elses_run import run
+from tests.suite.test_pytest_plugin import THEIR_TEST
 
 ON_CPU = Lane("gloo", "gloo", "cpu")
 ON_GPU = Lane("nccl", "nccl", "cuda")

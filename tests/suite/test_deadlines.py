@@ -14,7 +14,8 @@ from torch import nn
 
 from ddp_equivalence import BadCase, Rank, check, session
 from tests.suite.own_cases import own_case, right_step
-from tests.suite.test_pytest_plugin import THEIR_TEST, run
+from tests.suite.someone_elses_run import run
+from tests.suite.test_pytest_plugin import THEIR_TEST
 
 SHORT = session.Settings(deadline=2.0, collective_deadline=1.0, second_look=False)
 

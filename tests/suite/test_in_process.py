@@ -12,7 +12,8 @@ from torch import nn
 
 from ddp_equivalence import Rank, check
 from tests.suite.own_cases import own_case, right_step
-from tests.suite.test_pytest_plugin import THEIR_TEST, run
+from tests.suite.someone_elses_run import run
+from tests.suite.test_pytest_plugin import THEIR_TEST
 
 HERE = os.getpid()
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.suite.someone_elses_run import command, environment, run
 
 THEIR_TEST = """
 import pytest, torch
@@ -64,42 +63,6 @@ def their_repository(tmp_path: Path) -> Path:
     (tests / "test_training.py").write_text(THEIR_TEST)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")
     return tmp_path
-
-
-def run(
-    folder: Path,
-    *arguments: str,
-    plugins: str = "no:randomly",
-    says: str = "",
-    before: Sequence[str] = (),
-) -> tuple[int, str]:
-    """Pytest as its user starts it, in ``folder``; ``says``: what the user types."""
-    command = [*before, sys.executable, "-m", "pytest", "-p", plugins, "-p", "no:cacheprovider"]
-    if _not_installed():
-        command += ["-p", "ddp_equivalence.pytest_plugin"]
-    done = subprocess.run(
-        [*command, *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env=_environment(),
-        input=says,
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
-def _not_installed() -> bool:
-    from importlib.metadata import entry_points
-
-    return "ddp_equivalence.pytest_plugin" not in entry_points(group="pytest11").names
-
-
-def _environment() -> dict[str, str]:
-    root = str(Path(__file__).parents[2])
-    inner = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
-    return inner | {"PYTHONPATH": root}
 
 
 @pytest.mark.parametrize(
@@ -266,15 +229,13 @@ def test_ranks_end_when_the_run_is_interrupted(their_repository: Path) -> None:
         + "def test_slow(equivalence):\n"
         + "    equivalence.assert_equivalent(Case(model=build, batch=batch, loss=loss), sleeps)\n"
     )
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/test_slow.py"]
-    plugin = ["-p", "ddp_equivalence.pytest_plugin"] if _not_installed() else []
     process = subprocess.Popen(
-        [*command, *plugin],
+        command("tests/test_slow.py"),
         cwd=their_repository,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=_environment(),
+        env=environment(),
     )
     files = [their_repository / f"pid{rank}" for rank in (0, 1)]
     until = time.monotonic() + 60

@@ -1,0 +1,53 @@
+"""Pytest as somebody else starts it, in a folder of theirs and on tests of theirs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+LONGEST = 240
+"""Seconds after which a run hangs."""
+
+
+def command(*arguments: str, plugins: str = "no:randomly", before: Sequence[str] = ()) -> list[str]:
+    """What starts it; ``before``: the command that starts this one."""
+    found = [*before, sys.executable, "-m", "pytest", "-p", plugins, "-p", "no:cacheprovider"]
+    if "ddp_equivalence.pytest_plugin" not in entry_points(group="pytest11").names:
+        found += ["-p", "ddp_equivalence.pytest_plugin"]
+    return [*found, *arguments]
+
+
+def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of these tests, without what pytest put into it."""
+    root = str(Path(__file__).parents[2])
+    inner = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
+    return inner | {"PYTHONPATH": root} | dict(more or {})
+
+
+def run(
+    folder: Path,
+    *arguments: str,
+    plugins: str = "no:randomly",
+    says: str = "",
+    before: Sequence[str] = (),
+    more: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
+    """Exit status and output of a run in ``folder``.
+
+    ``says``: what its user types. ``more``: environment variables.
+    """
+    done = subprocess.run(
+        command(*arguments, plugins=plugins, before=before),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+        check=False,
+        env=environment(more),
+        input=says,
+    )
+    return done.returncode, done.stdout + done.stderr
