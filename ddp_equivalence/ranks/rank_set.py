@@ -84,7 +84,7 @@ class RankSet:
         self.changed: dict[int, tuple[str, ...]] = {}
         self._collective_timeout = collective_timeout
         self._environment = group_environment() if environment is None else environment
-        self._token = uuid.uuid4().hex
+        self._token = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._cleared = False
         self._processes: dict[int, Any] = {}
         self._connections: dict[int, Connection] = {}

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 MARK = "DDP_EQUIVALENCE_TESTED_RUN"
 """In the environment of a run, and so in that of every process that it starts."""
 
-PATIENCE = 8.0
+PATIENCE = 60.0
 """Seconds in which everything has to be gone: the fork server first imports torch to its end."""
 
 OF_TORCH = "torchinductor_"

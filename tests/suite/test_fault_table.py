@@ -92,7 +92,8 @@ def test_the_cause_and_the_rank_are_named_in_time_and_the_next_case_is_right(
     record_property(FAULT, (fault.name, moment, place, round(seconds, 1)))
     assert verdict.outcome == fault.outcome, text
     assert fault.is_named(text, place), text
-    assert seconds < DEADLINE + MORE
+    again = verdict.second_look.seconds if verdict.second_look is not None else 0.0
+    assert seconds - again < DEADLINE + MORE  # the second look has a deadline of its own
     assert check(case, right_step).outcome == "same"
     assert not processes_of_ended_ranks()
 
@@ -109,6 +110,8 @@ def processes_of_ended_ranks() -> list[str]:
         except OSError:
             continue
         marks = [one.decode() for one in variables if one.startswith(OF_SET.encode())]
-        if marks and marks[0].partition("=")[2] not in alive:
+        token = marks[0].partition("=")[2] if marks else ""
+        # Other workers of the run have ranks of their own.
+        if token.startswith(f"{os.getpid()}-") and token not in alive:
             found.append(f"{entry.parent.name} {marks[0]}")
     return found

@@ -11,11 +11,9 @@ import random
 import re
 import resource
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from torch import nn
 
 from ddp_equivalence import Rank, check
 from ddp_equivalence.ranks import family
-from ddp_equivalence.ranks.warm import warm_ranks
 from tests.suite import leftovers
 from tests.suite.leftovers import Place
 from tests.suite.own_cases import own_case, right_step
@@ -49,7 +46,8 @@ def pytest_configure(config):
 """Before their tests import torch, so that both is done at the same time."""
 
 BEGIN = """
-import os, signal, subprocess, tempfile, time
+import os, signal, socket, subprocess, tempfile, time
+from multiprocessing import forkserver
 import pytest, torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -123,6 +121,13 @@ def test_killed(monkeypatch):
     assert_equivalent(case("1x2"), kills_its_worker)
 """
 
+ASKS_AND_VANISHES = """
+def test_asks_and_vanishes():
+    server = forkserver._forkserver
+    with socket.socket(socket.AF_UNIX) as somebody:
+        somebody.connect(server._forkserver_address)
+    os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOWAIT)
+"""
 
 PLUGINS = {
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
@@ -252,15 +257,13 @@ def test_a_worker_that_is_killed_is_reported_and_the_others_go_on(place: Place) 
     assert not place.left()
 
 
-def test_ranks_start_again_where_the_fork_server_has_failed() -> None:
+def test_ranks_start_where_the_fork_server_has_failed_before(place: Place) -> None:
     """It does not survive somebody who asks for a process and vanishes."""
-    assert check(own_case(), right_step).outcome == "same"
-    warm_ranks().stop()
-    server: Any = forkserver._forkserver  # private
-    with socket.socket(socket.AF_UNIX) as somebody:
-        somebody.connect(server._forkserver_address)
-    os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOWAIT)
-    assert check(own_case(), right_step).outcome == "same"
+    theirs(place, "1x2", tests=ASKS_AND_VANISHES + TRAINS)
+    code, text = run(place.folder, more=variables(place))
+    assert code == 0, text
+    assert "EOFError" in text
+    assert not place.left()
 
 
 SURROUNDINGS = {
