@@ -14,7 +14,15 @@ import numpy as np
 import torch
 
 from ddp_equivalence.errors import SuiteBug
-from ddp_equivalence.gradients import Chunk, Description, Gradients, chunks, dense, describe
+from ddp_equivalence.gradients import (
+    Chunk,
+    Description,
+    Gradients,
+    chunks,
+    dense,
+    describe,
+    hash_bytes,
+)
 from ddp_equivalence.tolerance import Limit, Noise, Tolerance
 
 
@@ -188,7 +196,7 @@ class Comparator:
         sums.seen += chunk.values.numel()
         flat = chunk.values.detach().cpu().contiguous()
         sums.bits.update(chunk.offset.to_bytes(8, "little"))
-        sums.bits.update(flat.view(torch.uint8).numpy().data)
+        hash_bytes(sums.bits, flat)
         whole = self._expected.get(chunk.name)
         if whole is None or chunk.offset + flat.numel() > whole.size:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -39,6 +40,10 @@ MARKERS = (
 _records = pytest.StashKey[list[Record]]()
 _run = pytest.StashKey["Run"]()
 _until = pytest.StashKey[float | None]()
+_started = pytest.StashKey[bool]()
+
+OURS = re.compile(rb"\bddp_equivalence\b|\bequivalence\.(check|assert_equivalent)\b")
+"""Is in the text of a file that will compare something."""
 
 COLLECTIVE = "--ddp-collective-deadline"
 RUN_UNTIL = "DDP_EQUIVALENCE_RUN_UNTIL"
@@ -188,6 +193,18 @@ def _end_of_run(config: pytest.Config) -> float | None:
     if not hasattr(config, "workerinput"):
         os.environ[RUN_UNTIL] = str(until)
     return until
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
+    """Start the ranks' server, which imports torch, while pytest imports the first file of ours."""
+    config = parent.config
+    if config.stash.get(_started, False) or config.getoption("collectonly"):
+        return
+    if file_path.suffix == ".py" and OURS.search(file_path.read_bytes()):
+        from ddp_equivalence.ranks.server import start_early
+
+        config.stash[_started] = True
+        start_early()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 
 from ddp_equivalence.errors import RankEnd, RankFailed, RanksTimedOut
@@ -56,6 +57,11 @@ def innermost(stack: str) -> tuple[str, bool]:
     lines = [line.strip() for line in main_thread.splitlines() if line.strip().startswith("File")]
     own = [line for line in lines if not _of_torch(line)]
     return (own[0] if own else ""), bool(lines) and _of_torch(lines[0])
+
+
+def is_telling(stack: str) -> bool:
+    """True if the rank was putting into words what it raised."""
+    return re.search(r'process\.py", line \d+ in raised$', stack, re.MULTILINE) is not None
 
 
 def _of_torch(line: str) -> bool:

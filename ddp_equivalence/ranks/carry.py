@@ -24,15 +24,17 @@ import cloudpickle
 import torch
 
 from ddp_equivalence.ranks.stamp import Changeable, Stamp, stamp
+from ddp_equivalence.ranks.state import variables
 
 TEST_FILES = ("test_*.py", "*_test.py", "conftest.py")
 """Sent by value even where they could be imported: importing a test module has side effects."""
 
 _INSTALLED = tuple(
-    {str(Path(path).resolve()) for path in sysconfig.get_paths().values() if path}
-    - {str(Path(sys.prefix).resolve())}
+    os.path.join(path, "")
+    for path in {os.path.realpath(path) for path in sysconfig.get_paths().values() if path}
+    - {os.path.realpath(sys.prefix)}
 )
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_PACKAGE = os.path.join(Path(__file__).resolve().parent.parent, "")
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def dumps(function: Callable[..., Any], payload: object) -> bytes:
     Functions and classes that cannot be imported on the ranks go beside it by value; they are
     pickled again only if something in them may have changed.
     """
-    around = Around(list(sys.path), os.getcwd(), dict(os.environb), torch.get_default_dtype())
+    around = Around(list(sys.path), os.getcwd(), variables(), torch.get_default_dtype())
     body = BytesIO()
     pickler = _Pickler(body, protocol=pickle.HIGHEST_PROTOCOL)
     pickler.dump((function, payload))
@@ -178,8 +180,8 @@ def _module_travels(module: ModuleType) -> bool:
 
 
 def _is_own(file: str) -> bool:
-    path = str(Path(file).resolve())
-    return not path.startswith((*_INSTALLED, _PACKAGE))
+    others = (*_INSTALLED, _PACKAGE)
+    return not file.startswith(others) and not os.path.realpath(file).startswith(others)
 
 
 def _importable(name: str, file: str) -> bool:

@@ -46,10 +46,10 @@ class LastCollective:
     at: float
 
     def __str__(self) -> str:
-        shapes = ", ".join(map(str, self.shapes)) or "nothing"
+        shapes = f" of {', '.join(map(str, self.shapes))}" if self.shapes else ""
         kind = f" {'/'.join(sorted(set(self.dtypes)))}" if self.dtypes else ""
         group = "" if self.group in ("default_pg", "") else f" on group {self.group}"
-        return f"{self.op} #{self.number} of {shapes}{kind}{group}"
+        return f"{self.op} #{self.number}{shapes}{kind}{group}"
 
 
 _proved = False

@@ -1,4 +1,4 @@
-"""Messages between the judging process and a rank; arrays travel beside the pickle, uncopied."""
+"""Messages between the judging process and a rank; large arrays go beside the pickle, uncopied."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from typing import Any
 from ddp_equivalence.ranks.collectives import LastCollective
 
 READY, PORT, WORK, STOP = "ready", "port", "work", "stop"
+SMALL = 4096
+"""Bytes of an array up to which copying it costs less than a message of its own."""
+
 RESULTS, FINISHED, RAISED = "results", "finished", "raised"
 
 
@@ -58,11 +61,17 @@ def give_up_after(connection: Connection, seconds: float) -> None:
 
 def send(connection: Connection, kind: str, payload: object = None) -> None:
     """Send one message. Raises OSError if the other side is gone."""
-    buffers: list[pickle.PickleBuffer] = []
-    body = pickle.dumps((kind, payload), protocol=5, buffer_callback=buffers.append)
-    raw = [buffer.raw() for buffer in buffers]
-    connection.send_bytes(pickle.dumps((body, [view.nbytes for view in raw])))
-    for view in raw:
+    beside: list[memoryview] = []
+
+    def is_small(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.nbytes > SMALL:
+            beside.append(view)
+        return view.nbytes <= SMALL
+
+    body = pickle.dumps((kind, payload), protocol=5, buffer_callback=is_small)
+    connection.send_bytes(pickle.dumps((body, [view.nbytes for view in beside])))
+    for view in beside:
         connection.send_bytes(view)
 
 

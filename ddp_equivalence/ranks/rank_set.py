@@ -264,7 +264,20 @@ class RankSet:
         self, ends: dict[int, RankEnd], waiting: dict[int, Connection], deadline: str
     ) -> RankFailed:
         """The error for what happened: the root cause first, then its consequences."""
-        return attribution.failure((ends | self._running(list(waiting))).values(), deadline)
+        running = self._running(list(waiting))
+        for rank, end in running.items():
+            if attribution.is_telling(end.detail):  # it needs a moment to read the source lines
+                running[rank] = self._told(rank) or end
+        return attribution.failure((ends | running).values(), deadline)
+
+    def _told(self, rank: int) -> RankEnd | None:
+        """The end of a rank that was about to say what it raised."""
+        with suppress(OSError):
+            self._connections[rank].poll(GRACE)
+        message, end = self._news(rank)
+        if message is not None and message[0] == messages.RAISED:
+            end = self._exception(rank, message[1])
+        return end
 
     def _running(self, ranks: Sequence[int]) -> dict[int, RankEnd]:
         """The entries of ranks that have not come back: where they are, and in which collective."""

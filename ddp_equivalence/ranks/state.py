@@ -48,15 +48,22 @@ def current() -> State:
     _remarks.clear()
     return State(
         values={name: read() for name, (read, _) in _VALUES.items()},
-        environment=dict(os.environb),
+        environment=variables(),
         path=tuple(sys.path),
         threads=frozenset(one.ident for one in threading.enumerate()),
     )
 
 
+def variables() -> dict[bytes, bytes]:
+    """The environment variables of this process."""
+    # os.environb checks every name and value each time: 0.2 ms.
+    raw: Mapping[bytes, bytes] = getattr(os.environ, "_data", os.environb)
+    return dict(raw)
+
+
 def set_environment(wanted: Mapping[bytes, bytes]) -> list[bytes]:
     """Make the environment this one; the names that differed, in order."""
-    now = dict(os.environb)
+    now = variables()
     if now == wanted:
         return []
     names = sorted(name for name in now.keys() | wanted.keys() if now.get(name) != wanted.get(name))
@@ -107,7 +114,7 @@ def _values(before: State) -> list[str]:
 
 
 def _environment(before: State) -> list[str]:
-    now = dict(os.environb)
+    now = variables()
     names = set_environment(before.environment)
     names = [name for name in names if os.fsdecode(name) not in NOT_THE_STEPS]
     found = []

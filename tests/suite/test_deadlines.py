@@ -65,7 +65,7 @@ def exits_while_others_wait(model: nn.Module, shard: Any, rank: Rank) -> None:
         ),
         (
             exits_while_others_wait,
-            r"Ranks 0, 2 wait in \w+ #1 of .*, for rank 1, which raised ValueError: no such "
+            r"Ranks 0, 2 wait in \w+ #1, for rank 1, which raised ValueError: no such "
             r"thing\.",
         ),
     ],
@@ -76,6 +76,27 @@ def test_who_waits_for_whom_is_one_sentence(step: Any, sentence: str) -> None:
     assert verdict.failure is not None
     assert re.fullmatch(sentence, verdict.failure.waiting), verdict.failure.waiting
     assert verdict.failure.waiting in " ".join(str(verdict).split())
+
+
+class Slow(Exception):
+    """Takes longer to be told than the others wait."""
+
+    def __str__(self) -> str:
+        if not vars(self).setdefault("told", False):
+            self.told = True
+            time.sleep(1.5)
+        return "told at last"
+
+
+def raises_slowly(model: nn.Module, shard: Any, rank: Rank) -> None:
+    raise Slow if rank.rank == 0 else ValueError("no such thing")
+
+
+def test_a_rank_that_is_about_to_tell_what_it_raised_is_heard() -> None:
+    verdict = check(own_case(layout="1x2"), raises_slowly, deadline=20.0)
+    assert verdict.failure is not None
+    assert {end.rank: end.kind for end in verdict.failure.ends} == {0: "exception", 1: "exception"}
+    assert "told at last" in str(verdict)
 
 
 def test_the_last_collective_of_each_rank_is_told_with_the_line_that_called_it() -> None:

@@ -65,6 +65,33 @@ def their_repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
+HAS_SERVER = """
+from multiprocessing import forkserver
+
+def pytest_collection_finish():
+    print("server:", forkserver._forkserver._forkserver_pid is not None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "starts"),
+    [
+        (THEIR_TEST, ("-k", "test_fixture"), True),
+        (THEIR_TEST, ("--collect-only",), False),
+        (ALONE, (), False),
+    ],
+    ids=["ours", "collected only", "theirs alone"],
+)
+def test_the_ranks_server_starts_while_a_file_that_will_need_it_is_imported(
+    tmp_path: Path, file: str, arguments: tuple[str, ...], starts: bool
+) -> None:
+    (tmp_path / "test_theirs.py").write_text(file)
+    (tmp_path / "conftest.py").write_text(HAS_SERVER)
+    code, text = run(tmp_path, "-s", *arguments)
+    assert code == 0, text
+    assert f"server: {starts}" in text
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
