@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from ddp_equivalence.errors import BadCase
 from ddp_equivalence.ranks.server import start_early
 
 SAME, DIFFERENT, BAD_INPUT, NOT_JUDGED = 0, 1, 2, 3
@@ -35,8 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if known.command == "run":
             _run(known, rest)
+        target = _target(known.target) if known.command == "check" else None
         start_early()  # imports torch while this process does
-        return _check(known) if known.command == "check" else _doctor()
+        return _doctor() if target is None else _check(known, *target)
+    except BadCase as error:
+        print(f"ddp-equivalence {known.command}: bad input\n  {error}", file=sys.stderr)
+        return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
@@ -136,36 +141,45 @@ def _absolute(argument: str, before: str) -> str:
     return f"{Path(path).resolve()}{separator}{test}"
 
 
-def _check(known: argparse.Namespace) -> int:
+def _target(text: str) -> tuple[Path, str]:
+    """File and name of ``FILE.py`` or ``FILE.py:NAME``; told before anything slow is imported.
+
+    Raises BadCase if there is no such file.
+    """
+    file, _, name = text.rpartition(":") if ".py:" in text else (text, "", "step")
+    if not Path(file).is_file():
+        raise BadCase("FILE", file, "a Python file that is there")
+    return Path(file), name
+
+
+def _check(known: argparse.Namespace, path: Path, name: str) -> int:
     from dataclasses import replace
 
     import torch
 
-    from ddp_equivalence.errors import BadCase
     from ddp_equivalence.user_file import load
     from ddp_equivalence.verdict import check
 
     try:
-        found = load(known.target)
+        found = load(path, name)
         changes = {
-            name: getattr(known, name)
-            for name in ("layout", "shards", "seed")
-            if getattr(known, name) is not None
+            field: getattr(known, field)
+            for field in ("layout", "shards", "seed")
+            if getattr(known, field) is not None
         }
         if known.dtype is not None:
             changes["dtype"] = None if known.dtype == "as-built" else getattr(torch, known.dtype)
         options = dict(found.options)
-        for name in OPTIONS:
-            if getattr(known, name) is not None:
-                options[name] = getattr(known, name)
+        for option in OPTIONS:
+            if getattr(known, option) is not None:
+                options[option] = getattr(known, option)
         try:
             inspect.signature(check).bind(found.case, found.step, **options)
         except TypeError as error:
             raise BadCase("options", options, f"arguments of check(); {error}") from error
         verdict = check(replace(found.case, **changes), found.step, **options)
-    except BadCase as error:
-        print(f"ddp-equivalence check: bad input\n  {error}", file=sys.stderr)
-        return BAD_INPUT
+    except BadCase:
+        raise
     except Exception:
         # Neither same nor different: Python's own exit code 1 would say "different".
         traceback.print_exc()

@@ -29,17 +29,13 @@ class UserCheck:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def load(target: str) -> UserCheck:
-    """Read ``FILE.py`` or ``FILE.py:NAME``.
+def load(path: Path, name: str) -> UserCheck:
+    """Run the file and take the step of this name, with its case.
 
-    Raises BadCase if the file is not there, raises itself, or has no such case and step.
+    Raises BadCase if the file raises itself, or has no such case and step.
     """
-    file, _, name = target.rpartition(":") if ".py:" in target else (target, "", "step")
-    path = Path(file)
-    if not path.is_file():
-        raise BadCase("FILE", file, "a Python file that is there")
     if not name:
-        raise BadCase("NAME", target, CONVENTION)
+        raise BadCase("NAME", name, CONVENTION)
     module = _run(path)
     found = getattr(module, name, None)
     if isinstance(found, Case):

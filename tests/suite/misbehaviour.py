@@ -29,6 +29,7 @@ class Fault:
     """``says``: a part of the report; RANK stands for the number of the rank that did it.
 
     ``calls``: it is the rank's collectives that are wrong, which the report tells in other words.
+    ``hangs``: only the deadline ends it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Fault:
     outcome: str = "unknown"
     moments: tuple[str, ...] = MOMENTS
     calls: bool = False
+    hangs: bool = False
 
     def is_named(self, report: str, rank: int) -> bool:
         """True if the report, on one line, names this fault and the rank."""
@@ -56,9 +58,9 @@ FAULTS = {
         Fault("SIGKILL", CAUSE + "killed by SIGKILL (out of memory?"),
         Fault("SIGSEGV", CAUSE + "killed by SIGSEGV"),
         Fault("SIGABRT", CAUSE + "killed by SIGABRT"),
-        Fault("SIGSTOP", CAUSE + "is stopped by a signal (SIGSTOP?)"),
-        Fault("endless loop", CAUSE + "still running"),
-        Fault("GIL held", CAUSE + "still running"),
+        Fault("SIGSTOP", CAUSE + "is stopped by a signal (SIGSTOP?)", hangs=True),
+        Fault("endless loop", CAUSE + "still running", hangs=True),
+        Fault("GIL held", CAUSE + "still running", hangs=True),
         Fault("collective of its own", calls=True),
         Fault("other op", calls=True),
         Fault("other shape", calls=True),

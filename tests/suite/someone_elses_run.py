@@ -13,9 +13,15 @@ LONGEST = 240
 """Seconds after which a run hangs."""
 
 
+SLOW = ("no:cacheprovider", "no:unraisableexception", "no:threadexception")
+"""Parts of pytest that these runs do without: those two collect garbage ten times at the end."""
+
+
 def command(*arguments: str, plugins: str = "no:randomly", before: Sequence[str] = ()) -> list[str]:
     """What starts it; ``before``: the command that starts this one."""
-    found = [*before, sys.executable, "-m", "pytest", "-p", plugins, "-p", "no:cacheprovider"]
+    found = [*before, sys.executable, "-m", "pytest"]
+    for one in (plugins, *SLOW):
+        found += ["-p", one]
     if "ddp_equivalence.pytest_plugin" not in entry_points(group="pytest11").names:
         found += ["-p", "ddp_equivalence.pytest_plugin"]
     return [*found, *arguments]

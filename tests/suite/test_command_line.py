@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from ddp_equivalence.cli import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,6 +54,18 @@ def user_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """The working folder; what is imported from it is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in sys.modules.keys() - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
 def run(*arguments: str, folder: Path | None = None) -> tuple[int, str, str]:
     done = subprocess.run(
         [sys.executable, "-m", "ddp_equivalence", *arguments],
@@ -76,13 +91,31 @@ def run(*arguments: str, folder: Path | None = None) -> tuple[int, str, str]:
     ],
 )
 def test_check_tells_same_from_different_from_not_judged(
-    user_file: Path, arguments: tuple[str, ...], code: int, says: str
+    here: None,
+    user_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    code: int,
+    says: str,
 ) -> None:
     name, *options = arguments or ("",)
-    found, text, errors = run("check", f"{user_file}{name}", *options)
+    found = main(["check", f"{user_file}{name}", *options])
+    text, errors = capsys.readouterr()
     assert found == code, text + errors
     assert says in text
     assert errors == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "says"),
+    [("", 0, "same"), (":doubled", 1, "sum_not_mean"), (":nothing", 2, "bad input")],
+)
+def test_the_process_ends_with_the_exit_code(
+    user_file: Path, name: str, code: int, says: str
+) -> None:
+    found, text, errors = run("check", f"{user_file}{name}")
+    assert found == code, text + errors
+    assert says in text + errors
 
 
 @pytest.mark.parametrize(
@@ -95,15 +128,22 @@ def test_check_tells_same_from_different_from_not_judged(
         ("import no_such_module", "mine.py", "No module named 'no_such_module'"),
         (USER_FILE.replace("1x2", "2xx2"), "mine.py", "layout = '2xx2': nodes x ranks per node"),
         (USER_FILE, "mine.py:nothing", "NAME = 'nothing': not in mine.py"),
+        (USER_FILE, "mine.py:", "NAME = '': a file with `case = Case(...)`"),
         (USER_FILE + "\noptions = {'speed': 3}", "mine.py", "unexpected keyword argument 'speed'"),
     ],
 )
 def test_bad_input_is_told_on_stderr_with_exit_code_2(
-    tmp_path: Path, content: str, target: str, says: str
+    here: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: str,
+    target: str,
+    says: str,
 ) -> None:
     (tmp_path / "beside.py").write_text(BESIDE)
     (tmp_path / "mine.py").write_text(content)
-    code, text, errors = run("check", target, folder=tmp_path)
+    code = main(["check", target])
+    text, errors = capsys.readouterr()
     assert (code, text) == (2, "")
     assert "bad input" in errors
     assert says in errors
