@@ -63,7 +63,7 @@ class Harness:
     def files(self) -> dict[str, Path]:
         """What lies in its folder."""
         worlds = BENCHMARKS / "speed_worlds"
-        around = {name: worlds / name for name in ("the_check.py", "record_times.py")}
+        around = {name: worlds / name for name in ("the_check.py", "record_times.py", "bare.py")}
         return around | {self.file: worlds / f"{self.world}.py"}
 
     @property
@@ -82,6 +82,7 @@ FLOOR = Harness("bare ranks (the floor)", "bare")
 WARM = Harness("this suite", "suite", SUITE)
 HARNESSES = (
     FLOOR,
+    Harness("bare ranks under pytest", "bare_under_pytest"),
     WARM,
     Harness("MultiProcContinuousTest", "multi_proc_continuous_test", needs=INTERNAL),
     Harness("this suite --fresh-ranks", "suite", (*SUITE, "--fresh-ranks"), slow=True),

@@ -10,6 +10,8 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -28,29 +30,41 @@ def work(rank: int, rendezvous: str, connections: list[Connection]) -> None:
     os._exit(0)
 
 
-def main() -> None:
-    """Run the checks, and write when each began."""
+@contextmanager
+def bare_ranks() -> Iterator[tuple[Connection, ...]]:
+    """A connection to every rank, until the end of the block."""
     torch.set_num_threads(1)
-    starts = []
-    first_comparison = 0.0
     with tempfile.TemporaryDirectory() as folder:
         pipes = [multiprocessing.Pipe() for _ in range(RANKS)]
         ours, theirs = zip(*pipes, strict=True)
         # daemon: they are ended if a check fails here.
         arguments = f"{folder}/store", theirs
         ranks = multiprocessing.spawn(work, arguments, RANKS, join=False, daemon=True)
-        for seed in range(CHECKS):
-            starts.append(time.monotonic())
-            for connection in ours:
-                connection.send(seed)
-            expected = big_batch(seed)
-            for connection in ours:
-                received = bytearray(connection.recv_bytes())
-                assert_same(torch.frombuffer(received, dtype=torch.float64), expected)
-            first_comparison = first_comparison or time.monotonic()
+        yield ours
         for connection in ours:
             connection.send(None)
         ranks.join()
+
+
+def check(seed: int, ranks: tuple[Connection, ...]) -> None:
+    """One check; raises if a gradient of a rank is another one than the big batch's."""
+    for connection in ranks:
+        connection.send(seed)
+    expected = big_batch(seed)
+    for connection in ranks:
+        received = bytearray(connection.recv_bytes())
+        assert_same(torch.frombuffer(received, dtype=torch.float64), expected)
+
+
+def main() -> None:
+    """Run the checks, and write when each began."""
+    starts = []
+    first_comparison = 0.0
+    with bare_ranks() as ranks:
+        for seed in range(CHECKS):
+            starts.append(time.monotonic())
+            check(seed, ranks)
+            first_comparison = first_comparison or time.monotonic()
     times = {"starts": starts, "first_comparison": first_comparison, "passed": CHECKS}
     Path(os.environ["BENCHMARK_RESULT"]).write_text(json.dumps(times))
 
