@@ -66,7 +66,12 @@ def _second_look(look: SecondLook) -> list[str]:
     how = f"Second look (fresh ranks, TORCH_DISTRIBUTED_DEBUG=DETAIL, {look.seconds:.1f} s):"
     if look.failure is None:
         return wrapped(f"{how} it did not fail again; all ranks finished.", "  ")
-    lines = wrapped(f"{how} it failed again.", "  ")
+    found = "it failed again."
+    if not look.ranks_began:
+        found = "its ranks could not be started."
+    elif look.cut_short:
+        found = "it was not done by then either."
+    lines = wrapped(f"{how} {found}", "  ")
     lines += wrapped(_clipped(str(look.failure)), "    ")
     if look.failure.waiting:
         lines += wrapped(look.failure.waiting, "    ")

@@ -207,6 +207,17 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
         start_early()
 
 
+@pytest.hookimpl(tryfirst=True, specname="pytest_runtest_protocol")
+def end_in_time(item: pytest.Item) -> bool | None:
+    """Once the run's time is over nothing more runs, and the run has failed."""
+    until = item.config.stash[_until]
+    if until is None or time.monotonic() <= until:
+        return None
+    seconds = item.config.getoption("--ddp-run-deadline")
+    item.session.shouldfail = f"--ddp-run-deadline: the {seconds:g} s of this run are over"
+    return True
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Checks made by this test follow the run's options, and are remembered with it."""
@@ -223,10 +234,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
                 node = verdict.case.ranks.rows[rank].node
                 item.add_report_section("call", f"output of rank {rank} (node {node})", text)
 
-    until = item.config.stash[_until]
-    if until is not None and time.monotonic() > until:
-        seconds = item.config.getoption("--ddp-run-deadline")
-        item.session.shouldfail = f"--ddp-run-deadline: the {seconds:g} s of this run are over"
     with session.using(_settings(item)), session.observed(remember):
         return (yield)
 

@@ -22,10 +22,16 @@ TIMES = 3.0
 
 @dataclass(frozen=True)
 class SecondLook:
-    """What the second try showed: ``failure`` is None if it did not fail again."""
+    """What the second try showed: ``failure`` is None if it did not fail again.
+
+    ``ranks_began``: False if they could not even be started. ``cut_short``: it was not done by its
+    own deadline, which is below that of the case: it may be slow, or hang again.
+    """
 
     failure: RankFailed | None
     seconds: float
+    ranks_began: bool = True
+    cut_short: bool = False
 
 
 def second_look(request: Request, first: RankFailed, began: float) -> SecondLook | None:
@@ -41,11 +47,14 @@ def second_look(request: Request, first: RankFailed, began: float) -> SecondLook
     stuck = max((end.last.at - began for end in first.ends if end.last is not None), default=0.0)
     deadline = min(request.deadline, LEAST + TIMES * max(0.0, stuck))
     started = time.monotonic()
-    failure = None
+    failure, ranks_began = None, False
     try:
         with at_work(request, deadline, fresh=True, environment=DETAIL) as ranks:
+            ranks_began = True
             for _ in ranks.collect(deadline):
                 pass
     except RankFailed as error:
         failure = error
-    return SecondLook(failure, time.monotonic() - started)
+    late = isinstance(failure, RanksTimedOut) or "monitoredBarrier" in str(failure)
+    cut_short = late and deadline < request.deadline
+    return SecondLook(failure, time.monotonic() - started, ranks_began, cut_short)

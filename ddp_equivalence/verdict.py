@@ -210,7 +210,8 @@ def raise_unless_same(verdict: Verdict) -> None:
     if verdict.outcome == "different":
         raise NotEquivalent(verdict)
     if verdict.failure is not None:
-        raise type(verdict.failure)(str(verdict), verdict.failure.ends)
+        failure = verdict.failure
+        raise type(failure)(str(verdict), failure.ends, failure.waiting)
     if verdict.outcome == "unknown":
         raise NothingCompared(verdict)
 

@@ -12,16 +12,24 @@ LEFT_BEHIND = ("Connection closed by peer", "Connection reset by peer", "Broken 
 TIMED_OUT = ("Timed out waiting", "timed out", "Watchdog caught collective operation timeout")
 """What gloo and NCCL say on the ranks that waited for another one."""
 
+OF_A_BACKEND = ("/gloo/", "NCCL", "ProcessGroup")
+"""Is in such a message too: a user's own code times out as well, and loses connections."""
+
+WATCHDOG = "Watchdog caught collective operation timeout"
+"""NCCL's, which ends the process that waited by SIGABRT; its words are in the output."""
+
+NOT_IN_TIME = "its collective timed out"
+
 
 def failure(ends: Iterable[RankEnd], deadline: str) -> RankFailed:
-    """The error for what happened, with an entry for every rank; ``deadline`` as words."""
+    """The error for what happened, with an entry for every rank; ``deadline``: "within ..."."""
     ends = sorted(ends, key=lambda end: end.rank)
     culprits = _culprits(ends)
     ordered = sorted(ends, key=lambda end: (_weight(end, end.rank in culprits), end.at))
     first, waiting = ordered[0], who_waits(ends)
-    if first.kind == "running" or (first.waits and says(first.what, TIMED_OUT)):
+    if first.kind == "running" or (first.waits and _says(first.what, TIMED_OUT)):
         late = [end.rank for end in ordered if end.failed]
-        return RanksTimedOut(f"{_ranks(late)} did not come back ({deadline})", ordered, waiting)
+        return RanksTimedOut(f"{_ranks(late)} did not come back {deadline}", ordered, waiting)
     where = f"rank {first.rank} (node {first.node}, local rank {first.local_rank})"
     return RankFailed(f"{where}: {first.what}", ordered, waiting)
 
@@ -46,8 +54,12 @@ def who_waits(ends: Sequence[RankEnd]) -> str:
     return _sentence(told[0] + ("" if calls[0][0] is None else same))
 
 
-def says(text: str, phrases: Iterable[str]) -> bool:
-    """True if one of the phrases is in the text."""
+def was_left_waiting(raised: str) -> bool:
+    """True if a collective failed because another rank did not come, or had gone."""
+    return _says(raised, OF_A_BACKEND) and _says(raised, (*LEFT_BEHIND, *TIMED_OUT))
+
+
+def _says(text: str, phrases: Iterable[str]) -> bool:
     return any(phrase in text for phrase in phrases)
 
 

@@ -80,8 +80,26 @@ class Broker:
         except OSError:
             claim.close()
             return False
-        held.enter_context(claim)
+        _claims.add(claim)
+        held.callback(_give_up, claim)
         return True
+
+
+_claims: set[socket.socket] = set()
+
+
+def _give_up(claim: socket.socket) -> None:
+    _claims.discard(claim)
+    claim.close()
+
+
+def _forget_claims() -> None:
+    """In a fork of this process, which would hold on to them: workers of a DataLoader."""
+    while _claims:
+        _claims.pop().close()
+
+
+os.register_at_fork(after_in_child=_forget_claims)
 
 
 @lru_cache(maxsize=1)

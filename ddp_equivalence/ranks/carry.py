@@ -21,10 +21,9 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
-import torch
 
 from ddp_equivalence.ranks.stamp import Changeable, Stamp, stamp
-from ddp_equivalence.ranks.state import variables
+from ddp_equivalence.ranks.state import settings, variables
 
 TEST_FILES = ("test_*.py", "*_test.py", "conftest.py")
 """Sent by value even where they could be imported: importing a test module has side effects."""
@@ -44,7 +43,7 @@ class Around:
     path: list[str]
     folder: str
     environment: dict[bytes, bytes]
-    default_dtype: torch.dtype
+    settings: dict[str, Any]
 
 
 _travels: dict[tuple[str, str], bool] = {}
@@ -59,7 +58,7 @@ def dumps(function: Callable[..., Any], payload: object) -> bytes:
     Functions and classes that cannot be imported on the ranks go beside it by value; they are
     pickled again only if something in them may have changed.
     """
-    around = Around(list(sys.path), os.getcwd(), variables(), torch.get_default_dtype())
+    around = Around(list(sys.path), os.getcwd(), variables(), settings())
     body = BytesIO()
     pickler = _Pickler(body, protocol=pickle.HIGHEST_PROTOCOL)
     pickler.dump((function, payload))

@@ -48,7 +48,7 @@ class LastCollective:
     def __str__(self) -> str:
         shapes = f" of {', '.join(map(str, self.shapes))}" if self.shapes else ""
         kind = f" {'/'.join(sorted(set(self.dtypes)))}" if self.dtypes else ""
-        group = "" if self.group in ("default_pg", "") else f" on group {self.group}"
+        group = "" if self.group in (ALL, "") else f" on group {self.group}"
         return f"{self.op} #{self.number}{shapes}{kind}{group}"
 
 
@@ -85,13 +85,25 @@ def new_collectives() -> tuple[Collective, ...] | None:
         if new and (forgotten := new[0]["record_id"] - before - 1) > 0:
             found.append(Collective(FORGOTTEN, forgotten))
         _newest[name] = entries[-1]["record_id"]
-        _issued.update({_group(one): _number(one) for one in entries})
+        _issued.update({_group(one): _number(one) for one in entries if not one.get("is_p2p")})
         found += [Collective(_op(one), sum(map(math.prod, one["input_sizes"]))) for one in new]
     return tuple(found) if _proved else None
 
 
 FORGOTTEN = "forgotten"
 """Not an op: how many collectives the recorder no longer held."""
+
+
+def issued_by_all() -> int | None:
+    """How many collectives of the group of all ranks this rank has issued; None if not recorded.
+
+    As of the last call of ``new_collectives``.
+    """
+    return _issued.get(ALL, 0) if _proved else None
+
+
+ALL = "default_pg"
+"""What torch calls the group of all ranks."""
 
 
 def last_collective() -> LastCollective | None:

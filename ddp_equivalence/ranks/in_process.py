@@ -35,8 +35,9 @@ class RanksWithOneHere(RankSet):
         collective_timeout: float,
         environment: tuple[tuple[str, str], ...] | None = None,
         devices: tuple[str, ...] | None = None,
+        method: str = "forkserver",
     ) -> None:
-        super().__init__(layout, lane, PATIENCE, environment, devices)
+        super().__init__(layout, lane, PATIENCE, environment, devices, method)
         self._here: Rank | None = None
         self._environment_here: dict[bytes, bytes] = {}
         self._message = b""

@@ -23,12 +23,15 @@ RESULTS, FINISHED, RAISED = "results", "finished", "raised"
 class Finished:
     """A rank's last word on its work: the last results, and what it left behind.
 
-    ``same_group``: the process group is still the one it began with. ``changed``: state that the
-    work changed, put back since. ``running``: threads and processes that it left running.
+    ``same_groups``: its process groups are still those it began with. ``issued``: how many
+    collectives of the group of all ranks it has issued in its life, None if that is not known.
+    ``changed``: state that the work changed, put back since. ``running``: threads and processes
+    that it left running.
     """
 
     results: list[object]
-    same_group: bool
+    same_groups: bool
+    issued: int | None
     changed: tuple[str, ...]
     running: tuple[str, ...]
 

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence.layouts import Row
 from ddp_equivalence.ranks import carry, family, messages, state, witness
-from ddp_equivalence.ranks.collectives import last_collective, prove_recorder
+from ddp_equivalence.ranks.collectives import issued_by_all, last_collective, prove_recorder
 from ddp_equivalence.ranks.environment import (
     DEFAULTS,
     LOOPBACK,
@@ -46,13 +46,15 @@ HELD = 2
 class Birth:
     """All that a rank's process is told at its start.
 
-    ``environment``: the caller's variables that shape a process group. ``token``: of the set.
+    ``environment``: the caller's variables that shape a process group. ``start_timeout``: seconds
+    to join it, ``collective_timeout``: for each collective from then on. ``token``: of the set.
     """
 
     row: Row
     lane: Lane
     visible: str
     environment: tuple[tuple[str, str], ...]
+    start_timeout: float
     collective_timeout: float
     token: str
 
@@ -87,8 +89,7 @@ def main(birth: Birth, ends: Ends) -> None:
         with suppress(OSError):  # the judging process is gone
             messages.send(ends.work, messages.RAISED, raised(error))
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         # A group destroyed while a DDP object lives deadlocks in torch 2.13; the kernel
         # cleans up better.
         os._exit(0)
@@ -106,7 +107,7 @@ def join(birth: Birth, agree: Callable[[int | None], int]) -> Rank:
     os.environ |= {"CUDA_VISIBLE_DEVICES": birth.visible, OF_SET: birth.token}
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # no stubs
     device = device_of(row.local_rank, birth.lane, birth.visible)
-    timeout = timedelta(seconds=birth.collective_timeout)
+    timeout = timedelta(seconds=birth.start_timeout)
     store = None
     if row.rank == 0:
         # Port 0: the system gives a free one, and nobody can take it in between.
@@ -130,7 +131,10 @@ def join(birth: Birth, agree: Callable[[int | None], int]) -> Rank:
         world_size=row.world_size,
         timeout=timeout,
     )
-    prove_recorder(device)
+    prove_recorder(device)  # with NCCL the first collective makes the connections
+    timeout = timedelta(seconds=birth.collective_timeout)
+    store.set_timeout(timeout)
+    dist.distributed_c10d._set_pg_timeout(timeout)  # private: a test says if it goes
     return Rank(
         rank=row.rank,
         world_size=row.world_size,
@@ -187,13 +191,14 @@ def _work(rank: Rank, connection: Connection) -> bool:
     kind, payload = messages.receive(connection)
     if kind == messages.STOP:
         return False
-    group = _group()
+    groups = _groups()
     results: list[object] = []
     try:
         around, apart, body = carry.loads_around(payload)
         _take_over(around)
-        before = state.current()
         function, argument = carry.loads(apart, body)
+        state.take_over(around.settings)  # now, as the step's modules may set others at import
+        before = state.current()
         for result in function(rank, argument):
             if len(results) == HELD:
                 messages.send(connection, messages.RESULTS, results)
@@ -203,21 +208,28 @@ def _work(rank: Rank, connection: Connection) -> bool:
         _collect_garbage()
         finished = messages.Finished(
             results=results,
-            # A step that has destroyed or replaced the group leaves a rank that can go on no more.
-            same_group=_group() is group,
+            # Without its group a rank can go on no more; those that it has made would add up.
+            same_groups=_groups() - state.kept_groups() == groups - state.kept_groups(),
+            issued=issued_by_all(),
             changed=state.put_back(before),
             running=state.left_running(before),
         )
+        _flush()
         messages.send(connection, messages.FINISHED, finished)
     except BaseException as error:  # SystemExit too: every rank's end is accounted for
         if isinstance(error, OSError) and connection.closed:
             raise
+        _flush()  # before the word that the output is complete
         messages.send(connection, messages.RAISED, raised(error))
         traceback.clear_frames(error.__traceback__)
         del error
-    sys.stdout.flush()
-    sys.stderr.flush()
     return True
+
+
+def _flush() -> None:
+    with suppress(OSError, ValueError):  # a step may have closed or replaced them
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def _collect_garbage() -> None:
@@ -231,13 +243,18 @@ def _collect_garbage() -> None:
     if len(sys.modules) > _modules:
         _modules = len(sys.modules)
         gc.freeze()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # for ranks of another layout on the same GPU
 
 
 _modules = 0
 
 
-def _group() -> object:
-    return dist.group.WORLD if dist.is_initialized() else None
+def _groups() -> frozenset[int]:
+    """The process groups that there are."""
+    known = getattr(dist.distributed_c10d._world, "pg_map", {})  # private: else only the first
+    here = (dist.group.WORLD, *known) if dist.is_initialized() else ()
+    return frozenset(map(id, here))
 
 
 def _take_over(around: carry.Around) -> None:
@@ -245,7 +262,6 @@ def _take_over(around: carry.Around) -> None:
     state.set_environment(around.environment | _own_environment)
     sys.path[:] = around.path
     os.chdir(around.folder)
-    torch.set_default_dtype(around.default_dtype)
 
 
 _own_environment: dict[bytes, bytes] = {}

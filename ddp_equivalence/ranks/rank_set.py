@@ -20,6 +20,7 @@ import torch.multiprocessing as multiprocessing
 
 from ddp_equivalence.errors import RankEnd, RankFailed
 from ddp_equivalence.layouts import Layout, Row
+from ddp_equivalence.prose import plural
 from ddp_equivalence.ranks import attribution, family, messages, witness
 from ddp_equivalence.ranks.environment import OF_SET, group_environment
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices, visible_devices
@@ -34,7 +35,8 @@ GRACE = 1.0
 """Seconds the other ranks get to tell their own story after the first failure."""
 
 STOP_DEADLINE = 2.0
-STACKS_DEADLINE = 0.5
+STACKS_DEADLINE, STACKS_DEADLINE_MORE = 0.5, 0.05
+"""Seconds to tell where they are, for all ranks and for each of them."""
 
 SILENCE = 10.0
 """Seconds without a byte in the middle of a message, after which its sender hangs."""
@@ -67,7 +69,7 @@ class RankSet:
     ``broken`` turns True after any trouble; a broken set is only good for ``stop()``.
     ``changed``: rank -> what its last work changed in its process or left running.
     ``environment``: variables that the ranks' process groups begin with. ``devices``: the GPUs that
-    they may use.
+    they may use. ``method``: one of ``ranks.server.METHODS``.
     """
 
     def __init__(
@@ -77,12 +79,14 @@ class RankSet:
         collective_timeout: float,
         environment: tuple[tuple[str, str], ...] | None = None,
         devices: tuple[str, ...] | None = None,
+        method: str = "forkserver",
     ) -> None:
         self.layout, self.lane = layout, lane
         self.devices = cuda_devices() if devices is None else devices
         self.broken = False
         self.changed: dict[int, tuple[str, ...]] = {}
         self._collective_timeout = collective_timeout
+        self._method = method
         self._environment = group_environment() if environment is None else environment
         self._token = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._cleared = False
@@ -97,7 +101,8 @@ class RankSet:
 
         Raises RankFailed or RanksTimedOut; OSError if the system has no room for more.
         """
-        start_server()
+        if self._method == "forkserver":
+            start_server()
         with own_main():
             for row in self._processes_of():
                 self._give_birth(self._birth(row))
@@ -113,12 +118,14 @@ class RankSet:
             lane=self.lane,
             visible=visible_devices(self.layout, self.lane, self.devices)[row.rank],
             environment=self._environment,
+            start_timeout=START_DEADLINE,
             collective_timeout=self._collective_timeout,
             token=self._token,
         )
 
     def _give_birth(self, birth: Birth) -> None:
-        context, rank = multiprocessing.get_context("forkserver"), birth.row.rank
+        context: Any = multiprocessing.get_context(self._method)
+        rank = birth.row.rank
         self._outputs[rank] = Spool()
         self._stacks[rank] = Spool()
         self._connections[rank], theirs = context.Pipe()
@@ -138,7 +145,8 @@ class RankSet:
     def _join(self) -> None:
         """Wait until all ranks have joined one group; the store's port goes from rank 0 to all."""
         deadline = time.monotonic() + START_DEADLINE
-        for rank, kind, payload in self._listen({messages.READY}, deadline, "start"):
+        within = f"within the {START_DEADLINE:g} s they have to start"
+        for rank, kind, payload in self._listen({messages.READY}, deadline, within):
             if kind == messages.PORT and rank == 0:
                 self._tell_port(payload)
 
@@ -163,16 +171,29 @@ class RankSet:
         every rank; the set is then broken, and its processes are gone.
         """
         until = time.monotonic() + deadline
-        for rank, kind, payload in self._listen({messages.FINISHED}, until, f"{deadline:.3g} s"):
+        issued: dict[int, int] = {}
+        within = f"within the {deadline:.3g} s of the deadline"
+        for rank, kind, payload in self._listen({messages.FINISHED}, until, within):
             results = payload
             if kind == messages.FINISHED:
                 results = payload.results
                 if payload.changed or payload.running:
                     self.changed[rank] = payload.changed + payload.running
-                if payload.running or not payload.same_group:
+                if payload.running or not payload.same_groups:
                     self.broken = True  # this work is done, the next is for others
+                issued[rank] = payload.issued or 0
             for result in results:
                 yield rank, result
+        for rank, count in issued.items():
+            if alone := count - min(issued.values()):
+                # Nobody waits for them in this work; the next would meet them.
+                what = f"{alone} {plural(alone, 'collective')} that other ranks do not call"
+                self.changed[rank] = (*self.changed.get(rank, ()), what)
+                self.broken = True
+
+    def is_alive(self) -> bool:
+        """True if every rank is still there."""
+        return all(process.is_alive() for process in self._processes.values())
 
     def output(self, rank: int) -> str:
         """What the rank printed since its last work was submitted; the end of it, if much."""
@@ -224,8 +245,9 @@ class RankSet:
                     if end is not None:
                         ends[rank] = end
                         del waiting[rank]
-                        if end.failed:
-                            until = min(until, time.monotonic() + GRACE)
+                        if end.failed and time.monotonic() + GRACE < until:
+                            until = time.monotonic() + GRACE
+                            deadline = f"within {GRACE:g} s of the first failure"
             if any(end.failed for end in ends.values()):
                 raise self._trouble(ends, waiting, deadline)
             complete = True
@@ -284,7 +306,9 @@ class RankSet:
         stopped = [rank for rank in ranks if family.is_stopped(self._processes[rank].pid)]
         able = [rank for rank in ranks if rank not in stopped]
         stacks = self._stacks_of(able)
-        last = witness.ask({rank: self._witnesses[rank] for rank in able}, STACKS_DEADLINE)
+        seconds = STACKS_DEADLINE + STACKS_DEADLINE_MORE * len(able)
+        last = witness.ask({rank: self._witnesses[rank] for rank in able}, seconds)
+        stacks |= {rank: self._stacks[rank].read() or stacks[rank] for rank in able}  # in full
         ends = {}
         for rank in ranks:
             line, in_torch = attribution.innermost(stacks.get(rank, ""))
@@ -305,7 +329,7 @@ class RankSet:
             self._stacks[rank].empty()
             with suppress(OSError):
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        until = time.monotonic() + STACKS_DEADLINE
+        until = time.monotonic() + STACKS_DEADLINE + STACKS_DEADLINE_MORE * len(ranks)
         found = dict.fromkeys(ranks, "")
         while time.monotonic() < until and not all(found.values()):
             time.sleep(0.02)
@@ -320,7 +344,10 @@ class RankSet:
             what = f"killed by {signal.Signals(-code).name}"
             if -code == signal.SIGKILL:
                 what += " (out of memory? see the kernel's log)"
-            return self.end(rank, "signal", what, at=at)
+            waits = -code == signal.SIGABRT and attribution.WATCHDOG in self.output(rank)
+            if waits:
+                what += f" by NCCL's watchdog: {attribution.NOT_IN_TIME}"
+            return self.end(rank, "signal", what, at=at, waits=waits)
         if code is None:
             return self.end(rank, "exit", "closed its connection and lives on", at=at)
         return self.end(rank, "exit", f"ended without a result, exit code {code}", at=at)
@@ -331,7 +358,7 @@ class RankSet:
         return self.end(rank, "output", what, at=time.monotonic())
 
     def _exception(self, rank: int, raised: messages.Raised) -> RankEnd:
-        left = attribution.says(raised.what, (*attribution.LEFT_BEHIND, *attribution.TIMED_OUT))
+        waits = raised.last is not None and attribution.was_left_waiting(raised.what)
         return self.end(
             rank,
             "exception",
@@ -340,7 +367,7 @@ class RankSet:
             line=raised.line,
             at=raised.at,
             last=raised.last,
-            waits=left,
+            waits=waits,
         )
 
     def _finished(self, rank: int) -> RankEnd:

@@ -1,18 +1,39 @@
-"""The server that ranks are forked from, with torch imported once. Imports no torch itself."""
+"""How ranks are started: forked from a server that has imported torch once. Imports no torch."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, util
 from types import ModuleType
+from typing import Any
+
+from ddp_equivalence.errors import BadCase
+
+METHOD = "DDP_EQUIVALENCE_START_METHOD"
+"""The environment variable that chooses how ranks are started."""
+
+METHODS = ("forkserver", "spawn")
 
 PRELOAD = ("ddp_equivalence.ranks.last_will", "ddp_equivalence.ranks.preload")
 
 FOLDER = "DDP_EQUIVALENCE_SERVER_FOLDER"
 """Tells the server the folder that holds its socket."""
+
+
+def start_method() -> str:
+    """``forkserver``, or ``spawn`` where that is asked for or the platform has nothing else: each
+    rank then imports torch itself.
+
+    Raises BadCase if the environment asks for another one.
+    """
+    wanted = os.environ.get(METHOD) or METHODS[0]
+    if wanted not in METHODS:
+        raise BadCase(METHOD, wanted, "forkserver (torch imported once) or spawn (by each rank)")
+    return wanted if wanted in multiprocessing.get_all_start_methods() else "spawn"
 
 
 def start_server() -> None:
@@ -26,13 +47,27 @@ def start_server() -> None:
         forkserver.ensure_running()
 
 
+def _forget_server() -> None:
+    """In a fork of this process: the server is the parent's, which it serves until that ends."""
+    server: Any = getattr(forkserver, "_forkserver", None)  # private: a test says if it goes
+    if server is None or getattr(server, "_forkserver_pid", None) is None:
+        return
+    with suppress(OSError):
+        os.close(server._forkserver_alive_fd)
+    server._forkserver_alive_fd = server._forkserver_pid = server._forkserver_address = None
+
+
+os.register_at_fork(after_in_child=_forget_server)
+
+
 def start_early() -> None:
     """Start the server before anybody needs it; the first ranks then wait less for it.
 
     Where that fails, they say why.
     """
-    with suppress(OSError):
-        start_server()
+    with suppress(OSError, BadCase):
+        if start_method() == "forkserver":
+            start_server()
 
 
 @contextmanager

@@ -58,8 +58,11 @@ def _parts(
         yield repr(value) if isinstance(value, float | complex) else value
         return
     inner: Iterable[object]
+    if isinstance(value, ModuleType) and by_value(value):
+        raise Changeable("module")  # travels with all that it holds
     if isinstance(value, CodeType):
         yield value
+        yield value.co_filename  # not part of its equality
         inner = ()
     elif isinstance(value, FunctionType | type) and by_value(value):
         if id(value) in seen:

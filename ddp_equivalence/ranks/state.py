@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +14,14 @@ import torch
 
 from ddp_equivalence.ranks.family import children, has_children
 
-NOT_THE_STEPS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
-"""Environment variables that others change: pytest, and torch when parts of it are imported."""
+NOT_THE_STEPS = ("PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_", "CUDA_HOME")
+"""Beginnings of variables that others set: pytest, and torch when it is imported or compiles."""
 
 KEPT_THREADS = ("TMonitor",)
 """Classes of threads that their libraries keep for the life of a process: tqdm's monitor."""
+
+KEPT_BY_MODULES = ("torch._inductor.", "concurrent.futures.process")
+"""Beginnings of modules whose threads stay on purpose: torch's compiler waits for its next work."""
 
 KEPT_CHILDREN = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
 """Parts of command lines of processes that their libraries keep on purpose."""
@@ -43,15 +47,40 @@ def remark(change: str) -> None:
 _remarks: list[str] = []
 
 
+def keep_group(group: object) -> None:
+    """This process group is meant to stay for later work."""
+    _kept_groups.append(group)
+
+
+def kept_groups() -> frozenset[int]:
+    """The ids of groups that are meant to stay."""
+    return frozenset(map(id, _kept_groups))
+
+
+_kept_groups: list[object] = []
+
+
 def current() -> State:
     """The state now."""
     _remarks.clear()
     return State(
-        values={name: read() for name, (read, _) in _VALUES.items()},
+        values={name: _read(name) for name in _VALUES},
         environment=variables(),
         path=tuple(sys.path),
         threads=frozenset(one.ident for one in threading.enumerate()),
     )
+
+
+def settings() -> dict[str, Any]:
+    """What ranks take over from the judging process, so that both train in the same way."""
+    return {name: _read(name) for name in TAKEN_OVER}
+
+
+def take_over(settings: Mapping[str, Any]) -> None:
+    """Make these settings those of this process."""
+    for name, value in settings.items():
+        if value is not None and _read(name) != value:
+            _write(name, value)
 
 
 def variables() -> dict[bytes, bytes]:
@@ -91,7 +120,7 @@ def left_running(before: State) -> tuple[str, ...]:
     threads = [
         one
         for one in threading.enumerate()
-        if one.ident not in before.threads and type(one).__name__ not in KEPT_THREADS
+        if one.ident not in before.threads and not _is_kept(one)
     ]
     found = [f"thread {one.name!r} left running" for one in threads]
     below = children(os.getpid()) if has_children() else {}
@@ -103,20 +132,52 @@ def left_running(before: State) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _is_kept(thread: threading.Thread) -> bool:
+    if isinstance(thread, threading._DummyThread):  # one of C++, seen because it has run Python
+        return True
+    target = getattr(getattr(thread, "_target", None), "__module__", None) or ""
+    if target.startswith(KEPT_BY_MODULES) or type(thread).__name__ in KEPT_THREADS:
+        return True
+    return thread in _compilers_threads()
+
+
+def _compilers_threads() -> Set[threading.Thread]:
+    """Those of the pool in which torch's compiler works, if it has one yet."""
+    compiler = sys.modules.get("torch._inductor.async_compile")
+    pool = getattr(getattr(compiler, "AsyncCompile", None), "pool", None)
+    made = getattr(pool, "cache_info", None)
+    if pool is None or made is None or not made().currsize:
+        return frozenset()
+    return getattr(pool(), "_threads", frozenset())
+
+
 def _values(before: State) -> list[str]:
     changed = []
-    for name, (read, write) in _VALUES.items():
-        value = read()
-        if value != before.values[name]:
-            changed.append(f"{name} changed from {before.values[name]} to {value}")
-            write(before.values[name])
+    for name, old in before.values.items():
+        value = _read(name)
+        if value is not None and value != old:
+            changed.append(f"{name} changed from {old} to {value}")
+            _write(name, old)
     return changed
+
+
+def _read(name: str) -> Any:
+    """None where it cannot be told: torch refuses some, once newer ones beside them are used."""
+    try:
+        return _VALUES[name][0]()
+    except RuntimeError:
+        return None
+
+
+def _write(name: str, value: Any) -> None:
+    with suppress(RuntimeError):
+        _VALUES[name][1](value)
 
 
 def _environment(before: State) -> list[str]:
     now = variables()
     names = set_environment(before.environment)
-    names = [name for name in names if os.fsdecode(name) not in NOT_THE_STEPS]
+    names = [name for name in names if not os.fsdecode(name).startswith(NOT_THE_STEPS)]
     found = []
     for name in names[:MOST_NAMED]:
         old, new = before.environment.get(name), now.get(name)
@@ -143,10 +204,15 @@ def _set_device(device: int | None) -> None:
         torch.cuda.set_device(device)
 
 
+def _set_default_device(device: torch.device) -> None:
+    # None is the CPU too, and without a mode that every call of torch goes through.
+    torch.set_default_device(None if device == torch.device("cpu") else device)
+
+
 _VALUES: dict[str, tuple[Any, Any]] = {
     "working folder": (_folder, os.chdir),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch's default device": (torch.get_default_device, torch.set_default_device),
+    "torch's default device": (torch.get_default_device, _set_default_device),
     "torch's threads": (torch.get_num_threads, torch.set_num_threads),
     "torch's deterministic algorithms": (
         torch.are_deterministic_algorithms_enabled,
@@ -168,3 +234,12 @@ _VALUES: dict[str, tuple[Any, Any]] = {
     "current CUDA device": (_device, _set_device),
 }
 """Name -> how to read it, how to put it back."""
+
+TAKEN_OVER = (
+    "torch's default dtype",
+    "torch's default device",
+    "torch's deterministic algorithms",
+    "torch's precision of float32 products",
+    "cuDNN's benchmark",
+)
+"""Of these: what a user's module sets once, at its import, in every process of a training run."""

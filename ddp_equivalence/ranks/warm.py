@@ -18,6 +18,7 @@ from ddp_equivalence.ranks.environment import group_environment
 from ddp_equivalence.ranks.in_process import RanksWithOneHere
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices
 from ddp_equivalence.ranks.rank_set import RankSet
+from ddp_equivalence.ranks.server import start_method
 
 MAX_IDLE_RANKS = 48
 """Processes kept in waiting; the set that was idle longest goes first."""
@@ -28,6 +29,9 @@ DESCRIPTORS = 6
 STARTING = 16
 """More of them, until all ranks have started."""
 
+ASKS_FOR_SPAWN = "CUDA in forked subprocess"
+"""What torch says on a rank whose server has already used CUDA, whatever made it."""
+
 Environment = tuple[tuple[str, str], ...]
 
 
@@ -35,13 +39,14 @@ Environment = tuple[tuple[str, str], ...]
 class Kind:
     """Cases that ask for the same kind of ranks can have the same ranks.
 
-    ``in_process``: rank 0 is the judging process.
+    ``method``: how they are started. ``in_process``: rank 0 is the judging process.
     """
 
     layout: Layout
     lane: Lane
     collective_timeout: float
     environment: Environment
+    method: str
     in_process: bool = False
 
 
@@ -50,8 +55,8 @@ class WarmRanks:
 
     def __init__(self) -> None:
         self._idle: dict[tuple[Kind, Devices], RankSet] = {}
-        self._process = os.getpid()
         self.started = 0
+        self._cuda_asks_for_spawn = False
 
     @contextmanager
     def acquire(
@@ -67,12 +72,17 @@ class WarmRanks:
 
         ``in_process``: with rank 0 in this process. ``more``: environment variables that their
         process group begins with, beside the caller's.
-        Raises RankFailed or RanksTimedOut if they do not start.
+        Raises RankFailed or RanksTimedOut if they do not start, BadCase if the environment asks for
+        a start method that there is not.
         """
         environment = tuple(sorted((dict(group_environment()) | dict(more)).items()))
-        kind = Kind(layout, lane, collective_timeout, environment, in_process)
+        kind = Kind(layout, lane, collective_timeout, environment, start_method(), in_process)
         with self._devices(kind) as devices:
             rank_set = None if fresh else self._idle.pop((kind, devices), None)
+            if rank_set is not None and not rank_set.is_alive():  # since its last case ended well
+                rank_set.broken = True
+                rank_set.stop()
+                rank_set = None
             try:
                 if rank_set is None:
                     self._make_room(kind)
@@ -90,10 +100,12 @@ class WarmRanks:
                     else:
                         self._idle[kind, devices] = rank_set
 
+    def forget(self) -> None:
+        """In a fork of the judging process, which must neither use nor end its ranks."""
+        self._idle.clear()
+
     def stop(self) -> None:
         """End all ranks that this process started."""
-        if os.getpid() != self._process:
-            return  # a fork of the judging process must not end its ranks
         while self._idle:
             _, rank_set = self._idle.popitem()
             rank_set.stop()
@@ -112,8 +124,10 @@ class WarmRanks:
     def _start(self, kind: Kind, devices: Devices) -> RankSet:
         make = RanksWithOneHere if kind.in_process else RankSet
         while True:
+            on_cuda = kind.lane.device_type == "cuda"
+            method = "spawn" if on_cuda and self._cuda_asks_for_spawn else kind.method
             rank_set = make(
-                kind.layout, kind.lane, kind.collective_timeout, kind.environment, devices
+                kind.layout, kind.lane, kind.collective_timeout, kind.environment, devices, method
             )
             try:
                 _look_for_room(kind.layout.world_size)
@@ -121,6 +135,10 @@ class WarmRanks:
             except BaseException as error:
                 rank_set.broken = True
                 rank_set.stop()
+                forked = method != "spawn"
+                if isinstance(error, RankFailed) and forked and ASKS_FOR_SPAWN in str(error):
+                    self._cuda_asks_for_spawn = True
+                    continue
                 if not isinstance(error, OSError):
                     raise
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN) and self._idle:
@@ -163,4 +181,5 @@ def warm_ranks() -> WarmRanks:
     """The ranks of this process, ended with it."""
     ranks = WarmRanks()
     atexit.register(ranks.stop)
+    os.register_at_fork(after_in_child=ranks.forget)
     return ranks

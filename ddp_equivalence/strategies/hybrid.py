@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ddp_equivalence.building import catalogue_loss_of
 from ddp_equivalence.facts import Facts
 from ddp_equivalence.layouts import Layout
+from ddp_equivalence.ranks import state
 from ddp_equivalence.strategies.manual_all_reduce import reduce_gradients
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
@@ -54,15 +55,22 @@ def prepare(task: Task) -> TrainStep:
     return step
 
 
-@cache
 def process_groups(layout: Layout) -> tuple[tuple[dist.ProcessGroup, ...], dist.ProcessGroup]:
-    """One group a node, and one of the first rank of every node.
+    """One group a node, and one of the first rank of every node."""
+    return _process_groups(layout, dist.group.WORLD)
 
-    Made once in the life of a rank: groups made and destroyed in a loop hang torch 2.13.
-    """
+
+@cache
+def _process_groups(
+    layout: Layout, _: object
+) -> tuple[tuple[dist.ProcessGroup, ...], dist.ProcessGroup]:
+    """Made once in the life of a group of all ranks: groups made and destroyed in a loop hang torch 2.13."""
     ranks = [layout.ranks_on(node) for node in range(layout.nodes)]
     groups = tuple(dist.new_group(list(of_node)) for of_node in ranks)
-    return groups, dist.new_group([of_node[0] for of_node in ranks])
+    leaders = dist.new_group([of_node[0] for of_node in ranks])
+    for group in (*groups, leaders):
+        state.keep_group(group)
+    return groups, leaders
 
 
 def _take_from_leader(task: Task, leader: int, node: dist.ProcessGroup) -> None:

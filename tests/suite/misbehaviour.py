@@ -46,7 +46,10 @@ class Fault:
 
 
 CAUSE = "Root cause: rank RANK (node 0, local rank RANK) "
-CALLS = r"[Rr]ank RANK (calls|waits)|Rank RANK is running collective"
+CALLS = (
+    r"rank RANK calls|Rank RANK waits in [^.]+, for rank \d, which has finished"
+    r"|Rank RANK is running collective"
+)
 
 FAULTS = {
     fault.name: fault
@@ -65,6 +68,7 @@ FAULTS = {
         Fault("other op", calls=True),
         Fault("other shape", calls=True),
         Fault("other dtype", calls=True),
+        Fault("collective not waited for", CAUSE + "1 collective that", moments=("after",)),
         Fault("result that cannot be pickled", CAUSE + "TypeError", moments=("after",)),
         Fault("result of 1 GB", "rank RANK: more is not a parameter", "different", ("after",)),
         Fault("100 MB of output", CAUSE + "wrote "),
@@ -178,6 +182,9 @@ _ACTS: dict[str, Any] = {
 
 _OPS: dict[str, Any] = {
     "collective of its own": lambda mine: dist.all_reduce(torch.zeros(3)) if mine else None,
+    "collective not waited for": lambda mine: (
+        [dist.all_reduce(torch.zeros(3), async_op=True)].clear() if mine else None
+    ),
     "other op": lambda mine: dist.broadcast(torch.zeros(3), 0) if mine else _reduce(3),
     "other shape": lambda mine: _reduce(5) if mine else _reduce(3),
     "other dtype": lambda mine: _reduce(3, torch.float64) if mine else _reduce(3),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +61,12 @@ def there(function: Callable[[], Any]) -> Any:
     _, apart, body = carry.loads_around(carry.dumps(function, None))
     opened, _ = carry.loads(apart, body)
     return opened()
+
+
+def there_itself(function: Callable[[], Any]) -> Any:
+    """The function as it is opened there."""
+    _, apart, body = carry.loads_around(carry.dumps(function, None))
+    return carry.loads(apart, body)[0]
 
 
 def set_constant(patch: pytest.MonkeyPatch) -> None:
@@ -139,6 +148,35 @@ def test_what_has_not_changed_is_pickled_once(monkeypatch: pytest.MonkeyPatch) -
     assert there(through_another) == 1.0
     with pytest.raises(TypeError):
         there(from_a_list)  # a list may change without a trace: pickled each time
+
+
+def test_a_module_that_travels_with_its_contents_arrives_as_it_is_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A helper that the ranks could not import: under no name that leads to its file."""
+    path = tmp_path / "helper.py"
+    path.write_text("SCALE = 1.0\ndef scale():\n    return SCALE\n")
+    spec = spec_from_file_location("helper_that_nobody_can_import", path)
+    assert spec is not None
+    assert spec.loader is not None
+    helper = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, helper.__name__, helper)
+    spec.loader.exec_module(helper)
+    assert there(lambda: helper.SCALE) == there(lambda: helper.scale()) == 1.0
+    read = lambda: (helper.SCALE, helper.scale())  # noqa: E731
+    assert there(read) == (1.0, 1.0)
+    monkeypatch.setattr(helper, "SCALE", 0.0)
+    assert there(read) == (0.0, 0.0)
+
+
+def test_a_function_of_another_file_is_another_one() -> None:
+    """Though it is the same to the letter: tracebacks name its file."""
+    found = []
+    for name in ("one.py", "other.py"):
+        namespace: dict[str, Any] = {"__name__": "__main__"}
+        exec(compile("def where():\n    return 1", name, "exec"), namespace)
+        found.append(there_itself(namespace["where"]).__code__.co_filename)
+    assert found == ["one.py", "other.py"]
 
 
 @pytest.mark.parametrize("value", [[1], {"a": 1}, {1}, object(), torch.zeros(1), nn.Linear(1, 1)])

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from ddp_equivalence import Rank, check
+from ddp_equivalence import Case, Rank, check
 from tests.suite.own_cases import own_case, right_step
 from tests.suite.someone_elses_run import run
 from tests.suite.test_pytest_plugin import THEIR_TEST
@@ -67,6 +67,13 @@ def test_what_rank_0_raises_reaches_the_debugger_as_it_is() -> None:
         check(own_case(), raises, in_process=True)
     assert check(own_case(), right_step, in_process=True).outcome == "same"
     assert check(own_case(), right_step).outcome == "same"
+
+
+def test_groups_of_a_world_that_has_ended_are_not_used_again() -> None:
+    for layout in ("2x2", "1x2", "2x2"):
+        strategy = "hybrid" if layout == "2x2" else "ddp_mean"
+        case = Case(model="mlp", loss="mse_mean", layout=layout)
+        assert check(case, strategy, in_process=True).outcome == "same"
 
 
 STOPS = """

@@ -17,7 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_equivalence import Rank, RankFailed, RanksTimedOut, Verdict, assert_equivalent, check
+from ddp_equivalence import (
+    BadCase,
+    Rank,
+    RankFailed,
+    RanksTimedOut,
+    Verdict,
+    assert_equivalent,
+    check,
+)
+from ddp_equivalence.layouts import parse
+from ddp_equivalence.ranks.lanes import Lane, choose
+from ddp_equivalence.ranks.rank_set import RankSet
+from ddp_equivalence.ranks.server import METHOD
 from ddp_equivalence.ranks.warm import WarmRanks, warm_ranks
 from tests.suite.own_cases import loss, own_case, right_step
 
@@ -251,9 +263,6 @@ def test_ranks_leave_no_process_and_not_even_alive_a_file(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     ranks = WarmRanks()
-    from ddp_equivalence.layouts import parse
-    from ddp_equivalence.ranks.lanes import choose
-
     layout = parse("1x2")
     with ranks.acquire(layout, choose(layout, "gloo"), 30.0) as rank_set:
         pids = [process.pid for process in rank_set._processes.values()]
@@ -270,6 +279,44 @@ def test_the_oldest_idle_ranks_make_room(monkeypatch: pytest.MonkeyPatch) -> Non
     for layout in ("1x2", "1x2", "2x1", "1x2"):
         assert check(own_case(layout=layout), right_step).outcome == "same"
     assert warm_ranks().started - before == 3
+
+
+def test_ranks_can_be_spawned_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tells_its_parent(model: nn.Module, shard: Any, rank: Rank) -> None:
+        print(os.getppid())
+        right_step(model, shard, rank)
+
+    monkeypatch.setenv(METHOD, "spawn")
+    verdict = check(own_case(), tells_its_parent)
+    assert verdict.outcome == "same", str(verdict)
+    assert [int(text) for text in verdict.output.values()] == [os.getpid()] * 2
+    monkeypatch.delenv(METHOD)
+    verdict = check(own_case(), tells_its_parent)
+    assert os.getpid() not in [int(text) for text in verdict.output.values()]
+
+
+def test_another_start_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(METHOD, "fork")
+    with pytest.raises(BadCase, match=f"{METHOD} = 'fork': forkserver .* or spawn"):
+        check(own_case(), right_step)
+
+
+def test_ranks_are_spawned_where_cuda_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for ranks on a GPU whose server has used CUDA: what torch then says, and when."""
+    tried: list[str] = []
+
+    class OnCuda(RankSet):
+        def start(self) -> None:
+            tried.append(self._method)
+            if self._method != "spawn":
+                raise RankFailed("RuntimeError: Cannot re-initialize CUDA in forked subprocess. To")
+
+    monkeypatch.setattr("ddp_equivalence.ranks.warm.RankSet", OnCuda)
+    ranks, layout = WarmRanks(), parse("1x2")
+    for _ in range(2):
+        with ranks.acquire(layout, Lane("nccl", "nccl", "cuda"), 30.0, fresh=True):
+            pass
+    assert tried == ["forkserver", "spawn", "spawn"]
 
 
 def test_output_of_every_rank_comes_with_the_verdict() -> None:
@@ -324,6 +371,28 @@ def test_a_script_without_a_main_guard_is_not_run_again(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[0] == "same"
     assert done.stdout.count("same") == 1
+
+
+FORKS = """
+import torch
+torch.set_num_threads(1)
+child = os.fork()
+print("forked", check(own_case(), step).outcome, flush=True)
+if child == 0:
+    from ddp_equivalence.ranks.warm import warm_ranks
+    warm_ranks().stop()
+    os._exit(0)
+print("child ended with", os.waitpid(child, 0)[1])
+print("after", check(own_case(), step).outcome)
+"""
+
+
+def test_a_fork_of_the_judging_process_has_ranks_of_its_own(tmp_path: Path) -> None:
+    """As under pytest --forked; and the workers of a DataLoader must not keep ours."""
+    done = _run(SCRIPT + FORKS, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("forked same") == 2, done.stdout + done.stderr
+    assert "child ended with 0\nafter same" in done.stdout
 
 
 KILLS_THE_JUDGE = """

@@ -1,0 +1,155 @@
+"""Warm ranks: what one case leaves does not reach the next, and what is right is not blamed."""
+
+from __future__ import annotations
+
+import _thread
+import importlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_equivalence import Case, Rank, check
+from ddp_equivalence.ranks.warm import warm_ranks
+from tests.suite.own_cases import loss, own_case, right_step
+
+
+def compiled_step(model: nn.Module, shard: Any, rank: Rank) -> None:
+    loss(torch.compile(DistributedDataParallel(model)), shard).backward()
+
+
+def test_a_compiled_step_leaves_nothing_that_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler keeps threads, processes and environment variables for its next work."""
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    for _ in range(2):
+        verdict = check(own_case(), compiled_step, deadline=120.0)
+        assert verdict.outcome == "same", str(verdict)
+        assert not verdict.changed
+
+
+TRAINS = """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+torch.set_float32_matmul_precision("high")
+torch.backends.cudnn.benchmark = True
+
+def step(model, shard, rank):
+    print(torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark)
+    ddp = DistributedDataParallel(model)
+    torch.nn.functional.mse_loss(ddp(shard["rows"]), shard["targets"]).backward()
+"""
+
+
+def test_what_a_module_sets_at_import_holds_on_the_ranks_in_every_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trains_with_tf32.py").write_text(TRAINS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    try:
+        train = importlib.import_module("trains_with_tf32")
+        for _ in range(2):
+            verdict = check(own_case(), train.step)
+            assert verdict.outcome == "same", str(verdict)
+            assert [text.split() for text in verdict.output.values()] == [["high", "True"]] * 2
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+    assert check(own_case(), tells_its_precision).output[1].split() == [before[0]]
+
+
+def tells_its_precision(model: nn.Module, shard: Any, rank: Rank) -> None:
+    print(torch.get_float32_matmul_precision())
+    right_step(model, shard, rank)
+
+
+def does_not_wait(model: nn.Module, shard: Any, rank: Rank) -> None:
+    right_step(model, shard, rank)
+    if rank.rank == 1:
+        dist.all_reduce(torch.zeros(3), async_op=True)
+
+
+def test_a_collective_that_nobody_else_calls_or_waits_for_is_named() -> None:
+    verdict = check(own_case(layout="1x3"), does_not_wait)
+    text = " ".join(str(verdict).split())
+    assert verdict.outcome == "unknown", text
+    cause = "Root cause: rank 1 (node 0, local rank 1) 1 collective that other ranks do not call"
+    assert cause in text
+    assert check(own_case(layout="1x3"), right_step).outcome == "same"
+
+
+def makes_a_group(model: nn.Module, shard: Any, rank: Rank) -> None:
+    everybody = dist.new_group()
+    loss(DistributedDataParallel(model, process_group=everybody), shard).backward()
+
+
+def test_groups_that_a_step_makes_end_with_its_ranks() -> None:
+    assert check(own_case(), right_step).outcome == "same"
+    started = warm_ranks().started
+    assert check(own_case(), makes_a_group).outcome == "same"
+    assert check(own_case(), right_step).outcome == "same"
+    assert warm_ranks().started == started + 1
+
+
+def test_groups_of_the_catalogue_are_made_once() -> None:
+    case = Case(model="mlp", loss="mse_mean", layout="2x2")
+    assert check(case, "hybrid").outcome == "same"
+    started = warm_ranks().started
+    for _ in range(3):
+        assert check(case, "hybrid").outcome == "same"
+    assert warm_ranks().started == started
+
+
+def test_a_rank_that_has_died_while_idle_is_replaced() -> None:
+    verdict = check(own_case(), tells_its_process)
+    pid = int(verdict.output[1])
+    os.kill(pid, signal.SIGKILL)
+    until = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    verdict = check(own_case(), tells_its_process)
+    assert verdict.outcome == "same", str(verdict)
+    assert int(verdict.output[1]) != pid
+
+
+def tells_its_process(model: nn.Module, shard: Any, rank: Rank) -> None:
+    print(os.getpid())
+    right_step(model, shard, rank)
+
+
+def test_a_thread_of_torchs_own_that_has_run_python_is_not_the_steps() -> None:
+    def is_seen(model: nn.Module, shard: Any, rank: Rank) -> None:
+        def logs() -> None:
+            threading.current_thread()  # as any call of logging does
+            time.sleep(1000)
+
+        _thread.start_new_thread(logs, ())
+        while threading.active_count() < 3:
+            time.sleep(0.01)
+        right_step(model, shard, rank)
+
+    verdict = check(own_case(), is_seen, fresh_ranks=True)
+    assert verdict.outcome == "same", str(verdict)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_last_line_without_an_end_is_in_the_output(fails: bool) -> None:
+    def speaks(model: nn.Module, shard: Any, rank: Rank) -> None:
+        print("rank", rank.rank, "was here", end="")
+        right_step(model, shard, rank)
+        if fails:
+            raise ValueError("no such thing")
+
+    assert check(own_case(), right_step).output == {0: "", 1: ""}
+    verdict = check(own_case(), speaks)
+    assert verdict.output == {0: "rank 0 was here", 1: "rank 1 was here"}
+    assert check(own_case(), right_step).output == {0: "", 1: ""}
