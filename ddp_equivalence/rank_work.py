@@ -138,7 +138,9 @@ class _CalledWith:
 
     def __init__(self, model: nn.Module) -> None:
         self._seen: list[str] = []
-        model.register_forward_pre_hook(self._listen, with_kwargs=True)
+        # Not for torch.compile to look into: it would warn that it cannot.
+        listen = torch.compiler.disable(self._listen)
+        model.register_forward_pre_hook(listen, with_kwargs=True)
 
     def _listen(self, model: nn.Module, *arguments: Any) -> None:
         leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]

@@ -20,6 +20,8 @@ METHODS = ("forkserver", "spawn")
 
 PRELOAD = ("ddp_equivalence.ranks.last_will", "ddp_equivalence.ranks.preload")
 
+COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"
+
 FOLDER = "DDP_EQUIVALENCE_SERVER_FOLDER"
 """Tells the server the folder that holds its socket."""
 
@@ -42,8 +44,9 @@ def start_server() -> None:
     Raises OSError if the system has no room for it.
     """
     forkserver.set_forkserver_preload(list(PRELOAD))
-    # One thread a rank; the server hands its environment on.
-    with own_main(), _environment({"OMP_NUM_THREADS": "1", FOLDER: util.get_temp_dir()}):
+    # One thread a rank, and no pool of compilers for each; the server hands its environment on.
+    more = {"OMP_NUM_THREADS": "1", COMPILERS: os.environ.get(COMPILERS, "1")}
+    with own_main(), _environment(more | {FOLDER: util.get_temp_dir()}):
         forkserver.ensure_running()
 
 

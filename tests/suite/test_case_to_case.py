@@ -23,7 +23,8 @@ from tests.suite.own_cases import loss, own_case, right_step
 
 
 def compiled_step(model: nn.Module, shard: Any, rank: Rank) -> None:
-    loss(torch.compile(DistributedDataParallel(model)), shard).backward()
+    compiled: Any = torch.compile(DistributedDataParallel(model))
+    loss(compiled, shard).backward()
 
 
 def test_a_compiled_step_leaves_nothing_that_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +90,8 @@ def test_a_collective_that_nobody_else_calls_or_waits_for_is_named() -> None:
 
 def makes_a_group(model: nn.Module, shard: Any, rank: Rank) -> None:
     everybody = dist.new_group()
-    loss(DistributedDataParallel(model, process_group=everybody), shard).backward()
+    ddp = DistributedDataParallel(model, process_group=everybody)
+    loss(ddp, shard).backward()
 
 
 def test_groups_that_a_step_makes_end_with_its_ranks() -> None:
