@@ -208,7 +208,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
 
 
 @pytest.hookimpl(tryfirst=True, specname="pytest_runtest_protocol")
-def end_in_time(item: pytest.Item) -> bool | None:
+def pytest_end_in_time(item: pytest.Item) -> bool | None:
     """Once the run's time is over nothing more runs, and the run has failed."""
     until = item.config.stash[_until]
     if until is None or time.monotonic() <= until:

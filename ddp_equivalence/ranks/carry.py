@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -127,11 +128,23 @@ def _pickled(values: tuple[object, ...]) -> bytes:
     for module in carried:
         cloudpickle.register_pickle_by_value(module)
     try:
-        found: bytes = cloudpickle.dumps(values)
+        file = BytesIO()
+        _ByValue(file).dump(values)
     finally:
         for module in carried:
             cloudpickle.unregister_pickle_by_value(module)
-    return found
+    return file.getvalue()
+
+
+class _ByValue(cloudpickle.CloudPickler):  # type: ignore[misc]  # it is not typed
+    """Knows modules of classes of their own, too, such as ``torch.backends.cudnn``."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, ModuleType) and type(value) is not ModuleType:
+            names = [name for name, module in list(sys.modules.items()) if module is value]
+            if names:
+                return import_module, (names[0],)
+        return super().reducer_override(value)
 
 
 def _modules() -> list[ModuleType]:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -85,6 +85,7 @@ def main(birth: Birth, ends: Ends) -> None:
         messages.send(ends.work, messages.READY)
         while _work(rank, ends.work):
             pass
+        util._run_finalizers(0)  # type: ignore[attr-defined]  # semaphores: else Python warns
     except BaseException as error:
         with suppress(OSError):  # the judging process is gone
             messages.send(ends.work, messages.RAISED, raised(error))

@@ -6,8 +6,8 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Set
-from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,6 +25,13 @@ KEPT_BY_MODULES = ("torch._inductor.", "concurrent.futures.process")
 
 KEPT_CHILDREN = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
 """Parts of command lines of processes that their libraries keep on purpose."""
+
+WITH_PRECISION = (
+    "backends",
+    *(f"backends.{name}" for name in ("cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn")),
+    *(f"backends.{name}" for name in ("mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")),
+)
+"""Where torch keeps a precision of float32. Source: torch/backends/__init__.py."""
 
 MOST_NAMED = 4
 
@@ -64,7 +71,7 @@ def current() -> State:
     """The state now."""
     _remarks.clear()
     return State(
-        values={name: _read(name) for name in _VALUES},
+        values={name: _VALUES[name][0]() for name in _VALUES},
         environment=variables(),
         path=tuple(sys.path),
         threads=frozenset(one.ident for one in threading.enumerate()),
@@ -73,14 +80,14 @@ def current() -> State:
 
 def settings() -> dict[str, Any]:
     """What ranks take over from the judging process, so that both train in the same way."""
-    return {name: _read(name) for name in TAKEN_OVER}
+    return {name: _VALUES[name][0]() for name in TAKEN_OVER}
 
 
 def take_over(settings: Mapping[str, Any]) -> None:
     """Make these settings those of this process."""
     for name, value in settings.items():
-        if value is not None and _read(name) != value:
-            _write(name, value)
+        if _VALUES[name][0]() != value:
+            _VALUES[name][1](value)
 
 
 def variables() -> dict[bytes, bytes]:
@@ -152,26 +159,15 @@ def _compilers_threads() -> Set[threading.Thread]:
 
 
 def _values(before: State) -> list[str]:
-    changed = []
-    for name, old in before.values.items():
-        value = _read(name)
-        if value is not None and value != old:
-            changed.append(f"{name} changed from {old} to {value}")
-            _write(name, old)
+    now = {name: _VALUES[name][0]() for name in before.values}
+    changed = [
+        f"{name} changed from {old} to {now[name]}"
+        for name, old in before.values.items()
+        if now[name] not in (old, "")  # "" only says that another one has changed
+    ]
+    if now != before.values:
+        take_over(before.values)
     return changed
-
-
-def _read(name: str) -> Any:
-    """None where it cannot be told: torch refuses some, once newer ones beside them are used."""
-    try:
-        return _VALUES[name][0]()
-    except RuntimeError:
-        return None
-
-
-def _write(name: str, value: Any) -> None:
-    with suppress(RuntimeError):
-        _VALUES[name][1](value)
 
 
 def _environment(before: State) -> list[str]:
@@ -204,6 +200,30 @@ def _set_device(device: int | None) -> None:
         torch.cuda.set_device(device)
 
 
+def _precision_of_products() -> str:
+    """As older code knows it; "" where torch refuses to tell, as a backend's own contradicts it."""
+    try:
+        known: str = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        known = ""
+    return known
+
+
+def _set_precision_of_products(known: str) -> None:
+    if known:
+        torch.set_float32_matmul_precision(known)
+
+
+def _precision_of(backend: str) -> tuple[Any, Any]:
+    """How to read and write the precision of float32 of one backend and operation."""
+    place = attrgetter(backend)
+
+    def write(value: str) -> None:
+        place(torch).fp32_precision = value
+
+    return lambda: place(torch).fp32_precision, write
+
+
 def _set_default_device(device: torch.device) -> None:
     # None is the CPU too, and without a mode that every call of torch goes through.
     torch.set_default_device(None if device == torch.device("cpu") else device)
@@ -219,10 +239,8 @@ _VALUES: dict[str, tuple[Any, Any]] = {
         torch.use_deterministic_algorithms,
     ),
     "torch's grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-    "torch's precision of float32 products": (
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
-    ),
+    "torch's precision of float32 products": (_precision_of_products, _set_precision_of_products),
+    **{f"{name}.fp32_precision": _precision_of(name) for name in WITH_PRECISION},
     "cuDNN's benchmark": (
         lambda: torch.backends.cudnn.benchmark,
         lambda value: setattr(torch.backends.cudnn, "benchmark", value),
@@ -240,6 +258,7 @@ TAKEN_OVER = (
     "torch's default device",
     "torch's deterministic algorithms",
     "torch's precision of float32 products",
+    *(f"{name}.fp32_precision" for name in WITH_PRECISION),
     "cuDNN's benchmark",
 )
 """Of these: what a user's module sets once, at its import, in every process of a training run."""

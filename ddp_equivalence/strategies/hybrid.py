@@ -64,7 +64,7 @@ def process_groups(layout: Layout) -> tuple[tuple[dist.ProcessGroup, ...], dist.
 def _process_groups(
     layout: Layout, _: object
 ) -> tuple[tuple[dist.ProcessGroup, ...], dist.ProcessGroup]:
-    """Made once in the life of a group of all ranks: groups made and destroyed in a loop hang torch 2.13."""
+    """Made once in the life of the ranks: made and destroyed in a loop, they hang torch 2.13."""
     ranks = [layout.ranks_on(node) for node in range(layout.nodes)]
     groups = tuple(dist.new_group(list(of_node)) for of_node in ranks)
     leaders = dist.new_group([of_node[0] for of_node in ranks])

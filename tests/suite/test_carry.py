@@ -169,6 +169,15 @@ def test_a_module_that_travels_with_its_contents_arrives_as_it_is_now(
     assert there(read) == (0.0, 0.0)
 
 
+def test_torchs_own_kinds_of_modules_travel_by_name() -> None:
+    """A script that sets cuDNN's benchmark or a precision in its step."""
+
+    def read() -> tuple[bool, str]:
+        return torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.fp32_precision
+
+    assert there(read) == read()
+
+
 def test_a_function_of_another_file_is_another_one() -> None:
     """Though it is the same to the letter: tracebacks name its file."""
     found = []

@@ -73,6 +73,29 @@ def tells_its_precision(model: nn.Module, shard: Any, rank: Rank) -> None:
     right_step(model, shard, rank)
 
 
+def sets_precisions(model: nn.Module, shard: Any, rank: Rank) -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    right_step(model, shard, rank)
+
+
+def test_a_precision_set_for_one_backend_is_named_and_put_back() -> None:
+    for _ in range(2):
+        verdict = check(own_case(), sets_precisions)
+        change = "backends.cuda.matmul.fp32_precision changed from none to tf32"
+        assert verdict.changed == {0: (change,), 1: (change,)}
+        assert verdict.outcome == "unknown"
+    assert check(own_case(), tells_its_precision).output[1].split() == ["highest"]
+
+
+def test_a_precision_set_in_the_test_holds_on_the_ranks() -> None:
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert check(own_case(), tells_its_precision).output[1].split() == ["high"]
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert check(own_case(), tells_its_precision).output[1].split() == ["highest"]
+
+
 def does_not_wait(model: nn.Module, shard: Any, rank: Rank) -> None:
     right_step(model, shard, rank)
     if rank.rank == 1:

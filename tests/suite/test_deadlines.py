@@ -177,17 +177,19 @@ def test_a_wrong_marker_is_refused_before_anything_runs(
     assert says in text
 
 
-@pytest.mark.parametrize("arguments", [(), ("-n", "2")], ids=["", "-n 2"])
+@pytest.mark.parametrize(("arguments", "seconds"), [((), 8), (("-n", "2"), 14)], ids=["", "-n 2"])
 def test_the_run_ends_at_its_deadline_and_what_did_not_run_is_no_pass(
-    theirs: Path, arguments: tuple[str, ...]
+    theirs: Path, arguments: tuple[str, ...], seconds: int
 ) -> None:
+    """Long enough for the imports of every worker, and for one or two of the six tests."""
     started = time.monotonic()
-    limits = ("--ddp-run-deadline=6", "--ddp-deadline=4", "--ddp-no-second-look")
+    limits = (f"--ddp-run-deadline={seconds}", "--ddp-deadline=4", "--ddp-no-second-look")
     code, text = run(theirs, *limits, "-k", "test_hangs", *arguments)
     assert code in (1, 2), text
-    assert "--ddp-run-deadline: the 6 s of this run are over" in text
+    assert f"--ddp-run-deadline: the {seconds} s of this run are over" in text
     assert "Not compared: ranks timed out" in text
-    assert time.monotonic() - started < 40
+    assert "6 failed" not in text
+    assert time.monotonic() - started < 60
 
 
 def test_nothing_starts_when_the_time_of_the_run_is_over(tmp_path: Path) -> None:
