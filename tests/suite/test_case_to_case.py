@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Case, Rank, check
+from ddp_equivalence.ranks import state
 from ddp_equivalence.ranks.warm import warm_ranks
 from tests.suite.own_cases import loss, own_case, right_step
 
@@ -55,7 +56,7 @@ def test_what_a_module_sets_at_import_holds_on_the_ranks_in_every_case(
 ) -> None:
     (tmp_path / "trains_with_tf32.py").write_text(TRAINS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    before = state.settings()
     try:
         train = importlib.import_module("trains_with_tf32")
         for _ in range(2):
@@ -63,9 +64,8 @@ def test_what_a_module_sets_at_import_holds_on_the_ranks_in_every_case(
             assert verdict.outcome == "same", str(verdict)
             assert [text.split() for text in verdict.output.values()] == [["high", "True"]] * 2
     finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.benchmark = before[1]
-    assert check(own_case(), tells_its_precision).output[1].split() == [before[0]]
+        state.take_over(before)
+    assert check(own_case(), tells_its_precision).output[1].split() == ["highest"]
 
 
 def tells_its_precision(model: nn.Module, shard: Any, rank: Rank) -> None:
@@ -88,11 +88,12 @@ def test_a_precision_set_for_one_backend_is_named_and_put_back() -> None:
 
 
 def test_a_precision_set_in_the_test_holds_on_the_ranks() -> None:
+    before = state.settings()
     torch.set_float32_matmul_precision("high")
     try:
         assert check(own_case(), tells_its_precision).output[1].split() == ["high"]
     finally:
-        torch.set_float32_matmul_precision("highest")
+        state.take_over(before)
     assert check(own_case(), tells_its_precision).output[1].split() == ["highest"]
 
 
