@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -118,6 +120,28 @@ with a_broker(run=sys.argv[1]).share(parse("1x8"), ON_GPU):
     print("held", flush=True)
     time.sleep(100)
 """
+
+
+def test_a_forked_child_does_not_hold_on_to_what_its_parent_had() -> None:
+    """As the workers of a DataLoader, which live longer than the case that forked them."""
+    mine = a_broker(cores=1)
+    with mine.share(parse("1x1"), ON_CPU):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        got = threading.Event()
+        threading.Thread(target=_takes, args=(mine, got), daemon=True).start()
+        assert got.wait(10)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _takes(mine: Broker, got: threading.Event) -> None:
+    with mine.share(parse("1x1"), ON_CPU):
+        got.set()
 
 
 def test_what_a_killed_worker_held_is_free() -> None:
