@@ -207,10 +207,11 @@ def _work(rank: Rank, connection: Connection) -> bool:
             results.append(result)
         del function, argument
         _collect_garbage()
+        kept = state.kept_groups()
         finished = messages.Finished(
             results=results,
             # Without its group a rank can go on no more; those that it has made would add up.
-            same_groups=_groups() - state.kept_groups() == groups - state.kept_groups(),
+            same_groups=_groups().keys() - kept == groups.keys() - kept,
             issued=issued_by_all(),
             changed=state.put_back(before),
             running=state.left_running(before),
@@ -251,11 +252,11 @@ def _collect_garbage() -> None:
 _modules = 0
 
 
-def _groups() -> frozenset[int]:
-    """The process groups that there are."""
+def _groups() -> dict[int, object]:
+    """The process groups that there are, by id; held, so that no id is used again."""
     known = getattr(dist.distributed_c10d._world, "pg_map", {})  # private: else only the first
     here = (dist.group.WORLD, *known) if dist.is_initialized() else ()
-    return frozenset(map(id, here))
+    return {id(group): group for group in here}
 
 
 def _take_over(around: carry.Around) -> None:

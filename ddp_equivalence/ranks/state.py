@@ -255,7 +255,6 @@ _VALUES: dict[str, tuple[Any, Any]] = {
 
 TAKEN_OVER = (
     "torch's default dtype",
-    "torch's default device",
     "torch's deterministic algorithms",
     "torch's precision of float32 products",
     *(f"{name}.fp32_precision" for name in WITH_PRECISION),
