@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,11 @@ def command(*arguments: str, plugins: str = "no:randomly", before: Sequence[str]
     if "ddp_equivalence.pytest_plugin" not in entry_points(group="pytest11").names:
         found += ["-p", "ddp_equivalence.pytest_plugin"]
     return [*found, *arguments]
+
+
+def hear_ctrl_c() -> None:
+    """``preexec_fn`` of a run that is to be interrupted: under nohup it would inherit deaf ears."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.suite.someone_elses_run import command, environment, run
+from tests.suite.someone_elses_run import command, environment, hear_ctrl_c, run
 
 THEIR_TEST = """
 import pytest, torch
@@ -263,6 +263,7 @@ def test_ranks_end_when_the_run_is_interrupted(their_repository: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         env=environment(),
+        preexec_fn=hear_ctrl_c,
     )
     files = [their_repository / f"pid{rank}" for rank in (0, 1)]
     until = time.monotonic() + 60
