@@ -220,8 +220,10 @@ def test_a_run_that_gets_a_signal_at_any_moment_leaves_nothing(
     news, seconds = MOMENTS[moment]
     delay = random.Random(f"{moment} {turn}").uniform(0.0, seconds)
     code, text = ended(place, number, *filter(None, [news]), delay=delay)
-    too_late = moment == "at the end" and "2 passed" in text
-    assert code in (STATUS[number], -number) or too_late, text
+    # An import may swallow an interrupt: Python drops those that meet a callback.
+    swallowed = number == signal.SIGINT and "imports" in moment
+    unheard = (swallowed or moment == "at the end") and "2 passed" in text
+    assert code in (STATUS[number], -number) or unheard, text
     assert not place.left()
 
 
