@@ -200,11 +200,18 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
     config = parent.config
     if config.stash.get(_started, False) or config.getoption("collectonly"):
         return
-    if file_path.suffix == ".py" and OURS.search(file_path.read_bytes()):
+    if file_path.suffix == ".py" and _is_ours(file_path):
         from ddp_equivalence.ranks.server import start_early
 
         config.stash[_started] = True
         start_early()
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        return OURS.search(path.read_bytes()) is not None
+    except OSError:  # pytest will say why it cannot be read
+        return False
 
 
 @pytest.hookimpl(tryfirst=True, specname="pytest_runtest_protocol")
