@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from tests.suite.misbehaviour import MOMENTS
+from tests.suite.misbehaviour import FAULTS, MOMENTS
 
 FAULT = "fault"
 """The property of a report that holds (fault, moment, rank, seconds)."""
@@ -30,7 +30,8 @@ def lines(reports: Iterable[pytest.TestReport]) -> Iterator[str]:
         return
     width = max(map(len, seconds)) + 2
     yield " " * width + "".join(f"{moment:>14}" for moment in MOMENTS)
-    for fault, by_moment in seconds.items():
+    for fault in sorted(seconds, key=list(FAULTS).index):  # whatever order the tests ran in
+        by_moment = seconds[fault]
         cells = [_cell(by_moment.get(moment), (fault, moment) in failed) for moment in MOMENTS]
         yield f"{fault:<{width}}" + "".join(f"{cell:>14}" for cell in cells)
     right = "all red with the right cause and rank, each next case right, nothing left running"
