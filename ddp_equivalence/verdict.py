@@ -232,11 +232,11 @@ def _judge(request: Request) -> Verdict:
             began = time.time()
             with _threads_beside(request.processes.world_size):
                 reference = _reference(request)  # while the ranks work
+                reason = guards.against_the_reference(reference, request.compare)
             _check_deal(request, reference)
             keep = can_be_taken_apart(reference, request.case.ranks.world_size)
             around = Surroundings(request, reference) if keep else None
             verdict = replace(verdict, examples=reference.examples, around=around)
-            reason = guards.against_the_reference(reference, request.compare)
             found = measure(ranks, request, reference, request.deadline, keep)
     except RankFailed as error:
         again = second_look(request, error, began) if began else None
