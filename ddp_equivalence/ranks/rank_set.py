@@ -181,7 +181,8 @@ class RankSet:
                     self.changed[rank] = payload.changed + payload.running
                 if payload.running or not payload.same_groups:
                     self.broken = True  # this work is done, the next is for others
-                issued[rank] = payload.issued or 0
+                if payload.issued is not None:
+                    issued[rank] = payload.issued
             for result in results:
                 yield rank, result
         for rank, count in issued.items():

@@ -71,7 +71,7 @@ def current() -> State:
     """The state now."""
     _remarks.clear()
     return State(
-        values={name: _VALUES[name][0]() for name in _VALUES},
+        values={name: read() for name, (read, _) in _VALUES.items()},
         environment=variables(),
         path=tuple(sys.path),
         threads=frozenset(one.ident for one in threading.enumerate()),

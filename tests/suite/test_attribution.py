@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -67,13 +66,10 @@ def test_an_abort_without_the_watchdogs_words_is_the_root_cause() -> None:
     assert verdict.failure.ends[0].rank == 1
 
 
-def late(seconds: float) -> Callable[..., None]:
-    def step(model: nn.Module, shard: Any, rank: Rank) -> None:
-        if rank.rank == 1:
-            time.sleep(seconds)
-        right_step(model, shard, rank)
-
-    return step
+def never_comes(model: nn.Module, shard: Any, rank: Rank) -> None:
+    if rank.rank == 1:
+        time.sleep(1000)
+    right_step(model, shard, rank)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +80,7 @@ def late(seconds: float) -> Callable[..., None]:
     ],
 )
 def test_a_time_out_says_what_time_was_over(deadline: float, says: str) -> None:
-    verdict = check(own_case(), late(1000), deadline=deadline, collective_deadline=1.0)
+    verdict = check(own_case(), never_comes, deadline=deadline, collective_deadline=1.0)
     assert str(verdict.failure) == says
 
 
@@ -95,8 +91,10 @@ def test_joining_the_group_has_a_deadline_of_its_own() -> None:
         assert dist.get_world_size() == 4
         model(shard["rows"]).sum().backward()
 
-    short = {"deadline": 20.0, "collective_deadline": 0.001, "fresh_ranks": True}
-    verdict = check(own_case(layout="1x4"), talks_to_nobody, **short)  # type: ignore[arg-type]
+    case = own_case(layout="1x4")
+    verdict = check(
+        case, talks_to_nobody, deadline=20.0, collective_deadline=0.001, fresh_ranks=True
+    )
     assert verdict.failure is None, str(verdict)
 
 

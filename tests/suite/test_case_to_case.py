@@ -6,8 +6,10 @@ import _thread
 import importlib
 import os
 import signal
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,70 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence import Case, Rank, check
+from ddp_equivalence import Case, Rank, RankFailed, assert_equivalent, check
 from ddp_equivalence.ranks import state
 from ddp_equivalence.ranks.warm import warm_ranks
 from tests.suite.own_cases import loss, own_case, right_step
+
+
+def leaves_everything_changed(model: nn.Module, shard: Any, rank: Rank) -> None:
+    right_step(model, shard, rank)
+    if rank.rank == 0:
+        return
+    torch.manual_seed(99)
+    torch.set_default_dtype(torch.float16)
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    os.environ["WORLD_SIZE"] = "99"
+    os.environ["LEFT_BEHIND"] = "1"
+    del os.environ["MASTER_PORT"]
+    os.chdir("/")
+    sys.path.clear()
+
+
+CHANGES = (
+    "torch's seed set to 99",
+    "environment variable LEFT_BEHIND set",
+    "environment variable MASTER_PORT removed",
+    "environment variable WORLD_SIZE changed",
+    "torch's default dtype changed from torch.float32 to torch.float16",
+    "torch's deterministic algorithms changed from False to True",
+    "torch's grad mode changed from True to False",
+)
+
+
+def test_what_a_case_changes_is_named_and_does_not_reach_the_next() -> None:
+    started = warm_ranks().started
+    with pytest.raises(RankFailed) as caught:
+        assert_equivalent(own_case(), leaves_everything_changed)
+    text = " ".join(str(caught.value).split())
+    assert "The gradients are those of the big batch, but the step leaves" in text
+    assert "Root cause: rank 1 (node 0, local rank 1)" in text
+    assert "Finished its work: rank 0" in text
+    for change in CHANGES:
+        assert change in text
+    after = check(own_case(), right_step)
+    assert after.outcome == "same"
+    assert not after.changed
+    assert warm_ranks().started <= started + 1  # all of it was put back in the same ranks
+
+
+def test_a_step_that_means_to_change_its_process_says_so() -> None:
+    verdict = check(own_case(), leaves_everything_changed, allow_changes=True)
+    assert verdict.outcome == "same"
+    assert list(verdict.changed) == [1]
+    assert set(CHANGES) <= set(verdict.changed[1])
+
+
+def test_random_numbers_that_a_step_draws_are_no_change() -> None:
+    def draws(model: nn.Module, shard: Any, rank: Rank) -> None:
+        import random
+
+        torch.rand(3)
+        random.random()
+        right_step(model, shard, rank)
+
+    assert check(own_case(), draws).outcome == "same"
 
 
 def compiled_step(model: nn.Module, shard: Any, rank: Rank) -> None:
@@ -35,6 +97,29 @@ def test_a_compiled_step_leaves_nothing_that_is_its_own(monkeypatch: pytest.Monk
         verdict = check(own_case(), compiled_step, deadline=120.0)
         assert verdict.outcome == "same", str(verdict)
         assert not verdict.changed
+
+
+def test_the_pool_of_torchs_compiler_is_kept_and_a_pool_of_the_steps_own_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks have such a pool where TORCHINDUCTOR_COMPILE_THREADS asks for it."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: 2)
+    AsyncCompile.pool.cache_clear()
+    before = state.current()
+    with AsyncCompile.pool() as compilers:
+        compilers.submit(int).result()
+        assert not _threads_left(before)
+        with ThreadPoolExecutor(1, thread_name_prefix="own") as own:
+            own.submit(int).result()
+            assert _threads_left(before) == ["thread 'own_0' left running"]
+    AsyncCompile.pool.cache_clear()
+
+
+def _threads_left(before: state.State) -> list[str]:
+    """Without child processes, of which the judging one has its ranks' server."""
+    return [one for one in state.left_running(before) if one.startswith("thread")]
 
 
 TRAINS = """

@@ -143,66 +143,6 @@ def test_a_rank_that_hangs_ends_with_the_deadline_and_shows_where_it_is() -> Non
     assert check(own_case(), right_step).outcome == "same"
 
 
-def leaves_everything_changed(model: nn.Module, shard: Any, rank: Rank) -> None:
-    right_step(model, shard, rank)
-    if rank.rank == 0:
-        return
-    torch.manual_seed(99)
-    torch.set_default_dtype(torch.float16)
-    torch.set_grad_enabled(False)
-    torch.use_deterministic_algorithms(True)
-    os.environ["WORLD_SIZE"] = "99"
-    os.environ["LEFT_BEHIND"] = "1"
-    del os.environ["MASTER_PORT"]
-    os.chdir("/")
-    sys.path.clear()
-
-
-CHANGES = (
-    "torch's seed set to 99",
-    "environment variable LEFT_BEHIND set",
-    "environment variable MASTER_PORT removed",
-    "environment variable WORLD_SIZE changed",
-    "torch's default dtype changed from torch.float32 to torch.float16",
-    "torch's deterministic algorithms changed from False to True",
-    "torch's grad mode changed from True to False",
-)
-
-
-def test_what_a_case_changes_is_named_and_does_not_reach_the_next() -> None:
-    started = warm_ranks().started
-    with pytest.raises(RankFailed) as caught:
-        assert_equivalent(own_case(), leaves_everything_changed)
-    text = " ".join(str(caught.value).split())
-    assert "The gradients are those of the big batch, but the step leaves" in text
-    assert "Root cause: rank 1 (node 0, local rank 1)" in text
-    assert "Finished its work: rank 0" in text
-    for change in CHANGES:
-        assert change in text
-    after = check(own_case(), right_step)
-    assert after.outcome == "same"
-    assert not after.changed
-    assert warm_ranks().started <= started + 1  # all of it was put back in the same ranks
-
-
-def test_a_step_that_means_to_change_its_process_says_so() -> None:
-    verdict = check(own_case(), leaves_everything_changed, allow_changes=True)
-    assert verdict.outcome == "same"
-    assert list(verdict.changed) == [1]
-    assert set(CHANGES) <= set(verdict.changed[1])
-
-
-def test_random_numbers_that_a_step_draws_are_no_change() -> None:
-    def draws(model: nn.Module, shard: Any, rank: Rank) -> None:
-        import random
-
-        torch.rand(3)
-        random.random()
-        right_step(model, shard, rank)
-
-    assert check(own_case(), draws).outcome == "same"
-
-
 def keeps_its_wrapper(model: nn.Module, shard: Any, rank: Rank) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
