@@ -31,7 +31,7 @@ class RankError:
     """One parameter on one rank.
 
     ``error``: ||m - t|| / ||t||. ``element``: worst |m_i - t_i| / max(|t_i|, rms of t).
-    ``factor``: the k for which k t is nearest to m. ``unexplained``: ||m - k t|| / ||m||.
+    ``place``: where in the parameter that is. ``factor``: the k for which k t is nearest to m. ``unexplained``: ||m - k t|| / ||m||.
     ``ratio``: ||m|| / ||t||.
     """
 
@@ -42,6 +42,7 @@ class RankError:
     unexplained: float
     ratio: float
     within: bool
+    place: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ class _Sums:
     measured: float = 0.0
     product: float = 0.0
     element: float = 0.0
+    place: int = 0
     seen: int = 0
     bits: hashlib._Hash = field(default_factory=hashlib.sha256)
 
@@ -211,8 +213,10 @@ class Comparator:
             if difference.any():
                 rms = self._norms[chunk.name] / math.sqrt(whole.size)
                 scale = np.maximum(np.abs(truth), rms)
-                worst = float((np.abs(difference, out=difference) / scale).max())
-                sums.element = max(sums.element, _not_nan(worst))
+                off = np.abs(difference, out=difference) / scale
+                place = int(off.argmax())  # the first NaN, if there is one
+                if (worst := _not_nan(float(off[place]))) > sums.element:
+                    sums.element, sums.place = worst, chunk.offset + place
 
     def finish(self, noise: Mapping[str, Noise]) -> Comparison:
         """The comparison of all that was added; it may be asked for again with other ``noise``.
@@ -258,13 +262,15 @@ class Comparator:
                 continue
             sums = self._sums[rank, name]
             bits.add(sums.bits.digest())
-            by_rank.append(_rank_error(rank, sums, norm, limit))
+            by_rank.append(_rank_error(rank, sums, norm, limit, _place(sums, described.shape)))
         return ParameterComparison(
             name, described.shape, norm, limit, tuple(by_rank), ranks_agree=len(bits) <= 1
         )
 
 
-def _rank_error(rank: int, sums: _Sums, norm: float, limit: Limit) -> RankError:
+def _rank_error(
+    rank: int, sums: _Sums, norm: float, limit: Limit, place: tuple[int, ...]
+) -> RankError:
     distance, size = math.sqrt(_not_nan(sums.difference)), math.sqrt(_not_nan(sums.measured))
     factor = sums.product / norm**2 if norm**2 > 0 else math.nan
     rest = sums.measured - factor * sums.product if norm**2 > 0 else sums.measured
@@ -276,7 +282,12 @@ def _rank_error(rank: int, sums: _Sums, norm: float, limit: Limit) -> RankError:
         unexplained=_over(math.sqrt(max(0.0, _not_nan(rest))), size),
         ratio=_over(size, norm),
         within=distance <= limit.absolute and sums.element <= limit.element,
+        place=place,
     )
+
+
+def _place(sums: _Sums, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(int, np.unravel_index(sums.place, shape))) if all(shape) else ()
 
 
 def _dtype_and_size(described: Description | None) -> tuple[torch.dtype | None, int]:

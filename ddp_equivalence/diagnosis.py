@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ddp_equivalence.building import Steps, build_batches, build_model, count_examples, in_step
-from ddp_equivalence.case import Case
 from ddp_equivalence.comparison import Comparison
 from ddp_equivalence.diagnoses import HYPOTHESES
-from ddp_equivalence.diagnoses.hypothesis import NEAR, Hypothesis, View, flatten, near, unexplained
-from ddp_equivalence.facts import Indices
-from ddp_equivalence.reference import Reference
-from ddp_equivalence.shards import OWN, split
-
-MAX_ELEMENTS = 2_000_000
-"""Ranks x parameters that are kept to take a difference apart; beyond, only sums are."""
+from ddp_equivalence.diagnoses.hypothesis import Factor, Hypothesis, Way
+from ddp_equivalence.diagnoses.view import NEAR, View, near, unexplained
 
 LEAST_ACCEPTED = 1e-10
 """What a right explanation may leave unexplained in float64: its own rounding."""
 
-
 MOST_ACCEPTED = 0.3
 """An explanation that leaves more is none, however coarse the precision."""
+
+MOST_OF_DIFFERENCE = 0.5
+"""An explanation must explain at least half of the difference, however small that is."""
+
+AS_GOOD = 2.0
+"""An explanation that leaves no more than twice the best one's rest is as good: rounding."""
 
 
 @dataclass(frozen=True)
 class Finding:
     """One explanation and what it leaves unexplained: ||measured - predicted|| / ||measured||.
 
-    ``unexplained`` is None where no prediction was possible; ``shows`` is False where this fault
-    would leave the big batch's gradient on this case.
+    ``unexplained`` is None where no prediction was possible. ``shows`` is False where this fault
+    would leave the big batch's gradient on this case. ``fits``: the numbers are those predicted;
+    ``accepted``: and nothing is believed before it. ``detail``: which rank, number, micro-batch.
+    ``because``: what the evidence says; ``refuted``: it speaks against the cause. ``second``: the
+    cause that comes on top, where it takes two to explain what was measured.
     """
 
     cause: str
@@ -43,6 +42,19 @@ class Finding:
     unexplained: float | None
     accepted: bool
     shows: bool = True
+    fits: bool = False
+    detail: str = ""
+    because: str = ""
+    refuted: bool = False
+    tell_apart: str = ""
+    names: frozenset[str] = frozenset()
+    informed: bool = False
+    second: str = ""
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """The names of all causes that this explanation takes."""
+        return (self.cause, self.second) if self.second else (self.cause,)
 
 
 @dataclass(frozen=True)
@@ -53,149 +65,169 @@ class NearestFault:
     distance: float
 
 
-def can_be_taken_apart(reference: Reference, world_size: int) -> bool:
-    """True if the gradients of all ranks are few enough to be kept."""
-    values = [value for value in reference.expected.values() if value is not None]
-    return sum(value.numel() for value in values) * world_size <= MAX_ELEMENTS
+def diagnose(view: View, comparison: Comparison) -> tuple[Finding, ...]:
+    """All explanations of what ``view.measured`` holds, best first; accepted first ones are named.
 
-
-def view_of(
-    case: Case,
-    reference: Reference,
-    ranks: tuple[int, ...],
-    parts: tuple[tuple[Indices, ...], ...] | None = None,
-    steps: Steps = 1,
-    step: int = 0,
-    lr: float = 0.1,
-    scale: float = 1.0,
-    on_cpu: bool = True,
-    known: dict[Indices, Tensor] | None = None,
-) -> View | None:
-    """What hypotheses may look at in one step; None if the model is too large to take apart.
-
-    ``known``: gradients of parts that another view of the same batch has already computed.
+    One cause explains before two do, two before a sign without numbers, that before a mere guess.
     """
-    count = steps if isinstance(steps, int) else len(steps)
-    model = build_model(case)
-    shapes = {}
-    for name, parameter in model.named_parameters():
-        if reference.expected.get(in_step(name, step, count)) is not None:
-            shapes[name] = tuple(parameter.shape)
-    elements = sum(parameter.numel() for parameter in model.parameters())
-    if elements * case.ranks.world_size > MAX_ELEMENTS or not shapes:
-        return None
-    batches = build_batches(case, steps)
-    if parts is None and case.shards != OWN:
-        deal = split(case.shards, count_examples(batches[step]), case.ranks.world_size)
-        parts = tuple((indices,) for indices in deal.indices)
-    return View(
-        case=case,
-        layout=case.ranks,
-        expected=flatten(
-            {name: reference.expected[in_step(name, step, count)] for name in shapes}, shapes
-        ),
-        shapes=shapes,
-        ranks=ranks,
-        parts=parts,
-        batch=batches[step],
-        before=tuple(batches[:step]),
-        lr=lr,
-        has_batch_norm=_has(model, nn.modules.batchnorm._BatchNorm),
-        has_dropout=_has(model, nn.modules.dropout._DropoutNd) and reference.rounding.order_matters,
-        scale=scale,
-        on_cpu=on_cpu,
-        known={} if known is None else known,
-    )
-
-
-def first_wrong_step(comparison: Comparison, steps: int) -> int:
-    """The first step with a parameter beyond its limit: the weights before it were still right."""
-    wrong = {one.name for one in comparison.differing}
-    for step in range(1, steps):
-        if any(name.endswith(in_step("", step - 1, steps)) for name in wrong):
-            return step - 1
-    return steps - 1
-
-
-def diagnose(
-    view: View, measured: Mapping[int, Mapping[str, Tensor | None]], comparison: Comparison
-) -> tuple[Finding, ...]:
-    """All explanations, best first; an accepted first one is the cause.
-
-    ``measured``: rank -> name -> gradient of the step that the view is of.
-    """
-    seen = torch.stack([flatten(dict(measured[rank]), view.shapes) for rank in view.ranks])
-    # The limit of all parameters together, as one vector.
-    limits = sum(one.limit.absolute**2 for one in comparison.parameters)
-    norms = sum(one.norm**2 for one in comparison.parameters)
-    limit = (limits / norms) ** 0.5 if norms > 0 else 0.0
-    accepted = max(LEAST_ACCEPTED, min(4 * limit, MOST_ACCEPTED))
-    found = [_judge(one, view, seen, accepted) for one in HYPOTHESES]
-    ranked = sorted(
-        (one for one in found if one is not None),
-        key=lambda one: (not one.accepted, _size(one.unexplained)),
-    )
-    if ranked and not ranked[0].accepted and comparison.ranks_agree:
-        ranked = _believe_plausible(view, ranked)
-    return tuple(ranked)
+    accepted = _accepted(view, comparison)
+    found = [one for one in (_judge(h, view, accepted) for h in HYPOTHESES) if one is not None]
+    if not any(one.fits and not one.refuted for one in found):
+        found += _two_at_once(view, accepted)
+    if not any(one.fits and not one.refuted for one in found):
+        found = _believe(view, found, comparison)
+    return _ranked(found)
 
 
 def nearest_fault(view: View) -> NearestFault | None:
-    """The hypothesis whose prediction lies nearest to the big batch without being it."""
+    """The wrong rule whose prediction lies nearest to the big batch without being it."""
     size = float(view.expected.norm())
     best = None
     for one in HYPOTHESES:
-        for predicted in one.predict(view) if size > 0 else ():
+        for way in one.predict(view) if one.of_the_rule and size > 0 else ():
             # One wrong rank is enough to be seen.
-            distance = float((predicted - view.expected).norm(dim=1).max()) / size
+            distance = float((way.predicted - view.expected).norm(dim=1).max()) / size
             if distance > NEAR and (best is None or distance < best.distance):
                 best = NearestFault(one.name, distance)
     return best
 
 
-def diagnose_by_factor(comparison: Comparison, world_size: int) -> tuple[Finding, ...]:
-    """For models too large to keep: what one factor for all parameters and ranks says."""
-    factors = [rank.factor for one in comparison.parameters for rank in one.by_rank]
-    rest = max((r.unexplained for p in comparison.parameters for r in p.by_rank), default=1.0)
-    if not factors or world_size == 1 or rest > 1e-3:
-        return ()
-    by_name = {one.name: one for one in HYPOTHESES}
-    causes = {
-        float(world_size): ("sum_not_mean",),
-        1 / world_size: ("mean_not_sum", "averaged_twice"),
-    }
-    for factor, names in causes.items():
-        if all(abs(one / factor - 1) < 1e-3 for one in factors):
-            return tuple(
-                Finding(name, by_name[name].sentence, by_name[name].look_at, rest, accepted=True)
-                for name in names
-            )
-    return ()
+def _accepted(view: View, comparison: Comparison) -> float:
+    """What an explanation may leave: the limit of all parameters together, as one vector."""
+    limits = sum(one.limit.absolute**2 for one in comparison.parameters)
+    norms = sum(one.norm**2 for one in comparison.parameters)
+    limit = (limits / norms) ** 0.5 if norms > 0 else 0.0
+    difference = unexplained(view.measured, view.everywhere(view.expected))
+    most = max(LEAST_ACCEPTED, min(4 * limit, MOST_ACCEPTED))
+    return min(most, MOST_OF_DIFFERENCE * difference)
 
 
-def _judge(one: Hypothesis, view: View, seen: Tensor, accepted: float) -> Finding | None:
-    ways = one.predict(view)
+def _judge(one: Hypothesis, view: View, accepted: float) -> Finding | None:
+    ways = [*one.predict(view), *_multiples(one.factors(view), view)]
+    sign = one.sign(view)
     if not ways:
         return None
-    shows = any(not near(predicted, view.everywhere(view.expected)) for predicted in ways)
-    rest = min(unexplained(seen, predicted) for predicted in ways)
+    right = view.everywhere(view.expected)
+    shows = any(not near(way.predicted, right) for way in ways)
+    rests = [unexplained(view.measured, way.predicted) for way in ways]
+    # A prediction that owes nothing to what was measured counts more.
+    outright = [r for r, way in zip(rests, ways, strict=True) if not way.informed]
+    rest = min(rests) if min(outright, default=accepted + 1) > accepted else min(outright)
+    best = ways[rests.index(rest)]
     # Two explanations that differ by rounding only fit equally well.
     rest = 0.0 if rest < LEAST_ACCEPTED / 10 else rest
-    return Finding(one.name, one.sentence, one.look_at, rest, shows and rest <= accepted, shows)
+    return replace(
+        _finding(one),
+        unexplained=rest,
+        shows=shows,
+        fits=shows and rest <= accepted,
+        detail=best.detail,
+        names=best.names,
+        informed=best.informed,
+        because=sign.because if sign else "",
+        refuted=sign is not None and not sign.speaks_for,
+    )
 
 
-def _believe_plausible(view: View, ranked: list[Finding]) -> list[Finding]:
+def _finding(one: Hypothesis) -> Finding:
+    return Finding(
+        one.name, one.sentence, one.look_at, None, accepted=False, tell_apart=one.tell_apart
+    )
+
+
+def _multiples(factors: Sequence[Factor], view: View) -> Iterator[Way]:
+    for factor in factors:
+        wrong = view.everywhere(factor.value * view.expected)
+        yield Way(wrong, factor.detail)
+        if view.only_some_differ:
+            mixed = view.mix(wrong, view.everywhere(view.expected), view.differing)
+            yield Way(mixed, f"{factor.detail}, of some parameters only", view.differing)
+
+
+def _two_at_once(view: View, accepted: float) -> list[Finding]:
+    """A cause that predicts all but a factor, and another that is this factor."""
+    by_factor = [(h, factor) for h in HYPOTHESES for factor in h.factors(view)]
+    found = []
     for one in HYPOTHESES:
-        if one.plausible(view):
-            others = [other for other in ranked if other.cause != one.name]
-            first = Finding(one.name, one.sentence, one.look_at, None, accepted=True)
-            return [first, *others]
-    return ranked
+        sign = one.sign(view)
+        if sign is not None and not sign.speaks_for:
+            continue
+        for way in one.predict(view):
+            if way.informed:
+                continue
+            factor = _factor(view.measured, way.predicted)
+            if factor is None or near(way.predicted, view.everywhere(view.expected)):
+                continue
+            rest = unexplained(view.measured, factor * way.predicted)
+            if rest > accepted:
+                continue
+            for other, named in by_factor:
+                against = other.sign(view)
+                if other.name == one.name or (against is not None and not against.speaks_for):
+                    continue
+                if abs(factor / named.value - 1) <= max(NEAR, accepted):
+                    details = "; ".join(filter(None, (way.detail, named.detail)))
+                    found.append(
+                        replace(
+                            _finding(one),
+                            sentence=f"Two causes at once. {one.sentence} And: {other.sentence}",
+                            look_at=f"{one.look_at}; and {other.look_at}",
+                            unexplained=rest if rest > LEAST_ACCEPTED / 10 else 0.0,
+                            fits=True,
+                            detail=details,
+                            because=sign.because if sign else "",
+                            second=other.name,
+                        )
+                    )
+    return list({one.causes: one for one in reversed(found)}.values())[::-1]
+
+
+def _factor(measured: Tensor, predicted: Tensor) -> float | None:
+    """The k for which k times the prediction is nearest to what was measured."""
+    size = float((predicted * predicted).sum())
+    product = float((measured * predicted).sum())
+    return product / size if size > 0 and product == product else None
+
+
+def _believe(view: View, found: list[Finding], comparison: Comparison) -> list[Finding]:
+    """What no number predicts, but the evidence says, or the case has what it takes for."""
+    for one in HYPOTHESES:
+        sign = one.sign(view)
+        if sign is not None and sign.speaks_for and sign.decides:
+            others = [other for other in found if other.cause != one.name]
+            return [*others, replace(_finding(one), fits=True, because=sign.because)]
+    for one in HYPOTHESES:
+        if comparison.ranks_agree and one.plausible(view):
+            others = [other for other in found if other.cause != one.name]
+            return [*others, replace(_finding(one), fits=True)]
+    return found
+
+
+def _ranked(found: list[Finding]) -> tuple[Finding, ...]:
+    fitting = [one for one in found if one.fits and not one.refuted]
+    first = min(
+        (
+            [one for one in fitting if bool(one.because) is told and one.informed is informed]
+            for told, informed in ((True, False), (True, True), (False, False), (False, True))
+        ),
+        key=lambda some: not some,
+    )
+    best = min((one.unexplained or 0.0 for one in first), default=0.0)
+    most = AS_GOOD * best + LEAST_ACCEPTED
+    accepted = {id(one) for one in first if (one.unexplained or 0.0) <= most}
+    ranked = [replace(one, accepted=id(one) in accepted) for one in found]
+    # Sorting keeps the order in which equally good ones are believed.
+    return tuple(
+        sorted(
+            ranked,
+            key=lambda one: (
+                not one.accepted,
+                not one.fits,
+                0.0 if one.accepted else _size(one.unexplained),
+            ),
+        )
+    )
 
 
 def _size(value: float | None) -> float:
     return float("inf") if value is None else value
-
-
-def _has(model: nn.Module, kind: Any) -> bool:
-    return any(isinstance(module, kind) and module.training for module in model.modules())

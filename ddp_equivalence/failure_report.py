@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from ddp_equivalence import session
 from ddp_equivalence.errors import RankEnd, RankFailed
-from ddp_equivalence.prose import WIDTH, plural, wrapped
+from ddp_equivalence.prose import plural, wrapped
 from ddp_equivalence.second_look import SecondLook
 
 TRACEBACK_LINES = 30
@@ -84,4 +85,8 @@ _OPTIONS = re.compile(r", TensorDeviceTypes=TensorOptions\(.*?\(nullopt\)\)")
 
 def _clipped(text: str) -> str:
     first = _OPTIONS.sub("", text.splitlines()[0] if text else "")
-    return first if len(first) <= 5 * WIDTH else f"{first[: 5 * WIDTH]}…"
+    return (
+        first
+        if len(first) <= 5 * session.current().width
+        else f"{first[: 5 * session.current().width]}…"
+    )

@@ -53,6 +53,50 @@ class RawChunk:
         return Chunk(self.name, self.offset, torch.from_numpy(self.data).view(self.dtype))
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Which elements of flattened gradients are kept: every ``stride[name]``-th, from the first.
+
+    Sums of gradients are sums in every element, so whatever mixes them shows in a selection too.
+    """
+
+    sizes: Mapping[str, int]
+    stride: Mapping[str, int]
+
+    @classmethod
+    def at_most(cls, elements: int, sizes: Mapping[str, int]) -> Selection:
+        """All of them if they are few enough, else about equally many of each parameter."""
+        if sum(sizes.values()) <= elements:
+            return cls(sizes, dict.fromkeys(sizes, 1))
+        each = max(1, elements // len(sizes))
+        # Odd, so that the columns of a matrix are met in turn.
+        return cls(sizes, {name: -(-size // each) | 1 for name, size in sizes.items()})
+
+    @property
+    def is_whole(self) -> bool:
+        return all(stride == 1 for stride in self.stride.values())
+
+    def size(self, name: str) -> int:
+        """How many elements of this parameter are kept."""
+        return len(range(0, self.sizes[name], self.stride[name]))
+
+    def of_chunk(self, chunk: Chunk) -> Tensor:
+        """What is kept of a chunk, as a copy."""
+        first = -chunk.offset % self.stride[chunk.name]
+        return chunk.values[first :: self.stride[chunk.name]].clone()
+
+    def of(self, gradients: Gradients) -> Tensor:
+        """All that is kept as one float64 vector; None counts as zero."""
+        pieces = []
+        for name, stride in self.stride.items():
+            value = gradients.get(name)
+            if value is None:
+                pieces.append(torch.zeros(self.size(name), dtype=torch.float64))
+            else:
+                pieces.append(dense(value).reshape(-1)[::stride].double())
+        return torch.cat(pieces)
+
+
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
     """The gradient of every parameter, shared parameters once, under their first name."""
     return {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 
 from ddp_equivalence.comparison import Comparison
-from ddp_equivalence.diagnoses.hypothesis import NEAR
+from ddp_equivalence.diagnoses.view import NEAR
 from ddp_equivalence.diagnosis import NearestFault
+from ddp_equivalence.faults.plant import hidden
+from ddp_equivalence.layouts import Layout
 from ddp_equivalence.rank_work import Evidence
 from ddp_equivalence.ranks.collectives import FORGOTTEN
 from ddp_equivalence.reference import Reference
@@ -45,8 +47,23 @@ def against_the_evidence(
         replicas = evidence[0].notes.get("replicas", 0)
         if replicas < 2:
             return f"{strategy.name} did not really run: {replicas} replica, needs 2"
+    return None
+
+
+def against_an_idle_plant(evidence: Mapping[int, Evidence], fault: str) -> str | None:
+    """A fault that never fired shows nothing."""
+    if not fault or any(one.planted for one in evidence.values()):
         return None
-    return _identical_inputs(evidence)
+    return f"{fault} was planted, but the step never came by where it fires"
+
+
+def against_a_hidden_plant(fault: str, layout: Layout) -> str | None:
+    """A fault that fired and left the gradient of the big batch cannot show on this case."""
+    if not fault:
+        return None
+    return (
+        f"{fault} was planted and fired, but {hidden(fault, layout)}: it cannot show on this case"
+    )
 
 
 def against_another_start(reference: Reference, evidence: Mapping[int, Evidence]) -> str | None:
@@ -70,6 +87,8 @@ def against_a_pass(
     """
     if not comparison.parameters or not comparison.elements:
         return "no gradient element was compared"
+    if (same := _identical_inputs(evidence)) is not None:
+        return same
     telling = [one for one in comparison.parameters if one.norm > 0 and not one.limit.only_rounding]
     if not telling:
         return "every gradient is zero but for rounding"

@@ -12,7 +12,8 @@ from torch import Tensor
 from ddp_equivalence.case import name_of
 from ddp_equivalence.comparison import Comparator, Comparison
 from ddp_equivalence.errors import BadCase, RankFailed
-from ddp_equivalence.gradients import RawChunk
+from ddp_equivalence.gradients import RawChunk, Selection
+from ddp_equivalence.observation import Observation
 from ddp_equivalence.rank_work import Evidence, Work, run
 from ddp_equivalence.ranks import attribution, carry
 from ddp_equivalence.ranks.rank_set import RankSet
@@ -26,14 +27,14 @@ from ddp_equivalence.tolerance import Tolerance
 class Measurement:
     """What came back from the ranks.
 
-    ``measured``: the gradients themselves, where they were to be kept. ``output``: what each rank
+    ``measured``: of the gradients themselves what was selected, flattened. ``output``: what each rank
     printed. ``changed``: rank -> what its process was left with, as phrases; ``left``: the same as
     an error with an entry for every rank.
     """
 
     comparison: Comparison
     evidence: Mapping[int, Evidence]
-    measured: Mapping[int, dict[str, Tensor | None]]
+    measured: Mapping[int, Mapping[str, Tensor | None]]
     output: Mapping[int, str]
     changed: Mapping[int, tuple[str, ...]]
     left: RankFailed | None
@@ -47,12 +48,7 @@ def at_work(
 
     Raises BadCase if the step cannot travel, RankFailed if ranks cannot be started.
     """
-    work = Work(request.case, request.step, request.compare, request.lr, request.steps)
-    try:
-        message = carry.dumps(run, work)
-    except Exception as error:
-        right = f"a function that cloudpickle can carry to the ranks; {error}"
-        raise BadCase("step", name_of(request.step), right) from error
+    message = _message(request, observe=False)
     timeout = min(request.collective_deadline, deadline / 2)
     acquired = warm_ranks().acquire(
         request.processes, request.lane, timeout, fresh, request.in_process, environment
@@ -62,47 +58,80 @@ def at_work(
         yield ranks
 
 
+def _message(request: Request, observe: bool) -> bytes:
+    work = Work(
+        case=request.case,
+        step=request.step,
+        compare=request.compare,
+        lr=request.lr,
+        steps=request.steps,
+        plant=request.plant,
+        observe=observe,
+    )
+    try:
+        return carry.dumps(run, work)
+    except Exception as error:
+        right = f"a function that cloudpickle can carry to the ranks; {error}"
+        raise BadCase("step", name_of(request.step), right) from error
+
+
 def measure(
-    ranks: RankSet, request: Request, reference: Reference, deadline: float, keep: bool
+    ranks: RankSet,
+    request: Request,
+    reference: Reference,
+    deadline: float,
+    selection: Selection,
 ) -> Measurement:
-    """Compare while gradients arrive: nothing is held but sums, unless ``keep``.
+    """Compare while gradients arrive: nothing is held but sums and what is selected.
 
     Raises RankFailed or RanksTimedOut.
     """
     tolerance = Tolerance(reference.dtype, exact=request.case.exact)
     stream = Comparator(reference.expected, reference.described, tolerance)
     evidence: dict[int, Evidence] = {}
-    measured: dict[int, dict[str, Tensor | None]] = {}
+    kept: dict[int, dict[str, list[Tensor]]] = {}
     for rank, result in ranks.collect(deadline):
         if isinstance(result, Evidence):
             evidence[rank] = result
             stream.begin(rank, result.gradients)
-            if keep:
-                measured[rank] = {}
+            kept[rank] = {}
             continue
         assert isinstance(result, list)
         for raw in result:
             assert isinstance(raw, RawChunk)
             chunk = raw.open()
             stream.add(rank, chunk)
-            if keep:
-                _keep(measured[rank], chunk.name, chunk.values)
-    for rank, found in measured.items():
-        for name, one in evidence[rank].gradients.items():
-            value = found.get(name)
-            if one is not None:
-                found[name] = value.reshape(one.shape) if value is not None else None
+            if chunk.name in selection.sizes:
+                kept[rank].setdefault(chunk.name, []).append(selection.of_chunk(chunk))
     comparison = stream.finish({})
     if not comparison.same:  # by more than the least limits; what do they owe to rounding?
         comparison = stream.finish(reference.rounding.noise)
     return Measurement(
         comparison=comparison,
         evidence=dict(sorted(evidence.items())),  # ranks report as they come
-        measured=measured,
+        measured={
+            rank: {name: torch.cat(values) for name, values in found.items()}
+            for rank, found in kept.items()
+        },
         output={rank: ranks.output(rank) for rank in sorted(evidence)},
         changed=dict(sorted(ranks.changed.items())),
         left=_left(ranks) if ranks.changed else None,
     )
+
+
+def observe(ranks: RankSet, request: Request, deadline: float) -> dict[int, Observation]:
+    """Run the same step once more, watched closely: rank -> what was seen, all ranks or none."""
+    if ranks.broken or request.in_process:
+        return {}  # no ranks to run it on, or somebody is looking already
+    found = {}
+    try:
+        ranks.submit(_message(request, observe=True))
+        for rank, result in ranks.collect(deadline):
+            if isinstance(result, Evidence) and result.observed is not None:
+                found[rank] = result.observed
+    except RankFailed:
+        return {}  # the first run's word stands without evidence
+    return dict(sorted(found.items()))
 
 
 def _left(ranks: RankSet) -> RankFailed:
@@ -113,8 +142,3 @@ def _left(ranks: RankSet) -> RankFailed:
         for rank in range(ranks.layout.world_size)
     ]
     return attribution.failure(ends, "")
-
-
-def _keep(kept: dict[str, Tensor | None], name: str, values: Tensor) -> None:
-    before = kept.get(name)
-    kept[name] = values if before is None else torch.cat([before, values])

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from textwrap import wrap
 
-WIDTH = 96
+from ddp_equivalence import session
 
 
-def plural(count: int, word: str) -> str:
-    """The word, with an s unless there is one of it."""
-    return word if count == 1 else f"{word}s"
+def plural(count: int, word: str, more: str = "") -> str:
+    """The word, with an s (or ``more`` instead) unless there is one of it."""
+    return word if count == 1 else more or f"{word}s"
+
+
+def of_ranks(numbers: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 1, 3``."""
+    return f"{plural(len(numbers), 'rank')} {', '.join(map(str, numbers))}"
 
 
 def wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
-    """The text in lines of at most WIDTH; what follows the first line is indented further."""
+    """The text in lines of at most the run's width; after the first line indented further."""
     return wrap(
         text,
-        WIDTH,
+        session.current().width,
         initial_indent=indent if first is None else first,
         subsequent_indent=indent + "  ",
         break_long_words=False,

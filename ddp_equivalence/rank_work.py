@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from ddp_equivalence.building import (
     take,
 )
 from ddp_equivalence.case import Case
+from ddp_equivalence.faults.plant import Planted, plant
 from ddp_equivalence.gradients import (
     Description,
     describe,
@@ -35,6 +36,7 @@ from ddp_equivalence.gradients import (
     updates_of,
     weights_of,
 )
+from ddp_equivalence.observation import Observation, Observer
 from ddp_equivalence.ranks import Rank, state
 from ddp_equivalence.ranks.collectives import Collective, new_collectives
 from ddp_equivalence.reference import Compare
@@ -55,6 +57,10 @@ class Work:
     compare: Compare = "gradients"
     lr: float = 0.1
     steps: Steps = 1
+    plant: str = ""
+    """The fault to plant; "" for none."""
+    observe: bool = False
+    """Watch the step closely, and send no gradients."""
 
     @property
     def count(self) -> int:
@@ -71,7 +77,8 @@ class Evidence:
     ``examples``: positions in the big batch that the rank was given, by step; None where the step
     takes its own. ``data``: digest of those examples. ``inputs``: digest of what the model was
     called with; None if it never was. ``start``: digest of the weights before.
-    ``collectives``: None if torch has no flight recorder.
+    ``collectives``: None if torch has no flight recorder. ``planted``: how often a planted fault
+    fired, None if none was planted. ``observed``: what a closer look saw.
     """
 
     examples: tuple[tuple[int, ...], ...] | None
@@ -82,6 +89,8 @@ class Evidence:
     device: str
     gradients: Mapping[str, Description | None]
     notes: Mapping[str, Any] = field(default_factory=dict)
+    planted: int | None = None
+    observed: Observation | None = None
 
 
 def run(rank: Rank, work: Work) -> Iterator[object]:
@@ -96,6 +105,8 @@ def run(rank: Rank, work: Work) -> Iterator[object]:
         found, evidence = _done(rank, work, model)
     del model
     yield evidence
+    if work.observe:
+        return
     # What is none of the model's is not compared, and may be huge: its description will do.
     yield from raw_messages(
         {name: g for name, g in found.items() if g is None or g.shape == shapes.get(name)}
@@ -113,22 +124,28 @@ def _done(rank: Rank, work: Work, model: nn.Module) -> tuple[dict[str, Tensor | 
         for place, leaf in enumerate(pytree.tree_leaves(given))
         if isinstance(leaf, Tensor)
     )
+    observer = Observer(model, concatenate(batches)) if work.observe else None
     del batches
     notes: dict[str, Any] = {}
     called = _CalledWith(model)
-    found = _train(rank, work, model, given, deals, notes)
+    planted = plant(work.plant) if work.plant else None
+    with observer.watching() if observer else nullcontext(), planted or nullcontext():
+        found = _train(rank, work, model, given, deals, notes, planted, observer)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
+    collectives = new_collectives()
     mine = None if case.shards == OWN else tuple(deal.indices[rank.rank] for deal in deals)
     evidence = Evidence(
         examples=mine,
         data=data,
         inputs=called.digest(),
         start=start,
-        collectives=new_collectives(),
+        collectives=collectives,
         device=str(rank.device),
         gradients=describe(found),
         notes=notes,
+        planted=planted.fired if planted else None,
+        observed=observer.found(found, collectives) if observer else None,
     )
     return found, evidence
 
@@ -168,23 +185,30 @@ def _train(
     given: list[Any],
     deals: list[Shards],
     notes: dict[str, Any],
+    planted: Planted | None,
+    observer: Observer | None,
 ) -> dict[str, Tensor | None]:
     before = weights_of(model) if work.compare == "update" else {}
+    task = Task(work.case, model, rank, deals, notes, work.steps)
     step: TrainStep
     if isinstance(work.step, str):
-        step = STRATEGIES[work.step].prepare(Task(work.case, model, rank, deals, notes))
+        step = STRATEGIES[work.step].prepare(task)
     else:
         own = work.step
-        if work.compare == "update":
-            with _seeded(step_seed(work.case, 0)):
-                returned = own(model, concatenate(given), rank)
-            return _own_update(model, before, returned)
 
         def step(shard: Any) -> Mapping[str, Tensor | None] | None:
             return own(model, shard, rank)
 
+    if planted:
+        step = planted.in_step(task, step)
+    if work.compare == "update" and not isinstance(work.step, str):
+        with _seeded(step_seed(work.case, 0)):
+            return _own_update(model, before, step(concatenate(given)))
+
     found: dict[str, Tensor | None] = {}
     for number, shard in enumerate(given):
+        if observer:
+            observer.step = number
         model.zero_grad(set_to_none=True)
         weights = digest(dict(model.named_parameters())) if len(given) > 1 else ""
         with _seeded(step_seed(work.case, number)):

@@ -116,13 +116,26 @@ def _in_own_precision(
     return {name: one and replace(one, dtype=own[name]) for name, one in describe(expected).items()}
 
 
-def gradient_of(
-    case: Case, batch: Any, before: Sequence[Any] = (), lr: float = 0.1
-) -> dict[str, Tensor | None]:
-    """The float64 gradient of the loss on ``batch`` alone, after plain SGD on those ``before``."""
-    found = _train(case, [*before, batch], "gradients", lr, dtype=torch.float64)
-    steps = len(before) + 1
-    return {name: found[in_step(name, steps - 1, steps)] for name in _names(found, steps)}
+def loss_and_gradient_of(
+    case: Case,
+    batch: Any,
+    before: Sequence[Any] = (),
+    lr: float = 0.1,
+    generator: bytes = b"",
+) -> tuple[float, dict[str, Tensor | None]]:
+    """The float64 loss on ``batch`` alone and its gradient, after plain SGD on those ``before``.
+
+    ``generator``: the state of torch's generator that the forward pass begins with, if not its own.
+    """
+    losses: list[float] = []
+    batches = [*before, batch]
+    found = _train(
+        case, batches, "gradients", lr, dtype=torch.float64, losses=losses, generator=generator
+    )
+    steps = len(batches)
+    return losses[-1], {
+        name: found[in_step(name, steps - 1, steps)] for name in _names(found, steps)
+    }
 
 
 def _names(found: dict[str, Tensor | None], steps: int) -> list[str]:
@@ -169,11 +182,14 @@ def _train(
     nudge: bool = False,
     scale: float = 1.0,
     built: list[nn.Module] | None = None,
+    losses: list[float] | None = None,
+    generator: bytes = b"",
 ) -> dict[str, Tensor | None]:
     """One step a batch with plain SGD between; dtype None keeps the case's own.
 
     ``built``: holds a model that nobody else needs. ``nudge`` and ``scale`` change nothing but how
-    values are rounded on their way.
+    values are rounded on their way. ``losses``: gets the loss of every step. ``generator``: state
+    of torch's generator before each forward pass.
     """
     model = built.pop() if built else build_model(case)
     if dtype is not None:
@@ -189,7 +205,13 @@ def _train(
         if nudge:
             _nudge(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
         with seeded(step_seed(case, step)):
-            _backward(case, scale * _loss(case, model, batch))
+            if generator:
+                torch.set_rng_state(torch.frombuffer(bytearray(generator), dtype=torch.uint8))
+            loss = _loss(case, model, batch)
+            if losses is not None:
+                losses.append(loss.item())
+            _backward(case, scale * loss)
+            del loss
         if scale != 1.0:
             _divide_gradients(model, scale)
         if compare == "gradients":

@@ -1,19 +1,19 @@
-"""Verdict -> text. The only prose in the package: verdict and name, cause, argument, picture,
-numbers, what else was considered, evidence, how to repeat. A reader may stop after any block.
+"""Verdict -> text: verdict and name, cause, argument, picture, numbers, what else was considered,
+evidence, how to repeat. A reader may stop after any block.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from math import floor, log10
 from typing import TYPE_CHECKING
 
-import torch
-
+from ddp_equivalence import session
+from ddp_equivalence.evidence_report import evidence_lines
 from ddp_equivalence.failure_report import failure_blocks
-from ddp_equivalence.prose import WIDTH, plural, wrapped
-from ddp_equivalence.ranks.collectives import FORGOTTEN
-from ddp_equivalence.shards import OWN
+from ddp_equivalence.prose import of_ranks, plural, wrapped
+from ddp_equivalence.shares_report import shares_lines
 
 if TYPE_CHECKING:
     from ddp_equivalence.comparison import Comparison, ParameterComparison
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MOST_PARAMETERS = 20
 OUTPUT_LINES = 30
-MOST_RANKS = 8
+MOST_RULED_OUT = 6
 
 
 def render(verdict: Verdict) -> str:
@@ -56,19 +56,18 @@ def _same(verdict: Verdict) -> Iterator[list[str]]:
     if verdict.nearest is not None:
         reason += f"; nearest fault: {verdict.nearest.cause}"
     yield [f"  {line}", *wrapped(reason, "  ")]
-    yield _evidence(verdict)
+    yield evidence_lines(verdict)
 
 
 def _different(verdict: Verdict) -> Iterator[list[str]]:
-    yield [f"{verdict.subject} is not big_batch: {verdict.cause or 'no known cause fits'}"]
-    best = verdict.findings[0] if verdict.findings else None
-    if best is not None and best.accepted:
-        yield [*wrapped(best.sentence, "  "), *wrapped(f"Look at: {best.look_at}", "  ")]
+    named = " and ".join(verdict.causes) or "no known cause fits"
+    yield [f"{verdict.subject} is not big_batch: {named}"]
+    yield _cause(verdict)
     yield _argument(verdict)
     yield _structure(verdict)
-    yield _shares(verdict)
+    yield shares_lines(verdict)
     yield _parameters(verdict)
-    yield [*_considered(verdict), *_evidence(verdict)]
+    yield [*_considered(verdict), *evidence_lines(verdict)]
     yield _outputs(verdict)
 
 
@@ -85,7 +84,44 @@ def _unknown(verdict: Verdict) -> Iterator[list[str]]:
         if verdict.comparison is not None and verdict.comparison.parameters:
             line = error_line(verdict.error, verdict.floor, verdict.limit)
             yield [f"  {line}"]
-    yield _evidence(verdict)
+    yield evidence_lines(verdict)
+
+
+def _cause(verdict: Verdict) -> list[str]:
+    best = verdict.findings[0] if verdict.findings else None
+    if best is None or not best.accepted:
+        return _learned(verdict) if best is not None else []
+    lines = wrapped(best.sentence, "  ")
+    if best.detail:
+        lines += wrapped(f"Namely: {best.detail}", "  ")
+    if best.because:
+        lines += wrapped(f"Seen:    {best.because}", "  ")
+    return [*lines, *wrapped(f"Look at: {best.look_at}", "  ")]
+
+
+def _learned(verdict: Verdict) -> list[str]:
+    """What is known of a difference that has no name."""
+    comparison = verdict.comparison
+    assert comparison is not None
+    shares = verdict.shares
+    learned = []
+    if shares is not None and max(shares.unexplained.values()) > 1e-6:
+        rest = max(shares.unexplained.values())
+        learned.append(
+            f"{rest:.2g} of what a rank holds is no mixture of the {shares.pieces}' gradients: "
+            "statistics that examples share, other weights, other randomness, or damage on the way"
+        )
+    elif shares is not None:
+        learned.append(
+            f"what the ranks hold is a mixture of the {shares.pieces}' gradients with other weights "
+            "than the big batch's: read the shares below"
+        )
+    if not comparison.ranks_agree:
+        learned.append("the ranks do not hold the same")
+    if verdict.repeated is False:
+        learned.append("a second run left other bits: a race, or randomness without a seed")
+    text = f"Known of it: {'; '.join(learned)}." if learned else ""
+    return wrapped(text, "  ") if text else []
 
 
 def _argument(verdict: Verdict) -> list[str]:
@@ -100,15 +136,47 @@ def _argument(verdict: Verdict) -> list[str]:
         f"W = {layout.world_size} {plural(layout.world_size, 'rank')} on {nodes}"
     ]
     for text in _what_ranks_hold(comparison):
-        lines.append(f"  Then   {text}")
+        lines += wrapped(f"  Then   {text}", "         ", first="")
     if verdict.compare == "update":
         steps = len(verdict.examples)
-        lines.append(
+        lines += wrapped(
             f"  With   plain SGD, learning rate {verdict.lr:g}, {steps} {plural(steps, 'step')}: "
-            "is that what the step does?"
+            "is that what the step does?",
+            "         ",
+            first="",
         )
     promise = verdict.promise or "the step is held to 1 g on every rank"
-    return [*lines, *wrapped(f"  But    {promise}", "         ", first="")]
+    lines += wrapped(f"  But    {promise}", "         ", first="")
+    return [*lines, *_whose_mean(verdict)]
+
+
+def _whose_mean(verdict: Verdict) -> list[str]:
+    found = verdict.whose_mean
+    if found is None:
+        return []
+    if found.kind == "sum":
+        loss = "The loss is a sum, so that the ranks' losses add up to the big batch's"
+        whole = "by nothing"
+    else:
+        each = _alike(found.counts, "g")
+        loss = f"On its own each rank's loss divides by its {each} {found.what}"
+        whole = f"by {found.whole:g}"
+    text = f"Whose mean is it? {loss}; the big batch divides {whole}"
+    if found.divided is not None:
+        by = "nothing" if abs(found.divided - 1) < 1e-3 else f"{found.divided:.4g}"
+        text += f"; together the ranks' gradients were divided by {by}"
+    if found.right is not None:
+        text += f". Right would be {_alike(found.right, '.4g')} times the loss as it is now"
+    return wrapped(f"  {text}.", "    ", first="")
+
+
+def _alike(values: tuple[float, ...], how: str) -> str:
+    """One number if all are alike, else the number of every rank in turn."""
+    texts = [format(value, how) for value in values]
+    if len(set(texts)) == 1:
+        return texts[0]
+    shown = ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")
+    return f"{shown} (by rank)"
 
 
 def _what_ranks_hold(comparison: Comparison) -> Iterator[str]:
@@ -136,11 +204,23 @@ def _what_ranks_hold(comparison: Comparison) -> Iterator[str]:
             groups.setdefault((held, ""), []).append(rank)
             continue
         text = "nothing" if rest < 1e-7 else f"{rest:.2g} of it"
-        groups.setdefault((f"{factor:.3f} g", f"   (unexplained: {text})"), []).append(rank)
+        held = f"{_factor(factor)} g"
+        groups.setdefault((held, f"   (unexplained: {text})"), []).append(rank)
     for (held, rest_text), ranks in groups.items():
         everyone = len(ranks) == len(comparison.ranks) and len(ranks) > 1
-        who = "every rank holds" if everyone else _ranks(ranks)
+        who = (
+            "every rank holds"
+            if everyone
+            else f"{of_ranks(ranks)} {'holds' if len(ranks) == 1 else 'hold'}"
+        )
         yield f"{who} {held}{rest_text}"
+
+
+def _factor(value: float) -> str:
+    """With as many digits as it takes to see that it is not 1."""
+    off = abs(value - 1)
+    digits = 3 if off == 0 or off > 0.005 else min(12, 1 - floor(log10(off)))
+    return f"{value:.{digits}f}" if abs(value) < 1e4 else f"{value:.6g}"
 
 
 def _structure(verdict: Verdict) -> list[str]:
@@ -154,51 +234,13 @@ def _structure(verdict: Verdict) -> list[str]:
         lines.append('    (names with "module." come from the wrapper: return the model\'s own)')
     if not comparison.ranks_agree:
         apart = [one.name for one in comparison.parameters if not one.ranks_agree]
-        lines.append(
-            f"    the ranks do not agree bit for bit on {len(apart)} of "
+        lines += wrapped(
+            f"the ranks do not agree bit for bit on {len(apart)} of "
             f"{len(comparison.parameters)} parameters: {', '.join(apart[:4])}"
-            f"{', ...' if len(apart) > 4 else ''}"
+            f"{', ...' if len(apart) > 4 else ''}",
+            "    ",
         )
     return ["  Structure", *lines] if lines else []
-
-
-def _shares(verdict: Verdict) -> list[str]:
-    shares = verdict.shares
-    if shares is None:
-        return []
-    layout = verdict.case.ranks
-    ranks = range(min(layout.world_size, MOST_RANKS))
-    head = "    " + " " * 22
-    lines = ["  Share of each rank's examples in the result (1.00 = as often as in the big batch)"]
-    nodes = [layout.rows[rank].node for rank in ranks]
-    first = [rank == 0 or nodes[rank] != nodes[rank - 1] for rank in ranks]
-    lines.append(head + "".join(f"{f'node {nodes[r]}' if first[r] else '':>9}" for r in ranks))
-    lines.append(head + "".join(f"{f'rank {rank}':>9}" for rank in ranks))
-    lines.append(f"    {'expected':<22}" + "".join(f"{1:>9.2f}" for _ in ranks))
-    rows: dict[tuple[str, ...], list[int]] = {}
-    for rank, row in shares.by_rank.items():
-        text = tuple(_share(row[r]) for r in ranks)
-        rows.setdefault(text, []).append(rank)
-    for text, of_ranks in rows.items():
-        everyone = len(of_ranks) == len(shares.by_rank)
-        name = "measured" if everyone else f"measured, {_ranks(of_ranks, short=True)}"
-        note = "     same on all ranks" if everyone and len(of_ranks) > 1 else ""
-        lines.append(f"    {name:<22}" + "".join(f"{one:>9}" for one in text) + note)
-    rest = max(shares.unexplained.values())
-    if rest > 1e-6:
-        lines.append(
-            f"    no mixture of examples explains {rest:.2g} of it (shared statistics, other "
-            "weights or randomness?)"
-        )
-    if layout.world_size > MOST_RANKS:
-        lines.append(f"    (the first {MOST_RANKS} of {layout.world_size} ranks)")
-    return lines
-
-
-def _share(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{0.0 if abs(value) < 0.005 else value:.2f}"  # not -0.00
 
 
 def _parameters(verdict: Verdict) -> list[str]:
@@ -210,10 +252,11 @@ def _parameters(verdict: Verdict) -> list[str]:
     title = f"Parameters that differ: {len(differing)} of {len(comparison.parameters)}"
     shown = differing[:MOST_PARAMETERS]
     names = [f"{one.name}  {one.shape}" for one in shown]
-    width = min(max(map(len, [title, *names])), WIDTH - 48)
+    width = min(max(map(len, [title, *names])), session.current().width - 48)
     lines = [f"  {title:<{width + 4}}{'error':>9}{'floor':>9}{'limit':>9}{'ratio of norms':>17}"]
     for name, one in zip(names, shown, strict=True):
         lines.append(f"    {name:<{width + 2}}{_numbers(one)}")
+        lines += [f"      {line}" for line in _element(one)]
     if len(differing) > len(shown):
         lines.append(f"    ... and {len(differing) - len(shown)} more (these are the worst)")
     reasons = Counter(one.limit.reason for one in differing)
@@ -223,103 +266,57 @@ def _parameters(verdict: Verdict) -> list[str]:
 
 def _numbers(one: ParameterComparison) -> str:
     worst = one.worst
-    note = ""
+    ratio = _factor(worst.ratio)
+    return f"{worst.error:>9.1e}{one.limit.floor:>9.1e}{one.limit.relative:>9.1e}{ratio:>17}"
+
+
+def _element(one: ParameterComparison) -> Iterator[str]:
+    """Where a single element is off, though the parameter as a whole is not."""
+    worst = one.worst
     if worst.error <= one.limit.relative:
-        note = f"   one element off by {worst.element:.1e}, limit {one.limit.element:.1e}"
-    return (
-        f"{worst.error:>9.1e}{one.limit.floor:>9.1e}{one.limit.relative:>9.1e}"
-        f"{worst.ratio:>17.3f}{note}"
-    )
+        yield (
+            f"element {list(worst.place)} on rank {worst.rank} is off by {worst.element:.1e}, "
+            f"limit {one.limit.element:.1e}"
+        )
 
 
 def _considered(verdict: Verdict) -> list[str]:
     accepted = [one for one in verdict.findings if one.accepted]
-    refused = [one for one in verdict.findings if not one.accepted and one.shows]
-    hidden = [one.cause for one in verdict.findings if not one.accepted and not one.shows]
+    alike = [one for one in verdict.findings if one.fits and not one.accepted]
+    refused = [one for one in verdict.findings if not one.fits and one.shows]
+    hidden = [one.cause for one in verdict.findings if not one.fits and not one.shows]
     lines = []
     if len(accepted) > 1:
-        rivals = ", ".join(one.cause for one in accepted)
+        rivals = ", ".join(" and ".join(one.causes) for one in accepted)
         lines += wrapped(f"Cannot be told apart on this case: {rivals}", "  ")
+        for one in accepted:
+            if one.tell_apart:
+                lines += wrapped(f"{one.cause} would stand out with {one.tell_apart}", "    ")
+    if alike:
+        told = "; ".join(
+            f"{one.cause} ({one.because or 'nothing was seen of it'})" for one in alike
+        )
+        lines += wrapped(f"Same numbers, but: {told}", "  ")
     if refused:
-        lines += wrapped(f"Ruled out: {', '.join(map(_left, refused))}", "  ")
+        lines += wrapped(f"Ruled out: {', '.join(_ruled_out(refused))}", "  ")
     if hidden:
         lines += wrapped(f"Would not show on this case: {', '.join(hidden)}", "  ")
     return lines
 
 
-def _left(one: Finding) -> str:
-    if one.unexplained is None or one.unexplained == float("inf"):
-        return one.cause
-    return f"{one.cause} ({one.unexplained:.2g} unexplained)"
-
-
-def _evidence(verdict: Verdict) -> list[str]:
-    evidence = verdict.evidence
-    lane = verdict.lane
-    parts = []
-    if evidence:
-        parts.append(f"{len(evidence)} {plural(len(evidence), 'rank')} reported")
-        parts.append(_ledger(verdict))
-        parts.append(_collectives(verdict))
-        replicas = evidence[0].notes.get("replicas") if 0 in evidence else None
-        if replicas:
-            parts.append(f"{replicas} replicas ran")
-    comparison = verdict.comparison
-    if comparison is not None and comparison.parameters:
-        parts.append(
-            f"{len(comparison.parameters)} parameters ({comparison.elements} elements) compared "
-            f"on {len(comparison.ranks)} {plural(len(comparison.ranks), 'rank')}"
-        )
-    noise = (
-        [one.name for one in comparison.parameters if one.limit.only_rounding and one.norm]
-        if comparison
-        else []
-    )
-    if noise:
-        parts.append(f"of these hold nothing but rounding: {', '.join(noise[:4])}")
-    devices = sorted({one.device for one in evidence.values()}) or [lane.device_type]
-    where = f"{lane.name} ({lane.reason})" if lane.reason else lane.name
-    parts.append(f"{where}, torch {torch.__version__}, {', '.join(devices)}")
-    lines = wrapped(f"Evidence: {'; '.join(part for part in parts if part)}", "  ")
-    lines += wrapped(f"Case:     {verdict.case}", "  ")
-    if verdict.repeat:
-        lines.append(f"  Repeat:   {verdict.repeat}")  # in one piece, to be pasted
-    return lines
-
-
-def _ledger(verdict: Verdict) -> str:
-    if verdict.case.shards == OWN:
-        return "the step takes its own examples"
-    if len(verdict.evidence) != verdict.case.ranks.world_size:
-        return ""
-    given = Counter(
-        (step, index)
-        for one in verdict.evidence.values()
-        for step, indices in enumerate(one.examples or ())
-        for index in indices
-    )
-    total = sum(verdict.examples)
-    once = sum(count == 1 for count in given.values())
-    return f"{once} of {total} examples given to one rank each"
-
-
-def _collectives(verdict: Verdict) -> str:
-    logs = [one.collectives for one in verdict.evidence.values()]
-    if not logs or logs[0] is None:
-        return ""
-    forgotten = sum(one.elements for one in logs[0] if one.op == FORGOTTEN)
-    counts = Counter(one.op for one in logs[0] if one.op != FORGOTTEN)
-    elements: Counter[str] = Counter()
-    for one in logs[0]:
-        elements[one.op] += one.elements
-    if not counts:
-        return "no collective ran"
-    found = [
-        f"{count} {op} of {elements[op]} {plural(elements[op], 'element')}"
-        for op, count in counts.items()
-    ]
-    before = f" (and {forgotten} earlier ones, no longer held)" if forgotten else ""
-    return f"rank 0 issued {', '.join(found)}{before}"
+def _ruled_out(refused: list[Finding]) -> Iterator[str]:
+    """The nearest few, those that predict the same as one."""
+    by_rest: dict[str, list[str]] = {}
+    for one in refused:
+        rest = one.unexplained
+        known = rest is not None and rest != float("inf")
+        by_rest.setdefault(f"{rest:.2g} unexplained" if known else "", []).append(one.cause)
+    for number, (rest_text, causes) in enumerate(by_rest.items()):
+        if number == MOST_RULED_OUT:
+            yield f"and {sum(map(len, list(by_rest.values())[number:]))} more"
+            return
+        names = causes[0] if len(causes) == 1 else f"{causes[0]} and {len(causes) - 1} like it"
+        yield f"{names} ({rest_text})" if rest_text else names
 
 
 def _outputs(verdict: Verdict) -> list[str]:
@@ -330,12 +327,5 @@ def _outputs(verdict: Verdict) -> list[str]:
     lines = []
     for text, ranks in said.items():
         shown = text.splitlines()[-OUTPUT_LINES:]
-        lines += [f"  Output of {_ranks(ranks, short=True)}", *(f"    | {line}" for line in shown)]
+        lines += [f"  Output of {of_ranks(ranks)}", *(f"    | {line}" for line in shown)]
     return lines
-
-
-def _ranks(ranks: list[int], short: bool = False) -> str:
-    names = ", ".join(map(str, ranks))
-    if short:
-        return f"{plural(len(ranks), 'rank')} {names}"
-    return f"rank {names} holds" if len(ranks) == 1 else f"ranks {names} hold"

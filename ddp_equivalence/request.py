@@ -40,6 +40,7 @@ class Request:
     in_process: bool
     allow_changes: bool
     second_look: bool
+    plant: str
 
     @property
     def processes(self) -> Layout:
@@ -110,6 +111,7 @@ def read_request(
         in_process=now.in_process if in_process is None else in_process,
         allow_changes=now.allow_changes if allow_changes is None else allow_changes,
         second_look=now.second_look,
+        plant=now.plant,
     )
 
 

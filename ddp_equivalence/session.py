@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddp_equivalence.verdict import Verdict
@@ -18,6 +18,8 @@ class Settings:
     ``deadline``: seconds of a case, ``collective_deadline`` of one collective (None: half of the
     case's), ``run_until`` of the whole run, on the machine's monotonic clock. ``second_look``: run
     a case that hung or was aborted once more. ``repeat``: the command that repeats what runs now.
+    ``plant``: the fault that is planted in every step; "" for none. ``width``: of reports, in
+    columns.
     """
 
     backend: str = "auto"
@@ -30,6 +32,8 @@ class Settings:
     second_look: bool = True
     must_run: tuple[str, ...] = ()
     repeat: str = ""
+    plant: str = ""
+    width: int = 96
 
 
 _settings: list[Settings] = [Settings()]
@@ -39,6 +43,11 @@ _observers: list[Callable[[Verdict], None]] = []
 def current() -> Settings:
     """The settings in force."""
     return _settings[-1]
+
+
+def replaced(**changes: Any) -> Settings:
+    """The settings in force with some of them changed."""
+    return replace(_settings[-1], **changes)
 
 
 @contextmanager

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from ddp_equivalence.building import Steps
+from ddp_equivalence.building import (
+    Steps,
+    build_batches,
+    build_model,
+    count_examples,
+    in_step,
+    step_seed,
+)
 from ddp_equivalence.case import Case
 from ddp_equivalence.comparison import ParameterComparison
-from ddp_equivalence.diagnoses.hypothesis import View
-from ddp_equivalence.diagnosis import NearestFault, nearest_fault, view_of
+from ddp_equivalence.counts import counts
+from ddp_equivalence.diagnoses.view import Piece, View
+from ddp_equivalence.diagnosis import NearestFault, nearest_fault
 from ddp_equivalence.facts import Indices, facts_of
+from ddp_equivalence.gradients import Selection
+from ddp_equivalence.losses import LOSSES
 from ddp_equivalence.reference import Reference
 from ddp_equivalence.request import Request
+from ddp_equivalence.shards import OWN, split
 from ddp_equivalence.tolerance import Noise
+
+MAX_ELEMENTS = 2_000_000
+"""Ranks x elements that are kept to take a difference apart; of more, a selection is."""
 
 
 class Surroundings:
@@ -25,6 +40,16 @@ class Surroundings:
         self._request, self._reference = request, reference
 
     @cached_property
+    def selection(self) -> Selection:
+        """The elements that are kept of what the ranks send: of all steps, by name."""
+        sizes = {
+            name: value.numel()
+            for name, value in self._reference.expected.items()
+            if value is not None
+        }
+        return Selection.at_most(MAX_ELEMENTS // self._request.case.ranks.world_size, sizes)
+
+    @cached_property
     def view(self) -> View | None:
         """What hypotheses may look at in the first step."""
         return self.view_of_step(0)
@@ -32,37 +57,83 @@ class Surroundings:
     @cached_property
     def nearest(self) -> NearestFault | None:
         """The fault that would be hardest to see; None where the model is too large to tell."""
-        return nearest_fault(self.view) if self.view is not None else None
+        if not self.selection.is_whole or self.view is None:
+            return None
+        return nearest_fault(self.view)
 
-    def floor_of(self, one: ParameterComparison) -> float:
-        """What rounding alone does to this parameter on one device, relative to its norm."""
+    def floor_of(self, one: ParameterComparison) -> float | None:
+        """What rounding alone does to this parameter on one device, relative to its norm.
+
+        None where the model is too large to measure it for a report alone.
+        """
+        if not self.selection.is_whole:
+            return None
         noise = self._reference.rounding.noise.get(one.name, Noise())
         return noise.norm / one.norm if one.norm > 0 else 0.0
 
     def view_of_step(self, step: int) -> View | None:
-        """What hypotheses may look at in one step."""
-        request, case = self._request, self._request.case
+        """What hypotheses may look at in one step; None where there is nothing to look at."""
+        request, case, reference = self._request, self._request.case, self._reference
         if request.compare == "update" and request.step_count > 1:
             return None  # after the first step the weights of a wrong run are its own
-        parts: tuple[tuple[Indices, ...], ...] | None = None
+        model = build_model(case)
+        count = request.step_count
+        named = {
+            name: in_step(name, step, count)
+            for name, _ in model.named_parameters()
+            if reference.expected.get(in_step(name, step, count)) is not None
+        }
+        if not named:
+            return None
+        selection = Selection(
+            {name: self.selection.sizes[full] for name, full in named.items()},
+            {name: self.selection.stride[full] for name, full in named.items()},
+        )
+        batches = build_batches(case, request.steps)
+        examples = count_examples(batches[step])
+        dealt = None
+        if case.shards != OWN:
+            dealt = split(case.shards, examples, case.ranks.world_size).indices
+        parts = None if dealt is None else tuple((indices,) for indices in dealt)
         if request.strategy is not None and case.is_catalogue:
             parts = request.strategy.contributions(facts_of(case, request.steps)[step])
-        scale = -request.lr if request.compare == "update" else 1.0
-        known = None
-        if case.is_catalogue:
-            known = _known_gradients(without_ranks(case), request.steps, step, request.lr, scale)
-        return view_of(
-            case,
-            self._reference,
+        return View(
+            case=case,
+            layout=case.ranks,
+            expected=self._expected(selection, step),
+            shapes={name: tuple(p.shape) for name, p in model.named_parameters() if name in named},
+            selection=selection,
             ranks=tuple(range(request.processes.world_size)),
+            dealt=dealt,
             parts=parts,
-            steps=request.steps,
-            step=step,
+            batch=batches[step],
+            examples=examples,
+            before=tuple(batches[:step]),
+            previous=tuple(self._expected(selection, earlier) for earlier in range(step)),
             lr=request.lr,
-            scale=scale,
+            has_batch_norm=_has(model, nn.modules.batchnorm._BatchNorm),
+            has_dropout=_has(model, nn.modules.dropout._DropoutNd)
+            and reference.rounding.order_matters,
+            dtype=reference.dtype,
+            seed=step_seed(case, step),
+            counts=counts(batches[step]),
+            batch_coupled=_coupled(case),
+            scale=-request.lr if request.compare == "update" else 1.0,
             on_cpu=request.lane.device_type == "cpu",
-            known=known,
+            known=self._known(step) if selection.is_whole else {},
         )
+
+    def _expected(self, selection: Selection, step: int) -> Tensor:
+        count = self._request.step_count
+        found = self._reference.expected
+        return selection.of({name: found[in_step(name, step, count)] for name in selection.sizes})
+
+    def _known(self, step: int) -> dict[tuple[Indices, bytes], Piece]:
+        request = self._request
+        if not request.case.is_catalogue:
+            return {}
+        scale = -request.lr if request.compare == "update" else 1.0
+        return _known_pieces(without_ranks(request.case), request.steps, step, request.lr, scale)
 
 
 def without_ranks(case: Case) -> Case:
@@ -74,9 +145,18 @@ def without_ranks(case: Case) -> Case:
     return replace(case, layout="1x1", shards="equal", examples=case.catalogue_examples)
 
 
+def _coupled(case: Case) -> str | None:
+    loss = LOSSES.get(case.loss) if isinstance(case.loss, str) else None
+    return getattr(loss, "batch_coupled", None)
+
+
+def _has(model: nn.Module, kind: Any) -> bool:
+    return any(isinstance(module, kind) and module.training for module in model.modules())
+
+
 @lru_cache(maxsize=256)
-def _known_gradients(
+def _known_pieces(
     case: Case, steps: Steps, step: int, lr: float, scale: float
-) -> dict[Indices, Tensor]:
+) -> dict[tuple[Indices, bytes], Piece]:
     """Filled by the views of one catalogue case: strategies meet the same parts of it again."""
     return {}

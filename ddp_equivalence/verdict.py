@@ -13,19 +13,14 @@ from typing import Literal
 import torch
 
 from ddp_equivalence import guards, session
-from ddp_equivalence.building import Steps, in_step, random_numbers_kept
+from ddp_equivalence.building import Steps, random_numbers_kept
 from ddp_equivalence.case import Case, name_of
 from ddp_equivalence.comparison import Comparison
-from ddp_equivalence.diagnosis import (
-    Finding,
-    NearestFault,
-    can_be_taken_apart,
-    diagnose,
-    diagnose_by_factor,
-    first_wrong_step,
-)
+from ddp_equivalence.diagnosis import Finding, NearestFault, diagnose
 from ddp_equivalence.errors import NotEquivalent, NothingCompared, RankFailed, RanksTimedOut
-from ddp_equivalence.measurement import Measurement, at_work, measure
+from ddp_equivalence.faults.plant import intact
+from ddp_equivalence.measurement import Measurement, at_work, measure, observe
+from ddp_equivalence.observation import Observation
 from ddp_equivalence.rank_work import Evidence, Step
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.server import start_early
@@ -36,6 +31,8 @@ from ddp_equivalence.second_look import SecondLook, second_look
 from ddp_equivalence.shards import OWN, split
 from ddp_equivalence.shares import Shares, shares_of
 from ddp_equivalence.surroundings import Surroundings, without_ranks
+from ddp_equivalence.taken_apart import first_wrong_step, repeats, taken_apart
+from ddp_equivalence.whose_mean import WhoseMean, whose_mean
 
 Outcome = Literal["same", "different", "unknown"]
 
@@ -45,9 +42,12 @@ class Verdict:
     """What a check found. ``print(verdict)`` is the report that a failing test shows.
 
     ``outcome``: "same", "different" or "unknown" (then ``reason`` says why nothing was shown).
-    ``cause``: the public name of the accepted explanation, or None. ``findings``: all explanations
-    considered, best first. ``shares``: how often each example entered what each rank holds.
-    ``comparison``: per parameter and rank. ``evidence``: rank -> what really ran.
+    ``cause``: the public name of the accepted explanation, or None; ``causes``: where it takes two.
+    ``findings``: all explanations considered, best first. ``shares``: how often each example
+    entered what each rank holds, or ``why_no_shares``. ``whose_mean``: what the loss, the ranks and
+    the big batch divide by. ``comparison``: per parameter and rank. ``evidence``: rank -> what
+    really ran; ``observed``: rank -> what a closer look at a second run saw, ``repeated``: whether
+    that left the same bits (None if not known). ``planted``: the fault that was planted.
     ``failure``: the ranks' failure, if they failed. ``second_look``: what a second try on fresh
     ranks showed, where the first one hung or was aborted. ``output``: rank -> what it printed.
     ``changed``: rank -> what the step changed in its process, or left running there.
@@ -62,8 +62,13 @@ class Verdict:
     cause: str | None = None
     findings: tuple[Finding, ...] = ()
     shares: Shares | None = None
+    why_no_shares: str = ""
+    whose_mean: WhoseMean | None = None
     comparison: Comparison | None = None
     evidence: Mapping[int, Evidence] = field(default_factory=dict)
+    observed: Mapping[int, Observation] = field(default_factory=dict)
+    repeated: bool | None = None
+    planted: str = ""
     examples: tuple[int, ...] = ()
     compare: Compare = "gradients"
     lr: float = 0.1
@@ -77,6 +82,12 @@ class Verdict:
 
     def __str__(self) -> str:
         return render(self)
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """The names of all causes that it takes to explain what was measured."""
+        first = self.findings[0] if self.findings else None
+        return first.causes if first is not None and first.accepted else ()
 
     @property
     def nearest(self) -> NearestFault | None:
@@ -160,7 +171,7 @@ def check(
     )
     started = time.monotonic()
     start_early()  # imports while the reference is computed
-    with random_numbers_kept():
+    with random_numbers_kept(), intact():
         verdict = _judge(request)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))
     session.tell(verdict)
@@ -225,6 +236,7 @@ def _judge(request: Request) -> Verdict:
         outcome="unknown",
         compare=request.compare,
         lr=request.lr,
+        planted=request.plant,
     )
     began = 0.0
     try:
@@ -234,10 +246,12 @@ def _judge(request: Request) -> Verdict:
                 reference = _reference(request)  # while the ranks work
                 reason = guards.against_the_reference(reference, request.compare)
             _check_deal(request, reference)
-            keep = can_be_taken_apart(reference, request.case.ranks.world_size)
-            around = Surroundings(request, reference) if keep else None
+            around = Surroundings(request, reference)
             verdict = replace(verdict, examples=reference.examples, around=around)
-            found = measure(ranks, request, reference, request.deadline, keep)
+            found = measure(ranks, request, reference, request.deadline, around.selection)
+            observed = {}
+            if not found.comparison.same:
+                observed = observe(ranks, request, request.deadline)
     except RankFailed as error:
         again = second_look(request, error, began) if began else None
         return replace(_failed(verdict, error), second_look=again)
@@ -249,17 +263,20 @@ def _judge(request: Request) -> Verdict:
         evidence=found.evidence,
         output=found.output,
         changed=found.changed,
+        observed=observed,
     )
     world_size = request.processes.world_size
     reason = guards.against_the_evidence(found.evidence, request.strategy, world_size)
+    reason = reason or guards.against_an_idle_plant(found.evidence, request.plant)
     if reason is not None:
         return replace(verdict, reason=reason)
     if not found.comparison.same:
         reason = guards.against_another_start(reference, found.evidence)
         if reason is not None:
             return replace(verdict, reason=reason)
-        return _explained(verdict, found, request)
+        return _explained(verdict, found, request, around)
     reason = guards.against_a_pass(found.comparison, found.evidence, lambda: verdict.nearest)
+    reason = reason or guards.against_a_hidden_plant(request.plant, request.processes)
     may_change = request.allow_changes or request.in_process
     if reason is None and found.left is not None and not may_change:
         return _failed(verdict, found.left)
@@ -275,28 +292,32 @@ def _failed(verdict: Verdict, error: RankFailed) -> Verdict:
     return replace(verdict, reason=reason, failure=error, output=output)
 
 
-def _explained(verdict: Verdict, found: Measurement, request: Request) -> Verdict:
+def _explained(
+    verdict: Verdict, found: Measurement, request: Request, around: Surroundings
+) -> Verdict:
     """Name the cause, if one of the known explanations fits."""
-    comparison, world_size = found.comparison, request.case.ranks.world_size
-    wrong = first_wrong_step(comparison, request.step_count)
-    view, shares = None, None
-    if verdict.around is not None:
-        view = verdict.around.view_of_step(wrong) if wrong else verdict.around.view
-    findings: tuple[Finding, ...]
+    comparison = found.comparison
+    repeated = repeats(found.measured, verdict.observed) if around.selection.is_whole else None
+    verdict = replace(verdict, outcome="different", repeated=repeated)
     if comparison.structure:
-        findings = ()  # what is missing or of another shape leaves nothing to fit
-    elif view is None:
-        findings = diagnose_by_factor(comparison, world_size)
-    else:
-        names = {in_step(name, wrong, request.step_count): name for name in view.shapes}
-        measured = {
-            rank: {names[name]: value for name, value in one.items() if name in names}
-            for rank, one in found.measured.items()
-        }
-        findings = diagnose(view, measured, comparison)
-        shares = shares_of(view, measured)
-    cause = findings[0].cause if findings and findings[0].accepted else None
-    return replace(verdict, outcome="different", cause=cause, findings=findings, shares=shares)
+        why = "gradients that are missing or of another shape cannot be fitted"
+        return replace(verdict, why_no_shares=why)
+    step = first_wrong_step(comparison, request.step_count)
+    view = around.view_of_step(step)
+    if view is None:
+        why = "after the first step the weights of a wrong run are its own"
+        return replace(verdict, why_no_shares=why)
+    view = taken_apart(view, found, verdict.observed, step, request.step_count, repeated is False)
+    findings, shares = diagnose(view, comparison), shares_of(view)
+    first = findings[0] if findings else None
+    return replace(
+        verdict,
+        cause=first.cause if first is not None and first.accepted else None,
+        findings=findings,
+        shares=None if isinstance(shares, str) else shares,
+        why_no_shares=shares if isinstance(shares, str) else "",
+        whose_mean=whose_mean(view),
+    )
 
 
 @contextmanager

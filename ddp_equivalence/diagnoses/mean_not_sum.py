@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
+from ddp_equivalence.diagnoses.hypothesis import Factor, Hypothesis, Way
+from ddp_equivalence.diagnoses.view import View, near
 
-from ddp_equivalence.diagnoses.hypothesis import Hypothesis, View, near
 
-
-def predict(view: View) -> Sequence[Tensor]:
+def predict(view: View) -> Sequence[Way]:
     found, total, constant = view.contributions(), view.total(), view.constant()
     if found is None or total is None or view.part_count == 1:
         return ()
@@ -18,11 +17,18 @@ def predict(view: View) -> Sequence[Tensor]:
     # The parts of a sum add up to the big batch, but for a term that does not depend on the data.
     if not (view.is_sum() or (constant is not None and near(whole, view.expected))):
         return ()
+    mean = Way(view.everywhere(found.mean(0)))
     if view.layout.nodes == 1:
-        return (view.everywhere(found.mean(0)),)
+        return (mean,)
     # Summed inside the nodes and averaged between them.
     between_nodes = whole - data * (1 - 1 / view.layout.nodes)
-    return view.everywhere(found.mean(0)), view.everywhere(between_nodes)
+    return mean, Way(view.everywhere(between_nodes), "between the nodes")
+
+
+def factors(view: View) -> Sequence[Factor]:
+    if view.world_size == 1 or not view.is_sum():
+        return ()
+    return (Factor(1 / view.world_size, f"divided by the {view.world_size} ranks"),)
 
 
 HYPOTHESIS = Hypothesis(
@@ -30,4 +36,7 @@ HYPOTHESIS = Hypothesis(
     sentence="The loss is a sum over examples, and the gradients were averaged over the ranks.",
     look_at="the loss's reduction: multiply a sum-reduced loss by the world size under DDP",
     predict=predict,
+    factors=factors,
+    tell_apart="another world size: only this factor follows it",
+    of_the_rule=True,
 )

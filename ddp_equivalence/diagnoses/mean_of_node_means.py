@@ -5,27 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from ddp_equivalence.diagnoses.hypothesis import Hypothesis, View, near
+from ddp_equivalence.diagnoses.hypothesis import Hypothesis, Way
+from ddp_equivalence.diagnoses.view import View, near
 
 
-def predict(view: View) -> Sequence[Tensor]:
-    if view.parts is None or view.layout.nodes == 1 or view.is_sum():
+def predict(view: View) -> Sequence[Way]:
+    found = view.contributions()
+    if view.parts is None or found is None or view.layout.nodes == 1 or view.is_sum():
         return ()
-    nodes = [
-        view.gradient(
-            tuple(
-                index
-                for rank in view.layout.ranks_on(node)
-                for part in view.parts[rank]
-                for index in part
-            )
-        )
-        for node in range(view.layout.nodes)
+    nodes = [view.layout.ranks_on(node) for node in range(view.layout.nodes)]
+    as_one = [
+        view.gradient(tuple(i for rank in ranks for part in view.parts[rank] for i in part))
+        for ranks in nodes
     ]
-    mean = torch.stack(nodes).mean(0)
-    return () if near(mean, view.expected) else (view.everywhere(mean),)
+    if max(map(len, nodes)) == 1:
+        return ()  # these are ranks
+    rules = [(as_one, "")]
+    if len({len(ranks) for ranks in nodes}) > 1:
+        for own in view.owns:
+            of_ranks = [own[list(ranks)].mean(0) for ranks in nodes]
+            rules.append((of_ranks, "of the means of their ranks"))
+    ways = []
+    for means, detail in rules:
+        mean = torch.stack(means).mean(0)
+        if not near(mean, view.expected):
+            ways.append(Way(view.everywhere(mean), detail))
+    return tuple(ways)
 
 
 HYPOTHESIS = Hypothesis(
@@ -33,4 +39,6 @@ HYPOTHESIS = Hypothesis(
     sentence="The nodes hold different amounts of data, and the means of the nodes count equally.",
     look_at="the average between nodes: weight it by what each node's loss divides by",
     predict=predict,
+    tell_apart="nodes with several ranks, and as many ranks on each: only this one then goes away",
+    of_the_rule=True,
 )

@@ -1,19 +1,34 @@
-"""Every rank kept the gradient of its own shard."""
+"""Every rank kept the gradient of its own shard, for a reason that the evidence does not tell."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
+from ddp_equivalence.diagnoses import signs
+from ddp_equivalence.diagnoses.hypothesis import Hypothesis, Sign, Way
+from ddp_equivalence.diagnoses.view import View
 
-from ddp_equivalence.diagnoses.hypothesis import Hypothesis, View
+TELL_APART = "nothing in the gradients: what was called, with which flags, and what was sent"
 
 
-def predict(view: View) -> Sequence[Tensor]:
-    found = view.contributions()
-    if found is None or view.world_size == 1 or len(view.ranks) != view.world_size:
+def predict(view: View) -> Sequence[Way]:
+    if view.world_size == 1 or len(view.ranks) != view.world_size:
         return ()
-    return (found[list(view.ranks)],)
+    ways = [Way(view.of_the_ranks(own)) for own in view.owns]
+    if view.measured.numel() and not view.only_some_differ and view.ranks_differ:
+        # Whatever each rank's own gradient is: reduced, they would have been the big batch.
+        apart = view.measured - view.measured.mean(0)
+        for divisor, detail in ((1, ""), (view.world_size, "their sum is the big batch")):
+            ways.append(Way(apart + view.expected / divisor, detail, informed=True))
+    return tuple(ways)
+
+
+def sign(view: View) -> Sign | None:
+    sent = signs.reduced_elements(view)
+    least = min(2, sum(view.selection.sizes.values()))
+    if sent is not None and sent < least and not signs.wrappers(view):
+        return Sign(True, "no gradient went through a collective, and there was no wrapper")
+    return None
 
 
 HYPOTHESIS = Hypothesis(
@@ -22,4 +37,7 @@ HYPOTHESIS = Hypothesis(
     look_at="the call of the wrapper (ddp(...), not ddp.module(...)), no_sync, and whether the "
     "wrapper is still alive when backward runs",
     predict=predict,
+    sign=sign,
+    tell_apart=TELL_APART,
+    of_the_rule=True,
 )

@@ -23,10 +23,15 @@ DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective as issued by one rank, such as ``all_reduce`` of 66 elements."""
+    """One collective as issued by one rank, such as ``all_reduce`` of 66 elements.
+
+    ``group``: torch's name for it, "" for the group of all ranks. ``dtype``: of its first input.
+    """
 
     op: str
     elements: int
+    group: str = ""
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,26 @@ def new_collectives() -> tuple[Collective, ...] | None:
             found.append(Collective(FORGOTTEN, forgotten))
         _newest[name] = entries[-1]["record_id"]
         _issued.update({_group(one): _number(one) for one in entries if not one.get("is_p2p")})
-        found += [Collective(_op(one), sum(map(math.prod, one["input_sizes"]))) for one in new]
+        found += map(_collective, new)
     return tuple(found) if _proved else None
+
+
+def _collective(entry: dict[str, Any]) -> Collective:
+    group, dtypes = _group(entry), entry["input_dtypes"]
+    return Collective(
+        op=_op(entry),
+        elements=sum(map(math.prod, entry["input_sizes"])),
+        group="" if group == ALL else group,
+        dtype=str(dtypes[0]) if dtypes else "",
+    )
+
+
+def issued_so_far() -> int | None:
+    """How many collectives this process has issued in its life; None without a proved recorder."""
+    if not _proved:
+        return None
+    entries = [_entries(name, stacks=False) for name in DUMPS]
+    return sum(int(found[-1]["record_id"]) + 1 for found in entries if found)
 
 
 FORGOTTEN = "forgotten"

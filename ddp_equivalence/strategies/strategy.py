@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence.building import loss_of
+from ddp_equivalence.building import Steps, loss_of
 from ddp_equivalence.case import Case
 from ddp_equivalence.facts import Facts, Indices
 from ddp_equivalence.models import MODELS
@@ -25,7 +25,8 @@ them by name."""
 class Task:
     """What a strategy gets on a rank.
 
-    ``shards`` has the deal of every step. A strategy that proves it ran writes into ``notes``.
+    ``shards`` has the deal of every step, of as many big batches as ``steps`` says. A strategy that
+    proves it ran writes into ``notes``.
     """
 
     case: Case
@@ -33,6 +34,7 @@ class Task:
     rank: Rank
     shards: Sequence[Shards]
     notes: dict[str, Any] = field(default_factory=dict)
+    steps: Steps = 1
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The case's loss as its user wrote it."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
+from ddp_equivalence.diagnoses.hypothesis import Hypothesis, Way
+from ddp_equivalence.diagnoses.view import View
 
-from ddp_equivalence.diagnoses.hypothesis import Hypothesis, View
 
-
-def predict(view: View) -> Sequence[Tensor]:
+def predict(view: View) -> Sequence[Way]:
     found = view.contributions()
     if found is None or view.part_count == 1 or not view.has_batch_norm:
         return ()
-    return (view.everywhere(found.mean(0)),)
+    return (Way(view.everywhere(found.mean(0))),)
 
 
 HYPOTHESIS = Hypothesis(
@@ -22,4 +21,6 @@ HYPOTHESIS = Hypothesis(
     "of the model, not a fault of the reduction.",
     look_at="SyncBatchNorm, or a normalisation that does not look across examples",
     predict=predict,
+    tell_apart="the same model in eval mode",
+    of_the_rule=True,
 )

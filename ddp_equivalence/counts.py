@@ -1,0 +1,36 @@
+"""What a mean over a batch may divide by: examples, elements, tokens that are not padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ddp_equivalence.building import count_examples
+from ddp_equivalence.losses.token_mean import PADDING
+
+
+def all_counts(batch: Any) -> Mapping[str, float]:
+    """Every count of this batch, by name: "examples", "elements of targets" ..."""
+    found: dict[str, float] = {"examples": count_examples(batch)}
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if not isinstance(leaf, Tensor):
+            continue
+        name = pytree.keystr(path).strip("[]'.") or "the batch"
+        found[f"elements of {name}"] = leaf.numel()
+        if not leaf.is_floating_point() and leaf.dtype is not torch.bool:
+            found[f"{name} that are not {PADDING}"] = int((leaf != PADDING).sum())
+        elif bool(((leaf == 0) | (leaf == 1)).all()):
+            found[f"{name} that are set"] = float(leaf.double().sum())
+    return found
+
+
+def counts(batch: Any) -> Mapping[str, float]:
+    """Those that are not zero, each number once."""
+    unique: dict[float, str] = {}
+    for what, count in all_counts(batch).items():
+        unique.setdefault(count, what)
+    return {what: count for count, what in unique.items() if count}

@@ -1,0 +1,35 @@
+"""DDP is told to ignore one parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_equivalence.faults.fault import Fault, Fire
+from ddp_equivalence.ranks.patches import patched
+
+
+@contextmanager
+def one_ignored(fire: Fire) -> Iterator[None]:
+    initialise = DistributedDataParallel.__init__
+
+    def making(ddp: Any, module: nn.Module, *given: Any, **named: Any) -> None:
+        names = [name for name, one in module.named_parameters() if one.requires_grad]
+        if len(names) > 1:
+            ddp._set_params_and_buffers_to_ignore_for_model(module, names[:1])
+            fire()
+        initialise(ddp, module, *given, **named)
+
+    with patched(DistributedDataParallel, "__init__", making):
+        yield
+
+
+FAULT = Fault(
+    name="parameter_not_reduced",
+    sentence="DistributedDataParallel is told to ignore the first parameter.",
+    in_torch=one_ignored,
+)

@@ -1,0 +1,130 @@
+"""Plant a fault: on the suite's ranks, in this process, and in the processes that it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any
+
+from ddp_equivalence import session
+from ddp_equivalence.errors import BadCase
+from ddp_equivalence.faults.fault import Fault
+from ddp_equivalence.layouts import Layout
+from ddp_equivalence.ranks.patches import patched
+
+if TYPE_CHECKING:
+    from ddp_equivalence.strategies.strategy import Task, TrainStep
+
+
+class Planted(AbstractContextManager["Planted"]):
+    """One fault in this process. ``fired``: how often it has done its damage."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+        self.fired = 0
+        self._broken: AbstractContextManager[Any] | None = None
+
+    def fire(self) -> None:
+        """The fault has done its damage once more."""
+        self.fired += 1
+
+    def in_step(self, task: Task, step: TrainStep) -> TrainStep:
+        """The step as the fault leaves it."""
+        return self.fault.in_step(task, step, self.fire) if self.fault.in_step else step
+
+    def __enter__(self) -> Planted:
+        self._break()
+        _here.append(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _here.remove(self)
+        self._mend()
+
+    def _break(self) -> None:
+        self._broken = self.fault.in_torch(self.fire)
+        self._broken.__enter__()
+
+    def _mend(self) -> None:
+        assert self._broken is not None
+        self._broken.__exit__(None, None, None)
+
+
+_here: list[Planted] = []
+"""What is planted in this process."""
+
+
+@contextmanager
+def intact() -> Iterator[None]:
+    """Torch as it was, inside the block: what judges must not be broken itself."""
+    planted_here = list(_here)
+    for one in reversed(planted_here):
+        one._mend()
+    try:
+        yield
+    finally:
+        for one in planted_here:
+            one._break()
+
+
+def plant(name: str) -> Planted:
+    """The fault of this name, to be entered. Raises BadCase for an unknown one."""
+    return Planted(fault_of(name))
+
+
+def fault_of(name: str) -> Fault:
+    """Raises BadCase for an unknown one."""
+    from ddp_equivalence.faults import FAULTS
+
+    if name not in FAULTS:
+        raise BadCase("plant", name, f"one of {', '.join(FAULTS)}")
+    return FAULTS[name]
+
+
+def hidden(name: str, layout: Layout) -> str:
+    """Why this fault left the gradient of the big batch on this layout."""
+    return fault_of(name).hidden(layout) or "left the gradient of the big batch"
+
+
+@contextmanager
+def planted(name: str) -> Iterator[Planted]:
+    """Break training in a known way inside the block: which of your own tests notice?
+
+    ``check`` and ``assert_equivalent`` plant it on their ranks. Everything else in this process
+    that uses torch's DistributedDataParallel or torch.distributed is broken too, and so is every
+    process that multiprocessing starts inside the block (``torch.multiprocessing.spawn`` as well).
+    The value counts, in this process, how often the fault ``fired``.
+
+    Raises BadCase for an unknown name.
+    """
+    found = plant(name)
+    with (
+        session.using(session.replaced(plant=name)),
+        patched(BaseProcess, "__init__", _planting(name, BaseProcess.__init__)),
+        found,
+    ):
+        yield found
+
+
+def _planting(name: str, initialise: Any) -> Any:
+    def started(
+        process: BaseProcess, group: None = None, target: Any = None, *more: Any, **named: Any
+    ) -> None:
+        # The suite's own ranks plant by themselves, and only around a step.
+        ours = getattr(target, "__module__", "").startswith("ddp_equivalence.")
+        target = target if target is None or ours else InPlanted(name, target)
+        initialise(process, group, target, *more, **named)
+
+    return started
+
+
+class InPlanted:
+    """A process's target, run with the fault planted."""
+
+    def __init__(self, name: str, target: Any) -> None:
+        self._name, self._target = name, target
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        with planted(self._name):
+            return self._target(*arguments, **named)
