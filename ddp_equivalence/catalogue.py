@@ -18,7 +18,8 @@ from ddp_equivalence.case import Case
 from ddp_equivalence.errors import BadCase
 from ddp_equivalence.facts import MICRO_BATCHES, facts_of
 from ddp_equivalence.losses import LOSSES, CatalogueLoss
-from ddp_equivalence.models import MODELS, CatalogueModel
+from ddp_equivalence.models import MODELS
+from ddp_equivalence.models.model import CatalogueModel
 from ddp_equivalence.reference import Compare
 from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.strategy import Strategy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ddp_equivalence.losses import mse
 from ddp_equivalence.losses.loss import Batch, CatalogueLoss, Normaliser
@@ -11,8 +12,8 @@ WEIGHT = 0.25
 
 
 def value(model: nn.Module, batch: Batch) -> Tensor:
-    outputs = model(batch["inputs"])
-    return (outputs - batch["targets"]).square().mean() + penalty(outputs)
+    outputs: Tensor = model(batch["inputs"])
+    return F.mse_loss(outputs, batch["targets"]) + penalty(outputs)
 
 
 def penalty(outputs: Tensor) -> Tensor:

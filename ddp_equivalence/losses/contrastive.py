@@ -27,7 +27,7 @@ def totals(model: nn.Module, outputs: Tensor, batch: Batch) -> tuple[Tensor, ...
 
 
 def similarities(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines over the temperature, shape (examples, examples), and the column of each one's own."""
+    """Cosines over TEMPERATURE, shape (examples, examples), and the column of each one's own."""
     cosines = F.normalize(outputs, dim=1) @ F.normalize(targets, dim=1).T
     return cosines / TEMPERATURE, torch.arange(len(outputs), device=outputs.device)
 
