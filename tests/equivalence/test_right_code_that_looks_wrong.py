@@ -139,7 +139,8 @@ def accumulated_and_divided_at_the_end(model: nn.Module, shard: Any, rank: Rank)
             loss(ddp, one).backward()
     loss(ddp, last).backward()
     for parameter in model.parameters():
-        parameter.grad = parameter.grad / (len(first) + 1)  # type: ignore[operator]
+        assert parameter.grad is not None
+        parameter.grad /= len(first) + 1
 
 
 def hook_of_torch(model: nn.Module, shard: Any, rank: Rank) -> None:
@@ -255,6 +256,7 @@ def averaged_in_reverse_order(model: nn.Module, shard: Any, rank: Rank) -> None:
     """Every parameter has a sum of its own: their order is free, if it is the same on all ranks."""
     loss(model, shard).backward()
     for parameter in reversed(list(model.parameters())):
+        assert parameter.grad is not None
         dist.all_reduce(parameter.grad)
         parameter.grad /= rank.world_size
 

@@ -56,6 +56,10 @@ def ddp_that_leaves_buffers(model: nn.Module, shard: Batch, rank: Rank) -> None:
 def by_hand(model: nn.Module, shard: Batch, rank: Rank) -> None:
     """Summed, then divided: where DDP divides before it sums."""
     loss(model, shard).backward()
+    average(model, rank)
+
+
+def average(model: nn.Module, rank: Rank) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
@@ -234,7 +238,7 @@ def scaled(factor: float) -> Model:
         model = nn.Sequential(nn.Linear(ROW, 7), nn.ReLU(), nn.Linear(7, OUTPUTS))
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter *= factor
+                parameter.mul_(factor)
         return model
 
     build.__name__ = f"weights_times_{factor:g}"
@@ -258,7 +262,7 @@ def nearly_singular() -> nn.Module:
     """Rows of a weight that differ by a thousandth only."""
     model = nn.Sequential(nn.Linear(ROW, ROW, bias=False), nn.Linear(ROW, OUTPUTS, bias=False))
     with torch.no_grad():
-        model[0].weight.copy_(torch.ones(ROW, ROW) + 1e-3 * torch.randn(ROW, ROW))
+        next(model.parameters()).copy_(torch.ones(ROW, ROW) + 1e-3 * torch.randn(ROW, ROW))
     return model
 
 
@@ -292,6 +296,32 @@ def test_a_small_gradient_beside_large_ones_is_unknown_in_low_precision(
     verdict = check(case_of(twenty_layers_with_biases, "1+2", dtype=dtype), step)
     assert verdict.outcome == "unknown", verdict
     assert verdict.reason.startswith("the limit lies above the signal for "), verdict
+
+
+def with_kinks(model: nn.Module, batch: Batch) -> Tensor:
+    return F.smooth_l1_loss(model(batch["rows"]), batch["targets"], beta=1e-3)
+
+
+def tiny_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return 1e-12 * loss(model, batch)
+
+
+def loss_beside_a_large_constant(model: nn.Module, batch: Batch) -> Tensor:
+    return loss(model, batch) + 1e6
+
+
+def saturated(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(1e3 * model(batch["rows"]), batch["targets"].argmax(dim=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=["float64", "float32"])
+@pytest.mark.parametrize("loss", [with_kinks, tiny_loss, loss_beside_a_large_constant, saturated])
+def test_a_loss_of_another_size_or_shape_is_no_fault(loss: Any, dtype: torch.dtype) -> None:
+    def averaged(model: nn.Module, shard: Batch, rank: Rank) -> None:
+        loss(model, shard).backward()
+        average(model, rank)
+
+    assert_equivalent(case_of(dropout_in_eval, "1+2", loss=loss, dtype=dtype), averaged)
 
 
 def over_decades(decades: float) -> Callable[[torch.Generator], Batch]:
@@ -355,7 +385,7 @@ def test_gradients_that_cancel_are_no_fault(
 
 def compiled(model: nn.Module, shard: Batch, rank: Rank) -> None:
     """The compiler splits the graph where DDP's buckets end; the sums are the same."""
-    wrapped = torch.compile(DistributedDataParallel(model), backend="aot_eager")
+    wrapped: Any = torch.compile(DistributedDataParallel(model), backend="aot_eager")
     loss(wrapped, shard).backward()
 
 
