@@ -17,8 +17,9 @@ from ddp_equivalence.building import Steps
 from ddp_equivalence.case import Case
 from ddp_equivalence.errors import BadCase
 from ddp_equivalence.facts import MICRO_BATCHES, facts_of
-from ddp_equivalence.losses import LOSSES
+from ddp_equivalence.losses import LOSSES, CatalogueLoss
 from ddp_equivalence.models import MODELS
+from ddp_equivalence.models.model import CatalogueModel
 from ddp_equivalence.reference import Compare
 from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.strategy import Strategy
@@ -41,6 +42,12 @@ CORE = (
     ("gru_tied", "token_mean"),
 )
 """Met on every layout and every deal of examples; all other pairs on one layout."""
+
+GATHERED_CORE = (("mlp", "contrastive"), ("gru_tied", "token_mean"))
+"""The same for ``ddp_gathered``: its rule knows nothing of the loss, which two can show."""
+
+WITH_COUPLED_LOSSES = ("mlp", "conv")
+"""Models met with losses that couple examples."""
 
 PRECISE = (
     ("mlp", "mse_mean", "equal"),
@@ -120,12 +127,14 @@ def _select(strategy: Strategy) -> Iterator[Trial]:
     if strategy.lane is not None:
         main = "1x2"  # as few devices as it takes
     layouts = [layout for layout in LAYOUTS if _fits(strategy, layout)]
-    small = ("1x2",) if strategy.one_process else ("1x2", "2x2")
+    gathered = strategy.name == "ddp_gathered"
+    core = GATHERED_CORE if gathered else CORE
+    small = ("1x2",) if strategy.one_process or gathered else ("1x2", "2x2")
     for model, loss in _pairs(strategy):
         yield Trial(_case(strategy, model, loss, main), name)
         if MODELS[model].batch_coupled and "1x1" in layouts and name != "ddp_accumulation":
             yield Trial(_case(strategy, model, loss, "1x1"), name)  # alone there is no difference
-    for model, loss in CORE:
+    for model, loss in core:
         for layout in layouts:
             yield Trial(_case(strategy, model, loss, layout), name)
         # The real nn.DataParallel deals the examples itself.
@@ -163,6 +172,10 @@ def _pairs(strategy: Strategy) -> Iterator[tuple[str, str]]:
         for loss in LOSSES.values():
             # What couples examples is met with two plain means, so that one thing differs.
             plain = not model.batch_coupled or loss.name in ("mse_mean", "cross_entropy_mean")
+            if loss.batch_coupled and model.name not in WITH_COUPLED_LOSSES:
+                continue
+            if strategy.name == "ddp_gathered" and _says_nothing_new(model, loss):
+                continue
             # DDP that looks for unused parameters refuses one that only a penalty uses: it is
             # marked ready twice.
             refused = model.unused_on_some_ranks and loss.name.endswith("l2_penalty")
@@ -170,6 +183,12 @@ def _pairs(strategy: Strategy) -> Iterator[tuple[str, str]]:
                 continue
             if model.output == loss.output and plain:
                 yield model.name, loss.name
+
+
+def _says_nothing_new(model: CatalogueModel, loss: CatalogueLoss) -> bool:
+    """True if other pairs show the same of a rule that does not look into the loss."""
+    few = model.name not in [name for name, _ in GATHERED_CORE] and not loss.batch_coupled
+    return few and loss.name not in ("mse_mean", "token_mean")
 
 
 def _exact(strategy: Strategy, layout: str) -> Iterator[Trial]:

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ddp_equivalence import collective_probe
-from ddp_equivalence.collective_probe import Answer
 from ddp_equivalence.errors import RankFailed
 from ddp_equivalence.layouts import parse
-from ddp_equivalence.ranks import carry
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices, missing
 from ddp_equivalence.ranks.names import LANES
 from ddp_equivalence.ranks.warm import warm_ranks
@@ -32,7 +30,7 @@ class LaneState:
 
 
 def lane_states() -> Iterator[LaneState]:
-    """Look at every lane; where it can run, run all-reduce with known answers on two ranks."""
+    """Look at every lane; where it can run, ask its collectives on two ranks."""
     for name in SHOWN:
         ranks = 2 if name != "gloo_cuda" else 1
         reason = missing(name, ranks)
@@ -56,7 +54,7 @@ def lines(states: list[LaneState]) -> Iterator[str]:
         f" (CUDA {found['cuda']}, NCCL {found['nccl']})" if devices else ""
     )
     yield ""
-    yield "Lanes, each with 2 ranks and all_reduce with known answers"
+    yield "Lanes, each with 2 ranks and collectives with known answers"
     for state in states:
         word = {True: "works", False: "WRONG", None: "no"}[state.works]
         yield f"  {state.name:<15}{word:<7}{state.text}"
@@ -76,11 +74,13 @@ def _probe(name: str) -> LaneState:
     try:
         with warm_ranks().acquire(layout, lane, DEADLINE / 2) as ranks:
             start = time.monotonic() - started
-            ranks.submit(carry.dumps(collective_probe.run, None))
-            answers = [answer for _, answer in ranks.collect(DEADLINE)]
+            answers = collective_probe.ask(ranks, DEADLINE)
     except RankFailed as error:
         return LaneState(name, False, str(error))
-    wrong = sorted({one.what for one in answers if isinstance(one, Answer) and not one.right})
+    wrong = [f"{one.what} ({one.detail})" for one in answers if one.wrong]
     if wrong:
         return LaneState(name, False, f"wrong answers: {', '.join(wrong)}")
-    return LaneState(name, True, f"{len(answers)} answers right, ranks started in {start:.1f} s")
+    right = sum(one.right for one in answers)
+    text = f"{right} answers right, ranks started in {start:.1f} s"
+    refused = collective_probe.refused_in_short(answers)
+    return LaneState(name, True, f"{text}; refuses {refused}" if refused else text)

@@ -38,7 +38,12 @@ class Facts:
     first_shards: Shards
     batch: Any
     loss: CatalogueLoss
-    batch_coupled: str | None
+    model_coupled: str | None
+
+    @property
+    def batch_coupled(self) -> str | None:
+        """The cause's name, if model or loss make an example's gradient depend on the others."""
+        return self.model_coupled or self.loss.batch_coupled
 
     @property
     def node_shards(self) -> tuple[Indices, ...]:
@@ -90,7 +95,11 @@ class Facts:
         return self.batch_coupled
 
     def apart(self) -> str | None:
-        """What is wrong if only the forward pass is split."""
+        """What is wrong if only the forward pass is split, and the loss sees all outputs."""
+        return self.model_coupled if self.layout.world_size > 1 else None
+
+    def locally(self) -> str | None:
+        """What is wrong if each rank's terms come from its own examples, however divided."""
         return self.batch_coupled if self.layout.world_size > 1 else None
 
 

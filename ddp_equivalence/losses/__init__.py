@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from ddp_equivalence.losses import cross_entropy, mse, penalty, token_mean, two_normalisers
+from ddp_equivalence.losses import (
+    batch_statistics,
+    contrastive,
+    cross_entropy,
+    mse,
+    penalty,
+    token_mean,
+    two_normalisers,
+)
 from ddp_equivalence.losses.loss import Batch, CatalogueLoss, Normaliser
 
 __all__ = ["LOSSES", "Batch", "CatalogueLoss", "Normaliser"]
@@ -20,5 +28,7 @@ LOSSES: dict[str, CatalogueLoss] = {
         two_normalisers.LOSS,
         penalty.MEAN_WITH_PENALTY,
         penalty.SUM_WITH_PENALTY,
+        contrastive.LOSS,
+        batch_statistics.LOSS,
     )
 }

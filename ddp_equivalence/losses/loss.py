@@ -47,6 +47,9 @@ class CatalogueLoss:
     targets: Callable[[torch.Generator, Tensor, CatalogueModel], Any]
     output: str = "vector"
     """The kind of model output that it takes."""
+    batch_coupled: str | None = None
+    """The cause's name, where an example's gradient depends on the other examples. The totals of
+    parts do not add up to that of the batch then, and no divisor makes them."""
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         return self.value(model, batch)

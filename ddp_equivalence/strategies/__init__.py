@@ -5,6 +5,7 @@ from __future__ import annotations
 from ddp_equivalence.strategies import (
     data_parallel,
     ddp_accumulation,
+    ddp_gathered,
     ddp_global_mean,
     ddp_mean,
     ddp_sum,
@@ -25,6 +26,7 @@ STRATEGIES: dict[str, Strategy] = {
         ddp_sum.STRATEGY,
         ddp_sum_hook.STRATEGY,
         ddp_global_mean.STRATEGY,
+        ddp_gathered.STRATEGY,
         ddp_accumulation.STRATEGY,
         manual_all_reduce.MEAN,
         manual_all_reduce.SUM,

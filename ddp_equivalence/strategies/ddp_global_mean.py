@@ -13,7 +13,7 @@ from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 
 def breaks(facts: Facts) -> str | None:
-    return facts.apart()
+    return facts.locally()
 
 
 def prepare(task: Task) -> TrainStep:
@@ -44,7 +44,7 @@ def prepare(task: Task) -> TrainStep:
 STRATEGY = Strategy(
     name="ddp_global_mean",
     promise="The summed loss times world size over the global count is the big batch for any "
-    "shards, empty ones too.",
+    "shards, empty ones too, if the loss adds up over examples.",
     breaks=breaks,
     prepare=prepare,
 )

@@ -73,6 +73,13 @@ def test_every_known_difference_has_a_name_that_a_diagnosis_knows() -> None:
     assert {trial.cause for trial in EVERYTHING} - {None} <= known
 
 
+def test_a_loss_that_couples_examples_is_promised_only_where_it_sees_all_of_them() -> None:
+    coupled = [trial for trial in EVERYTHING if LOSSES[str(trial.case.loss)].batch_coupled]
+    promised = {trial.strategy for trial in coupled if trial.cause is None}
+    assert {trial.strategy for trial in coupled} == set(STRATEGIES)
+    assert promised == {"data_parallel", "emulated_data_parallel", "ddp_gathered"}
+
+
 def test_test_ids_are_unique_within_a_strategy() -> None:
     for name in STRATEGIES:
         ids = [f"{trial}-{trial.backend}" for trial in catalogue.trials(name)]

@@ -1,0 +1,16 @@
+"""One loss over gathered outputs, where the model itself looks across examples."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_equivalence import check
+from ddp_equivalence.catalogue import Trial
+
+pytestmark = pytest.mark.difference
+
+
+@pytest.mark.known_differences_of("ddp_gathered")
+def test_ddp_gathered_differs_from_one_big_batch_under_its_known_name(trial: Trial) -> None:
+    verdict = check(trial.case, trial.strategy, **trial.options)
+    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), verdict
