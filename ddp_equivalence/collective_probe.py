@@ -13,7 +13,7 @@ from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.rank_set import Ranks
 from ddp_equivalence.ranks.warm import warm_ranks
 
-__all__ = ["DEADLINE", "Answer", "ask", "probe", "refused_in_short"]
+__all__ = ["DEADLINE", "Answer", "ask", "ask_once", "probe", "refused_in_short"]
 
 DEADLINE = 30.0
 """Seconds that the ranks get for all questions."""
@@ -34,6 +34,14 @@ def probe(
     if key not in _known:
         with warm_ranks().acquire(layout, lane, collective_timeout) as ranks:
             _known[key] = ask(ranks)
+    return _known[key]
+
+
+def ask_once(ranks: Ranks, layout: Layout, lane: Lane) -> tuple[Answer, ...]:
+    """As ``probe``, of ranks in hand. Raises RankFailed or RanksTimedOut."""
+    key = lane.backend, lane.device_type, layout.world_size
+    if key not in _known:
+        _known[key] = ask(ranks)
     return _known[key]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.case import name_of
+from ddp_equivalence.collective_probe import ask_once
 from ddp_equivalence.comparison import Comparator, Comparison
 from ddp_equivalence.errors import BadCase, RankFailed
 from ddp_equivalence.gradients import RawChunk, Selection
@@ -27,9 +28,9 @@ from ddp_equivalence.tolerance import Tolerance
 class Measurement:
     """What came back from the ranks.
 
-    ``measured``: of the gradients themselves what was selected, flattened. ``output``: what each rank
-    printed. ``changed``: rank -> what its process was left with, as phrases; ``left``: the same as
-    an error with an entry for every rank.
+    ``measured``: of the gradients themselves what was selected, flattened. ``output``: what each
+    rank printed. ``changed``: rank -> what its process was left with, as phrases; ``left``: the
+    same as an error with an entry for every rank.
     """
 
     comparison: Comparison
@@ -132,6 +133,17 @@ def observe(ranks: RankSet, request: Request, deadline: float) -> dict[int, Obse
     except RankFailed:
         return {}  # the first run's word stands without evidence
     return dict(sorted(found.items()))
+
+
+def wrong_collectives(ranks: RankSet, request: Request) -> tuple[str, ...]:
+    """What the collectives of this backend answer wrongly; asked once in a run."""
+    if ranks.broken or request.in_process or request.processes.world_size == 1:
+        return ()
+    try:
+        answers = ask_once(ranks, request.processes, request.lane)
+    except RankFailed as error:
+        return (f"the ranks failed when their collectives were asked: {error}",)
+    return tuple(f"{one.what}: {one.detail}" for one in answers if one.wrong)
 
 
 def _left(ranks: RankSet) -> RankFailed:

@@ -113,8 +113,8 @@ def _learned(verdict: Verdict) -> list[str]:
         )
     elif shares is not None:
         learned.append(
-            f"what the ranks hold is a mixture of the {shares.pieces}' gradients with other weights "
-            "than the big batch's: read the shares below"
+            f"what the ranks hold is a mixture of the {shares.pieces}' gradients with other "
+            "weights than the big batch's: read the shares below"
         )
     if not comparison.ranks_agree:
         learned.append("the ranks do not hold the same")

@@ -94,7 +94,9 @@ class Surroundings:
         dealt = None
         if case.shards != OWN:
             dealt = split(case.shards, examples, case.ranks.world_size).indices
-        parts = None if dealt is None else tuple((indices,) for indices in dealt)
+        parts: tuple[tuple[Indices, ...], ...] | None = None
+        if dealt is not None:
+            parts = tuple((indices,) for indices in dealt)
         if request.strategy is not None and case.is_catalogue:
             parts = request.strategy.contributions(facts_of(case, request.steps)[step])
         return View(

@@ -16,10 +16,17 @@ from ddp_equivalence import guards, session
 from ddp_equivalence.building import Steps, random_numbers_kept
 from ddp_equivalence.case import Case, name_of
 from ddp_equivalence.comparison import Comparison
+from ddp_equivalence.diagnoses.view import View
 from ddp_equivalence.diagnosis import Finding, NearestFault, diagnose
 from ddp_equivalence.errors import NotEquivalent, NothingCompared, RankFailed, RanksTimedOut
 from ddp_equivalence.faults.plant import intact
-from ddp_equivalence.measurement import Measurement, at_work, measure, observe
+from ddp_equivalence.measurement import (
+    Measurement,
+    at_work,
+    measure,
+    observe,
+    wrong_collectives,
+)
 from ddp_equivalence.observation import Observation
 from ddp_equivalence.rank_work import Evidence, Step
 from ddp_equivalence.ranks.lanes import Lane
@@ -79,6 +86,7 @@ class Verdict:
     seconds: float = 0.0
     repeat: str = ""
     around: Surroundings | None = field(default=None, repr=False, compare=False)
+    view: View | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return render(self)
@@ -249,9 +257,11 @@ def _judge(request: Request) -> Verdict:
             around = Surroundings(request, reference)
             verdict = replace(verdict, examples=reference.examples, around=around)
             found = measure(ranks, request, reference, request.deadline, around.selection)
-            observed = {}
+            observed: Mapping[int, Observation] = {}
+            wrong: tuple[str, ...] = ()
             if not found.comparison.same:
                 observed = observe(ranks, request, request.deadline)
+                wrong = wrong_collectives(ranks, request)
     except RankFailed as error:
         again = second_look(request, error, began) if began else None
         return replace(_failed(verdict, error), second_look=again)
@@ -274,7 +284,7 @@ def _judge(request: Request) -> Verdict:
         reason = guards.against_another_start(reference, found.evidence)
         if reason is not None:
             return replace(verdict, reason=reason)
-        return _explained(verdict, found, request, around)
+        return _blamed(_explained(verdict, found, request, around), wrong)
     reason = guards.against_a_pass(found.comparison, found.evidence, lambda: verdict.nearest)
     reason = reason or guards.against_a_hidden_plant(request.plant, request.processes)
     may_change = request.allow_changes or request.in_process
@@ -317,7 +327,25 @@ def _explained(
         shares=None if isinstance(shares, str) else shares,
         why_no_shares=shares if isinstance(shares, str) else "",
         whose_mean=whose_mean(view),
+        view=view,
     )
+
+
+def _blamed(verdict: Verdict, wrong: tuple[str, ...]) -> Verdict:
+    """Collectives that answer wrongly come before anything that a step may have done."""
+    if not wrong:
+        return verdict
+    others = tuple(replace(one, accepted=False) for one in verdict.findings)
+    first = Finding(
+        cause="collective_wrong",
+        sentence="The collectives themselves give wrong answers here, whatever the step does.",
+        look_at="the backend and its library, before the step: ddp-equivalence doctor asks them",
+        unexplained=None,
+        accepted=True,
+        fits=True,
+        because="; ".join(wrong[:4]) + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""),
+    )
+    return replace(verdict, cause=first.cause, findings=(first, *others))
 
 
 @contextmanager

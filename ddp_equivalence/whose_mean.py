@@ -10,7 +10,7 @@ import torch
 
 from ddp_equivalence.building import take
 from ddp_equivalence.counts import all_counts
-from ddp_equivalence.diagnoses.view import View, near
+from ddp_equivalence.diagnoses.view import View, near, unexplained
 from ddp_equivalence.losses import LOSSES
 
 AGREE = 1e-3
@@ -75,13 +75,10 @@ def _weights(view: View) -> list[float] | None:
     weights = view.weights
     if weights is None or not bool((weights - weights[0]).abs().max() < AGREE):
         return None
-    explained = weights @ (view.contributions() if view.parts is not None else weights)
-    return weights[0].tolist() if near_enough(view.measured, explained) else None
-
-
-def near_enough(measured: torch.Tensor, explained: torch.Tensor) -> bool:
-    """True if the ranks' own gradients explain what was measured."""
-    return float((measured - explained).norm()) < AGREE * float(measured.norm())
+    found = view.contributions()
+    if found is None or unexplained(view.measured, weights @ found) > AGREE:
+        return None
+    return [float(weight) for weight in weights[0]]
 
 
 def _divisor(weights: list[float] | None) -> float | None:

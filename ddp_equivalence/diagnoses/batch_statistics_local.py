@@ -17,8 +17,9 @@ def predict(view: View) -> Sequence[Way]:
 
 HYPOTHESIS = Hypothesis(
     name=NAME,
-    sentence="The loss has a term on statistics of the batch (variance, covariance), and every rank "
-    "takes those of its own shard. This is a property of the loss, not a fault of the reduction.",
+    sentence="The loss has a term on statistics of the batch (variance, covariance), and every "
+    "rank takes those of its own shard. This is a property of the loss, not a fault of the "
+    "reduction.",
     look_at="the loss: gather the outputs of all ranks with their gradient before the statistics",
     predict=predict,
     tell_apart="the loss without that term",

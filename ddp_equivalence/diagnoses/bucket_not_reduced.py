@@ -27,7 +27,7 @@ def predict(view: View) -> Sequence[Way]:
 
 
 def buckets_concerned(view: View) -> list[tuple[str, ...]] | None:
-    """The buckets that the differing parameters fill; None if they fill none, or that is unknown."""
+    """The buckets that the differing parameters fill; None if none, or if that is unknown."""
     for one in signs.wrappers(view):
         concerned = [bucket for bucket in one.buckets if view.differing.intersection(bucket)]
         if concerned and set().union(*concerned) == view.differing:

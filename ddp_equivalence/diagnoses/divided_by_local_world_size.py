@@ -39,5 +39,5 @@ HYPOTHESIS = Hypothesis(
     "dist.get_world_size() is meant",
     predict=predict,
     factors=factors,
-    tell_apart="nodes with several ranks, such as 2x4, where ranks, nodes and ranks per node differ",
+    tell_apart="nodes with several ranks, such as 2x4, where all counts differ",
 )

@@ -30,7 +30,7 @@ def sign(view: View) -> Sign | None:
 HYPOTHESIS = Hypothesis(
     name="examples_dropped",
     sentence="Some examples of the big batch were read by no rank.",
-    look_at="drop_last, a sampler or a slice whose length is rounded down, or filtering on one rank",
+    look_at="drop_last, a sampler or a slice whose length is rounded down, a filter on one rank",
     predict=predict,
     sign=sign,
     tell_apart="a number of examples that the ranks divide: nothing is then dropped",

@@ -23,7 +23,7 @@ def factors(view: View) -> Sequence[Factor]:
 
 def sign(view: View) -> Sign | None:
     found = signs.loss_factor(view)
-    if found is None:
+    if found is None or signs.close(found, view.world_size):
         return None
     if found >= LEAST * (1 - signs.CLOSE) and view.factor and signs.close(found, view.factor):
         return Sign(True, f"backward began at {found:.6g} times the loss of the rank's examples")

@@ -25,7 +25,7 @@ HYPOTHESIS = Hypothesis(
     name="parameters_reduced_not_gradients",
     sentence="Parameters were all-reduced where gradients were meant: every rank holds the "
     "gradient of its own shard.",
-    look_at="the tensor that is given to all_reduce: parameter.grad, not parameter or parameter.data",
+    look_at="what is given to all_reduce: parameter.grad, not parameter or parameter.data",
     predict=no_all_reduce.predict,
     sign=sign,
     tell_apart=no_all_reduce.TELL_APART,

@@ -12,7 +12,7 @@ from ddp_equivalence.diagnoses.hypothesis import Hypothesis, Way
 from ddp_equivalence.diagnoses.view import View
 
 NOTHING = 1e-3
-"""A weight below this, against the largest, is none: which ranks are tried, not what is believed."""
+"""A weight below this, against the largest, is none: it says which ranks are tried."""
 
 
 def predict(view: View) -> Sequence[Way]:
@@ -26,7 +26,7 @@ def predict(view: View) -> Sequence[Way]:
 def candidates(view: View) -> list[tuple[int, ...]]:
     """The ranks whose weight is zero on the ranks that hold others' gradients; else each rank."""
     weights = view.weights
-    each = [(rank,) for rank in range(view.world_size)]
+    each: list[tuple[int, ...]] = [(rank,) for rank in range(view.world_size)]
     if weights is None or view.world_size == 1:
         return each if view.world_size > 1 else []
     found = []

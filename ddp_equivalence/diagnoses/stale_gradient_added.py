@@ -29,7 +29,8 @@ def factors(view: View) -> Sequence[Factor]:
 def sign(view: View) -> Sign | None:
     if not view.observed or view.previous:
         return None
-    passes = max(len(seen.backwards) for seen in view.observed.values())
+    now = len(view.before)
+    passes = max(sum(b.step == now for b in seen.backwards) for seen in view.observed.values())
     return signs.only_if(
         passes > 1 and not (view.micro_batches or 1) > 1,
         f"backward was called {passes} times in this step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -268,7 +269,8 @@ class View:
         values = torch.linalg.svdvals(found)
         if float(values[-1]) * WORST_CONDITION < float(values[0]):
             return None
-        return torch.linalg.lstsq(found.T, self.measured.T).solution.T
+        solution: Tensor = torch.linalg.lstsq(found.T, self.measured.T).solution
+        return solution.T
 
     @cached_property
     def factor(self) -> float | None:
@@ -279,6 +281,11 @@ class View:
         return float((self.measured @ self.expected).mean()) / size
 
     def _compute(self, indices: Indices, generator: bytes) -> Piece:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a single example may be too few for the loss
+            return self._computed(indices, generator)
+
+    def _computed(self, indices: Indices, generator: bytes) -> Piece:
         try:
             loss, found = loss_and_gradient_of(
                 self.case, take(self.batch, indices), self.before, self.lr, generator

@@ -23,8 +23,8 @@ HYPOTHESIS = Hypothesis(
     name="weights_differ_between_ranks",
     sentence="The ranks did not go forward from the same weights, so that gradients of different "
     "models were averaged.",
-    look_at="a broadcast of the initial weights (DistributedDataParallel does it, averaging by hand "
-    "does not), and seeds that depend on the rank",
+    look_at="a broadcast of the initial weights (DistributedDataParallel does it, averaging by "
+    "hand does not), and seeds that depend on the rank",
     sign=sign,
     tell_apart="nothing in the gradients: the weights before the forward pass",
 )

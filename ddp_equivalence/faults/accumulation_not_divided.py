@@ -12,6 +12,7 @@ from ddp_equivalence.strategies.strategy import Task, TrainStep
 
 
 def not_divided(task: Task, step: TrainStep, fire: Fire) -> TrainStep:
+    """DDP's loop over micro-batches, without the division."""
     ddp = task.wrap()
     full_window = len(task.shards[0].indices[task.rank.rank])
 

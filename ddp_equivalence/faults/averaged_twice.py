@@ -11,6 +11,7 @@ from ddp_equivalence.faults.in_ddp import averaged, reducing
 
 
 def divided_again(bucket: GradBucket) -> Tensor:
+    """Averaged, and divided by the number of ranks."""
     return averaged(bucket.buffer()).div_(dist.get_world_size())
 
 

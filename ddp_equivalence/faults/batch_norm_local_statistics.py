@@ -14,6 +14,7 @@ from ddp_equivalence.ranks.patches import patched
 
 @contextmanager
 def as_it_comes(fire: Fire) -> Iterator[None]:
+    """Nothing changes: it is only told that batch norm ran in training mode."""
     kind: Any = nn.modules.batchnorm._BatchNorm
     forward = kind.forward
 
@@ -28,7 +29,7 @@ def as_it_comes(fire: Fire) -> Iterator[None]:
 
 FAULT = Fault(
     name="batch_norm_local_statistics",
-    sentence="Batch norm takes the statistics of the rank's own shard, as it does without SyncBatchNorm.",
+    sentence="Batch norm takes the statistics of the rank's own shard, as it comes.",
     in_torch=as_it_comes,
     strategies=("ddp_mean",),
     pairs=(("batch_norm", "mse_mean"), ("batch_norm", "cross_entropy_mean")),

@@ -20,6 +20,7 @@ BUCKET_BYTES = 300
 
 @contextmanager
 def one_left_out(fire: Fire) -> Iterator[None]:
+    """Small buckets, of which the first with several parameters is handed back."""
     # Else DDP puts all parameters in one bucket in its first iteration.
     assign = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]  # no stubs
 
@@ -50,7 +51,7 @@ def one_left_out(fire: Fire) -> Iterator[None]:
 
 FAULT = Fault(
     name="bucket_not_reduced",
-    sentence="DDP's communication hook returns one bucket of several parameters without reducing it.",
+    sentence="DDP's communication hook returns a bucket of several parameters unreduced.",
     in_torch=one_left_out,
     pairs=(("mlp", "mse_mean"), ("conv", "cross_entropy_mean"), ("gru_tied", "token_mean")),
 )

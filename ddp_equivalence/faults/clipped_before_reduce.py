@@ -16,15 +16,14 @@ SHARE = 0.6
 
 
 def clipped(task: Task, step: TrainStep, fire: Fire) -> TrainStep:
+    """Backward, clip, reduce: in the wrong order."""
+
     def broken(shard: Any) -> None:
         task.loss(task.model, shard).backward()
-        parameters = [one for one in task.model.parameters() if one.grad is not None]
-        norm = torch.nn.utils.get_total_norm(
-            [one.grad for one in parameters if one.grad is not None]
-        )
-        largest = norm.detach().clone()
+        gradients = [one.grad for one in task.model.parameters() if one.grad is not None]
+        largest = torch.nn.utils.get_total_norm(gradients).detach().clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        torch.nn.utils.clip_grad_norm_(parameters, SHARE * float(largest))
+        torch.nn.utils.clip_grad_norm_(task.model.parameters(), SHARE * float(largest))
         fire()
         reduce_gradients(task.model, task.rank.world_size)
 

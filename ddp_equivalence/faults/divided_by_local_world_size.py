@@ -9,6 +9,7 @@ from ddp_equivalence.layouts import Layout
 
 
 def hidden(layout: Layout) -> str | None:
+    """On one node its ranks are all there are."""
     return "all ranks are on one node" if layout.nodes == 1 else None
 
 

@@ -10,6 +10,7 @@ from ddp_equivalence.strategies.strategy import Task, TrainStep
 
 
 def of_rank_0(task: Task, step: TrainStep, fire: Fire) -> TrainStep:
+    """The step on the examples of rank 0."""
     batches = iter(zip(build_batches(task.case, task.steps), task.shards, strict=True))
 
     def broken(shard: Any) -> Any:

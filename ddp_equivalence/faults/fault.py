@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Fire(Protocol):
-    """Called by a fault each time that it did its damage: a plant that never fires shows nothing."""
+    """Called each time that the damage is done: a plant that never fires shows nothing."""
 
     def __call__(self) -> None: ...
 

@@ -17,11 +17,12 @@ SCALE = 1024.0
 
 @contextmanager
 def scaled(fire: Fire) -> Iterator[None]:
+    """Backward begins at a scaled loss."""
     backward = torch.autograd.backward
 
     def of_scaled(tensors: Any, *arguments: Any, **named: Any) -> None:
         if isinstance(tensors, Tensor) and tensors.ndim == 0:
-            tensors = torch.amp.GradScaler("cpu", init_scale=SCALE).scale(tensors)  # type: ignore[attr-defined]
+            tensors = torch.amp.GradScaler("cpu", init_scale=SCALE).scale(tensors)
             fire()
         backward(tensors, *arguments, **named)
 

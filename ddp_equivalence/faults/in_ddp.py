@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def calling(change: Callable[..., Any]) -> Iterator[None]:
     forward = DistributedDataParallel.forward
 
     def called(ddp: Any, *arguments: Any, **named: Any) -> Any:
-        return change(ddp, lambda *a, **n: forward(ddp, *a, **n), *arguments, **named)
+        return change(ddp, partial(forward, ddp), *arguments, **named)
 
     with patched(DistributedDataParallel, "forward", called):
         yield

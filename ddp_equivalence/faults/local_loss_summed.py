@@ -16,6 +16,8 @@ LOSSES = ("mse_loss", "l1_loss", "cross_entropy", "nll_loss", "binary_cross_entr
 
 @contextmanager
 def summing(fire: Fire) -> Iterator[None]:
+    """A mean that is asked for is a sum."""
+
     def broken(loss: Callable[..., Any]) -> Callable[..., Any]:
         def total(*arguments: Any, **named: Any) -> Any:
             if named.get("reduction", "mean") == "mean":

@@ -11,6 +11,7 @@ from ddp_equivalence.faults.in_ddp import averaged, reducing
 
 
 def in_bfloat16(bucket: GradBucket) -> Tensor:
+    """Averaged in bfloat16 and cast back."""
     values: Tensor = bucket.buffer()
     return values.copy_(averaged(values.to(torch.bfloat16)))
 

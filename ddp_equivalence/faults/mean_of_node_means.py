@@ -14,6 +14,7 @@ from ddp_equivalence.layouts import Layout
 
 
 def of_node_means(bucket: GradBucket) -> Tensor:
+    """Gathered, averaged inside each node, and then over the nodes."""
     values: Tensor = bucket.buffer()
     every = [torch.zeros_like(values) for _ in range(dist.get_world_size())]
     dist.all_gather(every, values)
@@ -26,6 +27,7 @@ def of_node_means(bucket: GradBucket) -> Tensor:
 
 
 def hidden(layout: Layout) -> str | None:
+    """Of equal nodes the mean of means is the mean."""
     sizes = {len(layout.ranks_on(node)) for node in range(layout.nodes)}
     return "all nodes have equally many ranks" if len(sizes) == 1 else None
 

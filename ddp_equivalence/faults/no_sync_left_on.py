@@ -9,6 +9,8 @@ from ddp_equivalence.faults.in_ddp import after_making
 
 
 def switched_off(fire: Fire) -> Any:
+    """Synchronisation off from the start."""
+
     def change(ddp: Any) -> None:
         ddp.require_backward_grad_sync = False
         fire()

@@ -12,12 +12,14 @@ from ddp_equivalence.layouts import Layout
 
 
 def without_the_last_node(bucket: GradBucket) -> Tensor:
+    """Averaged with zeros from the last node's ranks."""
     values: Tensor = bucket.buffer()
     last = max(nodes_of_all(values))
     return averaged(values.zero_() if last and node() == last else values)
 
 
 def hidden(layout: Layout) -> str | None:
+    """A node alone cannot be left out."""
     return "there is one node" if layout.nodes == 1 else None
 
 

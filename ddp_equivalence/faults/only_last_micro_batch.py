@@ -9,6 +9,8 @@ from ddp_equivalence.faults.in_ddp import calling
 
 
 def cleared(fire: Fire) -> Any:
+    """Gradients are cleared before every forward pass."""
+
     def change(ddp: Any, call: Any, *arguments: Any, **named: Any) -> Any:
         if any(one.grad is not None for one in ddp.module.parameters()):
             ddp.module.zero_grad(set_to_none=True)

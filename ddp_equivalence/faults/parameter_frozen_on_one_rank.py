@@ -10,6 +10,8 @@ from ddp_equivalence.faults.nodes import last_rank
 
 
 def frozen(fire: Fire) -> Any:
+    """Freeze the first parameter on the last rank."""
+
     def change(ddp: Any) -> None:
         trained = [one for one in ddp.module.parameters() if one.requires_grad]
         if last_rank():

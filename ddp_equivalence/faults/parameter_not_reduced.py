@@ -15,6 +15,7 @@ from ddp_equivalence.ranks.patches import patched
 
 @contextmanager
 def one_ignored(fire: Fire) -> Iterator[None]:
+    """The first of several parameters is ignored."""
     initialise = DistributedDataParallel.__init__
 
     def making(ddp: Any, module: nn.Module, *given: Any, **named: Any) -> None:

@@ -11,6 +11,7 @@ from ddp_equivalence.faults.in_ddp import averaged, reducing
 
 
 def of_parameters(bucket: GradBucket) -> Tensor:
+    """All-reduces parameters and returns the bucket as it came."""
     for parameter in bucket.parameters():
         with torch.no_grad():
             averaged(parameter.detach().clone())

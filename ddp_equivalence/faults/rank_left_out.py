@@ -11,6 +11,7 @@ from ddp_equivalence.faults.nodes import last_rank
 
 
 def without_the_last(bucket: GradBucket) -> Tensor:
+    """Averaged with zeros from the last rank."""
     values: Tensor = bucket.buffer()
     return averaged(values.zero_() if last_rank() else values)
 

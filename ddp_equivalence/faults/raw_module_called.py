@@ -14,6 +14,8 @@ from ddp_equivalence.ranks.patches import patched
 
 @contextmanager
 def past_the_wrapper(fire: Fire) -> Iterator[None]:
+    """Calls of a wrapper reach the module without it."""
+
     def call(ddp: Any, *arguments: Any, **named: Any) -> Any:
         fire()
         return ddp.module(*arguments, **named)

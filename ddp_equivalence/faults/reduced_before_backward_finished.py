@@ -12,6 +12,7 @@ from ddp_equivalence.strategies.strategy import Task, TrainStep
 
 
 def too_early(task: Task, step: TrainStep, fire: Fire) -> TrainStep:
+    """The reduction runs inside backward."""
     trained = [one for one in task.model.parameters() if one.requires_grad]
     waiting: list[bool] = []
 

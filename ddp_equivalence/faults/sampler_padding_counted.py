@@ -35,12 +35,13 @@ def sampled(task: Task, step: TrainStep, fire: Fire, drop_last: bool = False) ->
 
 
 def hidden(layout: Layout) -> str | None:
+    """One rank takes everything, and nothing is padded."""
     return "there is one rank alone" if layout.world_size == 1 else None
 
 
 FAULT = Fault(
     name="sampler_padding_counted",
-    sentence="Ranks take their examples from a DistributedSampler, which pads shards to one length.",
+    sentence="Ranks take examples from a DistributedSampler, which pads shards to one length.",
     in_step=sampled,
     hidden=hidden,
     shards=("empty",),  # as many examples as the ranks do not divide

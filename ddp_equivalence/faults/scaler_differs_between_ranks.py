@@ -15,6 +15,8 @@ SCALE = 256.0
 
 
 def own_scale(fire: Fire) -> Any:
+    """Scaled by 256 times two to the rank, and unscaled by the same."""
+
     def reduce(bucket: GradBucket) -> Tensor:
         scale = SCALE * 2 ** dist.get_rank()
         return averaged(bucket.buffer().mul_(scale)).div_(scale)
@@ -24,6 +26,6 @@ def own_scale(fire: Fire) -> Any:
 
 FAULT = Fault(
     name="scaler_differs_between_ranks",
-    sentence="Every rank scales its gradients by another loss scale, and unscales the average by it.",
+    sentence="Every rank scales by another loss scale, and unscales the average by it.",
     in_torch=own_scale,
 )

@@ -14,6 +14,8 @@ from ddp_equivalence.ranks.patches import patched
 
 @contextmanager
 def forgotten(fire: Fire) -> Iterator[None]:
+    """Nobody's zero_grad clears anything."""
+
     def of_module(module: nn.Module, *arguments: Any, **named: Any) -> None:
         if any(one.grad is not None for one in module.parameters()):
             fire()

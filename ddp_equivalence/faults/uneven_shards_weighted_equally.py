@@ -9,6 +9,7 @@ from ddp_equivalence.strategies.strategy import Task, TrainStep
 
 
 def own_divisor(task: Task, step: TrainStep, fire: Fire) -> TrainStep:
+    """DDP with the loss as its user wrote it, over the rank's own examples."""
     ddp = task.wrap()
 
     def broken(shard: Any) -> None:

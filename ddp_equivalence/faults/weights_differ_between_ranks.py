@@ -12,6 +12,8 @@ from ddp_equivalence.faults.in_ddp import after_making
 
 
 def drifted(fire: Fire) -> Any:
+    """Every weight is multiplied by a random number from 0.5 to 1.5."""
+
     def change(ddp: Any) -> None:
         generator = torch.Generator().manual_seed(dist.get_rank())
         with torch.no_grad():

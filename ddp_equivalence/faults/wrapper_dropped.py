@@ -14,6 +14,7 @@ from ddp_equivalence.ranks.patches import patched
 
 @contextmanager
 def freed_early(fire: Fire) -> Iterator[None]:
+    """Each call goes through a new wrapper, which is freed when it returns."""
     call = DistributedDataParallel.__call__
 
     def through_another(ddp: Any, *arguments: Any, **named: Any) -> Any:

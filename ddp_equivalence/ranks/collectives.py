@@ -12,6 +12,7 @@ import os
 import pickle
 import traceback
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -80,7 +81,8 @@ def new_collectives() -> tuple[Collective, ...] | None:
     The recorder holds the newest ``TORCH_FR_BUFFER_SIZE``; of those forgotten since the last call
     a ``Collective("forgotten", n)`` tells how many there were.
     """
-    found: list[Collective] = []
+    found: list[Collective] = [*_sent]
+    _sent.clear()
     for name in DUMPS:
         entries = _entries(name, stacks=False)
         if not entries:
@@ -112,6 +114,22 @@ def issued_so_far() -> int | None:
     entries = [_entries(name, stacks=False) for name in DUMPS]
     return sum(int(found[-1]["record_id"]) + 1 for found in entries if found)
 
+
+def record_sent() -> None:
+    """Write down what is sent from rank to rank: torch's recorder has that of NCCL only."""
+    send = dist.ProcessGroup.send
+    if hasattr(send, "__wrapped__"):
+        return
+
+    @wraps(send)
+    def recorded(group: Any, tensors: Any, *more: Any, **named: Any) -> Any:
+        _sent.append(Collective("send", sum(tensor.numel() for tensor in tensors)))
+        return send(group, tensors, *more, **named)
+
+    dist.ProcessGroup.send = recorded  # type: ignore[assignment]
+
+
+_sent: list[Collective] = []
 
 FORGOTTEN = "forgotten"
 """Not an op: how many collectives the recorder no longer held."""

@@ -26,7 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence.layouts import Row
 from ddp_equivalence.ranks import carry, family, messages, state, witness
-from ddp_equivalence.ranks.collectives import issued_by_all, last_collective, prove_recorder
+from ddp_equivalence.ranks.collectives import (
+    issued_by_all,
+    last_collective,
+    prove_recorder,
+    record_sent,
+)
 from ddp_equivalence.ranks.environment import (
     DEFAULTS,
     LOOPBACK,
@@ -133,6 +138,8 @@ def join(birth: Birth, agree: Callable[[int | None], int]) -> Rank:
         timeout=timeout,
     )
     prove_recorder(device)  # with NCCL the first collective makes the connections
+    if birth.lane.backend == "gloo":
+        record_sent()
     timeout = timedelta(seconds=birth.collective_timeout)
     store.set_timeout(timeout)
     dist.distributed_c10d._set_pg_timeout(timeout)  # private: a test says if it goes
