@@ -131,20 +131,20 @@ def _select(strategy: Strategy) -> Iterator[Trial]:
     core = GATHERED_CORE if gathered else CORE
     small = ("1x2",) if strategy.one_process or gathered else ("1x2", "2x2")
     for model, loss in _pairs(strategy):
-        yield Trial(_case(strategy, model, loss, main), name)
+        yield Trial(case_of(strategy, model, loss, main), name)
         if MODELS[model].batch_coupled and "1x1" in layouts and name != "ddp_accumulation":
-            yield Trial(_case(strategy, model, loss, "1x1"), name)  # alone there is no difference
+            yield Trial(case_of(strategy, model, loss, "1x1"), name)  # alone there is no difference
     for model, loss in core:
         for layout in layouts:
-            yield Trial(_case(strategy, model, loss, layout), name)
+            yield Trial(case_of(strategy, model, loss, layout), name)
         # The real nn.DataParallel deals the examples itself.
         for shards, dealt in SHARDS.items() if strategy.lane is None else ():
             if shards == "no_valid_token" and LOSSES[loss].output != "tokens":
                 continue
             for layout in (main,) if strategy.one_process else dealt:
-                yield Trial(_case(strategy, model, loss, layout, shards), name)
+                yield Trial(case_of(strategy, model, loss, layout, shards), name)
         for layout in small:
-            case = _case(strategy, model, loss, layout)
+            case = case_of(strategy, model, loss, layout)
             yield Trial(case, name, steps=2)
             yield Trial(case, name, compare="update")
             if Trial(case, name, steps=2).cause is None:
@@ -157,7 +157,7 @@ def _select(strategy: Strategy) -> Iterator[Trial]:
             continue
         for dtype in (torch.float32, torch.bfloat16):
             for layout in small:
-                yield Trial(_case(strategy, model, loss, layout, shards, dtype), name)
+                yield Trial(case_of(strategy, model, loss, layout, shards, dtype), name)
     for layout in small:
         yield from _exact(strategy, layout)
     yield from _only_here(strategy)
@@ -197,7 +197,7 @@ def _exact(strategy: Strategy, layout: str) -> Iterator[Trial]:
         return  # three micro-batches divide nothing exactly
     for model, loss in (("linear_8", "mse_mean"), ("linear_8", "mse_sum"), ("mlp", "mse_sum")):
         for dtype in (torch.float64, torch.float32):
-            case = _case(strategy, model, loss, layout, dtype=dtype)
+            case = case_of(strategy, model, loss, layout, dtype=dtype)
             examples = EXACT_EXAMPLES_PER_RANK * case.ranks.world_size
             yield Trial(
                 Case(
@@ -217,17 +217,17 @@ def _only_here(strategy: Strategy) -> Iterator[Trial]:
     if strategy.name == "ddp_accumulation":
         for model, loss in CORE:
             for layout in ("1x2", "2x2"):
-                case = _case(strategy, model, loss, layout)
+                case = case_of(strategy, model, loss, layout)
                 window = case.catalogue_examples
                 shorter = window // MICRO_BATCHES * (MICRO_BATCHES - 1)
                 yield Trial(case, strategy.name, steps=(window, shorter))
     if strategy.name == "hybrid":
         for model, loss in CORE:
-            yield Trial(_case(strategy, model, loss, "1+3", "9+3+3+3"), strategy.name)
-            yield Trial(_case(strategy, model, loss, "3+1", "3+3+3+9"), strategy.name)
+            yield Trial(case_of(strategy, model, loss, "1+3", "9+3+3+3"), strategy.name)
+            yield Trial(case_of(strategy, model, loss, "3+1", "3+3+3+9"), strategy.name)
 
 
-def _case(
+def case_of(
     strategy: Strategy,
     model: str,
     loss: str,

@@ -12,5 +12,7 @@ FAULT = Fault(
     sentence="Ranks take their examples from a DistributedSampler with drop_last=True.",
     in_step=partial(sampled, drop_last=True),
     hidden=hidden,
+    strategies=("ddp_global_mean",),
     shards=("empty",),
+    extra_examples=1,
 )

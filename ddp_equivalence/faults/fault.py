@@ -36,7 +36,7 @@ class Fault:
     broken train step instead, where the fault is one of the step itself. ``hidden(layout)``: why
     it cannot show on this layout, None if it can. ``strategies``: those in which it is planted by
     the suite. ``pairs``: models and losses that it is met on; ``shards``: deals, ``steps``: big
-    batches. ``needs``: a promise that the strategy breaks anyway is part of the fault.
+    batches.
     """
 
     name: str
@@ -53,5 +53,7 @@ class Fault:
     )
     shards: tuple[str, ...] = ("equal",)
     steps: int = 1
+    extra_examples: int = 0
+    """Examples in the big batch beyond what the ranks divide evenly."""
     by_design: bool = False
     """The strategy differs without the plant too: the fault is in model, loss or data."""

@@ -44,5 +44,7 @@ FAULT = Fault(
     sentence="Ranks take examples from a DistributedSampler, which pads shards to one length.",
     in_step=sampled,
     hidden=hidden,
-    shards=("empty",),  # as many examples as the ranks do not divide
+    strategies=("ddp_global_mean",),
+    shards=("empty",),
+    extra_examples=1,
 )
