@@ -235,6 +235,7 @@ def case_of(
     shards: str = "equal",
     dtype: torch.dtype = torch.float64,
 ) -> Case:
+    """The catalogue's case of this strategy: micro-batches take more examples."""
     case = Case(model=model, loss=loss, layout=layout, shards=shards, dtype=dtype)
     if strategy.name != "ddp_accumulation" or "+" in shards:
         return case

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from ddp_equivalence.comparison import Comparison
 from ddp_equivalence.diagnoses.view import NEAR
 from ddp_equivalence.diagnosis import NearestFault
-from ddp_equivalence.faults.plant import hidden
+from ddp_equivalence.faults.plant import fault_of
 from ddp_equivalence.layouts import Layout
 from ddp_equivalence.rank_work import Evidence
 from ddp_equivalence.ranks.collectives import FORGOTTEN
@@ -50,10 +50,14 @@ def against_the_evidence(
     return None
 
 
-def against_an_idle_plant(evidence: Mapping[int, Evidence], fault: str) -> str | None:
+def against_an_idle_plant(
+    evidence: Mapping[int, Evidence], fault: str, layout: Layout
+) -> str | None:
     """A fault that never fired shows nothing."""
     if not fault or any(one.planted for one in evidence.values()):
         return None
+    if (why := fault_of(fault).hidden(layout)) is not None:
+        return f"{fault} was planted, but {why}: it cannot show on this case"
     return f"{fault} was planted, but the step never came by where it fires"
 
 
@@ -61,9 +65,8 @@ def against_a_hidden_plant(fault: str, layout: Layout) -> str | None:
     """A fault that fired and left the gradient of the big batch cannot show on this case."""
     if not fault:
         return None
-    return (
-        f"{fault} was planted and fired, but {hidden(fault, layout)}: it cannot show on this case"
-    )
+    why = fault_of(fault).hidden(layout) or "left the gradient of the big batch"
+    return f"{fault} was planted and fired, but {why}: it cannot show on this case"
 
 
 def against_another_start(reference: Reference, evidence: Mapping[int, Evidence]) -> str | None:

@@ -49,7 +49,7 @@ def at_work(
 
     Raises BadCase if the step cannot travel, RankFailed if ranks cannot be started.
     """
-    message = _message(request, observe=False)
+    message = _message(request)
     timeout = min(request.collective_deadline, deadline / 2)
     acquired = warm_ranks().acquire(
         request.processes, request.lane, timeout, fresh, request.in_process, environment
@@ -59,7 +59,7 @@ def at_work(
         yield ranks
 
 
-def _message(request: Request, observe: bool) -> bytes:
+def _message(request: Request, observe: Selection | None = None) -> bytes:
     work = Work(
         case=request.case,
         step=request.step,
@@ -120,13 +120,15 @@ def measure(
     )
 
 
-def observe(ranks: RankSet, request: Request, deadline: float) -> dict[int, Observation]:
+def observe(
+    ranks: RankSet, request: Request, deadline: float, selection: Selection
+) -> dict[int, Observation]:
     """Run the same step once more, watched closely: rank -> what was seen, all ranks or none."""
     if ranks.broken or request.in_process:
         return {}  # no ranks to run it on, or somebody is looking already
     found = {}
     try:
-        ranks.submit(_message(request, observe=True))
+        ranks.submit(_message(request, selection))
         for rank, result in ranks.collect(deadline):
             if isinstance(result, Evidence) and result.observed is not None:
                 found[rank] = result.observed

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from ddp_equivalence.gradients import digest
+from ddp_equivalence.gradients import Selection, dense, digest
 from ddp_equivalence.ranks.collectives import Collective, issued_so_far
 from ddp_equivalence.ranks.patches import patched
 
@@ -49,7 +50,9 @@ class Forward:
 class Backward:
     """One call of backward, in ``step`` (from 0).
 
-    ``loss``: the value that it began at. ``forwards``: how many there had been before it.
+    ``loss``: the value that it began at. ``gradient``: what it gave the parameters on this rank, as
+    the selection has it, before anything was reduced; None if it gave nothing. ``norm``: of all of
+    it. ``forwards``: how many there had been before it.
     ``issued``: how many collectives had been issued before it and when it ended; None if torch has
     no flight recorder.
     """
@@ -58,6 +61,8 @@ class Backward:
     forwards: int
     issued: tuple[int | None, int | None]
     step: int
+    gradient: Tensor | None = None
+    norm: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -117,13 +122,16 @@ class Observation:
 
 
 class Observer:
-    """Watches one rank's model. ``batch`` is the big batch (all steps joined) that is read.
+    """Watches one rank's model. ``batch`` is the big batch (all steps joined) that is read;
+    ``selection`` says which elements of gradients are kept.
 
     ``step``: the step that it is at; whoever takes several says so.
     """
 
-    def __init__(self, model: nn.Module, batch: object) -> None:
+    def __init__(self, model: nn.Module, batch: object, selection: Selection) -> None:
         self._model = model
+        self._selection = selection
+        self._own: dict[str, Tensor] = {}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._rows = _Rows(batch)
         self._forwards: list[Forward] = []
@@ -137,7 +145,11 @@ class Observer:
     def watching(self) -> Iterator[None]:
         """Watch inside the block."""
         listen = torch.compiler.disable(self._on_forward)
-        handle = self._model.register_forward_pre_hook(listen, with_kwargs=True)
+        handles = [self._model.register_forward_pre_hook(listen, with_kwargs=True)]
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and name in self._selection.sizes:
+                # Before it is added to what is there, and before DDP sees it.
+                handles.append(parameter.register_hook(partial(self._on_gradient, name)))
         initialise = DistributedDataParallel.__init__
         clip = torch.nn.utils.clip_grad_norm_
 
@@ -158,7 +170,8 @@ class Observer:
             ):
                 yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
     def found(
         self,
@@ -192,6 +205,10 @@ class Observer:
             )
         )
 
+    def _on_gradient(self, name: str, gradient: Tensor) -> None:
+        value = dense(gradient).cpu()
+        self._own[name] = self._own[name] + value if name in self._own else value.clone()
+
     def _from(self, differentiate: Callable[..., Any]) -> Callable[..., Any]:
         """``torch.autograd.backward`` or ``grad``, watched."""
 
@@ -203,6 +220,7 @@ class Observer:
             for one in self._wrappers:
                 one.backward_begins()
             before = issued_so_far()
+            self._own = {}
             self._inside = True
             try:
                 found = differentiate(tensors, *arguments, **named)
@@ -214,8 +232,11 @@ class Observer:
                     forwards=len(self._forwards),
                     issued=(before, issued_so_far()),
                     step=self.step,
+                    gradient=self._selection.of(self._own) if self._own else None,
+                    norm=sum(float(one.norm()) ** 2 for one in self._own.values()) ** 0.5,
                 )
             )
+            self._own = {}
             return found
 
         return watched

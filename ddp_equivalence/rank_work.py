@@ -28,6 +28,7 @@ from ddp_equivalence.case import Case
 from ddp_equivalence.faults.plant import Planted, plant
 from ddp_equivalence.gradients import (
     Description,
+    Selection,
     describe,
     digest,
     gradients_of,
@@ -59,8 +60,8 @@ class Work:
     steps: Steps = 1
     plant: str = ""
     """The fault to plant; "" for none."""
-    observe: bool = False
-    """Watch the step closely, and send no gradients."""
+    observe: Selection | None = None
+    """Watch the step closely, and send nothing of the gradients but this."""
 
     @property
     def count(self) -> int:
@@ -124,7 +125,7 @@ def _done(rank: Rank, work: Work, model: nn.Module) -> tuple[dict[str, Tensor | 
         for place, leaf in enumerate(pytree.tree_leaves(given))
         if isinstance(leaf, Tensor)
     )
-    observer = Observer(model, concatenate(batches)) if work.observe else None
+    observer = Observer(model, concatenate(batches), work.observe) if work.observe else None
     del batches
     notes: dict[str, Any] = {}
     called = _CalledWith(model)

@@ -50,6 +50,20 @@ class Surroundings:
         return Selection.at_most(MAX_ELEMENTS // self._request.case.ranks.world_size, sizes)
 
     @cached_property
+    def own_selection(self) -> Selection:
+        """The same of one step's gradients."""
+        request = self._request
+        names = [name for name, _ in build_model(request.case).named_parameters()]
+        full = {name: in_step(name, 0, request.step_count) for name in names}
+        if request.compare == "update":
+            full = {name: name for name in names}
+        known = {name: one for name, one in full.items() if one in self.selection.sizes}
+        return Selection(
+            {name: self.selection.sizes[one] for name, one in known.items()},
+            {name: self.selection.stride[one] for name, one in known.items()},
+        )
+
+    @cached_property
     def view(self) -> View | None:
         """What hypotheses may look at in the first step."""
         return self.view_of_step(0)

@@ -260,7 +260,7 @@ def _judge(request: Request) -> Verdict:
             observed: Mapping[int, Observation] = {}
             wrong: tuple[str, ...] = ()
             if not found.comparison.same:
-                observed = observe(ranks, request, request.deadline)
+                observed = observe(ranks, request, request.deadline, around.own_selection)
                 wrong = wrong_collectives(ranks, request)
     except RankFailed as error:
         again = second_look(request, error, began) if began else None
@@ -277,7 +277,9 @@ def _judge(request: Request) -> Verdict:
     )
     world_size = request.processes.world_size
     reason = guards.against_the_evidence(found.evidence, request.strategy, world_size)
-    reason = reason or guards.against_an_idle_plant(found.evidence, request.plant)
+    reason = reason or guards.against_an_idle_plant(
+        found.evidence, request.plant, request.processes
+    )
     if reason is not None:
         return replace(verdict, reason=reason)
     if not found.comparison.same:

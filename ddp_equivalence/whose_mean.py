@@ -72,11 +72,11 @@ def _candidates(view: View, of_rank: Sequence[tuple[int, ...]]) -> Mapping[str, 
 
 def _weights(view: View) -> list[float] | None:
     """How much of each rank's own gradient is in what all ranks hold."""
-    weights = view.weights
-    if weights is None or not bool((weights - weights[0]).abs().max() < AGREE):
-        return None
     found = view.contributions()
-    if found is None or unexplained(view.measured, weights @ found) > AGREE:
+    weights = None if found is None else view.weights_of(found)
+    if found is None or weights is None or not bool((weights - weights[0]).abs().max() < AGREE):
+        return None
+    if unexplained(view.measured, weights @ found) > AGREE:
         return None
     return [float(weight) for weight in weights[0]]
 

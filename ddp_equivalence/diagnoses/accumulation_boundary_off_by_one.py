@@ -30,6 +30,8 @@ def reduced_early(view: View) -> list[tuple[int, int, Tensor]]:
     assert count is not None
     found = []
     for way in view.micro:
+        if any(len(of_rank) != count for of_rank in way):
+            continue
         pieces = torch.stack([torch.stack(of_rank) for of_rank in way])
         for number in range(1, count):
             held = pieces[:, :number].sum(1).mean(0) + pieces[:, number:].sum(1)
@@ -44,6 +46,8 @@ def _ended_early(view: View) -> list[tuple[int, int, Tensor]]:
         return []  # of two, only one is left: another cause
     found = []
     for way in view.micro:
+        if any(len(of_rank) != count for of_rank in way):
+            continue
         pieces = torch.stack([torch.stack(of_rank) for of_rank in way])
         for number in (0, count - 1):
             held = (pieces.sum(1) - pieces[:, number]).mean(0)

@@ -27,6 +27,10 @@ WORST_CONDITION = 1e8
 """Beyond this condition number pieces cannot be told apart."""
 
 
+MicroBatches = tuple[tuple[Tensor, ...], ...]
+"""Per rank, the gradient of each of its micro-batches, shape (elements,)."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """The loss of some examples and its gradient: ``vector`` as in the view, ``norm`` in full."""
@@ -119,13 +123,13 @@ class View:
         )
 
     @cached_property
-    def micro(self) -> tuple[tuple[tuple[Tensor, ...], ...], ...]:
+    def micro(self) -> tuple[MicroBatches, ...]:
         """Per rank, what each of its micro-batches adds to its own gradient, before any reduction.
 
-        In the ways that this may be: each part over the number of parts; and, where it is known at
-        which loss every backward began, each part as often as that loss was its own.
+        In the ways that this may be: as it was seen; each part over the number of parts; and, where
+        it is known at which loss every backward began, each part as often as that loss was its own.
         """
-        ways = []
+        ways = [] if self.seen is None else [self.seen]
         if self.parts is not None:
             ways.append(
                 tuple(
@@ -147,6 +151,25 @@ class View:
         return tuple(ways)
 
     @cached_property
+    def seen(self) -> MicroBatches | None:
+        """Per rank, what each backward was seen to give it; None unless known of every rank."""
+        if sorted(self.observed) != list(range(self.world_size)):
+            return None
+        found = []
+        for rank in range(self.world_size):
+            of_rank = tuple(
+                self.scale * one.gradient
+                for one in self.observed[rank].backwards
+                if one.step == len(self.before) and one.gradient is not None
+            )
+            if not of_rank:
+                of_rank = (torch.zeros_like(self.expected),)
+            if any(len(one) != len(self.expected) for one in of_rank):
+                return None
+            found.append(of_rank)
+        return tuple(found)
+
+    @cached_property
     def owns(self) -> tuple[Tensor, ...]:
         """Every rank's own gradient before any reduction, shape (world size, elements).
 
@@ -155,7 +178,7 @@ class View:
         found: list[Tensor] = []
         for way in self.micro:
             own = torch.stack([torch.stack(of_rank).sum(0) for of_rank in way])
-            if not any(near(own, other) for other in found):
+            if bool(own.isfinite().all()) and not any(near(own, other) for other in found):
                 found.append(own)
         return tuple(found)
 
@@ -257,12 +280,15 @@ class View:
 
     @cached_property
     def weights(self) -> Tensor | None:
-        """How much of each rank's contribution is in what each rank holds, by least squares.
+        """How much of each rank's own gradient is in what each rank holds, as ``weights_of``."""
+        return self.weights_of(self.owns[0]) if self.owns else None
 
-        Shape (ranks, world size); None where the contributions cannot be told apart.
+    def weights_of(self, found: Tensor) -> Tensor | None:
+        """How much of each of these gradients is in what each rank holds, by least squares.
+
+        Shape (ranks, gradients); None where they cannot be told apart.
         """
-        found = self.contributions()
-        if found is None or not bool(found.isfinite().all()):
+        if not bool(found.isfinite().all()):
             return None
         if found.shape[0] > found.shape[1] or not bool(self.measured.isfinite().all()):
             return None

@@ -20,6 +20,8 @@ def clipped(task: Task, step: TrainStep, fire: Fire) -> TrainStep:
 
     def broken(shard: Any) -> None:
         task.loss(task.model, shard).backward()
+        if task.rank.world_size == 1:
+            return
         gradients = [one.grad for one in task.model.parameters() if one.grad is not None]
         largest = torch.nn.utils.get_total_norm(gradients).detach().clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)

@@ -17,8 +17,9 @@ def seeding(fire: Fire, by_rank: bool) -> Any:
     """Seed before every forward pass, by rank or all alike."""
 
     def change(ddp: Any, call: Any, *arguments: Any, **named: Any) -> Any:
-        torch.manual_seed(SEED + (dist.get_rank() if by_rank else 0))
-        fire()
+        if dist.get_world_size() > 1:
+            torch.manual_seed(SEED + (dist.get_rank() if by_rank else 0))
+            fire()
         return call(*arguments, **named)
 
     return calling(change)

@@ -19,8 +19,8 @@ def local_world_size() -> int:
 
 
 def last_rank() -> bool:
-    """True on the rank with the highest number."""
-    return dist.get_rank() == dist.get_world_size() - 1
+    """True on the rank with the highest number, if there is another."""
+    return 0 < dist.get_rank() == dist.get_world_size() - 1
 
 
 def nodes_of_all(like: torch.Tensor) -> list[int]:

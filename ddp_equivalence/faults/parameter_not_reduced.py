@@ -19,9 +19,12 @@ def one_ignored(fire: Fire) -> Iterator[None]:
     initialise = DistributedDataParallel.__init__
 
     def making(ddp: Any, module: nn.Module, *given: Any, **named: Any) -> None:
-        names = [name for name, one in module.named_parameters() if one.requires_grad]
-        if len(names) > 1:
-            ddp._set_params_and_buffers_to_ignore_for_model(module, names[:1])
+        first, *others = [one for one in module.parameters() if one.requires_grad]
+        if others:
+            # A shared one under all its names.
+            every = module.named_parameters(remove_duplicate=False)
+            names = [name for name, one in every if one is first]
+            ddp._set_params_and_buffers_to_ignore_for_model(module, names)
             fire()
         initialise(ddp, module, *given, **named)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from ddp_equivalence import session
 from ddp_equivalence.errors import BadCase
 from ddp_equivalence.faults.fault import Fault
-from ddp_equivalence.layouts import Layout
 from ddp_equivalence.ranks.patches import patched
 
 if TYPE_CHECKING:
@@ -80,11 +79,6 @@ def fault_of(name: str) -> Fault:
     if name not in FAULTS:
         raise BadCase("plant", name, f"one of {', '.join(FAULTS)}")
     return FAULTS[name]
-
-
-def hidden(name: str, layout: Layout) -> str:
-    """Why this fault left the gradient of the big batch on this layout."""
-    return fault_of(name).hidden(layout) or "left the gradient of the big batch"
 
 
 @contextmanager

@@ -12,9 +12,11 @@ from ddp_equivalence.faults.in_ddp import after_making
 
 
 def drifted(fire: Fire) -> Any:
-    """Every weight is multiplied by a random number from 0.5 to 1.5."""
+    """Beyond rank 0 every weight is multiplied by a random number from 0.5 to 1.5."""
 
     def change(ddp: Any) -> None:
+        if dist.get_rank() == 0:
+            return
         generator = torch.Generator().manual_seed(dist.get_rank())
         with torch.no_grad():
             for parameter in ddp.module.parameters():
@@ -27,6 +29,6 @@ def drifted(fire: Fire) -> Any:
 
 FAULT = Fault(
     name="weights_differ_between_ranks",
-    sentence="Every rank's weights are changed at random after DistributedDataParallel was made.",
+    sentence="All ranks but 0 change their weights after DistributedDataParallel was made.",
     in_torch=drifted,
 )
