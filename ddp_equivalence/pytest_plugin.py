@@ -152,6 +152,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--ddp-json", type=Path, metavar="PATH", help="write the results, machine-readable"
     )
+    group.addoption(
+        "--plant",
+        metavar="NAME",
+        help="break training in a known way in every test (sum_not_mean, rank_left_out ...; "
+        "`ddp-equivalence faults --list`) and list the tests that do not notice",
+    )
     # For the command line: a run of the suite that compares nothing has failed.
     group.addoption("--ddp-require-comparison", action="store_true", help=argparse.SUPPRESS)
     group.addoption("--ddp-repeat-with", default="pytest", help=argparse.SUPPRESS)
@@ -181,6 +187,10 @@ def pytest_configure(config: pytest.Config) -> None:
     path: Path | None = config.getoption("--ddp-json")
     if path is not None and not path.resolve().parent.is_dir():
         raise pytest.UsageError(f"--ddp-json {path}: there is no folder {path.resolve().parent}")
+    if (fault := config.getoption("--plant")) is not None:
+        from ddp_equivalence.planting_plugin import Planting
+
+        config.pluginmanager.register(Planting(fault), "ddp_equivalence.planting_plugin")
 
 
 def _end_of_run(config: pytest.Config) -> float | None:

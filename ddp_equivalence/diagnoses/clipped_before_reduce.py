@@ -15,11 +15,10 @@ AGREE = 1e-3
 
 
 def predict(view: View) -> Sequence[Way]:
-    found, weights = view.contributions(), view.weights
-    if found is None or weights is None or view.world_size == 1 or view.parts is None:
+    weights = view.weights
+    if weights is None or view.world_size == 1 or not view.selection.is_whole:
         return ()
-    if any(len(of_rank) > 1 for of_rank in view.parts) or not view.selection.is_whole:
-        return ()
+    found = view.owns[0]
     ways = []
     for divisor in (view.world_size, 1):
         kept = weights[0] * divisor  # what each rank's gradient was multiplied by
