@@ -96,7 +96,7 @@ def read_request(
         raise BadCase("shards", OWN, f"a deal of examples: {strategy.name} takes none by itself")
     if strategy is not None and strategy.name in ("ddp_global_mean", "hybrid"):
         catalogue_loss_of(case, needed_by=strategy.name)
-    return Request(
+    request = Request(
         case=case,
         step=step,
         strategy=strategy,
@@ -111,6 +111,8 @@ def read_request(
         allow_changes=now.allow_changes if allow_changes is None else allow_changes,
         second_look=now.second_look,
     )
+    session.ask(request)
+    return request
 
 
 def _deadlines(case: float | None, collective: float | None) -> tuple[float, float]:

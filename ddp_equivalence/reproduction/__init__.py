@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+import shlex
 from pathlib import Path
 
 import torch
@@ -85,6 +86,12 @@ def file_name(text: str) -> str:
 def command(request: Request, path: Path | str) -> str:
     """What runs the script."""
     return f"torchrun --nproc-per-node {request.processes.world_size} {path}"
+
+
+def command_of(path: Path) -> str:
+    """What runs a script that was written, as its docstring says."""
+    line = next(one for one in path.read_text().splitlines() if one.startswith("    torchrun "))
+    return line.strip().replace(path.name, shlex.quote(str(path)))
 
 
 def _docstring(request: Request, file: str, headline: str, needs: list[str]) -> str:

@@ -58,7 +58,7 @@ class Enclosed:
 
 
 def enclosed(source: Source, value: FunctionType | type) -> Enclosed:
-    """Find the definition of a function or class in its file. Raises NoSource if it is not there."""
+    """Find the definition of a function or class in its file. Raises NoSource if it is gone."""
     if isinstance(value, type):
         node = _class_of(source, value)
         return Enclosed(node, _values_of_class(value))
@@ -106,7 +106,7 @@ def _holds(node: ast.Lambda, code: CodeType) -> bool:
     inner = [one for one in ast.walk(node.body) if isinstance(one, ast.Lambda)]
     if any(_holds(one, code) for one in inner):
         return False
-    return all(start <= first and last <= end for first, last in places)  # type: ignore[operator]
+    return all(start <= first and last <= end for first, last in places)
 
 
 def _class_of(source: Source, value: type) -> ast.ClassDef:

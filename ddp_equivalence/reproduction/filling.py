@@ -35,7 +35,7 @@ def filled(request: Request) -> Slicer:
         except NoSource as error:
             raise _no_source(request, field, error) from error
     try:
-        filling.skeleton("main", "main")
+        filling.slicer.main = filling.skeleton("main", "main")
     except NoSource as error:
         raise _no_source(request, "step", error) from error
     return filling.slicer

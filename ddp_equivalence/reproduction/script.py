@@ -17,7 +17,8 @@ FOR_TOOLS = re.compile(r"[ ]{2}# (type: ignore|noqa).*$", re.MULTILINE)
 def render(slicer: Slicer, docstring: str) -> str:
     """The text of the script. Raises NoSource if it would still need this package."""
     origins = _in_order(slicer)
-    users = [one for one in origins if not one.of_package]
+    annotated = {one.origin.source.file for one in slicer.pieces.values() if one.types}
+    users = [one for one in origins if not one.of_package and one.source.file in annotated]
     as_text = bool(users) and all(one.source.annotations_are_text for one in users)
     # Annotations that were text where they were written may name what is not there yet.
     strip = {one.source.file for one in users if one.source.annotations_are_text and not as_text}
@@ -35,7 +36,7 @@ def render(slicer: Slicer, docstring: str) -> str:
         *_definitions(first),
         "\n".join(f"{name} = {text}" for name, text in slicer.glue.items()),
         *_definitions(last),
-        'if __name__ == "__main__":\n    main()',
+        f'if __name__ == "__main__":\n    {slicer.main}()',
     ]
     script = _joined(part for part in parts if part)
     _check(script)

@@ -51,7 +51,12 @@ class Piece:
 
 @dataclass
 class Slicer:
-    """``redirects``: (module, name) -> what is taken in its place."""
+    """``redirects``: (module, name) -> what is taken in its place.
+
+    ``pieces`` by file and place, ``constants`` above them and ``glue`` below. ``follows``: file ->
+    the files it takes names from. ``not_sliced``: files of modules that the script imports though
+    they are not installed. ``main``: the function that the script runs.
+    """
 
     redirects: Mapping[tuple[str, str], Redirect] = field(default_factory=dict)
     imports: Imports = field(default_factory=Imports)
@@ -61,6 +66,7 @@ class Slicer:
     origins: dict[str, Origin] = field(default_factory=dict)
     follows: dict[str, set[str]] = field(default_factory=dict)
     not_sliced: set[str] = field(default_factory=set)
+    main: str = ""
     _names: dict[tuple[str, str], str] = field(default_factory=dict)
     _taken: set[str] = field(default_factory=set)
     _projects: set[Path] = field(default_factory=set)
@@ -203,11 +209,7 @@ class Slicer:
         for function in found.signatures:
             piece.types += source.without_annotations(function)
             for one in [*arguments(function.args), function]:
-                annotation = (
-                    one.returns
-                    if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
-                    else one.annotation
-                )  # noqa: E501
+                annotation = one.annotation if isinstance(one, ast.arg) else one.returns
                 if annotation is None:
                     continue
                 if piece.origin.of_package or not self._can_stand(piece.origin, annotation):

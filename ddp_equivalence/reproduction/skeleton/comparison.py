@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -71,4 +72,5 @@ def print_table(lines: dict[str, tuple[float, str]]) -> bool:
         print(f"different: {wrong} of {len(lines)} parameters, the worst is {worst_first[0]}")
     else:
         print(f"same: {len(lines)} of {len(lines)} parameters are those of one big batch")
+    sys.stdout.flush()
     return wrong > 0
