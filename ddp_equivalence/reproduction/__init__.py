@@ -17,6 +17,7 @@ from ddp_equivalence.reference import Compare
 from ddp_equivalence.reproduction.filling import filled
 from ddp_equivalence.reproduction.literals import NoSource
 from ddp_equivalence.reproduction.script import render, wrapped
+from ddp_equivalence.reproduction.slicer import Slicer
 from ddp_equivalence.request import Request, read_request
 from ddp_equivalence.shards import OWN
 
@@ -53,7 +54,7 @@ def export_request(
     """The same for a check whose arguments have been looked at."""
     path = Path(directory) / f"{name or default_name(request)}.py"
     slicer = filled(request)
-    docstring = _docstring(request, path.name, headline, sorted(slicer.not_sliced))
+    docstring = _docstring(request, path.name, headline, slicer)
     try:
         text = render(slicer, docstring)
     except (NoSource, SyntaxError) as error:
@@ -94,7 +95,7 @@ def command_of(path: Path) -> str:
     return line.strip().replace(path.name, shlex.quote(str(path)))
 
 
-def _docstring(request: Request, file: str, headline: str, needs: list[str]) -> str:
+def _docstring(request: Request, file: str, headline: str, slicer: Slicer) -> str:
     case = request.case
     what = "the change of the weights" if request.compare == "update" else "the gradients"
     dealt = "the whole batch on every rank" if case.shards == OWN else f"shards {case.shards}"
@@ -112,6 +113,8 @@ def _docstring(request: Request, file: str, headline: str, needs: list[str]) -> 
             f"{platform.python_version()}."
         ),
     ]
-    if needs:
-        lines.append(wrapped(f"It imports modules that have to be there: {', '.join(needs)}"))
+    if slicer.not_sliced:
+        lines.append(wrapped(f"Needs modules of its own: {', '.join(sorted(slicer.not_sliced))}."))
+    if slicer.reads_near:
+        lines.append(wrapped(f"Looks for files near {', '.join(sorted(slicer.reads_near))}."))
     return "\n\n".join(lines) + "\n"

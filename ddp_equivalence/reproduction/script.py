@@ -83,12 +83,14 @@ def _in_order(slicer: Slicer) -> list[Origin]:
 def _definitions(texts: Sequence[str]) -> list[str]:
     """Constants that stand together stay together."""
     parts: list[str] = []
+    after_small = False
     for text in map(str.strip, texts):
         small = "\n" not in text and not text.startswith(("def ", "class "))
-        if parts and small and "\n" not in parts[-1].rpartition("\n\n")[2]:
+        if small and after_small:
             parts[-1] += f"\n{text}"
         else:
             parts.append(text)
+        after_small = small
     return parts
 
 

@@ -55,7 +55,7 @@ class Slicer:
 
     ``pieces`` by file and place, ``constants`` above them and ``glue`` below. ``follows``: file ->
     the files it takes names from. ``not_sliced``: files of modules that the script imports though
-    they are not installed. ``main``: the function that the script runs.
+    they are not installed; ``reads_near``: those that ask for their own place. ``main``: the function that the script runs.
     """
 
     redirects: Mapping[tuple[str, str], Redirect] = field(default_factory=dict)
@@ -66,6 +66,7 @@ class Slicer:
     origins: dict[str, Origin] = field(default_factory=dict)
     follows: dict[str, set[str]] = field(default_factory=dict)
     not_sliced: set[str] = field(default_factory=set)
+    reads_near: set[str] = field(default_factory=set)
     main: str = ""
     _names: dict[tuple[str, str], str] = field(default_factory=dict)
     _taken: set[str] = field(default_factory=set)
@@ -271,6 +272,7 @@ class Slicer:
             )
         elif use.name == "__file__":
             output = repr(source.file)
+            self.reads_near.add(source.file)
         else:
             node, output = self._resolved(origin, use)
         if output is None or output == source.part(node):

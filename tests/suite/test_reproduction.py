@@ -153,7 +153,8 @@ def _a_few(strategy: str) -> list[catalogue.Trial]:
     kinds: dict[tuple[object, ...], catalogue.Trial] = {}
     for trial in catalogue.trials(strategy):
         padded = trial.case.shards == "no_valid_token"
-        kind = (trial.compare, trial.steps != 1, trial.case.exact, padded)
+        random = trial.case.model == "dropout"
+        kind = (trial.compare, trial.steps != 1, trial.case.exact, padded, random)
         kinds.setdefault(kind, trial)
     return list(kinds.values())
 
