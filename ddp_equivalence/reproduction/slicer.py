@@ -55,7 +55,8 @@ class Slicer:
 
     ``pieces`` by file and place, ``constants`` above them and ``glue`` below. ``follows``: file ->
     the files it takes names from. ``not_sliced``: files of modules that the script imports though
-    they are not installed; ``reads_near``: those that ask for their own place. ``main``: the function that the script runs.
+    they are not installed; ``reads_near``: those that ask for their own place. ``main``: the
+    function that the script runs.
     """
 
     redirects: Mapping[tuple[str, str], Redirect] = field(default_factory=dict)
@@ -70,6 +71,7 @@ class Slicer:
     main: str = ""
     _names: dict[tuple[str, str], str] = field(default_factory=dict)
     _taken: set[str] = field(default_factory=set)
+    _within: list[str] = field(default_factory=list)
     _projects: set[Path] = field(default_factory=set)
 
     def constant(self, name: str, text: str) -> str:
@@ -113,6 +115,7 @@ class Slicer:
         redirect = self.redirects.get((origin.module, name))
         if redirect is not None:
             return redirect()
+        self._follows(origin)
         key = origin.source.file, name
         if key in self._names:
             return self._names[key]
@@ -203,6 +206,13 @@ class Slicer:
 
     def _edit(self, piece: Piece, found: Found, around: Enclosed) -> None:
         """Follow every use in a piece, and rename where the script has another name."""
+        self._within.append(piece.origin.source.file)
+        try:
+            self._edit_within(piece, found, around)
+        finally:
+            self._within.pop()
+
+    def _edit_within(self, piece: Piece, found: Found, around: Enclosed) -> None:
         source = piece.origin.source
         for inside in found.imports:
             self._check_import_inside(piece.origin, inside)
@@ -301,13 +311,14 @@ class Slicer:
             target = self._sliceable(value)
             after = getattr(value, attribute.attr, None)
             if target is not None and not isinstance(after, ModuleType):
-                self._follows(origin, target)
                 return attribute, self.need(target, attribute.attr)
             value = after
         return use.node, self.need(origin, use.name)
 
-    def _follows(self, origin: Origin, target: Origin) -> None:
-        self.follows.setdefault(origin.source.file, set()).add(target.source.file)
+    def _follows(self, target: Origin) -> None:
+        """What is being sliced now takes a name from there."""
+        if self._within:
+            self.follows.setdefault(self._within[-1], set()).add(target.source.file)
 
     def _sliceable(self, module: ModuleType) -> Origin | None:
         """The origin of a module whose definitions are sliced; None where it is imported."""
@@ -334,7 +345,6 @@ class Slicer:
             if isinstance(value, ModuleType):
                 self._remember_if_local(module)
             return self._import_name(module, alias.name, name)
-        self._follows(origin, target)
         if alias.name in target.source.statements or (module, alias.name) in self.redirects:
             return self.need(target, alias.name, preferred="") or name
         if isinstance(value, ModuleType) and not is_package(value.__name__):
@@ -415,6 +425,7 @@ class Slicer:
         return self._enclosed(origin, enclosed(origin.source, value), preferred, value)
 
     def _enclosed(self, origin: Origin, around: Enclosed, preferred: str, value: object) -> str:
+        self._follows(origin)
         self._enter(origin)
         node = around.node
         assert node is not None

@@ -22,6 +22,7 @@ from ddp_equivalence.cli import main
 from ddp_equivalence.reference import big_batch
 from ddp_equivalence.reproduction import export
 from ddp_equivalence.strategies import STRATEGIES
+from ddp_equivalence.user_file import load
 from tests.suite import own_cases
 from tests.suite.own_cases import loss, own_case, right_step
 from tests.suite.someone_elses_run import run
@@ -170,6 +171,19 @@ def test_every_strategy_has_a_script_with_the_same_big_batch(strategy: str, tmp_
 def test_the_script_of_a_plain_case_is_short(tmp_path: Path) -> None:
     path = export(Case(model="mlp", loss="mse_mean"), "ddp_mean", tmp_path)
     assert len(path.read_text().splitlines()) < 320
+
+
+@pytest.mark.parametrize("first", ["from __future__ import annotations", ""], ids=["text", ""])
+def test_annotations_stay_where_they_mean_something(
+    their_file: Path, tmp_path: Path, first: str
+) -> None:
+    """Without the import they are looked at when the script starts: Rank has to be there."""
+    their_file.write_text(MINE.replace("from __future__ import annotations", first))
+    theirs = load(their_file, "step")
+    path = export(theirs.case, theirs.step, tmp_path)
+    assert "def step(model: nn.Module, rows: torch.Tensor, rank: Rank) -> None:" in path.read_text()
+    assert ("from __future__" in path.read_text()) == bool(first)
+    assert_same_big_batch(by_itself(path), theirs.case)
 
 
 class Local(nn.Module):
