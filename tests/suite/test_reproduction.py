@@ -208,6 +208,14 @@ def many_rows(generator: torch.Generator, rows: int) -> dict[str, Tensor]:
     }
 
 
+def model() -> nn.Module:
+    return nn.Linear(5, 3)
+
+
+def batch(generator: torch.Generator) -> dict[str, Tensor]:
+    return many_rows(generator, rows=6)
+
+
 def build_with(width: int) -> Any:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3))
@@ -230,10 +238,11 @@ def step_from(factor: float) -> Any:
         (own_case(model=Local, loss=main_of_mine), step_from(2.0)),
         (own_case(model=build_with(4), batch=functools.partial(many_rows, rows=8)), right_step),
         (own_case(model=lambda: nn.Linear(5, 3), loss=lambda m, b: loss(m, b)), lambda m, b, r: m),
+        (own_case(model=model, batch=batch), right_step),
         (own_case(dtype=None, shards="interleaved", layout="1+2"), right_step),
         (own_case(dtype=torch.bfloat16, layout="2x2-round-robin"), right_step),
     ],
-    ids=["plain", "closure", "partial", "lambdas", "as built", "bfloat16"],
+    ids=["plain", "closure", "partial", "lambdas", "names of its locals", "as built", "bfloat16"],
 )
 def test_functions_of_many_kinds_are_written_as_source(
     case: Case, step: Any, tmp_path: Path
