@@ -162,7 +162,8 @@ class Slicer:
         return name
 
     def _allocate_for(self, origin: Origin, name: str, preferred: str) -> None:
-        wanted = [preferred] if preferred else []
+        # A user's functions keep their own names.
+        wanted = [preferred] if preferred and origin.of_package else []
         if not (origin.of_package and hasattr(builtins, name)):
             wanted.append(name)
         plain = name.strip("_")

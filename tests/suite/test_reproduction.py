@@ -247,7 +247,8 @@ def step_from(factor: float) -> Any:
 def test_functions_of_many_kinds_are_written_as_source(
     case: Case, step: Any, tmp_path: Path
 ) -> None:
-    names = by_itself(export(case, step, tmp_path))
+    path = export(case, step, tmp_path)
+    names = by_itself(path)
     assert_same_big_batch(names, case)
 
 
