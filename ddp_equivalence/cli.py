@@ -10,10 +10,13 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddp_equivalence.errors import BadCase
 from ddp_equivalence.ranks.server import start_early
+
+if TYPE_CHECKING:
+    from ddp_equivalence.verdict import Verdict
 
 SAME, DIFFERENT, BAD_INPUT, NOT_JUDGED = 0, 1, 2, 3
 INTERRUPTED = 130
@@ -105,6 +108,12 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="the step may change its process: seed, environment, default dtype, threads ...",
     )
+    check.add_argument(
+        "--export-repro",
+        type=Path,
+        metavar="DIR",
+        help="if it differs, write one plain torch script that shows it, for a bug report",
+    )
     commands.add_parser("doctor", help="say what this machine can run, and why not the rest")
     return parser
 
@@ -177,7 +186,8 @@ def _check(known: argparse.Namespace, path: Path, name: str) -> int:
             inspect.signature(check).bind(found.case, found.step, **options)
         except TypeError as error:
             raise BadCase("options", options, f"arguments of check(); {error}") from error
-        verdict = check(replace(found.case, **changes), found.step, **options)
+        case = replace(found.case, **changes)
+        verdict = check(case, found.step, **options)
     except BadCase:
         raise
     except Exception:
@@ -185,7 +195,25 @@ def _check(known: argparse.Namespace, path: Path, name: str) -> int:
         traceback.print_exc()
         return NOT_JUDGED
     print(verdict, end="")
+    if known.export_repro is not None:
+        print(_reproduction(verdict, found.step, options, known.export_repro))
     return {"same": SAME, "different": DIFFERENT, "unknown": NOT_JUDGED}[verdict.outcome]
+
+
+def _reproduction(verdict: Verdict, step: Any, options: dict[str, Any], folder: Path) -> str:
+    """Write the script if there is something to show; say what was written, or why nothing."""
+    from ddp_equivalence.reproduction import command_of, export
+
+    if verdict.outcome != "different" and verdict.failure is None:
+        return f"reproduction: none, there is nothing to reproduce ({verdict.outcome})"
+    of_export = {"compare", "lr", "steps", "backend"}
+    options = {name: value for name, value in options.items() if name in of_export}
+    headline = str(verdict).partition("\n")[0]
+    try:
+        path = export(verdict.case, step, folder, headline=headline, **options)
+    except (BadCase, OSError) as error:
+        return f"reproduction: none, {error}"
+    return f"reproduction: {path} ({command_of(path)})"
 
 
 def _doctor() -> int:

@@ -21,6 +21,7 @@ from ddp_equivalence.ranks.names import BACKENDS, LANES
 from ddp_equivalence.records import Record, environment, record_of
 
 if TYPE_CHECKING:
+    from ddp_equivalence.request import Request
     from ddp_equivalence.verdict import Verdict
 
 MARKERS = (
@@ -39,6 +40,7 @@ MARKERS = (
 
 _records = pytest.StashKey[list[Record]]()
 _run = pytest.StashKey["Run"]()
+_to_export = pytest.StashKey[list[tuple["Request", str]]]()
 _until = pytest.StashKey[float | None]()
 _started = pytest.StashKey[bool]()
 
@@ -157,6 +159,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME",
         help="break training in a known way in every test (sum_not_mean, rank_left_out ...; "
         "`ddp-equivalence faults --list`) and list the tests that do not notice",
+        "--ddp-export-repro",
+        type=Path,
+        metavar="DIR",
+        help="for every check that differs in a failing test, write one plain torch script that "
+        "shows the difference without this package, for a bug report",
     )
     # For the command line: a run of the suite that compares nothing has failed.
     group.addoption("--ddp-require-comparison", action="store_true", help=argparse.SUPPRESS)
@@ -239,6 +246,7 @@ def pytest_end_in_time(item: pytest.Item) -> bool | None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Checks made by this test follow the run's options, and are remembered with it."""
     item.stash[_records] = []
+    item.stash[_to_export] = []
     listed = item.get_closest_marker("self_check") is None
     expected = "different" if item.get_closest_marker("difference") else "same"
 
@@ -246,6 +254,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         if listed:
             with_floor = item.config.getoption("--ddp-json") is not None
             item.stash[_records].append(record_of(verdict, item.nodeid, expected, with_floor))
+        asked = session.asked()
+        wanted = item.config.getoption("--ddp-export-repro") is not None
+        if wanted and asked and (verdict.outcome == "different" or verdict.failure is not None):
+            headline = str(verdict).partition("\n")[0]
+            item.stash[_to_export].append((asked, headline))
         for rank, text in sorted(verdict.output.items()):
             if text.strip():  # shown if the test fails, whatever it fails for
                 node = verdict.case.ranks.rows[rank].node
@@ -307,12 +320,32 @@ def pytest_runtest_makereport(
             if report.passed and not known:
                 one["expected"] = one["outcome"]  # the test has judged it
             one["known"], one["confirmed"] = known, known and report.passed
+    if report.failed:
+        report.sections += [("reproduction", line) for line in _reproductions(item)]
     trial = item.get_closest_marker("trial")
     if report.skipped and trial is not None:
         what, layout, lane = trial.args
         carried["not_run"] = asdict(NotRun(what, layout, lane, _reason(report)))
     report.__dict__["ddp_equivalence"] = carried
     return report
+
+
+def _reproductions(item: pytest.Item) -> list[str]:
+    """Write a script for every difference that the failing test met; say where each is."""
+    to_export, item.stash[_to_export] = item.stash[_to_export], []
+    lines = []
+    for number, (request, headline) in enumerate(to_export, start=1):
+        from ddp_equivalence.reproduction import command_of, export_request, file_name
+
+        name = item.nodeid if len(to_export) == 1 else f"{item.nodeid}-{number}"
+        folder = item.config.getoption("--ddp-export-repro")
+        try:
+            path = export_request(request, folder, headline=headline, name=file_name(name))
+        except (ValueError, OSError) as error:
+            lines.append(f"none: {error}")
+        else:
+            lines.append(f"{path} ({command_of(path)})")
+    return lines
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

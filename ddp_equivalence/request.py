@@ -97,7 +97,7 @@ def read_request(
         raise BadCase("shards", OWN, f"a deal of examples: {strategy.name} takes none by itself")
     if strategy is not None and strategy.name in ("ddp_global_mean", "hybrid"):
         catalogue_loss_of(case, needed_by=strategy.name)
-    return Request(
+    request = Request(
         case=case,
         step=step,
         strategy=strategy,
@@ -113,6 +113,8 @@ def read_request(
         second_look=now.second_look,
         plant=now.plant,
     )
+    session.ask(request)
+    return request
 
 
 def _deadlines(case: float | None, collective: float | None) -> tuple[float, float]:

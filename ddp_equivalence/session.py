@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ddp_equivalence.request import Request
     from ddp_equivalence.verdict import Verdict
 
 
@@ -37,6 +38,7 @@ class Settings:
 
 
 _settings: list[Settings] = [Settings()]
+_asked: list[Request] = []
 _observers: list[Callable[[Verdict], None]] = []
 
 
@@ -74,3 +76,13 @@ def tell(verdict: Verdict) -> None:
     """Pass a verdict on to all observers."""
     for observer in _observers:
         observer(verdict)
+
+
+def ask(request: Request) -> None:
+    """Remember, if anybody observes, what the check that begins now was asked."""
+    _asked[:] = [request] if _observers else []
+
+
+def asked() -> Request | None:
+    """What the last check was asked: an observer of its verdict may want to export it."""
+    return _asked[-1] if _asked else None
