@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if known.command == "run":
             _run(known, rest)
+        if known.command == "explore":
+            return _explore(known)
         target = _target(known.target) if known.command == "check" else None
         start_early()  # imports torch while this process does
         return _doctor() if target is None else _check(known, *target)
@@ -105,6 +107,18 @@ def _parser() -> argparse.ArgumentParser:
         default=None,
         help="the step may change its process: seed, environment, default dtype, threads ...",
     )
+    explore = commands.add_parser(
+        "explore",
+        help="try random cases of the suite itself",
+        description="Try random cases on which the suite promises the big batch, and shrink each "
+        "false alarm to its smallest case. Exit code 0: none, 1: some.",
+    )
+    explore.add_argument("--right", type=int, default=2000, metavar="N", help="default 2000")
+    explore.add_argument(
+        "--wrong", type=int, default=0, metavar="N", help="and this many known differences"
+    )
+    explore.add_argument("--seed", type=int, default=0, help="draws other cases")
+    explore.add_argument("--json", type=Path, metavar="PATH", help="write machine-readable results")
     commands.add_parser("doctor", help="say what this machine can run, and why not the rest")
     return parser
 
@@ -186,6 +200,13 @@ def _check(known: argparse.Namespace, path: Path, name: str) -> int:
         return NOT_JUDGED
     print(verdict, end="")
     return {"same": SAME, "different": DIFFERENT, "unknown": NOT_JUDGED}[verdict.outcome]
+
+
+def _explore(known: argparse.Namespace) -> int:
+    start_early()
+    from ddp_equivalence.exploration.commands import explore_suite
+
+    return explore_suite(known.right, known.wrong, known.seed, known.json)
 
 
 def _doctor() -> int:
