@@ -17,6 +17,7 @@ from ddp_equivalence.ranks.server import start_early
 
 SAME, DIFFERENT, BAD_INPUT, NOT_JUDGED = 0, 1, 2, 3
 INTERRUPTED = 130
+EXIT_CODE = {"same": SAME, "different": DIFFERENT, "unknown": NOT_JUDGED}
 
 OPTIONS = (
     *("backend", "compare", "steps", "lr", "deadline", "collective_deadline"),
@@ -87,6 +88,18 @@ def _parser() -> argparse.ArgumentParser:
         check.add_argument(f"--{name}", help=f"replaces the {name} of the case")
     check.add_argument("--dtype", choices=DTYPES, help="replaces the dtype of the case")
     check.add_argument("--seed", type=int, help="replaces the seed of the case")
+    check.add_argument(
+        "--examples",
+        metavar="N or 0,1,5",
+        help="takes the first N examples of the batch, or those at these positions",
+    )
+    check.add_argument(
+        "--explore",
+        type=int,
+        metavar="N",
+        help="try N variations of the case, in everything that no other option gives, and shrink "
+        "what is not the same to the smallest such case",
+    )
     check.add_argument("--backend", help="auto, gloo, gloo_cuda, nccl, nccl2 or nccl-legacy")
     check.add_argument("--compare", help="gradients or update")
     check.add_argument("--steps", type=int, help="consecutive big batches in the batch")
@@ -171,6 +184,7 @@ def _check(known: argparse.Namespace, path: Path, name: str) -> int:
 
     import torch
 
+    from ddp_equivalence import selection
     from ddp_equivalence.user_file import load
     from ddp_equivalence.verdict import check
 
@@ -183,15 +197,23 @@ def _check(known: argparse.Namespace, path: Path, name: str) -> int:
         }
         if known.dtype is not None:
             changes["dtype"] = None if known.dtype == "as-built" else getattr(torch, known.dtype)
-        options = dict(found.options)
-        for option in OPTIONS:
-            if getattr(known, option) is not None:
-                options[option] = getattr(known, option)
+        rest = {name: getattr(known, name) for name in OPTIONS if getattr(known, name) is not None}
+        options = found.options | rest
         try:
             inspect.signature(check).bind(found.case, found.step, **options)
         except TypeError as error:
             raise BadCase("options", options, f"arguments of check(); {error}") from error
-        verdict = check(replace(found.case, **changes), found.step, **options)
+        examples = None if known.examples is None else selection.read(known.examples)
+        if known.explore is not None:
+            from ddp_equivalence.exploration.commands import explore_step
+
+            given = changes if examples is None else changes | {"examples": examples}
+            found = replace(found, options=options)
+            outcome = explore_step(found, given, known.explore, known.target, rest)
+            return EXIT_CODE[outcome]
+        case = replace(found.case, **changes)
+        case = case if examples is None else selection.with_examples(case, examples)
+        verdict = check(case, found.step, **options)
     except BadCase:
         raise
     except Exception:
@@ -199,14 +221,15 @@ def _check(known: argparse.Namespace, path: Path, name: str) -> int:
         traceback.print_exc()
         return NOT_JUDGED
     print(verdict, end="")
-    return {"same": SAME, "different": DIFFERENT, "unknown": NOT_JUDGED}[verdict.outcome]
+    return EXIT_CODE[verdict.outcome]
 
 
 def _explore(known: argparse.Namespace) -> int:
     start_early()
     from ddp_equivalence.exploration.commands import explore_suite
 
-    return explore_suite(known.right, known.wrong, known.seed, known.json)
+    right = explore_suite(known.right, known.wrong, known.seed, known.json)
+    return SAME if right else DIFFERENT
 
 
 def _doctor() -> int:

@@ -15,7 +15,7 @@ from ddp_equivalence.models import MODELS
 from ddp_equivalence.ranks.lanes import choose
 from ddp_equivalence.ranks.names import NCCL_BACKENDS
 from ddp_equivalence.reference import Compare
-from ddp_equivalence.shards import NAMED_SIZES
+from ddp_equivalence.shards import NAMED_SIZES, split
 from ddp_equivalence.strategies import STRATEGIES
 
 SMALL_LAYOUTS = (
@@ -78,11 +78,11 @@ def tells_its_cause(trial: Trial) -> bool:
     Where all data is on one rank, its mean, its sum and the whole are multiples of each other.
     After a wrong first update the second shows nothing more.
     """
-    sizes = trial.case.shards.split("+")
-    one_has_all = len(sizes) > 1 and sum(size != "0" for size in sizes) < 2
-    one_of_two = trial.case.shards == "empty" and trial.case.ranks.world_size == 2
+    case = trial.case
+    indices = split(case.shards, case.catalogue_examples, case.ranks.world_size).indices
+    telling = indices[:-1] if case.shards == "no_valid_token" else indices
     more_updates = trial.compare == "update" and trial.steps != 1
-    return not (one_has_all or one_of_two or more_updates)
+    return sum(map(bool, telling)) > 1 and not more_updates
 
 
 def _deal(
@@ -95,9 +95,11 @@ def _deal(
     # Of what couples examples one deal, so that one thing differs.
     shards = one_of(draw, ["equal"] if coupled else [*even, *OTHER_DEALS])
     if shards in EVEN_DEALS:
-        each = number(draw, _least_for_a_rank(model, world_size), MOST_FOR_A_RANK)
+        # Batch norm has no statistics of a single example.
+        least = max(2 if coupled else 1, -(-LEAST_EXAMPLES // world_size))
+        each = number(draw, least, MOST_FOR_A_RANK)
         windows = MICRO_BATCHES if strategy == "ddp_accumulation" else 1
-        return shards, each * world_size * one_of(draw, (1, windows))
+        return shards, each * world_size * (windows if coupled else one_of(draw, (1, windows)))
     if shards != "sizes":
         return shards, number(draw, LEAST_EXAMPLES, MOST_FOR_A_RANK * world_size)
     sizes = [number(draw, 0, MOST_FOR_A_RANK) for _ in range(world_size)]
@@ -110,17 +112,13 @@ def _steps(
 ) -> Steps:
     """One big batch, some of one size, or some of their own sizes."""
     count = number(draw, 1, MOST_STEPS)
-    if count == 1 or shards not in NAMED_SIZES or not one_of(draw, (False, True)):
+    one_size = shards not in NAMED_SIZES or bool(MODELS[model].batch_coupled)
+    if count == 1 or one_size or not one_of(draw, (False, True)):
         return count
     unit = world_size if shards in EVEN_DEALS else 1
-    least = _least_for_a_rank(model, unit)
+    least = -(-LEAST_EXAMPLES // unit)
     most = max(least, examples // unit)
     return (examples, *(unit * number(draw, least, most) for _ in range(count - 1)))
-
-
-def _least_for_a_rank(model: str, ranks: int) -> int:
-    """Batch norm has no statistics of a single example."""
-    return max(2 if MODELS[model].batch_coupled else 1, -(-LEAST_EXAMPLES // ranks))
 
 
 def _has_room(strategy: str, layout: str) -> bool:
