@@ -30,7 +30,7 @@ __all__ = ["draw", "number", "one_of", "smallest", "strategies"]
 DRAWS_FOR_EACH = 60
 """How often is drawn for each value that is wanted: most draws may be refused, or known already."""
 
-SHRINKING = 90.0
+SHRINKING = 60.0
 """Seconds from which on the smallest case so far will do: a hanging case takes its deadline."""
 
 FAR = 3**50

@@ -98,8 +98,9 @@ def _deal(
         # Batch norm has no statistics of a single example.
         least = max(2 if coupled else 1, -(-LEAST_EXAMPLES // world_size))
         each = number(draw, least, MOST_FOR_A_RANK)
-        windows = MICRO_BATCHES if strategy == "ddp_accumulation" else 1
-        return shards, each * world_size * (windows if coupled else one_of(draw, (1, windows)))
+        if strategy == "ddp_accumulation":
+            each *= MICRO_BATCHES if coupled else one_of(draw, (1, MICRO_BATCHES))
+        return shards, each * world_size
     if shards != "sizes":
         return shards, number(draw, LEAST_EXAMPLES, MOST_FOR_A_RANK * world_size)
     sizes = [number(draw, 0, MOST_FOR_A_RANK) for _ in range(world_size)]

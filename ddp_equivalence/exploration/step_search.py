@@ -42,7 +42,7 @@ class Tried:
 
     @property
     def group(self) -> tuple[str, str]:
-        """Failures of one sort are shrunk to one smallest case."""
+        """What is shrunk to one smallest case: failures of one sort, and all else of one kind."""
         return self.kind, self.why if self.kind == "failed" else ""
 
 
@@ -112,17 +112,23 @@ def one_of_each_seed(space: Space) -> Callable[[Variation], bool]:
 def _shrink_all(
     found: UserCheck, space: Space, wanted: int, searched: Searched, repeat: Repeat
 ) -> None:
-    groups = dict.fromkeys(one.group for one in searched.tried.values())
-    for group in sorted(groups):
+    for group in sorted({one.group for one in searched.tried.values()}):
         if group[0] in ("same", "refused"):
             continue
-        known = {one: tried.group == group for one, tried in searched.tried.items()}
+        of_group = [of for of, one in searched.tried.items() if one.group == group]
+        # An empty shard is a reason of its own: shown only where there is no other.
+        without = [of for of in of_group if not of.has_an_empty_shard]
+        wanted_ones = without or of_group
 
-        def holds(variation: Variation, group: tuple[str, str] = group) -> bool:
+        def holds(
+            variation: Variation, group: tuple[str, str] = group, all_full: bool = bool(without)
+        ) -> bool:
+            if all_full and variation.has_an_empty_shard:
+                return False
             return _run(found, variation, repeat)[0].group == group
 
-        least = smallest(variations(space), wanted, str(SEED), known, holds)
-        least = least or next(one for one, wrong in known.items() if wrong)
+        known = {of: of in wanted_ones for of in searched.tried}
+        least = smallest(variations(space), wanted, str(SEED), known, holds) or wanted_ones[0]
         tried, verdict = _run(found, least, repeat)
         searched.smallest.append((least, tried, str(verdict)))
 

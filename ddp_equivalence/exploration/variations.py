@@ -28,6 +28,9 @@ MOST_CHOSEN = 24
 OF_THE_CATALOGUE = 16
 """The most examples of a batch that the catalogue makes: it has no size of its own."""
 
+UNEVEN = ("uneven",) * 3
+"""As often as it is drawn, beside one deal of every other kind: it finds most."""
+
 DIVIDED = ("equal", "interleaved", "no_valid_token")
 """Deals of as many examples to every rank."""
 
@@ -42,6 +45,10 @@ class Variation:
     dtype: torch.dtype | None
     seed: int
     steps: Steps
+
+    @property
+    def has_an_empty_shard(self) -> bool:
+        return "0" in self.shards.split("+")
 
     def of(self, case: Case) -> Case:
         """The case in this variation. Raises BadCase if it cannot be varied so."""
@@ -147,6 +154,10 @@ def _steps(draw: strategies.DrawFn, space: Space) -> Steps:
     counts = [n for n in range(1, MOST_STEPS + 1) if n <= space.has]
     if space.takes_all:
         counts = [n for n in counts if space.has % n == 0]
+    if space.shards is not None and "+" in space.shards and space.by_position:
+        # Sizes are those of one step.
+        sizes = sum(map(int, space.shards.split("+")))
+        counts = [n for n in counts if n * sizes <= space.has and not space.takes_all] or [1]
     return one_of(draw, counts)
 
 
@@ -158,7 +169,7 @@ def _deal(draw: strategies.DrawFn, space: Space, world_size: int, most: int) -> 
     if most >= world_size and not (space.takes_all and most % world_size):
         kinds += ["equal", "interleaved"] if world_size > 1 else ["equal"]
     if world_size > 1:
-        kinds += ["uneven", "empty"] if most > world_size else ["empty"]
+        kinds += [*UNEVEN, "empty"] if most > world_size else ["empty"]
     kind = one_of(draw, kinds)
     if kind in DIVIDED:
         each = most // world_size
