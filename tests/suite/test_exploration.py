@@ -73,24 +73,36 @@ def test_random_right_cases_are_called_the_same_and_differences_by_their_name(
     assert [one.repeat for one in tally.tried if not one.right] == []
     assert sum(one.outcome == "same" for one in tally.tried) >= 28
     assert sum(one.outcome == "different" for one in tally.tried) >= 9
-    assert {one.trial.strategy for one in tally.tried} == set(suite_search.strategies_here())
+    assert {one.trial.strategy for one in tally.tried} == set(random_trials.strategies_here())
 
 
-def test_what_is_drawn_depends_on_the_seed_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_drawn_depends_on_the_seed_alone() -> None:
     def names(seed: int) -> list[str]:
         drawn = suite_search.drawn(20, promised=True, seed=seed)
         return [f"{name} {one} {one.case}" for name, of_one in drawn.items() for one in of_one]
 
     before = names(1)
-    # Hypothesis learns the constants of what is imported, wherever it is not kept from it.
-    (tmp_path / "full_of_numbers.py").write_text(f"numbers = {list(range(2, 500))}")
-    monkeypatch.syspath_prepend(tmp_path)
-    importlib.import_module("full_of_numbers")
+    assert len(set(before)) == len(before) == 20
     assert names(1) == before
     assert names(2) != before
-    assert len(set(before)) == len(before) == 20
+
+
+@engine.strategies.composite
+def numbers(draw: engine.strategies.DrawFn) -> tuple[int, ...]:
+    return tuple(engine.number(draw, 0, 59_999) for _ in range(8))
+
+
+def test_numbers_are_drawn_evenly_and_the_same_whatever_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = engine.draw(numbers(), 200, "0")
+    # Hypothesis mixes the constants of modules into what it draws.
+    (tmp_path / "full_of_numbers.py").write_text(f"numbers = {list(range(1000, 60000, 97))}")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("full_of_numbers")
+    assert engine.draw(numbers(), 200, "0") == before
+    last = [of_one[-1] for of_one in before]
+    assert 60 < sum(number >= 30_000 for number in last) < 140
 
 
 def test_a_false_alarm_is_shrunk_to_its_smallest_case(monkeypatch: pytest.MonkeyPatch) -> None:
