@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SAME, DIFFERENT, BAD_INPUT, NOT_JUDGED = 0, 1, 2, 3
 INTERRUPTED = 130
+EXIT_CODE = {"same": SAME, "different": DIFFERENT, "unknown": NOT_JUDGED}
 
 OPTIONS = (
     *("backend", "compare", "steps", "lr", "deadline", "collective_deadline"),
@@ -39,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if known.command == "run":
             _run(known, rest)
+        if known.command in ("explore", "faults"):
+            return {"explore": _explore, "faults": _faults}[known.command](known)
         target = _target(known.target) if known.command == "check" else None
         start_early()  # imports torch while this process does
         return _doctor() if target is None else _check(known, *target)
@@ -88,6 +91,18 @@ def _parser() -> argparse.ArgumentParser:
         check.add_argument(f"--{name}", help=f"replaces the {name} of the case")
     check.add_argument("--dtype", choices=DTYPES, help="replaces the dtype of the case")
     check.add_argument("--seed", type=int, help="replaces the seed of the case")
+    check.add_argument(
+        "--examples",
+        metavar="N or 0,1,5",
+        help="takes the first N examples of the batch, or those at these positions",
+    )
+    check.add_argument(
+        "--explore",
+        type=int,
+        metavar="N",
+        help="try N variations of the case, in everything that no other option gives, and shrink "
+        "what is not the same to the smallest such case",
+    )
     check.add_argument("--backend", help="auto, gloo, gloo_cuda, nccl, nccl2 or nccl-legacy")
     check.add_argument("--compare", help="gradients or update")
     check.add_argument("--steps", type=int, help="consecutive big batches in the batch")
@@ -113,6 +128,35 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="DIR",
         help="if it differs, write one plain torch script that shows it, for a bug report",
+    )
+    explore = commands.add_parser(
+        "explore",
+        help="try random cases of the suite itself",
+        description="Try random cases on which the suite promises the big batch, and shrink each "
+        "false alarm to its smallest case. Exit code 0: none, 1: some.",
+    )
+    explore.add_argument("--right", type=int, default=2000, metavar="N", help="default 2000")
+    explore.add_argument(
+        "--wrong", type=int, default=0, metavar="N", help="and this many known differences"
+    )
+    explore.add_argument("--seed", type=int, default=0, help="draws other cases")
+    explore.add_argument("--json", type=Path, metavar="PATH", help="write machine-readable results")
+    faults = commands.add_parser(
+        "faults",
+        help="break training in every known way, and see each caught and named",
+        description="Plant known faults in real strategies on real ranks, and print which are "
+        "caught and named, and which other checks would have noticed. Exit code 0: all, 1: not all.",
+    )
+    faults.add_argument("names", nargs="*", metavar="NAME", help="these faults only")
+    faults.add_argument("--list", action="store_true", help="say what each fault breaks")
+    faults.add_argument("--layout", action="append", help="on this layout only; may be repeated")
+    faults.add_argument(
+        "--every", action="store_true", help="every model, loss and type on every layout: minutes"
+    )
+    faults.add_argument(
+        "--sensitivity",
+        action="store_true",
+        help="instead: the smallest factor and wrong element that is caught, by type",
     )
     commands.add_parser("doctor", help="say what this machine can run, and why not the rest")
     return parser
@@ -166,6 +210,7 @@ def _check(known: argparse.Namespace, path: Path, name: str) -> int:
 
     import torch
 
+    from ddp_equivalence import selection
     from ddp_equivalence.user_file import load
     from ddp_equivalence.verdict import check
 
@@ -178,15 +223,22 @@ def _check(known: argparse.Namespace, path: Path, name: str) -> int:
         }
         if known.dtype is not None:
             changes["dtype"] = None if known.dtype == "as-built" else getattr(torch, known.dtype)
-        options = dict(found.options)
-        for option in OPTIONS:
-            if getattr(known, option) is not None:
-                options[option] = getattr(known, option)
+        rest = {name: getattr(known, name) for name in OPTIONS if getattr(known, name) is not None}
+        options = found.options | rest
         try:
             inspect.signature(check).bind(found.case, found.step, **options)
         except TypeError as error:
             raise BadCase("options", options, f"arguments of check(); {error}") from error
+        examples = None if known.examples is None else selection.read(known.examples)
+        if known.explore is not None:
+            from ddp_equivalence.exploration.commands import explore_step
+
+            given = changes if examples is None else changes | {"examples": examples}
+            found = replace(found, options=options)
+            outcome = explore_step(found, given, known.explore, known.target, rest)
+            return EXIT_CODE[outcome]
         case = replace(found.case, **changes)
+        case = case if examples is None else selection.with_examples(case, examples)
         verdict = check(case, found.step, **options)
     except BadCase:
         raise
@@ -197,7 +249,26 @@ def _check(known: argparse.Namespace, path: Path, name: str) -> int:
     print(verdict, end="")
     if known.export_repro is not None:
         print(_reproduction(verdict, found.step, options, known.export_repro))
-    return {"same": SAME, "different": DIFFERENT, "unknown": NOT_JUDGED}[verdict.outcome]
+    return EXIT_CODE[verdict.outcome]
+
+
+def _faults(known: argparse.Namespace) -> int:
+    start_early()
+    from ddp_equivalence.faults import commands
+
+    if known.list:
+        return commands.list_faults()
+    if known.sensitivity:
+        return commands.print_sensitivity()
+    return commands.print_table(known.names, known.layout, known.every)
+
+
+def _explore(known: argparse.Namespace) -> int:
+    start_early()
+    from ddp_equivalence.exploration.commands import explore_suite
+
+    right = explore_suite(known.right, known.wrong, known.seed, known.json)
+    return SAME if right else DIFFERENT
 
 
 def _reproduction(verdict: Verdict, step: Any, options: dict[str, Any], folder: Path) -> str:

@@ -159,6 +159,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME",
         help="break training in a known way in every test (sum_not_mean, rank_left_out ...; "
         "`ddp-equivalence faults --list`) and list the tests that do not notice",
+    )
+    group.addoption(
         "--ddp-export-repro",
         type=Path,
         metavar="DIR",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_equivalence import session
@@ -17,16 +19,26 @@ if TYPE_CHECKING:
 
 
 class Planted(AbstractContextManager["Planted"]):
-    """One fault in this process. ``fired``: how often it has done its damage."""
+    """One fault in this process, and in those that it starts.
 
-    def __init__(self, fault: Fault) -> None:
+    ``ledger``: the file in which other processes note that it fired there.
+    """
+
+    def __init__(self, fault: Fault, ledger: Path | None = None) -> None:
         self.fault = fault
-        self.fired = 0
+        self.ledger = ledger
+        self._fired = 0
         self._broken: AbstractContextManager[Any] | None = None
+
+    @property
+    def fired(self) -> int:
+        """How often it has done its damage here, and in how many other processes it has."""
+        elsewhere = self.ledger.stat().st_size if self.ledger and self.ledger.exists() else 0
+        return self._fired + elsewhere
 
     def fire(self) -> None:
         """The fault has done its damage once more."""
-        self.fired += 1
+        self._fired += 1
 
     def in_step(self, task: Task, step: TrainStep) -> TrainStep:
         """The step as the fault leaves it."""
@@ -88,26 +100,31 @@ def planted(name: str) -> Iterator[Planted]:
     ``check`` and ``assert_equivalent`` plant it on their ranks. Everything else in this process
     that uses torch's DistributedDataParallel or torch.distributed is broken too, and so is every
     process that multiprocessing starts inside the block (``torch.multiprocessing.spawn`` as well).
-    The value counts, in this process, how often the fault ``fired``.
+    The value counts, as ``fired``, how often the damage was done: a test that passes though it was
+    done has not noticed.
 
     Raises BadCase for an unknown name.
     """
-    found = plant(name)
-    with (
-        session.using(session.replaced(plant=name)),
-        patched(BaseProcess, "__init__", _planting(name, BaseProcess.__init__)),
-        found,
-    ):
-        yield found
+    fault = fault_of(name)
+    with tempfile.NamedTemporaryFile(prefix="ddp_equivalence-planted-") as file:
+        found = Planted(fault, Path(file.name))
+        with (
+            session.using(session.replaced(plant=name)),
+            patched(BaseProcess, "__init__", _planting(found, BaseProcess.__init__)),
+            found,
+        ):
+            yield found
+        found._fired, found.ledger = found.fired, None
 
 
-def _planting(name: str, initialise: Any) -> Any:
+def _planting(found: Planted, initialise: Any) -> Any:
     def started(
         process: BaseProcess, group: None = None, target: Any = None, *more: Any, **named: Any
     ) -> None:
         # The suite's own ranks plant by themselves, and only around a step.
         ours = getattr(target, "__module__", "").startswith("ddp_equivalence.")
-        target = target if target is None or ours else InPlanted(name, target)
+        if target is not None and not ours:
+            target = InPlanted(found.fault.name, found.ledger, target)
         initialise(process, group, target, *more, **named)
 
     return started
@@ -116,9 +133,14 @@ def _planting(name: str, initialise: Any) -> Any:
 class InPlanted:
     """A process's target, run with the fault planted."""
 
-    def __init__(self, name: str, target: Any) -> None:
-        self._name, self._target = name, target
+    def __init__(self, name: str, ledger: Path | None, target: Any) -> None:
+        self._name, self._ledger, self._target = name, ledger, target
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        with planted(self._name):
-            return self._target(*arguments, **named)
+        with plant(self._name) as found:
+            try:
+                return self._target(*arguments, **named)
+            finally:
+                if found.fired and self._ledger is not None:
+                    with self._ledger.open("ab") as ledger:
+                        ledger.write(b"!")
