@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -195,6 +196,15 @@ def step_seed(case: Case, step: int) -> int:
 def in_step(name: str, step: int, steps: int) -> str:
     """A parameter's name where gradients of several steps are compared."""
     return name if steps == 1 else f"{name} (step {step + 1})"
+
+
+def step_of(name: str) -> str:
+    """What ``in_step`` has added to a name; "" where one step is compared."""
+    found = _STEP.search(name)
+    return found.group() if found else ""
+
+
+_STEP = re.compile(r" \(step \d+\)$")
 
 
 def _sizes(examples: int, steps: Steps) -> tuple[int, ...]:

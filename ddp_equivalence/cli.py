@@ -145,7 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         "faults",
         help="break training in every known way, and see each caught and named",
         description="Plant known faults in real strategies on real ranks, and print which are "
-        "caught and named, and which other checks would have noticed. Exit code 0: all, 1: not all.",
+        "caught and named, and which other checks would have noticed. Exit code 0: all; 1: not.",
     )
     faults.add_argument("names", nargs="*", metavar="NAME", help="these faults only")
     faults.add_argument("--list", action="store_true", help="say what each fault breaks")

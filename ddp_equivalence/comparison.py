@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from ddp_equivalence.building import step_of
 from ddp_equivalence.errors import SuiteBug
 from ddp_equivalence.gradients import (
     Chunk,
@@ -177,8 +178,10 @@ class Comparator:
             for name, value in self._expected.items()
             if value is not None
         }
-        whole = math.sqrt(sum(norm**2 for norm in self._norms.values()))
-        self._tolerance = replace(tolerance, whole=whole)
+        self._tolerances = {
+            step: replace(tolerance, whole=math.sqrt(squares))
+            for step, squares in _squares_by_step(self._norms).items()
+        }
         self._ranks: dict[int, Mapping[str, Description | None]] = {}
         self._sums: dict[tuple[int, str], _Sums] = {}
 
@@ -253,7 +256,8 @@ class Comparator:
     def _parameter(self, name: str, noise: Noise) -> ParameterComparison:
         norm, described = self._norms[name], self._described[name]
         assert described is not None
-        limit = self._tolerance.limit(norm, noise, *_dtype_and_size(described))
+        tolerance = self._tolerances[step_of(name)]
+        limit = tolerance.limit(norm, noise, *_dtype_and_size(described))
         by_rank, bits = [], set()
         for rank, found in sorted(self._ranks.items()):
             one = found.get(name)
@@ -284,6 +288,14 @@ def _rank_error(
         within=distance <= limit.absolute and sums.element <= limit.element,
         place=place,
     )
+
+
+def _squares_by_step(norms: Mapping[str, float]) -> dict[str, float]:
+    """Each step has a whole of its own: a large one must not hide what is wrong in a small one."""
+    found: dict[str, float] = {}
+    for name, norm in norms.items():
+        found[step_of(name)] = found.get(step_of(name), 0.0) + norm**2
+    return found
 
 
 def _place(sums: _Sums, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_equivalence.ranks import Rank, state
+from ddp_equivalence.ranks.collectives import new_collectives
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
 SIZES = (1, 1031)
@@ -89,6 +90,7 @@ def run(rank: Rank, payload: object) -> Iterator[object]:
             for op in ("sum", "avg"):
                 answers.append(_all_reduce(part, op, SIZES[-1], torch.float32))
                 answers.append(_reduce_scatter(part, op, SIZES[-1], torch.float32))
+    new_collectives()  # they are none of the next work's
     yield tuple(answers)
 
 

@@ -154,7 +154,7 @@ def _rounding(
     """How far rounding moves the gradient, in the case's own precision."""
     backwards = [take(batch, range(count_examples(batch))[::-1]) for batch in batches]
     if lowest is torch.float64:
-        other = _train(case, backwards, compare, lr, torch.float64, nudge=True, scale=SCALE)
+        other = _train(case, backwards, compare, lr, torch.float64, nudge=1, scale=SCALE)
         noise = moved = _noise(expected, other)
         plausible = math.sqrt(torch.finfo(lowest).eps)
     else:
@@ -165,12 +165,39 @@ def _rounding(
         plausible = 100 * max(_relative(expected, noise), torch.finfo(lowest).eps)
         moved = _noise(expected, other)
     if _relative(expected, moved) <= plausible:
-        return Rounding({name: _worse(noise[name], moved[name]) for name in noise}, False)
+        noise = {name: _worse(noise[name], moved[name]) for name in noise}
+        if lowest is torch.float64 and _largest(expected, noise) > AMPLIFIED * EPS:
+            noise = _of_more_nudges(case, batches, compare, lr, expected, noise)
+        if compare == "update":
+            noise = _with_weights(case, expected, noise)
+        return Rounding(noise, False)
     if lowest is torch.float64:
         del other
-        other = _train(case, batches, compare, lr, torch.float64, nudge=True, scale=SCALE)
+        other = _train(case, batches, compare, lr, torch.float64, nudge=1, scale=SCALE)
         noise = _noise(expected, other)
     return Rounding(noise, True)
+
+
+def _of_more_nudges(
+    case: Case,
+    batches: Sequence[Any],
+    compare: Compare,
+    lr: float,
+    expected: dict[str, Tensor | None],
+    noise: dict[str, Noise],
+) -> dict[str, Noise]:
+    """The worst of several: what amplifies rounding makes a single one a matter of luck."""
+    for nudge in range(2, NUDGES + 1):
+        other = _train(case, batches, compare, lr, torch.float64, nudge=nudge, scale=SCALE)
+        more = _noise(expected, other)
+        noise = {name: _worse(noise[name], more[name]) for name in noise}
+    return noise
+
+
+AMPLIFIED = 1e4
+"""Rounding beyond so many eps was amplified: by an ill-conditioned model, or diverging training."""
+
+NUDGES = 5
 
 
 def _train(
@@ -179,7 +206,7 @@ def _train(
     compare: Compare,
     lr: float,
     dtype: torch.dtype | None,
-    nudge: bool = False,
+    nudge: int = 0,
     scale: float = 1.0,
     built: list[nn.Module] | None = None,
     losses: list[float] | None = None,
@@ -187,15 +214,15 @@ def _train(
 ) -> dict[str, Tensor | None]:
     """One step a batch with plain SGD between; dtype None keeps the case's own.
 
-    ``built``: holds a model that nobody else needs. ``nudge`` and ``scale`` change nothing but how
-    values are rounded on their way. ``losses``: gets the loss of every step. ``generator``: state
-    of torch's generator before each forward pass.
+    ``built``: holds a model that nobody else needs. ``nudge`` (which of several, 0 for none) and
+    ``scale`` change nothing but how values are rounded on their way. ``losses``: gets the loss of
+    every step. ``generator``: state of torch's generator before each forward pass.
     """
     model = built.pop() if built else build_model(case)
     if dtype is not None:
         model.to(dtype)
     if nudge:
-        _nudge(model.parameters())
+        _nudge(model.parameters(), nudge)
     before = weights_of(model) if compare == "update" else {}
     found: dict[str, Tensor | None] = {}
     for step, batch in enumerate(batches):
@@ -203,7 +230,8 @@ def _train(
         # A copy: a loss may change its batch in place.
         batch = pytree.tree_map_only(Tensor, lambda leaf: _in(leaf, dtype), batch)
         if nudge:
-            _nudge(leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+            leaves = pytree.tree_leaves(batch)
+            _nudge((leaf for leaf in leaves if isinstance(leaf, Tensor)), nudge)
         with seeded(step_seed(case, step)):
             if generator:
                 torch.set_rng_state(torch.frombuffer(bytearray(generator), dtype=torch.uint8))
@@ -263,16 +291,20 @@ def _divide_gradients(model: nn.Module, divisor: float) -> None:
             parameter.grad /= divisor
 
 
-def _nudge(tensors: Any) -> None:
+def _nudge(tensors: Any, number: int) -> None:
     """Move every value by one eps, up or down: what a differently rounded input would be.
 
     Whole numbers stay: they may be labels or flags, and are rarely rounded.
     """
     with torch.no_grad():
-        for place, tensor in enumerate(tensors):
+        for place, tensor in enumerate(tensors, start=(number - 1) * PLACES):
             if tensor.is_floating_point():
                 nudged = tensor * _factors(place, tensor.numel(), tensor.dtype).view(tensor.shape)
                 tensor.copy_(torch.where(tensor == tensor.round(), tensor, nudged))
+
+
+PLACES = 10_000
+"""Between the seeds of one nudge and the next."""
 
 
 def _factors(place: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -305,6 +337,30 @@ def _noise(truth: dict[str, Tensor | None], other: dict[str, Tensor | None]) -> 
         scale = expected.abs().clamp(min=rms.item())
         element = (difference / scale).max().item() if norm > 0 else 0.0
         found[name] = Noise(norm, element)
+    return found
+
+
+EPS = torch.finfo(torch.float64).eps
+
+
+def _largest(truth: dict[str, Tensor | None], noise: dict[str, Noise]) -> float:
+    """The largest noise of a parameter over its own norm."""
+    norms = {name: float(value.norm()) for name, value in truth.items() if value is not None}
+    return max((noise[name].norm / norm for name, norm in norms.items() if norm > 0), default=0.0)
+
+
+def _with_weights(
+    case: Case, truth: dict[str, Tensor | None], noise: dict[str, Noise]
+) -> dict[str, Noise]:
+    """An update is the difference of weights, which are rounded at their own size."""
+    found = dict(noise)
+    for name, weight in build_model(case).named_parameters():
+        value = truth.get(name)
+        if value is None or not value.numel():
+            continue
+        half = torch.finfo(weight.dtype).eps / 2 * weight.detach().double()
+        rounded: dict[str, Tensor | None] = {name: value.to_dense() + half}
+        found[name] = _worse(noise[name], _noise({name: value}, rounded)[name])
     return found
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from math import floor, log10
+from math import floor, isfinite, log10
 from typing import TYPE_CHECKING
 
 from ddp_equivalence import session
@@ -105,6 +105,15 @@ def _learned(verdict: Verdict) -> list[str]:
     assert comparison is not None
     shares = verdict.shares
     learned = []
+    numbers = [rank.ratio for one in comparison.parameters for rank in one.by_rank]
+    if not all(map(isfinite, numbers)):
+        ranks = [
+            rank
+            for rank, seen in verdict.observed.items()
+            if any(one.loss is not None and not isfinite(one.loss) for one in seen.backwards)
+        ]
+        began = f": backward began at a loss that is none on {of_ranks(ranks)}" if ranks else ""
+        learned.append(f"what the ranks hold is not a finite number{began}")
     if shares is not None and max(shares.unexplained.values()) > 1e-6:
         rest = max(shares.unexplained.values())
         learned.append(

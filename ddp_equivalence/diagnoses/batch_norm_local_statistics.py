@@ -12,7 +12,8 @@ def predict(view: View) -> Sequence[Way]:
     found = view.contributions()
     if found is None or view.part_count == 1 or not view.has_batch_norm:
         return ()
-    return (Way(view.everywhere(found.mean(0))),)
+    ways = [found.mean(0), *view.put_together()]
+    return tuple(Way(view.everywhere(way)) for way in ways)
 
 
 HYPOTHESIS = Hypothesis(

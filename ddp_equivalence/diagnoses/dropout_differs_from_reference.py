@@ -12,11 +12,15 @@ from ddp_equivalence.diagnoses.view import View
 
 def predict(view: View) -> Sequence[Way]:
     found = view.contributions()
-    if found is None or view.part_count == 1 or not view.has_dropout:
+    if found is None or not view.has_dropout:
         return ()
+    # The masks that the ranks drew are in the gradients that they were seen to compute.
+    seen = [Way(view.everywhere(way)) for way in view.put_together()]
+    if view.part_count == 1:
+        return (*seen, *replayed(view))
     # The same seed on every rank: each draws the mask of its own shard's shape. Holds on the
     # device the prediction is computed on; another has another generator.
-    return (Way(view.everywhere(found.mean(0))), *replayed(view))
+    return (Way(view.everywhere(found.mean(0))), *seen, *replayed(view))
 
 
 def replayed(view: View) -> Iterator[Way]:

@@ -12,7 +12,8 @@ from ddp_equivalence.diagnoses.view import View
 def predict(view: View) -> Sequence[Way]:
     if not view.has_dropout or view.part_count == 1:
         return ()
-    return tuple(dropout_differs_from_reference.replayed(view))
+    seen = [Way(view.everywhere(way)) for way in view.put_together()]
+    return (*seen, *dropout_differs_from_reference.replayed(view))
 
 
 def sign(view: View) -> Sign | None:

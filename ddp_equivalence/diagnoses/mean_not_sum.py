@@ -15,7 +15,8 @@ def predict(view: View) -> Sequence[Way]:
     data = total if constant is None else total - view.part_count * constant
     whole = data if constant is None else data + constant
     # The parts of a sum add up to the big batch, but for a term that does not depend on the data.
-    if not (view.is_sum() or (constant is not None and near(whole, view.expected))):
+    adds_up = near(total, view.expected)  # all data on one rank may be a mean as well
+    if not (adds_up or (constant is not None and near(whole, view.expected))):
         return ()
     mean = Way(view.everywhere(found.mean(0)))
     if view.layout.nodes == 1:

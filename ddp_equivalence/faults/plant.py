@@ -113,8 +113,10 @@ def planted(name: str) -> Iterator[Planted]:
             patched(BaseProcess, "__init__", _planting(found, BaseProcess.__init__)),
             found,
         ):
-            yield found
-        found._fired, found.ledger = found.fired, None
+            try:
+                yield found
+            finally:
+                found._fired, found.ledger = found.fired, None
 
 
 def _planting(found: Planted, initialise: Any) -> Any:

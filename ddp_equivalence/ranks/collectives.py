@@ -188,7 +188,8 @@ def _number(entry: dict[str, Any]) -> int:
 
 
 def _group(entry: dict[str, Any]) -> str:
-    return str(entry["process_group"][-1])
+    *name, description = map(str, entry["process_group"])
+    return description if description != "undefined" else "".join(name)
 
 
 def _op(entry: dict[str, Any]) -> str:

@@ -95,4 +95,5 @@ STRATEGY = Strategy(
     "mean and every node's loss divides by the same number.",
     breaks=breaks,
     prepare=prepare,
+    divides_by="nodes",
 )
