@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison import Comparison
@@ -23,6 +24,9 @@ MOST_OF_DIFFERENCE = 0.5
 
 AS_GOOD = 2.0
 """An explanation that leaves no more than twice the best one's rest is as good: rounding."""
+
+ROUNDING = 8.0
+"""And so is one that leaves no more than this, in eps of the case's type."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def diagnose(view: View, comparison: Comparison) -> tuple[Finding, ...]:
         found += _two_at_once(view, accepted)
     if not any(one.fits and not one.refuted for one in found):
         found = _believe(view, found, comparison)
-    return _ranked(found)
+    return _ranked(found, ROUNDING * torch.finfo(view.dtype).eps)
 
 
 def nearest_fault(view: View) -> NearestFault | None:
@@ -203,7 +207,7 @@ def _believe(view: View, found: list[Finding], comparison: Comparison) -> list[F
     return found
 
 
-def _ranked(found: list[Finding]) -> tuple[Finding, ...]:
+def _ranked(found: list[Finding], rounding: float) -> tuple[Finding, ...]:
     fitting = [one for one in found if one.fits and not one.refuted]
     first = min(
         (
@@ -213,7 +217,7 @@ def _ranked(found: list[Finding]) -> tuple[Finding, ...]:
         key=lambda some: not some,
     )
     best = min((one.unexplained or 0.0 for one in first), default=0.0)
-    most = AS_GOOD * best + LEAST_ACCEPTED
+    most = max(AS_GOOD * best, rounding, LEAST_ACCEPTED)
     accepted = {id(one) for one in first if (one.unexplained or 0.0) <= most}
     ranked = [replace(one, accepted=id(one) in accepted) for one in found]
     # Sorting keeps the order in which equally good ones are believed.

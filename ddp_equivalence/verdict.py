@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
-
-import torch
 
 from ddp_equivalence import guards, session
 from ddp_equivalence.building import Steps, random_numbers_kept
@@ -39,6 +35,7 @@ from ddp_equivalence.shards import OWN, split
 from ddp_equivalence.shares import Shares, shares_of
 from ddp_equivalence.surroundings import Surroundings, without_ranks
 from ddp_equivalence.taken_apart import first_wrong_step, repeats, taken_apart
+from ddp_equivalence.threads import threads_beside, threads_for
 from ddp_equivalence.whose_mean import WhoseMean, whose_mean
 
 Outcome = Literal["same", "different", "unknown"]
@@ -50,11 +47,10 @@ class Verdict:
 
     ``outcome``: "same", "different" or "unknown" (then ``reason`` says why nothing was shown).
     ``cause``: the public name of the accepted explanation, or None; ``causes``: where it takes two.
-    ``findings``: all explanations considered, best first. ``shares``: how often each example
-    entered what each rank holds, or ``why_no_shares``. ``whose_mean``: what the loss, the ranks and
-    the big batch divide by. ``comparison``: per parameter and rank. ``evidence``: rank -> what
-    really ran; ``observed``: rank -> what a closer look at a second run saw, ``repeated``: whether
-    that left the same bits (None if not known). ``planted``: the fault that was planted.
+    ``findings``: all explanations considered, best first. ``comparison``: per parameter and rank.
+    ``evidence``: rank -> what really ran; ``observed``: rank -> what a closer look at a second run
+    saw, ``repeated``: whether that left the same bits (None if not known). ``planted``: the fault
+    that was planted.
     ``failure``: the ranks' failure, if they failed. ``second_look``: what a second try on fresh
     ranks showed, where the first one hung or was aborted. ``output``: rank -> what it printed.
     ``changed``: rank -> what the step changed in its process, or left running there.
@@ -68,9 +64,6 @@ class Verdict:
     reason: str = ""
     cause: str | None = None
     findings: tuple[Finding, ...] = ()
-    shares: Shares | None = None
-    why_no_shares: str = ""
-    whose_mean: WhoseMean | None = None
     comparison: Comparison | None = None
     evidence: Mapping[int, Evidence] = field(default_factory=dict)
     observed: Mapping[int, Observation] = field(default_factory=dict)
@@ -87,6 +80,7 @@ class Verdict:
     repeat: str = ""
     around: Surroundings | None = field(default=None, repr=False, compare=False)
     view: View | None = field(default=None, repr=False, compare=False)
+    no_view: str = field(default="", repr=False, compare=False)
 
     def __str__(self) -> str:
         return render(self)
@@ -96,6 +90,27 @@ class Verdict:
         """The names of all causes that it takes to explain what was measured."""
         first = self.findings[0] if self.findings else None
         return first.causes if first is not None and first.accepted else ()
+
+    @property
+    def shares(self) -> Shares | None:
+        """How often each example entered what each rank holds; computed when asked for."""
+        found = self._shares_or_why
+        return None if isinstance(found, str) else found
+
+    @property
+    def why_no_shares(self) -> str:
+        """Why there are none, in words; "" if there are."""
+        found = self._shares_or_why
+        return found if isinstance(found, str) else ""
+
+    @cached_property
+    def _shares_or_why(self) -> Shares | str:
+        return self.no_view if self.view is None else shares_of(self.view)
+
+    @cached_property
+    def whose_mean(self) -> WhoseMean | None:
+        """What the loss, the ranks and the big batch divide by, where a count makes it plain."""
+        return None if self.view is None else whose_mean(self.view)
 
     @property
     def nearest(self) -> NearestFault | None:
@@ -250,7 +265,7 @@ def _judge(request: Request) -> Verdict:
     try:
         with at_work(request, request.deadline, request.fresh) as ranks:
             began = time.time()
-            with _threads_beside(request.processes.world_size):
+            with threads_beside(request.processes.world_size):
                 reference = _reference(request)  # while the ranks work
                 reason = guards.against_the_reference(reference, request.compare)
             _check_deal(request, reference)
@@ -286,7 +301,8 @@ def _judge(request: Request) -> Verdict:
         reason = guards.against_another_start(reference, found.evidence)
         if reason is not None:
             return replace(verdict, reason=reason)
-        return _blamed(_explained(verdict, found, request, around), wrong)
+        with threads_for(found.comparison.elements):
+            return _blamed(_explained(verdict, found, request, around), wrong)
     reason = guards.against_a_pass(found.comparison, found.evidence, lambda: verdict.nearest)
     reason = reason or guards.against_a_hidden_plant(request.plant, request.processes)
     may_change = request.allow_changes or request.in_process
@@ -313,22 +329,19 @@ def _explained(
     verdict = replace(verdict, outcome="different", repeated=repeated)
     if comparison.structure:
         why = "gradients that are missing or of another shape cannot be fitted"
-        return replace(verdict, why_no_shares=why)
+        return replace(verdict, no_view=why)
     step = first_wrong_step(comparison, request.step_count)
     view = around.view_of_step(step)
     if view is None:
         why = "after the first step the weights of a wrong run are its own"
-        return replace(verdict, why_no_shares=why)
+        return replace(verdict, no_view=why)
     view = taken_apart(view, found, verdict.observed, step, request.step_count, repeated is False)
-    findings, shares = diagnose(view, comparison), shares_of(view)
+    findings = diagnose(view, comparison)
     first = findings[0] if findings else None
     return replace(
         verdict,
         cause=first.cause if first is not None and first.accepted else None,
         findings=findings,
-        shares=None if isinstance(shares, str) else shares,
-        why_no_shares=shares if isinstance(shares, str) else "",
-        whose_mean=whose_mean(view),
         view=view,
     )
 
@@ -348,17 +361,6 @@ def _blamed(verdict: Verdict, wrong: tuple[str, ...]) -> Verdict:
         because="; ".join(wrong[:4]) + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""),
     )
     return replace(verdict, cause=first.cause, findings=(first, *others))
-
-
-@contextmanager
-def _threads_beside(ranks: int) -> Iterator[None]:
-    """Leave a core to each rank: more threads than cores make all of them slower, by up to 4."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, min(before, (os.cpu_count() or 1) - ranks)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _check_deal(request: Request, reference: Reference) -> None:

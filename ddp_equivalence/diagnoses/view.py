@@ -19,6 +19,7 @@ from ddp_equivalence.gradients import Selection
 from ddp_equivalence.layouts import Layout
 from ddp_equivalence.observation import Observation
 from ddp_equivalence.reference import loss_and_gradient_of
+from ddp_equivalence.threads import threads_for
 
 NEAR = 1e-6
 """A prediction nearer to the big batch than this is the big batch."""
@@ -318,7 +319,7 @@ class View:
         return float((self.measured @ self.expected).mean()) / size
 
     def _compute(self, indices: Indices, generator: bytes) -> Piece:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), threads_for(sum(self.selection.sizes.values())):
             warnings.simplefilter("ignore")  # a single example may be too few for the loss
             return self._computed(indices, generator)
 
