@@ -26,13 +26,16 @@ from ddp_equivalence.gradients import (
 )
 from ddp_equivalence.tolerance import Limit, Noise, Tolerance
 
+MOSTLY_ONE = 1.02
+"""Over the square of the largest difference: what the squares of all add up to, if it is alone."""
+
 
 @dataclass(frozen=True)
 class RankError:
     """One parameter on one rank.
 
     ``error``: ||m - t|| / ||t||. ``element``: worst |m_i - t_i| / max(|t_i|, rms of t).
-    ``place``: where in the parameter that is. ``factor``: the k for which k t is nearest to m.
+    ``place``: where in the parameter that is; ``alone``: nothing else is off. ``factor``: the k for which k t is nearest to m.
     ``unexplained``: ||m - k t|| / ||m||. ``ratio``: ||m|| / ||t||.
     """
 
@@ -44,6 +47,7 @@ class RankError:
     ratio: float
     within: bool
     place: tuple[int, ...] = ()
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,7 @@ class _Sums:
     measured: float = 0.0
     product: float = 0.0
     element: float = 0.0
+    largest: float = 0.0
     place: int = 0
     seen: int = 0
     bits: hashlib._Hash = field(default_factory=hashlib.sha256)
@@ -216,7 +221,9 @@ class Comparator:
             if difference.any():
                 rms = self._norms[chunk.name] / math.sqrt(whole.size)
                 scale = np.maximum(np.abs(truth), rms)
-                off = np.abs(difference, out=difference) / scale
+                np.abs(difference, out=difference)
+                sums.largest = max(sums.largest, _not_nan(float(difference.max())))
+                off = difference / scale
                 place = int(off.argmax())  # the first NaN, if there is one
                 if (worst := _not_nan(float(off[place]))) > sums.element:
                     sums.element, sums.place = worst, chunk.offset + place
@@ -287,6 +294,7 @@ def _rank_error(
         ratio=_over(size, norm),
         within=distance <= limit.absolute and sums.element <= limit.element,
         place=place,
+        alone=0 < sums.difference < MOSTLY_ONE * sums.largest**2,
     )
 
 

@@ -75,6 +75,13 @@ def diagnose(view: View, comparison: Comparison) -> tuple[Finding, ...]:
     One cause explains before two do, two before a sign without numbers, that before a mere guess.
     """
     accepted = _accepted(view, comparison)
+    first = [
+        replace(_finding(one), fits=True, accepted=True, because=sign.because)
+        for one in HYPOTHESES
+        if one.comes_first and (sign := one.sign(view)) is not None and sign.speaks_for
+    ]
+    if first:
+        return tuple(first)
     found = [one for one in (_judge(h, view, accepted) for h in HYPOTHESES) if one is not None]
     if not any(one.fits and not one.refuted for one in found):
         found += _two_at_once(view, accepted)

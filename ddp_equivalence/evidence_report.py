@@ -83,16 +83,16 @@ def _collectives(verdict: Verdict) -> str:
     if not logs or logs[0] is None:
         return ""
     forgotten = sum(one.elements for one in logs[0] if one.op == FORGOTTEN)
-    counts = Counter((one.op, one.group) for one in logs[0] if one.op != FORGOTTEN)
-    elements: Counter[tuple[str, str]] = Counter()
+    counts = Counter((one.op, bool(one.group)) for one in logs[0] if one.op != FORGOTTEN)
+    elements: Counter[tuple[str, bool]] = Counter()
     for one in logs[0]:
-        elements[one.op, one.group] += one.elements
+        elements[one.op, bool(one.group)] += one.elements
     if not counts:
         return "no collective ran"
     found = [
-        f"{count} {op} of {elements[op, group]} {plural(elements[op, group], 'element')}"
-        f"{f' on group {group}' if group else ''}"
-        for (op, group), count in counts.items()
+        f"{count} {op} of {elements[op, apart]} {plural(elements[op, apart], 'element')}"
+        f"{' in a group of its own' if apart else ''}"
+        for (op, apart), count in counts.items()
     ]
     before = f" (and {forgotten} earlier ones, no longer held)" if forgotten else ""
     return f"rank 0 issued {', '.join(found)}{before}"

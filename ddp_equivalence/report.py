@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from math import floor, isfinite, log10
+from math import floor, isfinite, log10, prod
 from typing import TYPE_CHECKING
 
 from ddp_equivalence import session
@@ -228,7 +228,7 @@ def _what_ranks_hold(comparison: Comparison) -> Iterator[str]:
 def _factor(value: float) -> str:
     """With as many digits as it takes to see that it is not 1."""
     off = abs(value - 1)
-    digits = 3 if off == 0 or off > 0.005 else min(12, 1 - floor(log10(off)))
+    digits = 3 if off < 1e-11 or off > 0.005 else min(12, 1 - floor(log10(off)))
     return f"{value:.{digits}f}" if abs(value) < 1e4 else f"{value:.6g}"
 
 
@@ -280,9 +280,9 @@ def _numbers(one: ParameterComparison) -> str:
 
 
 def _element(one: ParameterComparison) -> Iterator[str]:
-    """Where a single element is off, though the parameter as a whole is not."""
+    """Where a single element is off, if the others are not, or not as a whole."""
     worst = one.worst
-    if worst.error <= one.limit.relative:
+    if prod(one.shape) > 1 and (worst.alone or worst.error <= one.limit.relative):
         yield (
             f"element {list(worst.place)} on rank {worst.rank} is off by {worst.element:.1e}, "
             f"limit {one.limit.element:.1e}"

@@ -163,7 +163,8 @@ def _fit(view: View, pieces: list[Indices], name: str) -> Fit | str:
     expected = solution[:, 0]
     left = float(rest[:, 0].norm()) / max(float(vectors[:, 0].norm()), 1e-300)
     if left > 1e-6:
-        return f"the loss is no sum over {name}: they leave {left:.2g} of the big batch unexplained"
+        what = {"ranks": "the ranks' shards"}.get(name, name)
+        return f"the loss is no sum over {what}: they leave {left:.2g} of the big batch unexplained"
     if bool((expected.abs() < 1e-9 * expected.abs().max()).any()):
         return f"some {name} do not count in the big batch"
     shares: dict[int, Row] = {}

@@ -63,7 +63,8 @@ class Hypothesis:
     evidence says, None if nothing; without prediction a sign that speaks for it is believed where
     nothing predicts what was measured. ``plausible(view)``: neither, but the case has what it
     takes. ``tell_apart``: the case on which the numbers are its own. ``of_the_rule``: a wrong rule,
-    which no limit may pass.
+    which no limit may pass. ``comes_first``: where a
+    sign speaks for it, what the gradients say no longer means what it would.
     """
 
     name: str
@@ -75,3 +76,4 @@ class Hypothesis:
     plausible: Callable[[View], bool] = lambda view: False
     tell_apart: str = ""
     of_the_rule: bool = False
+    comes_first: bool = False

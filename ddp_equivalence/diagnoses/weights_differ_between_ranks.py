@@ -26,5 +26,6 @@ HYPOTHESIS = Hypothesis(
     look_at="a broadcast of the initial weights (DistributedDataParallel does it, averaging by "
     "hand does not), and seeds that depend on the rank",
     sign=sign,
+    comes_first=True,
     tell_apart="nothing in the gradients: the weights before the forward pass",
 )

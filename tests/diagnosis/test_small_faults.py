@@ -1,0 +1,95 @@
+"""What is wrong by little, or in few places, is caught too, and told where it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ddp_equivalence import Case, Rank, check
+from ddp_equivalence.faults.sensitivity import off_by_a_factor, one_element
+from ddp_equivalence.strategies.manual_all_reduce import reduce_gradients
+
+pytestmark = pytest.mark.self_check
+
+MLP = {"model": "mlp", "loss": "mse_mean"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "delta", "shown"),
+    [(torch.float64, 1e-6, "1.0000010 g"), (torch.float32, 1e-3, "1.0010 g")],
+)
+def test_a_small_factor_is_caught_and_printed(dtype: torch.dtype, delta: float, shown: str) -> None:
+    verdict = check(Case(**MLP, layout="2x2", dtype=dtype), off_by_a_factor(delta))
+    assert verdict.outcome == "different"
+    assert shown in str(verdict)
+
+
+@pytest.mark.parametrize(("dtype", "delta"), [(torch.float64, 1e-9), (torch.float32, 1e-3)])
+def test_one_wrong_element_is_caught_and_its_place_told(dtype: torch.dtype, delta: float) -> None:
+    verdict = check(Case(**MLP, layout="1x2", dtype=dtype), one_element(delta))
+    assert verdict.outcome == "different"
+    assert "element [1, 2] on rank" in str(verdict)
+
+
+def one_parameter(model: nn.Module, shard: Any, rank: Rank) -> None:
+    F.mse_loss(model(shard["inputs"]), shard["targets"]).backward()
+    reduce_gradients(model, rank.world_size)
+    last = list(model.parameters())[-1]
+    assert last.grad is not None
+    last.grad *= 1 + 1e-6
+
+
+def test_one_parameter_that_is_off_is_the_only_one_told() -> None:
+    verdict = check(Case(**MLP, layout="1x2"), one_parameter)
+    assert verdict.comparison is not None
+    assert [one.name for one in verdict.comparison.differing] == ["2.bias"]
+
+
+def rows(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {
+        "inputs": torch.randn(1000, 40, generator=generator),
+        "targets": torch.randn(1000, 30, generator=generator),
+    }
+
+
+def squares(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.mse_loss(model(batch["inputs"]), batch["targets"])
+
+
+def but_one(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """Example 17 is weighted with zero, and counted all the same."""
+    rows = shard["inputs"]
+    weight = torch.ones(len(rows), 1, dtype=rows.dtype)
+    weight[17] = float(rank.rank != 0)
+    loss = (weight * (model(rows) - shard["targets"]) ** 2).mean()
+    loss.backward()
+    reduce_gradients(model, rank.world_size)
+
+
+def test_one_example_in_a_thousand_is_told_by_its_share() -> None:
+    case = Case(model=lambda: nn.Linear(40, 30), batch=rows, loss=squares, layout="1x2")
+    verdict = check(case, but_one)
+    assert verdict.outcome == "different"
+    assert verdict.shares is not None
+    assert verdict.shares.by_example is not None
+    of_all = verdict.shares.by_example[0]
+    odd = [index for index, share in enumerate(of_all) if share is None or abs(share - 1) > 0.01]
+    assert odd == [17]
+    assert "17: 0.00" in str(verdict)
+
+
+def lost(model: nn.Module, shard: Any, rank: Rank) -> None:
+    keep = slice(None, -1) if rank.rank == 1 else slice(None)
+    squares(model, {name: leaf[keep] for name, leaf in shard.items()}).backward()
+    reduce_gradients(model, rank.world_size)
+
+
+def test_one_example_in_a_thousand_that_is_never_read_is_told_by_number() -> None:
+    case = Case(model=lambda: nn.Linear(40, 30), batch=rows, loss=squares, layout="1x2")
+    verdict = check(case, lost)
+    assert verdict.cause == "examples_dropped", verdict
+    assert "example 999" in str(verdict)
