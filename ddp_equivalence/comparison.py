@@ -35,8 +35,8 @@ class RankError:
     """One parameter on one rank.
 
     ``error``: ||m - t|| / ||t||. ``element``: worst |m_i - t_i| / max(|t_i|, rms of t).
-    ``place``: where in the parameter that is; ``alone``: nothing else is off. ``factor``: the k for which k t is nearest to m.
-    ``unexplained``: ||m - k t|| / ||m||. ``ratio``: ||m|| / ||t||.
+    ``place``: where in the parameter that is; ``alone``: nothing else is off. ``factor``: the k for
+    which k t is nearest to m. ``unexplained``: ||m - k t|| / ||m||. ``ratio``: ||m|| / ||t||.
     """
 
     rank: int

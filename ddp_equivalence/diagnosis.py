@@ -167,8 +167,11 @@ def _two_at_once(view: View, accepted: float) -> list[Finding]:
             if way.informed:
                 continue
             factor = _factor(view.measured, way.predicted)
-            if factor is None or near(way.predicted, view.everywhere(view.expected)):
+            right = view.everywhere(view.expected)
+            if factor is None or near(way.predicted, right):
                 continue
+            if near(factor * way.predicted, right):
+                continue  # two that cancel explain nothing
             rest = unexplained(view.measured, factor * way.predicted)
             if rest > accepted:
                 continue

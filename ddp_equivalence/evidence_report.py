@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from ddp_equivalence.verdict import Verdict
 
 
+SAME_LOSS = 1e-4
+"""Losses that agree to four digits are printed alike."""
+
+
 def evidence_lines(verdict: Verdict) -> list[str]:
     """What ran, where, the case, and how to repeat it."""
     comparison = verdict.comparison
@@ -178,10 +182,35 @@ def _losses(verdict: Verdict) -> str:
         + (" ..." if len(of_rank) > 4 else "")
         for rank, of_rank in values.items()
     }
-    if len(set(told.values())) == 1 and len(told) > 1:
-        return f"backward began at a loss of {next(iter(told.values()))} on every rank"
     shown = "; ".join(f"rank {rank} {text}" for rank, text in list(told.items())[:8])
-    return f"backward began at these losses: {shown}"
+    text = f"backward began at these losses: {shown}"
+    if len(set(told.values())) == 1 and len(told) > 1:
+        text = f"backward began at a loss of {next(iter(told.values()))} on every rank"
+    whole, mean = verdict.clues.loss, verdict.clues.mean_loss
+    if whole is None or mean is None:
+        return text
+    if abs(whole - mean) <= SAME_LOSS * abs(whole):
+        return f"{text} (their mean is the big batch's loss)"
+    return (
+        f"{text} (their mean is {mean:.4g}, the big batch's loss {whole:.4g}{_at(verdict, whole)})"
+    )
+
+
+def _at(verdict: Verdict, whole: float) -> str:
+    """Which ranks are at the big batch's loss, or at a multiple of it that means something."""
+    world_size = verdict.case.ranks.world_size
+    losses = {
+        rank: sum(one.loss or 0.0 for one in seen.backwards)
+        for rank, seen in verdict.observed.items()
+    }
+    for times in (1, world_size):
+        there = [r for r, at in losses.items() if abs(at - times * whole) <= SAME_LOSS * abs(at)]
+        if there and world_size > 1:
+            others = [rank for rank in losses if rank not in there]
+            what = "at it" if times == 1 else f"at {times} times that"
+            but = f", {of_ranks(others)} not" if others else ""
+            return f": {of_ranks(there)} {what}{but}"
+    return ""
 
 
 def _buffers(verdict: Verdict) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -71,6 +71,12 @@ class Selection:
         each = max(1, elements // len(sizes))
         # Odd, so that the columns of a matrix are met in turn.
         return cls(sizes, {name: -(-size // each) | 1 for name, size in sizes.items()})
+
+    def only(self, names: Sequence[str]) -> Selection:
+        """The same of these parameters alone."""
+        return Selection(
+            {name: self.sizes[name] for name in names}, {name: self.stride[name] for name in names}
+        )
 
     @property
     def is_whole(self) -> bool:

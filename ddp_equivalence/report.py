@@ -23,6 +23,25 @@ if TYPE_CHECKING:
 MOST_PARAMETERS = 20
 OUTPUT_LINES = 30
 MOST_RULED_OUT = 6
+MOST_RIGHT = 8
+
+
+HALVES = {
+    "together": "how gradients are put together. The ranks' own gradients, before any reduction, "
+    "give the big batch",
+    "before": "what each rank computes: its data, forward pass and loss. The ranks' own gradients "
+    "are put together as they should be, but do not give the big batch",
+}
+"""Where a difference lies that has no name."""
+
+OF_DIVISORS = frozenset(
+    (
+        *("sum_not_mean", "mean_not_sum", "averaged_twice", "divided_by_local_world_size"),
+        *("uneven_shards_weighted_equally", "token_counts_weighted_equally"),
+        *("local_loss_summed", "accumulation_not_divided"),
+    )
+)
+"""Causes that are a wrong divisor, and mended by a right one."""
 
 
 def render(verdict: Verdict) -> str:
@@ -90,7 +109,7 @@ def _unknown(verdict: Verdict) -> Iterator[list[str]]:
 def _cause(verdict: Verdict) -> list[str]:
     best = verdict.findings[0] if verdict.findings else None
     if best is None or not best.accepted:
-        return _learned(verdict) if best is not None else []
+        return _learned(verdict)
     lines = wrapped(best.sentence, "  ")
     if best.detail:
         lines += wrapped(f"Namely: {best.detail}", "  ")
@@ -129,8 +148,22 @@ def _learned(verdict: Verdict) -> list[str]:
         learned.append("the ranks do not hold the same")
     if verdict.repeated is False:
         learned.append("a second run left other bits: a race, or randomness without a seed")
-    text = f"Known of it: {'; '.join(learned)}." if learned else ""
-    return wrapped(text, "  ") if text else []
+    found = verdict.clues
+    if found.weights:
+        names = ", ".join(list(found.weights)[:4]) + (", ..." if len(found.weights) > 4 else "")
+        times = ", ".join(dict.fromkeys(f"{one:.2g}" for one in found.weights.values()))
+        learned.append(
+            f"of {names}, what is off is {times} times the weights themselves: weight decay or a "
+            "penalty that counts otherwise than in the big batch"
+        )
+    lines = wrapped(f"Known of it: {'; '.join(learned)}.", "  ") if learned else []
+    for module, finding in list((found.by_module or {}).items())[:4]:
+        what = f"On the parameters of {module or 'the model itself'} alone it is {finding.cause}: "
+        lines += wrapped(f"{what}{finding.sentence}", "  ")
+        lines += wrapped(f"Look at: {finding.look_at}", "  ")
+    if found.half:
+        lines += wrapped(f"Look at: {HALVES[found.half]}", "  ")
+    return lines
 
 
 def _argument(verdict: Verdict) -> list[str]:
@@ -161,7 +194,7 @@ def _argument(verdict: Verdict) -> list[str]:
 
 def _whose_mean(verdict: Verdict) -> list[str]:
     found = verdict.whose_mean
-    if found is None:
+    if found is None or (verdict.cause is not None and not OF_DIVISORS & set(verdict.causes)):
         return []
     if found.kind == "sum":
         loss = "The loss is a sum, so that the ranks' losses add up to the big batch's"
@@ -174,7 +207,7 @@ def _whose_mean(verdict: Verdict) -> list[str]:
     if found.divided is not None:
         by = "nothing" if abs(found.divided - 1) < 1e-3 else f"{found.divided:.4g}"
         text += f"; together the ranks' gradients were divided by {by}"
-    if found.right is not None:
+    if found.right is not None and verdict.cause is not None:
         text += f". Right would be {_alike(found.right, '.4g')} times the loss as it is now"
     return wrapped(f"  {text}.", "    ", first="")
 
@@ -268,9 +301,19 @@ def _parameters(verdict: Verdict) -> list[str]:
         lines += [f"      {line}" for line in _element(one)]
     if len(differing) > len(shown):
         lines.append(f"    ... and {len(differing) - len(shown)} more (these are the worst)")
+    lines += _right(comparison)
     reasons = Counter(one.limit.reason for one in differing)
     lines.append(f"    limit: {'; '.join(reasons)}")
     return lines
+
+
+def _right(comparison: Comparison) -> list[str]:
+    """Which parameters are as they should be: often it is these that tell."""
+    right = [one.name for one in comparison.parameters if one.same and one.ranks_agree]
+    if not right:
+        return []
+    more = f", ... ({len(right)} in all)" if len(right) > MOST_RIGHT else ""
+    return wrapped(f"right: {', '.join(right[:MOST_RIGHT])}{more}", "    ")
 
 
 def _numbers(one: ParameterComparison) -> str:
@@ -307,7 +350,8 @@ def _considered(verdict: Verdict) -> list[str]:
         )
         lines += wrapped(f"Same numbers, but: {told}", "  ")
     if refused:
-        lines += wrapped(f"Ruled out: {', '.join(_ruled_out(refused))}", "  ")
+        what = "Ruled out" if accepted else "Nearest, but none of them"
+        lines += wrapped(f"{what}: {', '.join(_ruled_out(refused))}", "  ")
     if hidden:
         lines += wrapped(f"Would not show on this case: {', '.join(hidden)}", "  ")
     return lines

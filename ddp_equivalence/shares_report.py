@@ -29,7 +29,7 @@ def shares_lines(verdict: Verdict) -> list[str]:
     lines = _title(shares)
     lines += _table(verdict, shares)
     lines += _micro_batches(shares)
-    lines += _examples(verdict, shares)
+    lines += _examples(shares)
     return [*lines, *_conditions(shares)]
 
 
@@ -81,41 +81,25 @@ def _micro_batches(shares: Shares) -> Iterator[str]:
         yield from wrapped(f"measured{who}:  {text}", "      ")
 
 
-def _examples(verdict: Verdict, shares: Shares) -> Iterator[str]:
-    """Single examples that count otherwise than the rest of their rank or micro-batch."""
+def _examples(shares: Shares) -> Iterator[str]:
+    """Single examples that count otherwise than in the big batch."""
     if shares.by_example is None or not shares.by_example:
         return
-    row = next(iter(shares.by_example.values()))
-    of_rank = _rank_of_examples(verdict)
-    means = next(iter(shares.by_rank.values()))
-    odd = [
-        f"{index}: {_share(share)}"
-        for index, share in enumerate(row)
-        if share is not None and abs(share - (_mean_at(index, of_rank, means) or share)) > OFF
-    ]
-    if shares.by_micro_batch is not None or not odd:
-        return
-    more = f" ... ({len(odd)} in all)" if len(odd) > MOST_EXAMPLES else ""
-    rank = next(iter(shares.by_example))
-    who = "" if len(set(shares.by_example.values())) == 1 else f" on rank {rank}"
-    yield from wrapped(
-        f"{plural(len(odd), 'example')}{who} apart from the others of their rank: "
-        f"{', '.join(odd[:MOST_EXAMPLES])}{more}",
-        "    ",
-    )
-
-
-def _rank_of_examples(verdict: Verdict) -> dict[int, int]:
-    return {
-        index: rank
-        for rank, one in verdict.evidence.items()
-        for index in (one.examples or ((),))[0]
-    }
-
-
-def _mean_at(index: int, of_rank: dict[int, int], means: Row) -> float | None:
-    rank = of_rank.get(index)
-    return None if rank is None or rank >= len(means) else means[rank]
+    for rank, row in list(shares.by_example.items())[:MOST_RANKS]:
+        odd = [
+            f"{index}: {_share(share)}"
+            for index, share in enumerate(row)
+            if share is not None and abs(share - 1) > OFF
+        ]
+        if not odd or len(odd) > MOST_EXAMPLES or 2 * len(odd) > len(row):
+            continue  # then it is not single examples that are off
+        everyone = len({tuple(map(_share, one)) for one in shares.by_example.values()}) == 1
+        who = "" if everyone else f" on rank {rank}"
+        yield from wrapped(
+            f"{plural(len(odd), 'example')}{who} {', '.join(odd)}; all others 1.00", "    "
+        )
+        if everyone:
+            return
 
 
 def _conditions(shares: Shares) -> Iterator[str]:

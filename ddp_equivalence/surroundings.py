@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ddp_equivalence.building import (
@@ -17,6 +19,7 @@ from ddp_equivalence.building import (
     step_seed,
 )
 from ddp_equivalence.case import Case
+from ddp_equivalence.clues import left_over_of_weights
 from ddp_equivalence.comparison import ParameterComparison
 from ddp_equivalence.counts import counts
 from ddp_equivalence.diagnoses.view import Piece, View
@@ -138,6 +141,22 @@ class Surroundings:
             scale=-request.lr if request.compare == "update" else 1.0,
             on_cpu=request.lane.device_type == "cpu",
             known=self._known(step) if selection.is_whole else {},
+        )
+
+    def left_over_of_weights(
+        self, measured: Mapping[int, Mapping[str, Tensor | None]]
+    ) -> Mapping[str, float]:
+        """Of an update over several steps: how many times the first weights are left over."""
+        selection, reference = self.selection, self._reference
+        found = {name: measured[0].get(name) for name in selection.sizes}
+        values = [
+            torch.zeros(selection.size(name)) if one is None else one for name, one in found.items()
+        ]
+        return left_over_of_weights(
+            self._request.case,
+            selection,
+            selection.of(reference.expected),
+            torch.cat([value.double() for value in values]),
         )
 
     def _expected(self, selection: Selection, step: int) -> Tensor:

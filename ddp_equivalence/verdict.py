@@ -11,6 +11,7 @@ from typing import Literal
 from ddp_equivalence import guards, session
 from ddp_equivalence.building import Steps, random_numbers_kept
 from ddp_equivalence.case import Case, name_of
+from ddp_equivalence.clues import Clues, clues
 from ddp_equivalence.comparison import Comparison
 from ddp_equivalence.diagnoses.view import View
 from ddp_equivalence.diagnosis import Finding, NearestFault, diagnose
@@ -81,6 +82,7 @@ class Verdict:
     around: Surroundings | None = field(default=None, repr=False, compare=False)
     view: View | None = field(default=None, repr=False, compare=False)
     no_view: str = field(default="", repr=False, compare=False)
+    _of_weights: Mapping[str, float] | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return render(self)
@@ -111,6 +113,13 @@ class Verdict:
     def whose_mean(self) -> WhoseMean | None:
         """What the loss, the ranks and the big batch divide by, where a count makes it plain."""
         return None if self.view is None else whose_mean(self.view)
+
+    @cached_property
+    def clues(self) -> Clues:
+        """What is known of the difference beside its cause; computed when asked for."""
+        if self.view is None or self.comparison is None:
+            return Clues(weights=self._of_weights)
+        return clues(self.view, self.comparison, named=self.cause is not None)
 
     @property
     def nearest(self) -> NearestFault | None:
@@ -334,7 +343,9 @@ def _explained(
     view = around.view_of_step(step)
     if view is None:
         why = "after the first step the weights of a wrong run are its own"
-        return replace(verdict, no_view=why)
+        return replace(
+            verdict, no_view=why, _of_weights=around.left_over_of_weights(found.measured)
+        )
     view = taken_apart(view, found, verdict.observed, step, request.step_count, repeated is False)
     findings = diagnose(view, comparison)
     first = findings[0] if findings else None

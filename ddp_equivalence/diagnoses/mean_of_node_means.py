@@ -25,7 +25,7 @@ def predict(view: View) -> Sequence[Way]:
     if len({len(ranks) for ranks in nodes}) > 1:
         for own in view.owns:
             of_ranks = [own[list(ranks)].mean(0) for ranks in nodes]
-            rules.append((of_ranks, "of the means of their ranks"))
+            rules.append((of_ranks, "the mean of each node's ranks, then the mean of the nodes"))
     ways = []
     for means, detail in rules:
         mean = torch.stack(means).mean(0)

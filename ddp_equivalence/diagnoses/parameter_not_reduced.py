@@ -11,6 +11,11 @@ def sign(view: View) -> Sign | None:
     ignored = {name for one in signs.wrappers(view) for name in one.ignored}
     if ignored and view.differing <= ignored:
         return Sign(True, "DDP was told to ignore them")
+    sent = signs.reduced_elements(view)
+    elements = sum(view.selection.sizes.values())
+    missing = sum(view.selection.sizes[name] for name in view.differing)
+    if not signs.wrappers(view) and sent == elements - missing:
+        return Sign(True, f"{sent} of {elements} elements were all-reduced: all but theirs")
     concerned = bucket_not_reduced.buckets_concerned(view)
     if concerned is not None and any(len(bucket) > 1 for bucket in concerned):
         return Sign(False, "they are whole buckets of DDP")
@@ -20,8 +25,9 @@ def sign(view: View) -> Sign | None:
 HYPOTHESIS = Hypothesis(
     name="parameter_not_reduced",
     sentence="Some parameters were not reduced: every rank holds its own gradient of them.",
-    look_at="parameters replaced or added after the model was wrapped, told to be ignored, or "
-    "unused in the first iteration",
+    look_at="the loop, list or hand-written bucket that feeds all_reduce; under DDP, parameters "
+    "replaced or added after the model was wrapped, told to be ignored, or unused in the first "
+    "iteration",
     predict=bucket_not_reduced.predict,
     sign=sign,
     tell_apart="buckets of several parameters (a larger bucket_cap_mb)",

@@ -20,7 +20,7 @@ LAYOUTS = ("1x2", "2x2", "1+3")
 
 def _first_of_each() -> list[FaultTrial]:
     """Each fault in its first strategy, on its first pair: float64, float32 on one layout."""
-    found = {}
+    found: dict[tuple[str, str, torch.dtype | None], FaultTrial] = {}
     for one in fault_trials(layouts=LAYOUTS, every=False):
         case = one.trial.case
         if case.dtype is torch.float64 or case.layout == "2x2":

@@ -15,7 +15,9 @@ from ddp_equivalence.strategies.manual_all_reduce import reduce_gradients
 
 pytestmark = pytest.mark.self_check
 
-MLP = {"model": "mlp", "loss": "mse_mean"}
+
+def mlp(layout: str, dtype: torch.dtype = torch.float64) -> Case:
+    return Case(model="mlp", loss="mse_mean", layout=layout, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -23,14 +25,14 @@ MLP = {"model": "mlp", "loss": "mse_mean"}
     [(torch.float64, 1e-6, "1.0000010 g"), (torch.float32, 1e-3, "1.0010 g")],
 )
 def test_a_small_factor_is_caught_and_printed(dtype: torch.dtype, delta: float, shown: str) -> None:
-    verdict = check(Case(**MLP, layout="2x2", dtype=dtype), off_by_a_factor(delta))
+    verdict = check(mlp("2x2", dtype), off_by_a_factor(delta))
     assert verdict.outcome == "different"
     assert shown in str(verdict)
 
 
 @pytest.mark.parametrize(("dtype", "delta"), [(torch.float64, 1e-9), (torch.float32, 1e-3)])
 def test_one_wrong_element_is_caught_and_its_place_told(dtype: torch.dtype, delta: float) -> None:
-    verdict = check(Case(**MLP, layout="1x2", dtype=dtype), one_element(delta))
+    verdict = check(mlp("1x2", dtype), one_element(delta))
     assert verdict.outcome == "different"
     assert "element [1, 2] on rank" in str(verdict)
 
@@ -44,7 +46,7 @@ def one_parameter(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 
 def test_one_parameter_that_is_off_is_the_only_one_told() -> None:
-    verdict = check(Case(**MLP, layout="1x2"), one_parameter)
+    verdict = check(mlp("1x2"), one_parameter)
     assert verdict.comparison is not None
     assert [one.name for one in verdict.comparison.differing] == ["2.bias"]
 

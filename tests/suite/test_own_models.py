@@ -213,7 +213,7 @@ def test_no_fault_is_excused_because_the_model_has_dropout() -> None:
             dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
 
     verdict = check(Case(model="dropout", loss="mse_mean", layout="1x4"), left_out)
-    assert (verdict.outcome, verdict.cause) == ("different", None)
+    assert (verdict.outcome, verdict.cause) == ("different", "rank_left_out")
 
 
 def called_by_keyword(model: nn.Module, batch: Any) -> Tensor:
