@@ -94,7 +94,7 @@ def scaled_after_the_fact(model: nn.Module, shard: Any, rank: Rank) -> None:
     [
         (summed, "sum_not_mean", "every rank holds 2.000 g"),
         (scaled_after_the_fact, "averaged_twice", "every rank holds 0.500 g"),
-        (raw_module_called, "no_all_reduce", "measured, rank 0           2.00     0.00"),
+        (raw_module_called, "raw_module_called", "measured, rank 0           2.00     0.00"),
         (zeroed_on_rank_1, None, "rank 1 holds 0.000 g"),
         (one_parameter_missing, None, "rank 0: 2.bias is missing"),
         (names_of_the_wrapper, None, 'names with "module." come from the wrapper'),
