@@ -191,13 +191,11 @@ def _losses(verdict: Verdict) -> str:
         return text
     if abs(whole - mean) <= SAME_LOSS * abs(whole):
         return f"{text} (their mean is the big batch's loss)"
-    return (
-        f"{text} (their mean is {mean:.4g}, the big batch's loss {whole:.4g}{_at(verdict, whole)})"
-    )
+    return f"{text} (their mean is {mean:.4g}, the big batch's loss {whole:.4g})"
 
 
-def _at(verdict: Verdict, whole: float) -> str:
-    """Which ranks are at the big batch's loss, or at a multiple of it that means something."""
+def at_the_loss(verdict: Verdict, whole: float) -> str:
+    """Which ranks are at the big batch's loss, or at the world size times that; "" if none is."""
     world_size = verdict.case.ranks.world_size
     losses = {
         rank: sum(one.loss or 0.0 for one in seen.backwards)
@@ -207,9 +205,9 @@ def _at(verdict: Verdict, whole: float) -> str:
         there = [r for r, at in losses.items() if abs(at - times * whole) <= SAME_LOSS * abs(at)]
         if there and world_size > 1:
             others = [rank for rank in losses if rank not in there]
-            what = "at it" if times == 1 else f"at {times} times that"
-            but = f", {of_ranks(others)} not" if others else ""
-            return f": {of_ranks(there)} {what}{but}"
+            what = "at that" if times == 1 else f"at {times} times that"
+            but = f", not on {of_ranks(others)}" if others else ""
+            return f"{what} on {of_ranks(there)}{but}"
     return ""
 
 

@@ -10,7 +10,7 @@ from math import floor, isfinite, log10, prod
 from typing import TYPE_CHECKING
 
 from ddp_equivalence import session
-from ddp_equivalence.evidence_report import evidence_lines
+from ddp_equivalence.evidence_report import at_the_loss, evidence_lines
 from ddp_equivalence.failure_report import failure_blocks
 from ddp_equivalence.prose import of_ranks, plural, wrapped
 from ddp_equivalence.shares_report import shares_lines
@@ -33,6 +33,11 @@ HALVES = {
     "are put together as they should be, but do not give the big batch",
 }
 """Where a difference lies that has no name."""
+
+STATISTICS = (
+    "; a mean, variance or comparison over the batch (a normalisation, in-batch negatives) may see "
+    "this rank's rows only"
+)
 
 OF_DIVISORS = frozenset(
     (
@@ -156,13 +161,18 @@ def _learned(verdict: Verdict) -> list[str]:
             f"of {names}, what is off is {times} times the weights themselves: weight decay or a "
             "penalty that counts otherwise than in the big batch"
         )
+    if found.loss is not None and (there := at_the_loss(verdict, found.loss)):
+        learned.append(f"the big batch's loss is {found.loss:.4g}, and backward began {there}")
     lines = wrapped(f"Known of it: {'; '.join(learned)}.", "  ") if learned else []
     for module, finding in list((found.by_module or {}).items())[:4]:
         what = f"On the parameters of {module or 'the model itself'} alone it is {finding.cause}: "
         lines += wrapped(f"{what}{finding.sentence}", "  ")
         lines += wrapped(f"Look at: {finding.look_at}", "  ")
     if found.half:
-        lines += wrapped(f"Look at: {HALVES[found.half]}", "  ")
+        more = (
+            STATISTICS if found.half == "before" and "no sum over" in verdict.why_no_shares else ""
+        )
+        lines += wrapped(f"Look at: {HALVES[found.half]}{more}", "  ")
     return lines
 
 

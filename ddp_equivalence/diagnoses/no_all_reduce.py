@@ -15,7 +15,8 @@ def predict(view: View) -> Sequence[Way]:
     if view.world_size == 1 or len(view.ranks) != view.world_size:
         return ()
     ways = [Way(view.of_the_ranks(own)) for own in view.owns]
-    if view.measured.numel() and not view.only_some_differ and view.ranks_differ:
+    unseen = view.seen is None and view.measured.numel() > 0
+    if unseen and not view.only_some_differ and view.ranks_differ:
         # Whatever each rank's own gradient is: reduced, they would have been the big batch.
         apart = view.measured - view.measured.mean(0)
         for divisor, detail in ((1, ""), (view.world_size, "their sum is the big batch")):

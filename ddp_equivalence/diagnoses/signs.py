@@ -9,8 +9,9 @@ from ddp_equivalence.diagnoses.view import View
 from ddp_equivalence.observation import Wrapper
 from ddp_equivalence.ranks.collectives import FORGOTTEN
 
-CLOSE = 0.02
-"""Losses agree within this: their values are rounded to the case's precision."""
+CLOSE = 1e-4
+"""Losses that agree within this are one: what float32 leaves of them. In lower precision they say
+nothing."""
 
 
 def wrappers(view: View) -> list[Wrapper]:

@@ -55,5 +55,7 @@ class Fault:
     steps: int = 1
     extra_examples: int = 0
     """Examples in the big batch beyond what the ranks divide evenly."""
+    of_counts: bool = False
+    """It shows only where the ranks' losses divide by different numbers."""
     by_design: bool = False
     """The strategy differs without the plant too: the fault is in model, loss or data."""

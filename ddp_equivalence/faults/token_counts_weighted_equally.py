@@ -10,6 +10,7 @@ FAULT = Fault(
     sentence="The global count of tokens is replaced by each rank's own.",
     in_step=own_divisor,
     strategies=("ddp_global_mean",),
+    of_counts=True,
     pairs=(
         ("gru_tied", "token_mean"),
         ("attention_tied", "token_mean"),

@@ -25,7 +25,10 @@ class FaultTrial:
 
     @property
     def hidden(self) -> str | None:
-        return self.fault.hidden(self.trial.case.ranks)
+        case, fault = self.trial.case, self.fault
+        if fault.of_counts and Trial(case, "ddp_mean").cause is None:
+            return "every rank's loss divides by the same number"
+        return fault.hidden(case.ranks)
 
     def __str__(self) -> str:
         return f"{self.fault.name}-{self.trial.strategy}-{self.trial}"

@@ -24,6 +24,7 @@ FAULT = Fault(
     sentence="The global mean is replaced by the mean over each rank's own examples.",
     in_step=own_divisor,
     strategies=("ddp_global_mean",),
+    of_counts=True,
     pairs=(("mlp", "mse_mean"), ("conv", "cross_entropy_mean")),
     shards=("uneven", "one_example"),
 )
