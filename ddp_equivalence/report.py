@@ -183,10 +183,12 @@ def _argument(verdict: Verdict) -> list[str]:
     nodes = "1 node" if layout.nodes == 1 else f"{layout.nodes} nodes (simulated on one host)"
     what = "gradient" if verdict.compare == "gradients" else "update of the weights"
     examples = " + ".join(map(str, verdict.examples))
-    lines = [
+    lines = wrapped(
         f"  Let    g = {what} of the big batch, {examples} examples; "
-        f"W = {layout.world_size} {plural(layout.world_size, 'rank')} on {nodes}"
-    ]
+        f"W = {layout.world_size} {plural(layout.world_size, 'rank')} on {nodes}",
+        "         ",
+        first="",
+    )
     for text in _what_ranks_hold(comparison):
         lines += wrapped(f"  Then   {text}", "         ", first="")
     if verdict.compare == "update":

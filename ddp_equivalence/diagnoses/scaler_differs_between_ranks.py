@@ -50,10 +50,10 @@ def sign(view: View) -> Sign | None:
 
 HYPOTHESIS = Hypothesis(
     name="scaler_differs_between_ranks",
-    sentence="Each rank scaled its loss, and unscaled the reduced gradient, by a scale of its own.",
-    look_at="where the scale is computed: reduce it, or what it is taken from, before it is used. Of "
-    "a GradScaler on each rank found_inf must be reduced, so that all change their scale together "
-    "(torch.distributed.fsdp.sharded_grad_scaler does)",
+    sentence="Each rank scaled its loss and unscaled the reduced gradient by a scale of its own.",
+    look_at="where the scale is computed: reduce it, or what it is taken from, before it is used. "
+    "Of a GradScaler on each rank found_inf must be reduced, so that all change their scale "
+    "together (torch.distributed.fsdp.sharded_grad_scaler does)",
     predict=predict,
     sign=sign,
     tell_apart="two steps, since a scaler changes its scale between them",
