@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -21,10 +20,16 @@ def all_counts(batch: Any) -> Mapping[str, float]:
             continue
         name = pytree.keystr(path).strip("[]'.") or "the batch"
         found[f"elements of {name}"] = leaf.numel()
-        if not leaf.is_floating_point() and leaf.dtype is not torch.bool:
-            found[f"{name} that are not {PADDING}"] = int((leaf != PADDING).sum())
-        elif bool(((leaf == 0) | (leaf == 1)).all()):
-            found[f"{name} that are set"] = float(leaf.double().sum())
+        if bool(((leaf == 0) | (leaf == 1)).all()):
+            what, counted = f"elements of {name} that are set", leaf != 0
+        elif not leaf.is_floating_point():
+            what, counted = f"elements of {name} that are not {PADDING}", leaf != PADDING
+        else:
+            continue
+        found[what] = int(counted.sum())
+        if counted.ndim > 1:
+            # A loss on the next token has no use for the first.
+            found[f"{what}, but for the first of each row"] = int(counted[:, 1:].sum())
     return found
 
 

@@ -221,6 +221,8 @@ def _whose_mean(verdict: Verdict) -> list[str]:
         text += f"; together the ranks' gradients were divided by {by}"
     if found.right is not None and verdict.cause is not None:
         text += f". Right would be {_alike(found.right, '.4g')} times the loss as it is now"
+        if found.kind == "mean" and found.divided is not None:
+            text += f", or {found.divided:.4g} / {found.whole:g} times the summed loss"
     return wrapped(f"  {text}.", "    ", first="")
 
 

@@ -13,7 +13,7 @@ def test_tokens_are_counted_and_the_right_factor_makes_it_the_big_batch() -> Non
     verdict = check(Case(model="gru_tied", loss="token_mean", shards="uneven"), "ddp_mean")
     found = verdict.whose_mean
     assert found is not None
-    assert (found.kind, found.what) == ("mean", "targets that are not -100")
+    assert (found.kind, found.what) == ("mean", "elements of targets that are not -100")
     assert found.whole == sum(found.counts)
     assert found.divided == pytest.approx(2)
     # The world size times the rank's tokens over those of all.
