@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         RanksTimedOut,
         SuiteBug,
     )
+    from ddp_equivalence.faults.plant import planted
     from ddp_equivalence.ranks.rank import Rank
     from ddp_equivalence.verdict import Verdict, assert_equivalent, check
 
@@ -30,9 +31,10 @@ __all__ = [
     "Verdict",
     "assert_equivalent",
     "check",
+    "planted",
 ]
 
-_HOME = {"Case": "case", "Rank": "ranks.rank", "check": "verdict"}
+_HOME = {"Case": "case", "Rank": "ranks.rank", "check": "verdict", "planted": "faults.plant"}
 _HOME |= dict.fromkeys(("Verdict", "assert_equivalent"), "verdict")
 
 

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ddp_equivalence import session
 from ddp_equivalence.errors import BadCase
 from ddp_equivalence.ranks.server import start_early
+from ddp_equivalence.terminal import painted, width_of
 
 if TYPE_CHECKING:
     from ddp_equivalence.verdict import Verdict
@@ -246,7 +248,8 @@ def _check(known: argparse.Namespace, path: Path, name: str) -> int:
         # Neither same nor different: Python's own exit code 1 would say "different".
         traceback.print_exc()
         return NOT_JUDGED
-    print(verdict, end="")
+    with session.using(session.replaced(width=width_of(sys.stdout, session.current().width))):
+        print(painted(str(verdict), sys.stdout), end="")
     if known.export_repro is not None:
         print(_reproduction(verdict, found.step, options, known.export_repro))
     return EXIT_CODE[verdict.outcome]

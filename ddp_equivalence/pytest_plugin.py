@@ -19,6 +19,7 @@ from ddp_equivalence import closing_table, session
 from ddp_equivalence.closing_table import NotRun
 from ddp_equivalence.ranks.names import BACKENDS, LANES
 from ddp_equivalence.records import Record, environment, record_of
+from ddp_equivalence.terminal import width_of
 
 if TYPE_CHECKING:
     from ddp_equivalence.request import Request
@@ -43,6 +44,7 @@ _run = pytest.StashKey["Run"]()
 _to_export = pytest.StashKey[list[tuple["Request", str]]]()
 _until = pytest.StashKey[float | None]()
 _started = pytest.StashKey[bool]()
+_width = pytest.StashKey[int]()
 
 OURS = re.compile(rb"\bddp_equivalence\b|\bequivalence\.(check|assert_equivalent)\b")
 """Is in the text of a file that will compare something."""
@@ -193,6 +195,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--in-process") and config.getoption("numprocesses", None):
         raise pytest.UsageError("--in-process: not with -n, whose workers have no terminal")
     config.stash[_until] = _end_of_run(config)
+    # pytest puts "E   " before every line of a failure.
+    config.stash[_width] = width_of(sys.stdout, session.Settings.width + 4) - 4
     path: Path | None = config.getoption("--ddp-json")
     if path is not None and not path.resolve().parent.is_dir():
         raise pytest.UsageError(f"--ddp-json {path}: there is no folder {path.resolve().parent}")
@@ -283,6 +287,7 @@ def _settings(item: pytest.Item) -> session.Settings:
         second_look=not option("--ddp-no-second-look"),
         must_run=tuple(option("--must-run")),
         repeat=f'{option("--ddp-repeat-with")} "{item.nodeid}"',
+        width=item.config.stash[_width],
     )
     for marker in reversed(list(item.iter_markers("ddp"))):  # the nearest one last
         run = replace(run, **marker.kwargs)
