@@ -91,16 +91,28 @@ class Selection:
         first = -chunk.offset % self.stride[chunk.name]
         return chunk.values[first :: self.stride[chunk.name]].clone()
 
+    def of_one(self, name: str, gradient: Tensor) -> Tensor:
+        """What is kept of one gradient, as float64 on the CPU, in memory of its own."""
+        flat = dense(gradient).reshape(-1)[:: self.stride[name]]
+        return flat.to("cpu", torch.float64, copy=True)
+
     def of(self, gradients: Gradients) -> Tensor:
-        """All that is kept as one float64 vector; None counts as zero."""
-        pieces = []
-        for name, stride in self.stride.items():
-            value = gradients.get(name)
-            if value is None:
-                pieces.append(torch.zeros(self.size(name), dtype=torch.float64))
-            else:
-                pieces.append(dense(value).reshape(-1)[::stride].double())
-        return torch.cat(pieces)
+        """What is kept of all as one vector; None counts as zero."""
+        return self.joined(
+            {name: self.of_one(name, one) for name, one in gradients.items() if one is not None}
+        )
+
+    def joined(self, kept: Mapping[str, Tensor]) -> Tensor:
+        """What was kept of each as one float64 vector; zeros for what is missing."""
+        zeros = {name: self.size(name) for name in self.sizes if name not in kept}
+        return torch.cat(
+            [
+                torch.zeros(zeros[name], dtype=torch.float64)
+                if name in zeros
+                else kept[name].double()
+                for name in self.sizes
+            ]
+        )
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from ddp_equivalence.gradients import Selection, dense, digest
+from ddp_equivalence.gradients import Selection, digest
 from ddp_equivalence.ranks.collectives import Collective, issued_so_far
 from ddp_equivalence.ranks.patches import patched
 
@@ -51,8 +51,8 @@ class Backward:
     """One call of backward, in ``step`` (from 0).
 
     ``loss``: the value that it began at. ``gradient``: what it gave the parameters on this rank, as
-    the selection has it, before anything was reduced; None if it gave nothing. ``norm``: of all of
-    it. ``forwards``: how many there had been before it.
+    the selection has it, before anything was reduced; None if it gave nothing. ``forwards``: how
+    many there had been before it.
     ``issued``: how many collectives had been issued before it and when it ended; None if torch has
     no flight recorder.
     """
@@ -62,7 +62,6 @@ class Backward:
     issued: tuple[int | None, int | None]
     step: int
     gradient: Tensor | None = None
-    norm: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -206,8 +205,8 @@ class Observer:
         )
 
     def _on_gradient(self, name: str, gradient: Tensor) -> None:
-        value = dense(gradient).cpu()
-        self._own[name] = self._own[name] + value if name in self._own else value.clone()
+        value = self._selection.of_one(name, gradient)
+        self._own[name] = self._own[name] + value if name in self._own else value
 
     def _from(self, differentiate: Callable[..., Any]) -> Callable[..., Any]:
         """``torch.autograd.backward`` or ``grad``, watched."""
@@ -232,8 +231,7 @@ class Observer:
                     forwards=len(self._forwards),
                     issued=(before, issued_so_far()),
                     step=self.step,
-                    gradient=self._selection.of(self._own) if self._own else None,
-                    norm=sum(float(one.norm()) ** 2 for one in self._own.values()) ** 0.5,
+                    gradient=self._selection.joined(self._own) if self._own else None,
                 )
             )
             self._own = {}

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ddp_equivalence.building import (
@@ -148,15 +147,12 @@ class Surroundings:
     ) -> Mapping[str, float]:
         """Of an update over several steps: how many times the first weights are left over."""
         selection, reference = self.selection, self._reference
-        found = {name: measured[0].get(name) for name in selection.sizes}
-        values = [
-            torch.zeros(selection.size(name)) if one is None else one for name, one in found.items()
-        ]
+        found = {name: one for name, one in measured[0].items() if one is not None}
         return left_over_of_weights(
             self._request.case,
             selection,
             selection.of(reference.expected),
-            torch.cat([value.double() for value in values]),
+            selection.joined(found),
         )
 
     def _expected(self, selection: Selection, step: int) -> Tensor:

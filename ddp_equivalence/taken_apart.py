@@ -67,14 +67,8 @@ def repeats(measured: Kept, observed: Mapping[int, Observation]) -> bool | None:
 
 
 def _joined(view: View, found: Mapping[str, Tensor | None], full: Mapping[str, str]) -> Tensor:
-    pieces = []
-    for name in view.shapes:
-        value = found.get(full[name])
-        if value is None:
-            pieces.append(torch.zeros(view.selection.size(name), dtype=torch.float64))
-        else:
-            pieces.append(value.double())
-    return torch.cat(pieces)
+    values = {name: found.get(full[name]) for name in view.shapes}
+    return view.selection.joined({name: one for name, one in values.items() if one is not None})
 
 
 def _is_the_deal(view: View, read: tuple[tuple[Indices, ...], ...]) -> bool:

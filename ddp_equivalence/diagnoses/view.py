@@ -34,11 +34,10 @@ MicroBatches = tuple[tuple[Tensor, ...], ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """The loss of some examples and its gradient: ``vector`` as in the view, ``norm`` in full."""
+    """The loss of some examples, and the ``vector`` of its gradient."""
 
     loss: float
     vector: Tensor
-    norm: float
 
 
 @dataclass
@@ -330,10 +329,9 @@ class View:
             )
         except BadCase:
             nothing = torch.full_like(self.expected, torch.nan)
-            return Piece(float("nan"), nothing, float("nan"))
-        norm = sum(float(one.to_dense().norm()) ** 2 for one in found.values() if one is not None)
-        vector = self.scale * self.selection.of(found)
-        return Piece(loss, vector, norm**0.5)
+            return Piece(float("nan"), nothing)
+        known = {name: one for name, one in found.items() if name in self.selection.sizes}
+        return Piece(loss, self.scale * self.selection.of(known))
 
 
 def near(one: Tensor, other: Tensor) -> bool:
