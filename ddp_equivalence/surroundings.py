@@ -34,6 +34,9 @@ from ddp_equivalence.tolerance import Noise
 MAX_ELEMENTS = 2_000_000
 """Ranks x elements that are kept to take a difference apart; of more, a selection is."""
 
+MAX_SELECTED = 200_000
+"""Ranks x elements of that selection: enough to tell causes apart, and little beside the model."""
+
 
 class Surroundings:
     """Of one request and its reference; a check that is plainly the same never asks."""
@@ -49,7 +52,10 @@ class Surroundings:
             for name, value in self._reference.expected.items()
             if value is not None
         }
-        return Selection.at_most(MAX_ELEMENTS // self._request.case.ranks.world_size, sizes)
+        world_size = self._request.case.ranks.world_size
+        if sum(sizes.values()) * world_size <= MAX_ELEMENTS:
+            return Selection.at_most(MAX_ELEMENTS, sizes)
+        return Selection.at_most(MAX_SELECTED // world_size, sizes)
 
     @cached_property
     def own_selection(self) -> Selection:

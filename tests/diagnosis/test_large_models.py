@@ -16,6 +16,7 @@ MLP = Case(model="mlp", loss="mse_mean", layout="2x2")
 def few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixty elements of 244 on each of four ranks."""
     monkeypatch.setattr(surroundings, "MAX_ELEMENTS", 240)
+    monkeypatch.setattr(surroundings, "MAX_SELECTED", 240)
 
 
 @pytest.mark.parametrize(
