@@ -156,6 +156,13 @@ def _parser() -> argparse.ArgumentParser:
         "--every", action="store_true", help="every model, loss and type on every layout: minutes"
     )
     faults.add_argument(
+        "--right",
+        type=int,
+        default=0,
+        metavar="N",
+        help="and this many random cases that are right, none of which may be called wrong",
+    )
+    faults.add_argument(
         "--sensitivity",
         action="store_true",
         help="instead: the smallest factor and wrong element that is caught, by type",
@@ -263,7 +270,12 @@ def _faults(known: argparse.Namespace) -> int:
         return commands.list_faults()
     if known.sensitivity:
         return commands.print_sensitivity()
-    return commands.print_table(known.names, known.layout, known.every)
+    bad = commands.print_table(known.names, known.layout, known.every)
+    if known.right and not bad:
+        from ddp_equivalence.exploration.commands import explore_suite
+
+        bad = int(not explore_suite(known.right, 0, seed=0, results=None))
+    return bad
 
 
 def _explore(known: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ OUTCOMES = ((" is not big_batch", RED), (" is big_batch", GREEN), (" against big
 HEADS = re.compile(
     r"^(  (?:Namely|Seen|Look at|Known of it|Whose mean is it\?|Structure|Share of|No shares|Right|"
     r"Parameters that differ|Cannot be told apart|Same numbers|Ruled out|Nearest|Evidence|Planted|"
-    r"Case|Repeat|On a closer look)[^:]*:?)",
+    r"Case|Repeat|Script|On a closer look)[^:]*:?)",
     re.MULTILINE,
 )
 

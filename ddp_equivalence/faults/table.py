@@ -93,6 +93,7 @@ def lines(found: Sequence[Planting]) -> Iterator[str]:
     for name in names:
         yield _row(name, [one for one in found if one.what.fault.name == name], width)
     yield _row("all", list(found), width)
+    yield f"slowest from the call to the verdict: {max((p.seconds for p in found), default=0):.1f} s"
     yield from _misses(found)
 
 
