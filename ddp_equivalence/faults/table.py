@@ -93,7 +93,8 @@ def lines(found: Sequence[Planting]) -> Iterator[str]:
     for name in names:
         yield _row(name, [one for one in found if one.what.fault.name == name], width)
     yield _row("all", list(found), width)
-    yield f"slowest from the call to the verdict: {max((p.seconds for p in found), default=0):.1f} s"
+    slowest = max((one.seconds for one in found), default=0.0)
+    yield f"slowest from the call to the verdict: {slowest:.1f} s"
     yield from _misses(found)
 
 
