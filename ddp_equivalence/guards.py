@@ -80,6 +80,25 @@ def against_another_start(reference: Reference, evidence: Mapping[int, Evidence]
     )
 
 
+def against_divergence(reference: Reference, step: int) -> str | None:
+    """Where the big batch's own training diverges, rounding decides what comes after.
+
+    ``step``: the first one that differs, of those that the reference took; all before were right.
+    """
+    losses = reference.losses[: step + 1]
+    if len(losses) < 2 or not abs(losses[-1]) > DIVERGED * abs(losses[0]):
+        return None
+    return (
+        f"the big batch's own training diverges (its loss is {losses[0]:.3g} before the first step "
+        f"and {losses[-1]:.3g} before step {step + 1}, the first that differs), and there rounding "
+        "decides: take a smaller learning rate, or fewer steps"
+    )
+
+
+DIVERGED = 100.0
+"""A loss that grows by more than this in a few steps is no training."""
+
+
 def against_a_pass(
     comparison: Comparison,
     evidence: Mapping[int, Evidence],

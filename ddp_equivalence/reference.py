@@ -64,7 +64,8 @@ class Reference:
 
     ``expected``: parameter name -> gradient (or update) of the big batch, float64, or None.
     ``described``: what it has to be in the case's own precision. ``start``: digest of the weights
-    before the first step. ``dtype``: the lowest of a parameter. ``examples``: of each step.
+    before the first step. ``dtype``: the lowest of a parameter. ``examples``: of each step, and
+    ``losses`` at its beginning.
     """
 
     case: Case
@@ -76,6 +77,7 @@ class Reference:
     start: str
     dtype: torch.dtype
     examples: tuple[int, ...]
+    losses: tuple[float, ...] = ()
 
     @cached_property
     def rounding(self) -> Rounding:
@@ -94,7 +96,8 @@ def big_batch(
     examples = tuple(map(count_examples, batches))
     built = [model]
     del model
-    expected = _train(case, batches, compare, lr, dtype=torch.float64, built=built)
+    losses: list[float] = []
+    expected = _train(case, batches, compare, lr, dtype=torch.float64, built=built, losses=losses)
     return Reference(
         case=case,
         compare=compare,
@@ -105,6 +108,7 @@ def big_batch(
         start=start,
         dtype=max(dtypes.values(), key=lambda dtype: torch.finfo(dtype).eps),
         examples=examples,
+        losses=tuple(losses),
     )
 
 

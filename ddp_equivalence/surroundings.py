@@ -142,7 +142,7 @@ class Surroundings:
             seed=step_seed(case, step),
             counts=counts(batches[step]),
             batch_coupled=_coupled(case),
-            divisor=_divisor(request),
+            sums_in_nodes=request.strategy is not None and request.strategy.sums_in_nodes,
             scale=-request.lr if request.compare == "update" else 1.0,
             on_cpu=request.lane.device_type == "cpu",
             known=self._known(step) if selection.is_whole else {},
@@ -181,12 +181,6 @@ def without_ranks(case: Case) -> Case:
     if case.shards == "no_valid_token":
         return case
     return replace(case, layout="1x1", shards="equal", examples=case.catalogue_examples)
-
-
-def _divisor(request: Request) -> int:
-    kind = "ranks" if request.strategy is None else request.strategy.divides_by
-    layout = request.case.ranks
-    return {"ranks": layout.world_size, "nodes": layout.nodes, "nothing": 1}[kind]
 
 
 def _coupled(case: Case) -> str | None:

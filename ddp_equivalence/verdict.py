@@ -307,7 +307,11 @@ def _judge(request: Request) -> Verdict:
     if reason is not None:
         return replace(verdict, reason=reason)
     if not found.comparison.same:
+        step = first_wrong_step(found.comparison, request.step_count)
+        if request.compare == "update":
+            step = request.step_count - 1
         reason = guards.against_another_start(reference, found.evidence)
+        reason = reason or guards.against_divergence(reference, step)
         if reason is not None:
             return replace(verdict, reason=reason)
         with threads_for(found.comparison.elements):

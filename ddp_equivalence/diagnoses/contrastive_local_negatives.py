@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from ddp_equivalence.diagnoses.hypothesis import Hypothesis, Way
 from ddp_equivalence.diagnoses.uneven_shards_weighted_equally import is_mean_over_examples
 from ddp_equivalence.diagnoses.view import View, near
@@ -22,7 +24,12 @@ def of_local_losses(view: View) -> Sequence[Way]:
         return ()
     if view.has_batch_norm or view.has_dropout or not _compares_examples(view):
         return ()
+    # Equally, or by their examples where a global count divides.
+    sizes = [sum(map(len, of_rank)) for of_rank in view.parts or ()]
+    counted = [size * row for size, row in zip(sizes, found, strict=True) if size]
     ways = [found.mean(0), *view.put_together()]
+    if counted:
+        ways.append(torch.stack(counted).sum(0) / sum(sizes))
     return tuple(Way(view.everywhere(way)) for way in ways if not near(way, view.expected))
 
 

@@ -45,6 +45,8 @@ def without(view: View, ranks: tuple[int, ...]) -> Iterator[Way]:
 
 
 def _without(view: View, ranks: tuple[int, ...], own: Tensor) -> Iterator[Way]:
+    if not bool(own[list(ranks)].any()):
+        return  # they bring nothing anyway
     others = [rank for rank in range(view.world_size) if rank not in ranks]
     total = own[others].sum(0)
     name = signs.listed(ranks)

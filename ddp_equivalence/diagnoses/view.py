@@ -53,8 +53,8 @@ class View:
     draw from.
 
     ``dtype``: the lowest of a parameter. ``seed``: what torch is seeded with before the step.
-    ``divisor``: what a strategy divides the sum over the ranks by. ``counts``: what a mean over the
-    big batch may divide by: "examples", "elements of targets" ...
+    ``sums_in_nodes``: the strategy adds up inside nodes, and averages over them. ``counts``: what a
+    mean over the big batch may divide by: "examples", "elements of targets" ...
 
     Of a difference: ``measured``, shape (ranks, elements), ``differing``, the parameters beyond
     their limits, ``observed``, what a closer look at each rank saw (empty without one), and
@@ -80,7 +80,7 @@ class View:
     seed: int
     counts: Mapping[str, float] = field(default_factory=dict)
     batch_coupled: str | None = None
-    divisor: int = 1
+    sums_in_nodes: bool = False
     scale: float = 1.0
     on_cpu: bool = True
     known: dict[tuple[Indices, bytes], Piece] = field(default_factory=dict)
@@ -189,9 +189,9 @@ class View:
 
         Where all ranks are averaged or summed, the gradients of the parts predict it.
         """
-        if self.divisor != self.layout.nodes or self.layout.nodes == self.world_size:
+        if not self.sums_in_nodes or self.layout.nodes == self.world_size:
             return []
-        return [own.sum(0) / self.divisor for own in self.owns]
+        return [own.sum(0) / self.layout.nodes for own in self.owns]
 
     @cached_property
     def loss_factors(self) -> tuple[tuple[float, ...], ...] | None:

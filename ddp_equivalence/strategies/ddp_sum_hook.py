@@ -46,5 +46,4 @@ STRATEGY = Strategy(
     promise="The sum over ranks is the big batch if every term of the loss is a sum over examples.",
     breaks=breaks,
     prepare=prepare,
-    divides_by="nothing",
 )

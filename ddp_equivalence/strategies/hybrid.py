@@ -95,5 +95,5 @@ STRATEGY = Strategy(
     "mean and every node's loss divides by the same number.",
     breaks=breaks,
     prepare=prepare,
-    divides_by="nodes",
+    sums_in_nodes=True,
 )

@@ -67,5 +67,4 @@ SUM = Strategy(
     "over examples.",
     breaks=sum_breaks,
     prepare=partial(prepare, divide_by_world_size=False),
-    divides_by="nothing",
 )

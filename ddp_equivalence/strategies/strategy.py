@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -65,9 +65,9 @@ class Strategy:
     ``promise`` in words, and ``breaks(facts)`` as a predicate: None where it holds, else the
     public name of the cause. ``prepare(task)`` is called once on each rank and returns the train
     step. ``one_process``: one process drives all replicas, the layout's ranks. ``lane``: what the
-    machine must have beyond ranks. ``divides_by``: what the sum over
-    the ranks' own gradients is divided by. ``contributions``: per rank, the parts of the big batch
-    of which it averages the gradients.
+    machine must have beyond ranks. ``sums_in_nodes``: gradients
+    are added up inside nodes, and averaged over them. ``contributions``: per rank, the parts of the
+    big batch of which it averages the gradients.
     """
 
     name: str
@@ -76,5 +76,5 @@ class Strategy:
     prepare: Callable[[Task], TrainStep]
     one_process: bool = False
     lane: str | None = None
-    divides_by: Literal["ranks", "nodes", "nothing"] = "ranks"
+    sums_in_nodes: bool = False
     contributions: Callable[[Facts], tuple[tuple[Indices, ...], ...]] = each_rank

@@ -127,3 +127,19 @@ def test_building_a_case_leaves_the_callers_random_state_alone() -> None:
     big_batch(Case(model="dropout", loss="mse_mean"))
     assert repr(np.random.get_state()) == numpy_before
     assert torch.equal(torch.get_rng_state(), torch_before)
+
+
+def test_a_difference_after_the_big_batch_itself_diverges_is_not_judged() -> None:
+    case = Case(
+        model="attention_tied",
+        loss="token_sum",
+        layout="1x4",
+        shards="uneven",
+        dtype=torch.float32,
+        seed=81183,
+        examples=26,
+    )
+    verdict = check(case, "ddp_sum_hook", steps=3)
+    assert (verdict.outcome, "training diverges" in verdict.reason) == ("unknown", True), verdict
+    # What is wrong before it diverges is judged all the same.
+    assert check(case, "ddp_mean", steps=3).cause == "mean_not_sum"
