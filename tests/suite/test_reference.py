@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_equivalence import Case
+from ddp_equivalence import Case, check
 from ddp_equivalence.building import build_batches, build_model
 from ddp_equivalence.losses import LOSSES
 from ddp_equivalence.models import MODELS
