@@ -124,7 +124,7 @@ def observe(
     ranks: RankSet, request: Request, deadline: float, selection: Selection
 ) -> dict[int, Observation]:
     """Run the same step once more, watched closely: rank -> what was seen, all ranks or none."""
-    if ranks.broken or request.in_process:
+    if ranks.broken or request.in_process or not request.second_look:
         return {}  # no ranks to run it on, or somebody is looking already
     found = {}
     try:

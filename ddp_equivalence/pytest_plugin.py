@@ -150,8 +150,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--ddp-no-second-look",
         action="store_true",
-        help="do not run a case that hung or was aborted once more under "
-        "TORCH_DISTRIBUTED_DEBUG=DETAIL",
+        help="do not run a step once more to find out more: after it hung or was aborted, under "
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL; after it differed, watched",
     )
     group.addoption(
         "--ddp-json", type=Path, metavar="PATH", help="write the results, machine-readable"

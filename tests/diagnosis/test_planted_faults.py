@@ -63,5 +63,16 @@ def test_what_is_not_planted_is_not_broken() -> None:
     assert check(what.trial.case, what.trial.strategy).outcome == "same"
 
 
+@pytest.mark.self_check
+@pytest.mark.ddp(second_look=False)
+def test_without_a_second_look_all_that_leave_the_same_numbers_are_named() -> None:
+    what = next(one for one in fault_trials(["raw_module_called"], ["1x2"], every=False))
+    with planted("raw_module_called"):
+        verdict = check(what.trial.case, what.trial.strategy)
+    assert verdict.observed == {}
+    accepted = {one.cause for one in verdict.findings if one.accepted}
+    assert {"no_all_reduce", "raw_module_called", "no_sync_left_on", "wrapper_dropped"} <= accepted
+
+
 def test_every_cause_has_a_fault_and_every_fault_a_diagnosis() -> None:
     assert sorted(one.name for one in HYPOTHESES) == sorted(FAULTS)
