@@ -54,11 +54,11 @@ def evidence_lines(verdict: Verdict) -> list[str]:
     if verdict.planted:
         lines += wrapped(f"Planted:  {verdict.planted}, on purpose", "  ")
     lines += wrapped(f"Case:     {verdict.case}", "  ")
-    if verdict.repeat:
-        lines.append(f"  Repeat:   {verdict.repeat}")  # in one piece, to be pasted
     if verdict.outcome == "different":
         how = "--export-repro DIR (of pytest: --ddp-export-repro DIR)"
         lines += wrapped(f"Script:   {how} writes this as one plain torch script", "  ")
+    if verdict.repeat:
+        lines.append(f"  Repeat:   {verdict.repeat}")  # in one piece, to be pasted
     return lines
 
 

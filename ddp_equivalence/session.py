@@ -19,8 +19,8 @@ class Settings:
     ``deadline``: seconds of a case, ``collective_deadline`` of one collective (None: half of the
     case's), ``run_until`` of the whole run, on the machine's monotonic clock. ``second_look``: run
     a case that hung, was aborted or differed once more. ``repeat``: the command that repeats what
-    runs now. ``plant``: the fault that is planted in every step; "" for none. ``width``: of reports, in
-    columns.
+    runs now. ``plant``: the fault that is planted in every step; "" for none. ``width``: of
+    reports, in columns.
     """
 
     backend: str = "auto"

@@ -122,4 +122,5 @@ def _apart(row: Row) -> bool:
 def _share(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{0.0 if abs(value) < OFF else value:.2f}"  # not -0.00
+    # Not -0.00; and what lies between two numbers, such as 0.875, is always rounded to one of them.
+    return f"{0.0 if abs(value) < OFF else value + 1e-9:.2f}"
