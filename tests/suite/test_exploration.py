@@ -72,7 +72,10 @@ def test_random_right_cases_are_called_the_same_and_differences_by_their_name(
     tally = suite_search.search(right=30, wrong=10, seed=5)
     assert [one.repeat for one in tally.tried if not one.right] == []
     assert sum(one.outcome == "same" for one in tally.tried) >= 28
-    assert sum(one.outcome == "different" for one in tally.tried) >= 9
+    # Two draws may be one case.
+    known = [one.outcome for one in tally.tried if one.trial.cause is not None]
+    assert len(known) >= 7
+    assert set(known) == {"different"}
     assert {one.trial.strategy for one in tally.tried} == set(random_trials.strategies_here())
 
 
