@@ -1,28 +1,15 @@
-"""What the command line's exploring prints, and its exit codes."""
+"""``ddp-equivalence check FILE.py --explore N``: variations of a user's own case."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ddp_equivalence import selection
-from ddp_equivalence.exploration import step_search, step_text, suite_search, suite_text
+from ddp_equivalence.exploration import step_search, step_text
 from ddp_equivalence.exploration.variations import Variation
 from ddp_equivalence.user_file import UserCheck
-
-
-def explore_suite(right: int, wrong: int, seed: int, results: Path | None) -> bool:
-    """Try random trials of the suite. True if it was right on all of them."""
-    tally = suite_search.search(right, wrong, seed, tell=_print)
-    _print("")
-    for line in suite_text.lines(tally):
-        _print(line)
-    if results is not None:
-        results.write_text(json.dumps(suite_text.record(tally), indent=1) + "\n")
-    return not (tally.false_alarms or tally.misses)
 
 
 def explore_step(

@@ -1,0 +1,36 @@
+"""The commands of ``ddp-equivalence``, one a file: ``add`` its arguments, ``run`` it.
+
+None imports torch before it runs. An exit code is returned; bad input raises BadCase.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from ddp_equivalence.commands import check, doctor, explore, faults, run
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    """What a command's parser is added to."""
+
+
+class Command(Protocol):
+    """A module of this folder. ``known.rest``: arguments for others; only ``run`` takes any."""
+
+    def add(self, commands: Commands) -> None:
+        """Add the command's parser."""
+
+    def run(self, known: argparse.Namespace) -> int:
+        """Do it, and return the exit code."""
+
+
+COMMANDS: Mapping[str, Command] = {
+    "run": run,
+    "check": check,
+    "explore": explore,
+    "faults": faults,
+    "doctor": doctor,
+}
+"""As they are listed by --help."""

@@ -1,0 +1,7 @@
+"""What ``ddp-equivalence`` ends with: one meaning for every command."""
+
+from __future__ import annotations
+
+SAME, DIFFERENT, BAD_INPUT, NOT_JUDGED = 0, 1, 2, 3
+INTERRUPTED = 130
+OF_OUTCOME = {"same": SAME, "different": DIFFERENT, "unknown": NOT_JUDGED}
