@@ -26,26 +26,39 @@ def summary(
     records: Sequence[Record], not_run: Sequence[NotRun], must_run: Sequence[str]
 ) -> Mapping[str, object]:
     """The counts of a run, as machines read them."""
-    compared = [one for one in records if one["outcome"] in COMPARED]
+    planted = [one for one in records if one["planted"]]
+    records = _not_planted(records)
     expected_same = [one for one in records if one["expected"] == "same"]
     known = [one for one in records if one["known"]]
     return {
-        "compared": len(compared),
+        "compared": len(compared(records)),
         "same": sum(one["outcome"] == "same" for one in expected_same),
         "different": sum(one["outcome"] == "different" for one in expected_same),
         "unknown": sum(one["outcome"] == "unknown" for one in records),
         "known_differences": len(known),
         "known_differences_confirmed": sum(one["confirmed"] for one in known),
         "not_run": len(not_run),
-        "parameters_compared": sum(one["parameters"] * one["ranks"] for one in compared),
-        "lanes": dict(Counter(one["backend"] for one in compared)),
+        "planted": len(planted),
+        "planted_caught": sum(one["outcome"] == "different" for one in planted),
+        "planted_named": sum(one["planted"] in one["causes"] for one in planted),
+        "parameters_compared": sum(one["parameters"] * one["ranks"] for one in compared(records)),
+        "lanes": dict(Counter(one["backend"] for one in compared(records))),
         "must_run_missing": list(lanes_missing(records, must_run)),
     }
 
 
+def compared(records: Sequence[Record]) -> Sequence[Record]:
+    """Those that were judged; what was broken on purpose is none of them."""
+    return [one for one in _not_planted(records) if one["outcome"] in COMPARED]
+
+
+def _not_planted(records: Sequence[Record]) -> Sequence[Record]:
+    return [one for one in records if not one["planted"]]
+
+
 def lanes_missing(records: Sequence[Record], must_run: Sequence[str]) -> Iterator[str]:
     """The lanes that had to run and on which nothing was compared."""
-    ran = {one["backend"] for one in records if one["outcome"] in COMPARED}
+    ran = {one["backend"] for one in compared(records)}
     return (lane for lane in must_run if lane not in ran)
 
 
@@ -53,6 +66,8 @@ def lines(
     records: Sequence[Record], not_run: Sequence[NotRun], must_run: Sequence[str] = ()
 ) -> Iterator[str]:
     """The table, line by line."""
+    planted = [one for one in records if one["planted"]]
+    records = _not_planted(records)
     layouts = list(dict.fromkeys(one["layout"] for one in records))
     layouts.sort(key=_size)
     names = sorted({one["strategy"] for one in records if one["expected"] == "same"})
@@ -71,6 +86,7 @@ def lines(
         cells = "".join(f"{'–':>{columns[layout]}}" for layout in layouts)
         yield f"{name:<{width}}{cells}    NOT RUN: {'; '.join(reasons)}"
     yield from _known_differences(records, width)
+    yield from _planted(planted, width)
     yield from _also_not_run(not_run, missing)
     yield from _totals(records, must_run)
 
@@ -110,6 +126,26 @@ def _known_differences(records: Sequence[Record], width: int) -> Iterator[str]:
     yield " " * width + ", ".join(f"{name} {count}" for name, count in causes.most_common())
 
 
+def _planted(planted: Sequence[Record], width: int) -> Iterator[str]:
+    """The proof that the rest of the table could have come out otherwise."""
+    if not planted:
+        return
+    shown = [one for one in planted if one["outcome"] != "unknown"]
+    caught = [one for one in shown if one["outcome"] == "different"]
+    named = sum(one["planted"] in one["causes"] for one in caught)
+    nearest = min((one["error"] / one["limit"] for one in caught if one["limit"]), default=0.0)
+    faults = len({one["planted"] for one in planted})
+    yield (
+        f"{'planted faults':<{width}}{len(caught)} of {len(shown)} caught, {named} of {len(shown)} "
+        f"named ({faults} {_plural(faults, 'kind')}), nearest {nearest:.0e} limits away"
+    )
+    if len(planted) > len(shown):
+        yield f"{'':<{width}}{len(planted) - len(shown)} more cannot show there, which was said"
+    missed = len(shown) - len(caught)
+    if missed:
+        yield f"{'':<{width}}{missed} MISSED"
+
+
 def _also_not_run(not_run: Sequence[NotRun], listed: set[str]) -> Iterator[str]:
     """Cases of strategies that ran elsewhere."""
     reasons = Counter((one.lane, one.reason) for one in not_run if one.what not in listed)
@@ -118,19 +154,19 @@ def _also_not_run(not_run: Sequence[NotRun], listed: set[str]) -> Iterator[str]:
 
 
 def _totals(records: Sequence[Record], must_run: Sequence[str]) -> Iterator[str]:
-    compared = [one for one in records if one["outcome"] in COMPARED]
-    lanes = Counter(one["backend"] for one in compared)
+    judged = compared(records)
+    lanes = Counter(one["backend"] for one in judged)
     for lane, count in sorted(lanes.items()):
         text = f"lane {lane}: {count} {_plural(count, 'case')} compared"
-        reasons = Counter(one["lane_reason"] for one in compared if one["backend"] == lane)
+        reasons = Counter(one["lane_reason"] for one in judged if one["backend"] == lane)
         ((reason, times),) = reasons.most_common(1)
         mostly = "" if times == count else "mostly: "
         yield text + (f" ({mostly}{reason})" if reason else "")
-    parameters = sum(one["parameters"] * one["ranks"] for one in compared)
-    ranks = sum(one["ranks"] for one in compared)
-    if compared:
+    parameters = sum(one["parameters"] * one["ranks"] for one in judged)
+    ranks = sum(one["ranks"] for one in judged)
+    if judged:
         yield (
-            f"{len(compared)} {_plural(len(compared), 'case')} compared with one big batch: "
+            f"{len(judged)} {_plural(len(judged), 'case')} compared with one big batch: "
             f"{parameters:,} gradients of parameters, on {ranks:,} ranks"
         )
     else:

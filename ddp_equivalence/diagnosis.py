@@ -51,7 +51,6 @@ class Finding:
     because: str = ""
     refuted: bool = False
     tell_apart: str = ""
-    names: frozenset[str] = frozenset()
     informed: bool = False
     second: str = ""
 
@@ -133,7 +132,6 @@ def _judge(one: Hypothesis, view: View, accepted: float) -> Finding | None:
         shows=shows,
         fits=shows and rest <= accepted,
         detail=best.detail,
-        names=best.names,
         informed=best.informed,
         because=sign.because if sign else "",
         refuted=sign is not None and not sign.speaks_for,
@@ -152,7 +150,7 @@ def _multiples(factors: Sequence[Factor], view: View) -> Iterator[Way]:
         yield Way(wrong, factor.detail)
         if view.only_some_differ:
             mixed = view.mix(wrong, view.everywhere(view.expected), view.differing)
-            yield Way(mixed, f"{factor.detail}, of some parameters only", view.differing)
+            yield Way(mixed, f"{factor.detail}, of some parameters only")
 
 
 def _two_at_once(view: View, accepted: float) -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import floor, log10
 from textwrap import wrap
 
 from ddp_equivalence import session
@@ -28,3 +29,10 @@ def wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def to_see_that_it_is_not_1(value: float) -> str:
+    """With as many digits as it takes to see that it is not 1."""
+    off = abs(value - 1)
+    digits = 3 if off < 1e-11 or off > 0.005 else min(12, 1 - floor(log10(off)))
+    return f"{value:.{digits}f}" if abs(value) < 1e4 else f"{value:.6g}"

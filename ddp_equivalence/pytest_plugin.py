@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Generator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,27 +16,13 @@ import pytest
 
 from ddp_equivalence import closing_table, session
 from ddp_equivalence.closing_table import NotRun
-from ddp_equivalence.ranks.names import BACKENDS, LANES
+from ddp_equivalence.pytest_options import MARKERS, add_options, check_marker, settings_of
 from ddp_equivalence.records import Record, environment, record_of
 from ddp_equivalence.terminal import width_of
 
 if TYPE_CHECKING:
     from ddp_equivalence.request import Request
     from ddp_equivalence.verdict import Verdict
-
-MARKERS = (
-    "gloo_fallback: runs on gloo and the CPU because there are too few GPUs for NCCL",
-    "gloo: runs on gloo and the CPU, as asked for",
-    "gloo_cuda: runs on gloo with CUDA tensors",
-    "nccl: runs on an NCCL backend, one rank per GPU",
-    "emulated: one process on the CPU does what nn.DataParallel does on several GPUs",
-    "data_parallel: runs the real nn.DataParallel on two or more GPUs",
-    "difference: the case is known to differ from one big batch",
-    "ddp(deadline, collective_deadline, fresh_ranks, in_process, allow_changes, second_look): "
-    "settings of the checks made by this test",
-    "self_check: checks made by this test are left out of the closing table",
-    "trial(what, layout, lane): one case of the catalogue, for the closing table",
-)
 
 _records = pytest.StashKey[list[Record]]()
 _run = pytest.StashKey["Run"]()
@@ -51,16 +36,6 @@ OURS = re.compile(rb"\bddp_equivalence\b|\bequivalence\.(check|assert_equivalent
 
 COLLECTIVE = "--ddp-collective-deadline"
 RUN_UNTIL = "DDP_EQUIVALENCE_RUN_UNTIL"
-
-OF_MARKER = {
-    "deadline": "seconds, above 0",
-    "collective_deadline": "seconds, above 0",
-    "fresh_ranks": "True or False",
-    "in_process": "True or False",
-    "allow_changes": "True or False",
-    "second_look": "True or False",
-}
-"""What ``@pytest.mark.ddp`` can set, and the values that are right."""
 
 
 class Run:
@@ -94,94 +69,7 @@ def equivalence() -> Equivalence:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("ddp_equivalence", "ddp_equivalence: compared with one big batch")
-    group.addoption(
-        "--ddp-backend",
-        choices=BACKENDS,
-        default="auto",
-        help="backend of the ranks; auto is NCCL with one GPU per rank, else gloo on the CPU",
-    )
-    group.addoption(
-        "--must-run",
-        action="append",
-        choices=LANES,
-        default=[],
-        metavar="LANE",
-        help=f"fail unless something was compared on this lane ({', '.join(LANES)}); "
-        "nccl also forbids falling back to gloo; may be repeated",
-    )
-    group.addoption(
-        "--ddp-deadline",
-        type=_seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="time that the ranks of one check get (default 60)",
-    )
-    group.addoption(
-        "--ddp-collective-deadline",
-        type=_seconds,
-        default=None,
-        metavar="SECONDS",
-        help="time that one collective in it gets (default half of that)",
-    )
-    group.addoption(
-        "--ddp-run-deadline",
-        type=_seconds,
-        default=None,
-        metavar="SECONDS",
-        help="time for the whole run; what has not run by then fails the run (default none)",
-    )
-    group.addoption(
-        "--fresh-ranks",
-        action="store_true",
-        help="start new processes for every check instead of keeping them warm",
-    )
-    group.addoption(
-        "--in-process",
-        action="store_true",
-        help="rank 0 is the process of the test, without a deadline: breakpoint() works in a step",
-    )
-    group.addoption(
-        "--ddp-allow-changes",
-        action="store_true",
-        help="a step may change its process (seed, environment, default dtype, threads left "
-        "running ...) without failing its check; it is undone in any case",
-    )
-    group.addoption(
-        "--ddp-no-second-look",
-        action="store_true",
-        help="do not run a step once more to find out more: after it hung or was aborted, under "
-        "TORCH_DISTRIBUTED_DEBUG=DETAIL; after it differed, watched",
-    )
-    group.addoption(
-        "--ddp-json", type=Path, metavar="PATH", help="write the results, machine-readable"
-    )
-    group.addoption(
-        "--plant",
-        metavar="NAME",
-        help="break training in a known way in every test (sum_not_mean, rank_left_out ...; "
-        "`ddp-equivalence faults --list`) and list the tests that do not notice",
-    )
-    group.addoption(
-        "--ddp-export-repro",
-        type=Path,
-        metavar="DIR",
-        help="for every check that differs in a failing test, write one plain torch script that "
-        "shows the difference without this package, for a bug report",
-    )
-    # For the command line: a run of the suite that compares nothing has failed.
-    group.addoption("--ddp-require-comparison", action="store_true", help=argparse.SUPPRESS)
-    group.addoption("--ddp-repeat-with", default="pytest", help=argparse.SUPPRESS)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: seconds, above 0")
-    return value
+    add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -254,12 +142,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     item.stash[_records] = []
     item.stash[_to_export] = []
     listed = item.get_closest_marker("self_check") is None
+    planted = item.get_closest_marker("planted_fault")
     expected = "different" if item.get_closest_marker("difference") else "same"
 
     def remember(verdict: Verdict) -> None:
         if listed:
             with_floor = item.config.getoption("--ddp-json") is not None
-            item.stash[_records].append(record_of(verdict, item.nodeid, expected, with_floor))
+            record = record_of(verdict, item.nodeid, expected, with_floor)
+            record["planted"] = planted.args[0] if planted else ""
+            item.stash[_records].append(record)
         asked = session.asked()
         wanted = item.config.getoption("--ddp-export-repro") is not None
         if wanted and asked and (verdict.outcome == "different" or verdict.failure is not None):
@@ -270,47 +161,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
                 node = verdict.case.ranks.rows[rank].node
                 item.add_report_section("call", f"output of rank {rank} (node {node})", text)
 
-    with session.using(_settings(item)), session.observed(remember):
+    with (
+        session.using(settings_of(item, item.config.stash[_until], item.config.stash[_width])),
+        session.observed(remember),
+    ):
         return (yield)
-
-
-def _settings(item: pytest.Item) -> session.Settings:
-    option = item.config.getoption
-    run = session.Settings(
-        backend=option("--ddp-backend"),
-        deadline=option("--ddp-deadline"),
-        collective_deadline=option("--ddp-collective-deadline"),
-        run_until=item.config.stash[_until],
-        fresh_ranks=option("--fresh-ranks"),
-        in_process=option("--in-process"),
-        allow_changes=option("--ddp-allow-changes"),
-        second_look=not option("--ddp-no-second-look"),
-        must_run=tuple(option("--must-run")),
-        repeat=f'{option("--ddp-repeat-with")} "{item.nodeid}"',
-        width=item.config.stash[_width],
-    )
-    for marker in reversed(list(item.iter_markers("ddp"))):  # the nearest one last
-        run = replace(run, **marker.kwargs)
-    return run
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for marker in item.iter_markers("ddp"):
-            _check_marker(item, marker)
-
-
-def _check_marker(item: pytest.Item, marker: pytest.Mark) -> None:
-    """A setting that is none, or cannot be right, is refused before anything runs."""
-    for name, value in [*marker.kwargs.items(), *((repr(one), None) for one in marker.args)]:
-        right = OF_MARKER.get(name)
-        if right is None:
-            known = ", ".join(OF_MARKER)
-            raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.ddp({name}): one of {known}")
-        is_bool = isinstance(value, bool)
-        seconds = isinstance(value, int | float) and not is_bool and 0 < value < float("inf")
-        if not (is_bool if right == "True or False" else seconds):
-            raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.ddp({name}={value!r}): {right}")
+            check_marker(item, marker)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -398,12 +259,12 @@ def pytest_terminal_summary(
         return  # a run that has nothing to do with us
     terminalreporter.section("compared with one big batch", "=")
     for line in closing_table.lines(run.records, run.not_run, must_run):
-        bad = any(word in line for word in ("DIFFER", "UNKNOWN", "FAILED", "NOTHING"))
+        bad = any(word in line for word in ("DIFFER", "UNKNOWN", "FAILED", "NOTHING", "MISSED"))
         terminalreporter.line(line, red=bad, yellow="NOT RUN" in line and not bad)
 
 
 def _nothing_shown(run: Run, config: pytest.Config) -> bool:
-    compared = any(one["outcome"] in closing_table.COMPARED for one in run.records)
+    compared = closing_table.compared(run.records)
     if config.getoption("--ddp-require-comparison") and not compared:
         return True
     return bool(list(closing_table.lanes_missing(run.records, config.getoption("--must-run"))))

@@ -37,7 +37,8 @@ from ddp_equivalence.gradients import (
     updates_of,
     weights_of,
 )
-from ddp_equivalence.observation import Observation, Observer
+from ddp_equivalence.observation import Observation
+from ddp_equivalence.observer import Observer
 from ddp_equivalence.ranks import Rank, state
 from ddp_equivalence.ranks.collectives import Collective, new_collectives
 from ddp_equivalence.reference import Compare

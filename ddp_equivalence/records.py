@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 """id, strategy, layout, backend, dtype, expected, outcome, cause, error, floor, limit, seconds;
-and parameters, elements, ranks: how much was compared."""
+causes: all that cannot be told apart from it; planted: the fault that was planted on purpose; and
+parameters, elements, ranks: how much was compared."""
 
 
 def record_of(verdict: Verdict, test_id: str, expected: str, floor: bool = True) -> Record:
@@ -30,6 +31,7 @@ def record_of(verdict: Verdict, test_id: str, expected: str, floor: bool = True)
         "expected": expected,
         "outcome": verdict.outcome,
         "cause": verdict.cause,
+        "causes": [name for one in verdict.findings if one.accepted for name in one.causes],
         "error": _finite(verdict.error),
         "floor": _finite(verdict.floor) if floor else None,
         "limit": _finite(verdict.limit),

@@ -42,7 +42,7 @@ def run(known: argparse.Namespace) -> NoReturn:
     ]
     arguments = [
         "-o",
-        "testpaths=tests/equivalence tests/difference",
+        "testpaths=tests/equivalence tests/difference tests/diagnosis/test_planted_faults.py",
         "--ddp-require-comparison",
         "--ddp-repeat-with=ddp-equivalence run",
         *(f"--must-run={lane}" for lane in known.must_run),

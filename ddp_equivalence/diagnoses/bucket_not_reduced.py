@@ -18,11 +18,11 @@ def predict(view: View) -> Sequence[Way]:
     ways = []
     for own in view.owns:
         mixed = view.mix(view.of_the_ranks(own), right, view.differing)
-        ways.append(Way(mixed, detail, view.differing))
+        ways.append(Way(mixed, detail))
     if view.seen is None and view.ranks_differ:
         # Whatever each rank's own gradient is: reduced, they would have been the big batch.
         mixed = view.measured - view.measured.mean(0) + view.expected
-        ways.append(Way(view.mix(mixed, right, view.differing), detail, view.differing, True))
+        ways.append(Way(view.mix(mixed, right, view.differing), detail, informed=True))
     return tuple(ways)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 
@@ -13,31 +14,32 @@ from ddp_equivalence.diagnoses.view import View
 AGREE = 1e-3
 """Norms after clipping that agree within this are tried as one max_norm."""
 
+ADDED_TO_NORM = (1e-6, 0.0)
+"""By torch's clip_grad_norm_, and by one written out."""
+
 
 def predict(view: View) -> Sequence[Way]:
     weights = view.weights
     if weights is None or view.world_size == 1 or not view.selection.is_whole:
         return ()
-    found = view.owns[0]
+    own = view.owns[0]
+    norms = own.norm(dim=1)
     ways = []
-    for divisor in (view.world_size, 1):
+    for divisor, added in product((view.world_size, 1), ADDED_TO_NORM):
         kept = weights[0] * divisor  # what each rank's gradient was multiplied by
-        norms = found.norm(dim=1)
         clipped = kept < 1 - AGREE
         if not bool(clipped.any()) or bool((kept <= 0).any()):
             continue
-        limits = (kept * norms)[clipped]
-        limit = limits.mean()
-        if float((limits - limit).abs().max()) > AGREE * float(limit):
+        limits = (kept * (norms + added))[clipped]
+        max_norm = limits.mean()
+        if float((limits - max_norm).abs().max()) > AGREE * float(max_norm):
             continue
-        # clip_grad_norm_ adds 1e-6 to the norm.
-        factor = torch.clamp(limit / norms, max=1.0)
-        exact = torch.where(clipped, kept, torch.ones_like(kept))
-        if bool((factor[~clipped] < 1 - AGREE).any()):
+        factors = torch.clamp(max_norm / (norms + added), max=1.0)
+        if bool((factors[~clipped] < 1 - AGREE).any()):
             continue
-        held = (exact[:, None] * found).sum(0) / divisor
-        ranks = torch.nonzero(clipped).flatten().tolist()
-        ways.append(Way(view.everywhere(held), f"{signs.listed(ranks)} to a norm of {limit:.3g}"))
+        ranks = signs.listed(torch.nonzero(clipped).flatten().tolist())
+        held = view.everywhere((factors[:, None] * own).sum(0) / divisor)
+        ways.append(Way(held, f"{ranks} to a norm of {max_norm:.3g}"))
     return tuple(ways)
 
 
@@ -45,7 +47,7 @@ def sign(view: View) -> Sign | None:
     calls = [call for seen in view.observed.values() for call in seen.clipped]
     if not calls:
         return None
-    return Sign(True, f"clip_grad_norm_ was called with max_norm {calls[0][0]:g}")
+    return Sign(True, f"clip_grad_norm_ was called with max_norm {calls[0]:g}")
 
 
 HYPOTHESIS = Hypothesis(

@@ -15,12 +15,11 @@ class Way:
     """One way in which a cause can come about.
 
     ``predicted``: what the ranks would hold, shape (ranks, elements). ``detail`` says which ranks,
-    micro-batches or numbers, as a clause. ``names``: parameters concerned, if not all.
+    micro-batches or numbers, as a clause.
     """
 
     predicted: Tensor
     detail: str = ""
-    names: frozenset[str] = frozenset()
     informed: bool = False
     """Partly taken from what was measured: believed only where nothing predicts it outright."""
 

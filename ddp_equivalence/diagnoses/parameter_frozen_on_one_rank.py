@@ -26,12 +26,12 @@ def _without(view: View, found: Tensor) -> Sequence[Way]:
         others = [other for other in range(view.world_size) if other != rank]
         without = view.everywhere(found[others].sum(0) / view.world_size)
         detail = f"{signs.listed([rank])}: {', '.join(sorted(view.differing)[:4])}"
-        ways.append(Way(view.mix(without, right, view.differing), detail, view.differing))
+        ways.append(Way(view.mix(without, right, view.differing), detail))
         # Its own gradient may be left out on that rank alone, as None or as zero.
         own = without.clone()
         if rank in view.ranks:
             own[view.ranks.index(rank)] = torch.zeros_like(view.expected)
-            ways.append(Way(view.mix(own, right, view.differing), detail, view.differing))
+            ways.append(Way(view.mix(own, right, view.differing), detail))
     return tuple(ways)
 
 

@@ -28,8 +28,13 @@ def _first_of_each() -> list[FaultTrial]:
     return list(found.values())
 
 
-@pytest.mark.self_check
-@pytest.mark.parametrize("what", _first_of_each(), ids=str)
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(one, id=str(one), marks=pytest.mark.planted_fault(one.fault.name))
+        for one in _first_of_each()
+    ],
+)
 def test_a_planted_fault_is_caught_and_named(what: FaultTrial) -> None:
     with planted(what.fault.name):
         verdict = check(what.trial.case, what.trial.strategy, **what.trial.options)

@@ -177,7 +177,7 @@ def test_a_wrong_marker_is_refused_before_anything_runs(
     assert says in text
 
 
-@pytest.mark.parametrize(("arguments", "seconds"), [((), 8), (("-n", "2"), 14)], ids=["", "-n 2"])
+@pytest.mark.parametrize(("arguments", "seconds"), [((), 14), (("-n", "2"), 18)], ids=["", "-n 2"])
 def test_the_run_ends_at_its_deadline_and_what_did_not_run_is_no_pass(
     theirs: Path, arguments: tuple[str, ...], seconds: int
 ) -> None:
