@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
 
-TOPICS = ("test_sum_and_average", "test_nodes", "test_same_training", "test_learning_rate")
+TOPICS = (
+    "test_sum_and_average",
+    "test_nodes",
+    "test_same_training",
+    "test_learning_rate",
+    "test_mean_of_means",
+    "test_sum_loss",
+)
 """The modules with claims, as the page has them."""
 
 HEAD = """# What people say about averaging, batch size, epochs and learning rate

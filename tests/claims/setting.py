@@ -7,9 +7,6 @@ from torch import Tensor, nn
 
 EXAMPLES = 16
 
-CLOSE = {"rtol": 1e-12, "atol": 1e-14}
-"""How near the same algebra comes in float64, in another order of sums."""
-
 
 def model_and_batch() -> tuple[nn.Module, Tensor, Tensor]:
     """The same on every rank: a model, rows (16, 5) and targets (16, 3)."""
@@ -46,22 +43,30 @@ def times(gradient: Tensor, expected: Tensor) -> str:
     return f"{factor:.4g} g" if rest < 1e-9 else f"no multiple of g ({rest:.2g} of it unexplained)"
 
 
+def equal(found: Tensor, expected: Tensor) -> bool:
+    """As near as the same algebra in another order of sums comes in float64, in every element."""
+    return torch.allclose(found, expected, rtol=1e-12, atol=1e-12 * float(expected.abs().max()))
+
+
 def error(gradient: Tensor, expected: Tensor) -> float:
     """The distance to what is expected, over the size of that."""
     return float((gradient - expected).norm() / expected.norm())
 
 
-def weights(gradient: Tensor, sizes: tuple[int, ...]) -> str:
-    """How much an example of each part counts; 1 is what it counts in the big batch of all parts.
-
-    The parts are consecutive examples. Fitted to the gradient; asserts that it is such a mixture.
-    """
+def parts_of_gradient(sizes: tuple[int, ...]) -> list[Tensor]:
+    """What each part, of consecutive examples, gives to the big batch's gradient."""
     model, rows, targets = model_and_batch()
     parts = []
     for one in torch.arange(sum(sizes)).split(sizes):
         model.zero_grad()
         mse(model, rows[one], targets[one]).backward()
         parts.append(flat_gradient(model) * len(one) / sum(sizes))
-    found = torch.linalg.lstsq(torch.stack(parts, 1), gradient[:, None]).solution[:, 0]
-    assert error(torch.stack(parts, 1) @ found, gradient) < 1e-12
+    return parts
+
+
+def weights(gradient: Tensor, parts: list[Tensor]) -> str:
+    """How often each part is in the gradient; asserts that there is nothing else."""
+    columns = torch.stack(parts, 1)
+    found = torch.linalg.lstsq(columns, gradient[:, None]).solution[:, 0]
+    assert error(columns @ found, gradient) < 1e-12
     return " and ".join(f"{one:.4g}" for one in found.tolist())

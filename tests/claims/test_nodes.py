@@ -7,7 +7,6 @@ and an error is a distance to it over its size.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ddp_equivalence import Rank
@@ -16,12 +15,13 @@ from tests.claims.claim import Evidence, Opposite, claim
 from tests.claims.data_parallel import DataParallelRule
 from tests.claims.ddp import wrapped
 from tests.claims.setting import (
-    CLOSE,
     big_batch_gradient,
+    equal,
     error,
     flat_gradient,
     model_and_batch,
     mse,
+    parts_of_gradient,
     times,
     weights,
 )
@@ -65,7 +65,7 @@ def test_sum_inside_and_average_between_is_the_big_batch(evidence: Evidence, div
     for gpus, layout in (((4,), "1x1"), ((2, 2), "2x1"), ((1, 1, 1, 1), "2x2")):
         gradients = on_ranks(layout, sum_inside_average_between, gpus, divides)
         for gradient in gradients:
-            assert torch.allclose(gradient, expected, **CLOSE)
+            assert equal(gradient, expected)
         evidence(
             processes=len(gpus),
             GPUs_per_process=gpus[0],
@@ -94,8 +94,8 @@ def test_uneven_machines_are_not_the_big_batch(evidence: Evidence, by_count: boo
     assert error(gradient, expected) > 0.01
     corrected = on_ranks("2x1", sum_inside_average_between, gpus, True, True)[0]
     per_gpu = on_ranks("1+3", sum_inside_average_between, (1, 1, 1, 1))[0]
-    assert torch.allclose(corrected, expected, **CLOSE)
-    assert torch.allclose(per_gpu, expected, **CLOSE)
+    assert equal(corrected, expected)
+    assert equal(per_gpu, expected)
     for processes, found in (
         ("one per machine", gradient),
         ("one per machine, loss times 0.5 on the first and 1.5 on the second", corrected),
@@ -103,6 +103,6 @@ def test_uneven_machines_are_not_the_big_batch(evidence: Evidence, by_count: boo
     ):
         evidence(
             processes=processes,
-            weight_of_an_example_by_machine=weights(found, (4, 12)),
+            weight_of_an_example_by_machine=weights(found, parts_of_gradient((4, 12))),
             error_of_the_gradient=error(found, expected),
         )

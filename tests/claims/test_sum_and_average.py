@@ -16,8 +16,8 @@ from tests.claims.claim import Evidence, Opposite, claim
 from tests.claims.data_parallel import DataParallelRule, LossInside
 from tests.claims.ddp import ddp_gradient
 from tests.claims.setting import (
-    CLOSE,
     big_batch_gradient,
+    equal,
     flat_gradient,
     model_and_batch,
     mse,
@@ -57,8 +57,8 @@ def test_data_parallel_adds_up_and_ddp_averages(evidence: Evidence, divides: boo
     """
     expected = big_batch_gradient()
     gradient, parts = data_parallel_gradient(4)
-    assert torch.allclose(gradient, parts, **CLOSE)
-    assert torch.allclose(parts, expected, **CLOSE)
+    assert equal(gradient, parts)
+    assert equal(parts, expected)
     evidence(
         set_up="DataParallel (emulated), 4 GPUs, batch 16",
         gradients_of_the_parts_added_up=times(parts, expected),
@@ -66,9 +66,9 @@ def test_data_parallel_adds_up_and_ddp_averages(evidence: Evidence, divides: boo
     )
     ranks = on_ranks("2x2", ddp_gradient, (4, 4, 4, 4), mse, divides)
     added_up = torch.stack([rank.own for rank in ranks]).sum(0)
-    assert torch.allclose(added_up, 4 * expected, **CLOSE)
+    assert equal(added_up, 4 * expected)
     for rank in ranks:
-        assert torch.allclose(rank.gradient, added_up / 4, **CLOSE)
+        assert equal(rank.gradient, added_up / 4)
     evidence(
         set_up="DDP, 4 processes, batch 4 each",
         gradients_of_the_parts_added_up=times(added_up, expected),
@@ -94,14 +94,14 @@ def test_the_average_is_no_smaller_than_the_sum(evidence: Evidence, divide_by: i
     evidence(set_up="one process, no wrapper, batch 16", gradient="g")
     for gpus in (2, 4):
         gradient, _ = data_parallel_gradient(gpus, divide_by)
-        assert torch.allclose(gradient, expected, **CLOSE)
+        assert equal(gradient, expected)
         evidence(
             set_up=f"DataParallel (emulated), {gpus} GPUs, batch 16",
             gradient=times(gradient, expected),
         )
     for layout, sizes in (("1x2", (8, 8)), ("1x4", (4, 4, 4, 4)), ("2x2", (4, 4, 4, 4))):
         for rank in on_ranks(layout, ddp_gradient, sizes, mse):
-            assert torch.allclose(rank.gradient, expected, **CLOSE)
+            assert equal(rank.gradient, expected)
         nodes = "2 machines x 2" if layout == "2x2" else str(len(sizes))
         evidence(
             set_up=f"DDP, {nodes} processes, batch {sizes[0]} each",
@@ -125,18 +125,18 @@ def test_the_sum_is_too_large_only_for_added_losses(evidence: Evidence, divide_b
     """
     expected = big_batch_gradient()
     whole, _ = data_parallel_gradient(4, divide_by)
-    assert torch.allclose(whole, expected, **CLOSE)
+    assert equal(whole, expected)
     inside, right = "inside the module", "one over the gathered outputs"
     evidence(GPUs=4, loss=right, gradient=times(whole, expected))
     added = loss_inside_gradient(4, "sum", divide_by)
-    assert torch.allclose(added, 4 * expected, **CLOSE)
+    assert equal(added, 4 * expected)
     evidence(GPUs=4, loss=f"{inside}, `.sum()`", gradient=times(added, expected))
     averaged = loss_inside_gradient(4, "mean", divide_by)
-    assert torch.allclose(averaged, expected, **CLOSE)
+    assert equal(averaged, expected)
     evidence(GPUs=4, loss=f"{inside}, `.mean()`", gradient=times(averaged, expected))
     uneven = loss_inside_gradient(3, "mean", divide_by)
     assert not torch.allclose(uneven, expected, rtol=1e-3)
     evidence(GPUs=3, loss=f"{inside}, `.mean()`", gradient=times(uneven, expected))
     whole, _ = data_parallel_gradient(3, divide_by)
-    assert torch.allclose(whole, expected, **CLOSE)
+    assert equal(whole, expected)
     evidence(GPUs=3, loss=right, gradient=times(whole, expected))

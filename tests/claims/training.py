@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from ddp_equivalence import Rank
 from tests.claims.data_parallel import DataParallelRule
 from tests.claims.ddp import wrapped
-from tests.claims.setting import model_and_batch, mse
+from tests.claims.setting import equal, model_and_batch, mse
 
 STEPS = 20
 EFFECTIVE_BATCH = 16
@@ -76,6 +76,14 @@ def ddp_training(
     )
     del ddp
     return trained
+
+
+def same_steps(weights: Tensor, expected: Tensor) -> str:
+    """Whether all weights are equal after every step: "yes", or "no" if they differ after each."""
+    if equal(weights, expected):
+        return "yes"
+    apart = (weights - expected)[1:].norm(dim=1) > 1e-4 * expected[1:].norm(dim=1)
+    return "no" if bool(apart.all()) else "not after some steps"
 
 
 def losses(weights: Tensor) -> dict[str, float]:
