@@ -75,16 +75,16 @@ def test_sum_inside_and_average_between_is_the_big_batch(evidence: Evidence, div
 
 
 @claim(
-    "false",
+    "true when there is one process per GPU",
     by_count=False,
     opposite=Opposite("each machine's loss counts by its number of examples", by_count=True),
 )
 def test_uneven_machines_are_not_the_big_batch(evidence: Evidence, by_count: bool) -> None:
     """Every GPU gets the same batch size, so it does not matter that one machine has fewer GPUs.
 
-    DDP averages over processes, not over GPUs. With one process per machine, the 4 examples of a
-    machine with one GPU count as much as the 12 of a machine with three: an example of the first
-    three times as much as one of the second. Start one process per GPU, so that all processes
+    DDP averages over processes, not over GPUs. With one process per machine instead, the 4 examples
+    of a machine with one GPU count as much as the 12 of a machine with three: an example of the
+    first three times as much as one of the second. Start one process per GPU, so that all processes
     have equal batches, or multiply each machine's loss by its share of all examples times the
     number of processes. In "one per GPU" all is real; else the inside of a machine is emulated.
     """
