@@ -1,0 +1,99 @@
+"""The average of the processes' losses: when it is the loss of the big batch.
+
+`loss1` and `loss2` are means that two processes take over their own examples (or tokens), each
+with real DDP; `g` is the gradient of all of them in one batch, in one process. An error is a
+distance over the size of what is right; a weight is how much an example counts, over what it counts
+in the big batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_equivalence.ranks.on_ranks import on_ranks
+from tests.claims.claim import Evidence, Opposite, claim
+from tests.claims.ddp import Loss, ddp_gradient
+from tests.claims.padded import big_token_batch, over_all_tokens, over_own_tokens, token_gradient
+from tests.claims.setting import (
+    big_batch_gradient,
+    error,
+    model_and_batch,
+    mse,
+    parts_of_gradient,
+    weights,
+)
+
+
+def over_all_examples(model: nn.Module, rows: Tensor, targets: Tensor) -> Tensor:
+    """The sum over own examples, times the processes, over the examples of all processes."""
+    count = torch.tensor(float(len(rows)), dtype=torch.double)
+    dist.all_reduce(count)
+    return mse(model, rows, targets) * len(rows) * dist.get_world_size() / count
+
+
+@claim(
+    "true when both processes have equally many examples",
+    own_loss=mse,
+    opposite=Opposite("each loss counts by its number of examples", own_loss=over_all_examples),
+)
+def test_the_mean_of_two_losses_is_the_big_batch(evidence: Evidence, own_loss: Loss) -> None:
+    """(loss1 + loss2) / 2 is the loss of the big batch, and so is its gradient.
+
+    An average of means gives every process the same weight, whatever it has. With 8 and 8 examples
+    that is the mean over 16. With 15 and 1 the one example counts as much as the other fifteen
+    together. What is right for any shards: each process divides by the global count, that is, takes
+    the sum over its own examples, times the number of processes (which DDP's average takes away
+    again), over the number of examples in all processes, found by an all-reduce.
+    """
+    expected = big_batch_gradient()
+    model, rows, targets = model_and_batch()
+    big_loss = float(mse(model, rows, targets).detach())
+    for sizes in ((8, 8), (10, 6), (15, 1)):
+        for divided_by, loss in (("own count", own_loss), ("global count", over_all_examples)):
+            first, second = on_ranks("1x2", ddp_gradient, sizes, loss)
+            assert torch.equal(first.gradient, second.gradient)
+            of_gradient = error(first.gradient, expected)
+            of_loss = abs((first.loss + second.loss) / 2 - big_loss) / big_loss
+            right = sizes == (8, 8) or divided_by == "global count"
+            assert (of_gradient < 1e-12, of_gradient > 0.1) == (right, not right)
+            assert (of_loss < 1e-12, of_loss > 0.01) == (right, not right)
+            evidence(
+                examples=f"{sizes[0]} and {sizes[1]}",
+                losses_divide_by=divided_by,
+                weight_of_an_example_by_process=weights(first.gradient, parts_of_gradient(sizes)),
+                error_of_the_loss=of_loss,
+                error_of_the_gradient=of_gradient,
+            )
+
+
+@claim(
+    "true when both processes have equally many tokens",
+    own_loss=over_own_tokens,
+    opposite=Opposite("each loss counts by its number of tokens", own_loss=over_all_tokens),
+)
+def test_equal_batch_sizes_are_not_equal_token_counts(evidence: Evidence, own_loss: Loss) -> None:
+    """The batch sizes are equal, so averaging is right, whether the sequences are padded or not.
+
+    `cross_entropy(..., ignore_index=-100)` is a mean over tokens, so that tokens are what
+    each process counts and divides by, not sequences. The same eight sequences, four to each
+    process: dealt such that both have 16 tokens, the average is the big batch; sorted by length
+    it is not, since a token of the short sequences counts more than twice as much as one of the
+    long ones. Dividing by the number of tokens in all processes is right for any deal.
+    """
+    for lengths in (((6, 1, 6, 3), (5, 2, 6, 3)), ((6, 6, 6, 5), (3, 3, 2, 1))):
+        expected, parts = big_token_batch(lengths)
+        for divided_by, loss in (("own tokens", own_loss), ("all tokens", over_all_tokens)):
+            gradient, other = on_ranks("1x2", token_gradient, lengths, loss)
+            assert torch.equal(gradient, other)
+            found = error(gradient, expected)
+            right = sum(lengths[0]) == sum(lengths[1]) or divided_by == "all tokens"
+            assert (found < 1e-12, found > 0.1) == (right, not right)
+            evidence(
+                sequences="4 and 4",
+                tokens=f"{sum(lengths[0])} and {sum(lengths[1])}",
+                losses_divide_by=divided_by,
+                weight_of_a_token_by_process=weights(gradient, parts),
+                error_of_the_gradient=found,
+            )

@@ -1,0 +1,70 @@
+"""The same training on one device, on one machine with DataParallel, and on several machines.
+
+Twenty steps of SGD, batches of 16 from 320 examples, with DataLoader and DistributedSampler;
+the weights of every process are compared after every step.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ddp_equivalence.ranks.on_ranks import on_ranks
+from tests.claims.claim import Evidence, Opposite, claim
+from tests.claims.setting import times
+from tests.claims.training import (
+    big_batch_training,
+    data_parallel_training,
+    ddp_training,
+    losses,
+    same_steps,
+)
+
+LR = 0.01
+
+
+def first_gradient(weights: Tensor) -> Tensor:
+    """Of the first step, from the weights before and after it."""
+    return (weights[0] - weights[1]) / LR
+
+
+@claim(
+    "false",
+    divides=True,
+    opposite=Opposite("DDP adds up the processes' gradients without dividing", divides=False),
+)
+def test_two_machines_train_as_one_with_data_parallel(evidence: Evidence, divides: bool) -> None:
+    """DataParallel with batch 16 on 4 GPUs cannot be reproduced on 2 machines with 2 GPUs each.
+
+    It can, at the same learning rate of 0.01: as one process per machine with batch size 8, or as
+    one process per GPU with batch size 4. The effective batch is 16 each time, each step has the
+    same 16 examples, and so the gradients are the same and, step by step, the weights. What has to
+    be kept is the effective batch, and the learning rate with it. (A module that looks across
+    examples, such as batch norm, sees only those of its GPU in all of these but the first.) The
+    GPUs inside a process are emulated on the CPU; the processes and DDP between them are real.
+    """
+    expected = big_batch_training(LR)
+    g = first_gradient(expected)
+    for set_up, batch, by_process in (
+        ("1 process, no wrapper", 16, (expected,)),
+        ("1 process, 4 GPUs (DataParallel)", 16, (data_parallel_training(LR, 4),)),
+        (
+            "2 machines, 1 process each, with 2 GPUs each",
+            8,
+            on_ranks("2x1", ddp_training, LR, 2, divides),
+        ),
+        (
+            "2 machines, 2 processes each, with 1 GPU each",
+            4,
+            on_ranks("2x2", ddp_training, LR, 1, divides),
+        ),
+    ):
+        for weights in by_process:
+            assert same_steps(weights, expected) == "yes"
+        evidence(
+            set_up=set_up,
+            batch_size_per_process=batch,
+            learning_rate=LR,
+            first_gradient=times(first_gradient(weights), g),
+            same_steps_as_1_process=same_steps(weights, expected),
+            **losses(weights),
+        )
