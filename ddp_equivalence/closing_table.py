@@ -88,7 +88,8 @@ def lines(
     yield from _known_differences(records, width)
     yield from _planted(planted, width)
     yield from _also_not_run(not_run, missing)
-    yield from _totals(records, must_run)
+    if records or not planted:
+        yield from _totals(records, must_run)
 
 
 def _size(layout: str) -> tuple[int, int, str]:
@@ -133,11 +134,14 @@ def _planted(planted: Sequence[Record], width: int) -> Iterator[str]:
     shown = [one for one in planted if one["outcome"] != "unknown"]
     caught = [one for one in shown if one["outcome"] == "different"]
     named = sum(one["planted"] in one["causes"] for one in caught)
+    rivals = sum(one["planted"] in one["causes"][1:] for one in caught)
     nearest = min((one["error"] / one["limit"] for one in caught if one["limit"]), default=0.0)
     faults = len({one["planted"] for one in planted})
+    of = f"{faults} {_plural(faults, 'kind')}"
+    of += f"; {rivals} beside others that leave the same" if rivals else ""
     yield (
         f"{'planted faults':<{width}}{len(caught)} of {len(shown)} caught, {named} of {len(shown)} "
-        f"named ({faults} {_plural(faults, 'kind')}), nearest {nearest:.0e} limits away"
+        f"named ({of}), nearest {nearest:.0e} limits away"
     )
     if len(planted) > len(shown):
         yield f"{'':<{width}}{len(planted) - len(shown)} more cannot show there, which was said"
