@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddp_equivalence import session
+from ddp_equivalence.commands import sandbox
 from ddp_equivalence.errors import BadCase
 from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.terminal import painted, width_of
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if known.command == "run":
             _run(known, rest)
+        if known.command == "sandbox":
+            return sandbox.run(known)
         if known.command in ("explore", "faults"):
             return {"explore": _explore, "faults": _faults}[known.command](known)
         target = _target(known.target) if known.command == "check" else None
@@ -167,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="instead: the smallest factor and wrong element that is caught, by type",
     )
+    sandbox.add(commands)
     commands.add_parser("doctor", help="say what this machine can run, and why not the rest")
     return parser
 
