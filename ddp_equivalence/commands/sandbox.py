@@ -34,7 +34,9 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "True. Prints what was measured, the closed form, and whether they agree within 99.9 %% "
         "intervals. Exit code 0: all agree, 1: some do not, 2: bad input, 3: could not be judged.",
     )
-    parser.add_argument("mode", nargs="?", choices=("single", "multi"), help="one process, or ranks")
+    parser.add_argument(
+        "mode", nargs="?", choices=("single", "multi"), help="one process, or ranks"
+    )
     parser.add_argument("--lr", type=float, help="learning rate, default 1e-3")
     parser.add_argument(
         "--batch_size", "--batch-size", type=int, metavar="N", help="per rank, default 16"

@@ -47,21 +47,27 @@ def width(outcome: Outcome, expected: ClosedForm) -> float:
 
 
 def with_closed_form(outcome: Outcome, expected: ClosedForm) -> tuple[Agreement, ...]:
-    """The closed form's mean and variance in the intervals of what was measured.
+    """The closed form's mean, variance and deviation in the intervals of what was measured.
 
-    Without noise both must be the same but for rounding.
+    Without noise they must be the same but for rounding. The deviation of w over the experiments is
+    what tells a run in which the ranks do not reduce, where mean and variance look right.
     """
     if expected.deviation == 0.0:
         return (
             _equal("w", expected.w, outcome.w),
             _equal("variance", expected.variance, outcome.variance),
+            _equal("deviation", 0.0, outcome.deviation),
         )
     interval = intervals.of_mean(outcome.w, outcome.deviation, outcome.experiments)
     beyond = _beyond(expected, (interval[1] - interval[0]) / 2)
     of_variance = intervals.of_variance(outcome.variance, degrees(outcome, expected))
+    # w is a sum over the steps, and nearer to normal than each of them.
+    of_w = intervals.of_variance(outcome.deviation**2, outcome.experiments - 1)
+    of_deviation = math.sqrt(of_w[0]), math.sqrt(of_w[1])
     return (
         _within("w", expected.w, interval, beyond),
         _within("variance", expected.variance, of_variance, beyond),
+        _within("deviation", expected.deviation, of_deviation, beyond),
     )
 
 
@@ -103,6 +109,5 @@ def _within(what: str, value: float, interval: intervals.Interval, beyond: str =
 
 
 def _equal(what: str, value: float, measured: float) -> Agreement:
-    # Of lr^2 nothing is known here; a variance of rounding alone is below any that has a meaning.
     holds = math.isclose(value, measured, rel_tol=ROUNDING, abs_tol=ROUNDING**2)
     return Agreement(what, value, measured, measured, holds)

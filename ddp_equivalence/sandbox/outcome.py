@@ -35,7 +35,7 @@ class Outcome:
 
     @property
     def experiments(self) -> int:
-        return self.weights.shape[1]
+        return len(self.weights[0])
 
     @property
     def updates(self) -> int:
@@ -45,12 +45,18 @@ class Outcome:
     @cached_property
     def w(self) -> float:
         """The mean over the experiments of the weight that rank 0 holds at the end."""
-        return float(self.weights[0, 0] + (self.weights[0] - self.weights[0, 0]).mean())
+        return float(self.weights[0, 0] + self._apart.mean())
 
     @cached_property
     def deviation(self) -> float:
         """The standard deviation of that weight over the experiments."""
-        return float(self.weights[0].std(ddof=1)) if self.experiments > 1 else 0.0
+        return float(self._apart.std(ddof=1)) if self.experiments > 1 else 0.0
+
+    @property
+    def _apart(self) -> Array:
+        """From the first experiment: equal weights then lie apart by nothing, not by rounding."""
+        found: Array = self.weights[0] - self.weights[0, 0]
+        return found
 
     @cached_property
     def variance(self) -> float:

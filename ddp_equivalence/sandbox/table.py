@@ -9,9 +9,10 @@ from typing import Any
 from ddp_equivalence.sandbox import agreement
 from ddp_equivalence.sandbox.agreement import Agreement
 from ddp_equivalence.sandbox.closed_form import ClosedForm, closed_form
+from ddp_equivalence.sandbox.intervals import LEVEL
 from ddp_equivalence.sandbox.outcome import Outcome
 from ddp_equivalence.sandbox.problem import Setup
-from ddp_equivalence.sandbox.published import ROWS, SOURCE, Row
+from ddp_equivalence.sandbox.published import RANKS, ROWS, SOURCE, Row
 from ddp_equivalence.sandbox.text import figure
 from ddp_equivalence.sandbox.training import Progress, train
 
@@ -78,20 +79,21 @@ def _part(setup: Setup, row: Row | None, progress: Progress) -> Part:
 
 def head() -> Iterator[str]:
     """The lines above the rows."""
-    yield f"{'':<32}{'w after one epoch':^27}{'variance of the update steps':^34}"
+    yield f"{'':<30}{'w after one epoch':^28}{'variance of the update steps':^34}"
     yield (
-        f"{'run':<7}{'lr':<10}{'batch':<7}{'exps':>6}  {'published':>9}{'measured':>9}{'closed':>9}"
+        f"{'run':<7}{'lr':<10}{'batch':<7}{'exps':>6}{'published':>10}{'measured':>10}{'closed':>9}"
         f"{'published':>12}{'measured':>11}{'closed':>11}"
     )
 
 
 def lines(done: Done) -> Iterator[str]:
-    """The lines of one row."""
+    """The lines of one row: its figures, and what they were held against."""
     for number, part in enumerate(done.parts):
         yield _figures(done, part, first=number == 0)
         if not part.setup.deterministic:
-            yield _interval(done.row, part, first=number == 0)
-    yield "       " + ("agree" if not done.wrong else f"DO NOT AGREE: {', '.join(done.wrong)}")
+            yield from _intervals(part, first=number == 0)
+    if done.wrong:
+        yield f"       does not agree: {', '.join(done.wrong)}"
 
 
 def _figures(done: Done, part: Part, first: bool) -> str:
@@ -99,29 +101,29 @@ def _figures(done: Done, part: Part, first: bool) -> str:
     batch = str(setup.batch_size) if setup.ranks == 1 else f"{setup.batch_size} x {setup.ranks}"
     what = f"{row.mode:<7}{setup.lr:<10g}{batch:<7}" if first else f"{'':<7}{'and on to':<17}"
     published = (row.w, row.variance) if first else ("", "")
-    return (
-        f"{what}{setup.n_experiments:>6}  {published[0]:>9}{outcome.w:>9.5f}{expected.w:>9.5f}"
+    verdict = ("DIFFER" if done.wrong else "agree") if first else ""
+    line = (
+        f"{what}{setup.n_experiments:>6}{published[0]:>10}{outcome.w:>10.5f}{expected.w:>9.5f}"
         f"{published[1]:>12}{figure(outcome.variance, '.4e'):>11}"
-        f"{figure(expected.variance, '.4e'):>11}"
+        f"{figure(expected.variance, '.4e'):>11}  {verdict}"
     )
+    return line.rstrip()
 
 
-def _interval(row: Row, part: Part, first: bool) -> str:
-    w, variance = part.agreements[:2]
+def _intervals(part: Part, first: bool) -> Iterator[str]:
+    found = {one.what: one for one in part.agreements}
+    w, variance = found["w"], found["variance"]
     text = (
-        f"       99.9 %: w {(w.low + w.high) / 2:.5f} ± {(w.high - w.low) / 2:.5f}, variance "
-        f"{variance.low:.2e} .. {variance.high:.2e} (± {part.width:.1%})"
+        f"       w ± {(w.high - w.low) / 2:.1e}, variance {variance.low:.4e} .. "
+        f"{variance.high:.4e} (± {part.width:.1%})"
     )
-    if part.width > agreement.WIDEST:
-        text += ", too wide to refuse a factor of 1.1"
+    yield text + (": too wide to refuse a factor of 1.1" if part.width > agreement.WIDEST else "")
     if first:
-        published = part.agreements[3]
-        text += f"\n       published / measured {published.value / part.outcome.variance:.3f}, "
-        text += (
-            f"99.9 % of such pairs in {published.low / part.outcome.variance:.3f} .. "
-            f"{published.high / part.outcome.variance:.3f}"
+        ratio = found["published variance"]
+        low, here, high = (
+            value / part.outcome.variance for value in (ratio.low, ratio.value, ratio.high)
         )
-    return text
+        yield f"       published / measured variance {here:.3f}, allowed {low:.3f} .. {high:.3f}"
 
 
 def foot(done: Sequence[Done]) -> Iterator[str]:
@@ -136,7 +138,8 @@ def foot(done: Sequence[Done]) -> Iterator[str]:
     if kurtosis:
         found = ", ".join(f"{value:+.4f} for {batch}" for batch, value in sorted(kurtosis.items()))
         yield f"An update step is a mean over the batch, and near normal: excess kurtosis {found}."
-    yield f"{len(done) - len(wrong)} of {len(done)} rows agree; {len(ROWS)} were published."
+    yield f"Intervals: {LEVEL:.1%}. multi: DistributedDataParallel on {RANKS} ranks (gloo, CPU)."
+    yield f"{len(done) - len(wrong)} of {len(ROWS)} published rows agree."
 
 
 def as_json(done: Sequence[Done], seed: int, interrupted: bool) -> dict[str, Any]:

@@ -37,13 +37,13 @@ def lines(
     setup: Setup, outcome: Outcome, expected: ClosedForm, agreements: Sequence[Agreement]
 ) -> Iterator[str]:
     """Measured and closed form, and whether they agree."""
-    of_w, of_variance = agreements
+    of_w, of_variance, of_deviation = agreements
     head = "" if setup.deterministic else f"{LEVEL:.1%} interval"
     yield f"{'':<28}{'measured':>12}{head:>28}{'closed form':>14}"
     yield _line("w after the run, mean", outcome.w, of_w, ".6f")
     yield _line("variance of all update steps", outcome.variance, of_variance, ".4e")
     if not setup.deterministic:
-        yield f"{'deviation of w':<28}{outcome.deviation:>12.4e}{'':>28}{expected.deviation:>14.4e}"
+        yield _line("deviation of w", outcome.deviation, of_deviation, ".4e")
         yield (
             f"an update step is near normal: excess kurtosis {expected.kurtosis:+.4f} "
             "(allowed for in the interval)"

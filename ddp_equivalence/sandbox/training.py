@@ -69,7 +69,9 @@ def single(setup: Setup, experiments: range) -> Trained:
     return _trained(neurons, gradients, setup.lr)
 
 
-def multi(work: Work, run: Callable[[Rank, Work], Iterator[object]] | None = None) -> dict[int, Trained]:
+def multi(
+    work: Work, run: Callable[[Rank, Work], Iterator[object]] | None = None
+) -> dict[int, Trained]:
     """The same on ranks: rank -> what it has trained. Raises RankFailed or RanksTimedOut.
 
     ``run``: what a rank does, if not ``on_rank``.
