@@ -31,7 +31,7 @@ def add(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="run the published toy problem: one neuron on one process, or on many ranks",
         description="One neuron y = w x, w = 1 at the start, 256 samples, inputs 1, targets 0, L1 "
         "loss, plain SGD; standard normal noise on every input and target unless --deterministic "
-        "True. Prints what was measured, the closed form, and whether they agree within 99.9 %% "
+        "True. Prints what was measured, the closed form, and whether they agree within 99.9 % "
         "intervals. Exit code 0: all agree, 1: some do not, 2: bad input, 3: could not be judged.",
     )
     parser.add_argument(
@@ -185,6 +185,9 @@ def _table(seed: int, path: Path | None) -> int:
     except KeyboardInterrupt:
         interrupted = True
         print(f"\ninterrupted: {len(done)} of {len(ROWS)} rows done")
+    except RankFailed:
+        print(f"\n{len(done)} of {len(ROWS)} rows done", flush=True)
+        raise
     finally:
         if path is not None:
             path.write_text(json.dumps(table.as_json(done, seed, interrupted), indent=2) + "\n")

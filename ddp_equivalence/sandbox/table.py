@@ -79,7 +79,7 @@ def _part(setup: Setup, row: Row | None, progress: Progress) -> Part:
 
 def head() -> Iterator[str]:
     """The lines above the rows."""
-    yield f"{'':<30}{'w after one epoch':^28}{'variance of the update steps':^34}"
+    yield f"{'':<30}{'w after one epoch':^28}{'variance of the update steps':^34}".rstrip()
     yield (
         f"{'run':<7}{'lr':<10}{'batch':<7}{'exps':>6}{'published':>10}{'measured':>10}{'closed':>9}"
         f"{'published':>12}{'measured':>11}{'closed':>11}"
@@ -137,7 +137,7 @@ def foot(done: Sequence[Done]) -> Iterator[str]:
     }
     if kurtosis:
         found = ", ".join(f"{value:+.4f} for {batch}" for batch, value in sorted(kurtosis.items()))
-        yield f"An update step is a mean over the batch, and near normal: excess kurtosis {found}."
+        yield f"A step is a mean over the batch, and near normal: excess kurtosis {found}."
     yield f"Intervals: {LEVEL:.1%}. multi: DistributedDataParallel on {RANKS} ranks (gloo, CPU)."
     yield f"{len(done) - len(wrong)} of {len(ROWS)} published rows agree."
 

@@ -56,6 +56,8 @@ def spread_lines(setup: Setup, outcome: Outcome) -> Iterator[str]:
     """Whether the ranks hold the same weights at the end."""
     if outcome.spread == 0.0:
         yield f"all {setup.ranks} ranks hold the same weights at the end, bit for bit"
+        if setup.deterministic:
+            yield "  as without noise they do in any case: all see the same examples"
         return
     apart = float((outcome.spreads > 0).mean())
     typical = math.sqrt(float(outcome.weights.var(axis=0, ddof=1).mean()))
