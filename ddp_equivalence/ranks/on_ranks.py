@@ -23,16 +23,18 @@ def on_ranks(
     *arguments: Any,
     backend: str = "gloo",
     deadline: float = 60.0,
+    collective_deadline: float = 30.0,
 ) -> tuple[Any, ...]:
     """Call ``function(rank, *arguments)`` on every rank of a layout such as "2x2".
 
-    Returns what each rank returned, in the order of ranks. ``deadline``: seconds for all of it.
+    Returns what each rank returned, in the order of ranks. ``deadline``: seconds for all of it,
+    ``collective_deadline`` for one collective; with those of a check, the same ranks serve both.
     Raises BadCase for a layout or backend that there is not, RankFailed if a rank raises or dies,
     RanksTimedOut at the deadline.
     """
     ranks = parse(layout)
     lane = lanes.choose(ranks, backend)
-    with warm_ranks().acquire(ranks, lane, deadline / 2) as working:
+    with warm_ranks().acquire(ranks, lane, collective_deadline) as working:
         working.submit(carry.dumps(_call, _Call(function, arguments)))
         by_rank = dict(working.collect(deadline))
     return tuple(by_rank[rank] for rank in sorted(by_rank))

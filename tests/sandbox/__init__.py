@@ -1,0 +1,1 @@
+"""The sandbox: its figures, and that a wrong one is noticed."""
