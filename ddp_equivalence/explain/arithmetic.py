@@ -1,4 +1,4 @@
-"""The gradient that a setup leaves on every rank, as a multiple of the big batch's mean gradient."""
+"""The gradient that a setup leaves on every rank, as a multiple of the big batch's."""
 
 from __future__ import annotations
 

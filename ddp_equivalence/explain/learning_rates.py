@@ -19,7 +19,7 @@ class AdamSettings:
 
     Source: Malladi et al. 2022, arXiv 2205.10287, with kappa = the batch over the known one:
     lr sqrt(kappa), 1 - kappa (1 - beta), eps / sqrt(kappa). ``betas``: None where kappa is so large
-    that one of them would not stay above 0. ``eps``: with the gradient's own factor.
+    that one of them would not stay above 0. ``eps``: before a factor on the gradient.
     """
 
     betas: tuple[Fraction, Fraction] | None
@@ -54,14 +54,14 @@ def learning_rates_of(setup: Setup, factor: Fraction) -> LearningRates | None:
     relative = factor / known.factor
     if setup.optimizer == "adam":  # a constant factor cancels: m / (sqrt(v) + eps)
         base = known.learning_rate
-        adam = _adam_settings(scaling, relative)
+        adam = _adam_settings(scaling)
         return LearningRates(scaling, relative, base, None, float(base) * sqrt(scaling), adam)
     base = known.learning_rate / relative
     square_root = float(base) * sqrt(scaling)
     return LearningRates(scaling, relative, base, base * scaling, square_root, None)
 
 
-def _adam_settings(scaling: Fraction, relative: Fraction) -> AdamSettings:
+def _adam_settings(scaling: Fraction) -> AdamSettings:
     first, second = (1 - scaling * (1 - beta) for beta in ADAM_BETAS)
-    eps = float(ADAM_EPS * relative) / sqrt(scaling)
+    eps = float(ADAM_EPS) / sqrt(scaling)
     return AdamSettings((first, second) if min(first, second) > 0 else None, eps)

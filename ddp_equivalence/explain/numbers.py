@@ -24,10 +24,23 @@ def _plain(text: str) -> str:
 
 
 def times(value: Fraction | float) -> str:
-    """How many times as much, in words where it is less than one: ``4``, ``1/4``, ``2/3``."""
-    if isinstance(value, Fraction) and value.denominator != 1 and value.denominator <= 1000:
+    """How many times as much, as a fraction where decimals would go on: ``4``, ``3.75``, ``2/3``;
+    and where it is below one: ``1/4``.
+    """
+    exact = isinstance(value, Fraction) and Fraction(number(value)) == value and value >= 1
+    if isinstance(value, Fraction) and not exact and value.denominator <= 1000:
         return str(value)
     return number(value)
+
+
+def as_many(value: Fraction) -> str:
+    """``4 times``, ``1/4 of``."""
+    return f"{times(value)} times" if value >= 1 else f"{times(value)} of"
+
+
+def divided_by(value: Fraction) -> str:
+    """``/ 12``, or ``x 16`` where it is below one."""
+    return f"/ {times(value)}" if value >= 1 else f"x {times(1 / value)}"
 
 
 def of_g(factor: Fraction) -> str:
