@@ -92,10 +92,11 @@ def run(known: argparse.Namespace) -> int:
         if not known.verify:
             _write(known.json, as_data(explanation))
             return 0
-        from ddp_equivalence.explain.verification import verify
         from ddp_equivalence.ranks.server import start_early
 
-        start_early()
+        start_early()  # imports torch while this process does
+        from ddp_equivalence.explain.verification import verify
+
         verification = verify(explanation)
         print(f"\n{verification}", end="")
     _write(known.json, as_data(explanation) | {"verification": verification.as_data()})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ddp_equivalence.explain.arithmetic import Divisor, Explanation, explain
 from ddp_equivalence.explain.epochs import Epoch
+from ddp_equivalence.explain.known_good import KnownGood
 from ddp_equivalence.explain.learning_rates import AdamSettings, LearningRates
-from ddp_equivalence.explain.setup import KnownGood, Setup
+from ddp_equivalence.explain.setup import Setup
 
 __all__ = [
     "AdamSettings",

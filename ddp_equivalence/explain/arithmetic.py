@@ -26,8 +26,9 @@ class Explanation:
     ``divisors``: what divides the summed loss, in the order in which it does. ``factor``: every
     rank holds factor x g; where ``is_multiple`` is False, the examples (tokens) count unequally,
     and it is what they count on average. ``shares``: (examples, how often each counts) of the
-    losses in one micro-batch, where the sizes alone make them unequal. ``learning_rates``: None
-    without a known good one, ``epoch``: without the dataset's size.
+    losses in one micro-batch, where the sizes alone make them unequal. ``learning_rates``: for
+    this gradient, or for g where it is no multiple of it and has to be mended first; None without
+    a known good one. ``epoch``: None without the dataset's size.
     """
 
     setup: Setup
@@ -55,19 +56,19 @@ def explain(setup: Setup) -> Explanation:
     factor /= setup.batch
     uneven = len(set(weights)) > 1
     losses = len(setup.loss_sizes) * setup.accumulation * setup.processes
-    token_counts = setup.loss == "token-mean" and losses > 1
+    is_multiple = not uneven and not (setup.loss == "token-mean" and losses > 1)
     return Explanation(
         setup=setup,
         effective_batch=batch,
         divisors=_divisors(setup),
         factor=factor,
-        is_multiple=not uneven and not token_counts,
+        is_multiple=is_multiple,
         shares=tuple(
             (size, batch * weight) for size, weight in zip(setup.loss_sizes, weights, strict=True)
         )
         if uneven
         else (),
-        learning_rates=learning_rates_of(setup, factor),
+        learning_rates=learning_rates_of(setup, factor if is_multiple else Fraction(1)),
         epoch=epoch_of(setup),
     )
 

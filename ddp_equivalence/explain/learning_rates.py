@@ -46,7 +46,7 @@ class LearningRates:
 
 
 def learning_rates_of(setup: Setup, factor: Fraction) -> LearningRates | None:
-    """None where no learning rate is known to be good. ``factor``: of the setup's gradient."""
+    """None where no learning rate is known to be good. ``factor``: of the gradient, in g."""
     known = setup.known_good
     if known is None:
         return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddp_equivalence.explain.arithmetic import Explanation
+from ddp_equivalence.explain.known_good import KnownGood
 from ddp_equivalence.explain.learning_rates import LearningRates
 from ddp_equivalence.explain.numbers import as_many, divided_by, number, of_g, times
-from ddp_equivalence.explain.setup import KnownGood
 
 
 def rate_sentences(explanation: Explanation) -> Iterator[str]:
@@ -68,17 +68,15 @@ def _at_another_batch(
     if explanation.setup.optimizer == "adam":
         yield from _for_adam(rates)
     elif rates.relative != 1:
-        yield (
-            f"({_why_divided(explanation, known)}: each is {divided_by(rates.relative)} for that.)"
-        )
+        yield (f"({_why_divided(rates, known)}: each is {divided_by(rates.relative)} for that.)")
     if explanation.setup.optimizer == "sgd":
         yield from _for_sgd(rates)
     if not explanation.is_multiple:
         yield "All of this holds after the above: before, none keeps any of it exactly."
 
 
-def _why_divided(explanation: Explanation, known: KnownGood) -> str:
-    mine = f"Your gradient is {of_g(explanation.factor)}"
+def _why_divided(rates: LearningRates, known: KnownGood) -> str:
+    mine = f"Your gradient is {of_g(rates.relative * known.factor)}"
     if known.loss == "mean":
         return mine
     return f"{mine}, that of the summed loss was {of_g(known.factor)}"
@@ -128,7 +126,8 @@ def _for_adam(rates: LearningRates) -> Iterator[str]:
         settings = f"From torch's defaults, with betas ({betas}) and eps {eps}."
     yield (
         f"{number(rates.square_root)} (square root, x {_root(rates)}) keeps the path and its "
-        f"noise, where noise is most of the gradient. {settings} Malladi et al. 2022, arXiv 2205.10287."
+        f"noise, where noise is most of the gradient. {settings} Malladi et al. 2022, "
+        "arXiv 2205.10287."
     )
     yield "Linear scaling is derived for SGD, whose step grows with the gradient; Adam's does not."
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Literal, get_args
 
 from ddp_equivalence.errors import BadCase
+from ddp_equivalence.explain.known_good import KnownGood, check_choice, check_count
 
 Loss = Literal["mean", "sum", "token-mean"]
 Parallelism = Literal[
@@ -16,47 +16,6 @@ Optimizer = Literal["sgd", "adam"]
 
 ONE_PROCESS = ("data-parallel", "data-parallel-loss-inside", "none")
 WITH_REPLICAS = ("data-parallel", "data-parallel-loss-inside", "hybrid")
-LARGEST = 10**12
-"""Larger counts are slips of the finger."""
-
-
-@dataclass(frozen=True)
-class KnownGood:
-    """The effective ``batch`` and ``learning_rate`` that worked on one device.
-
-    ``loss``: "mean", or "sum" where that loss was added up over the batch.
-    Raises BadCase for a field that cannot be right.
-    """
-
-    batch: int
-    learning_rate: Fraction
-    loss: Literal["mean", "sum"] = "mean"
-
-    def __post_init__(self) -> None:
-        _check_count("known_good", self.batch)
-        rate = self.learning_rate
-        if not isinstance(rate, Fraction) or rate <= 0:
-            raise BadCase("known_good", rate, "a learning rate above 0, as a Fraction")
-        if self.loss not in ("mean", "sum"):
-            raise BadCase("known_loss", self.loss, "mean or sum")
-
-    @classmethod
-    def read(cls, text: str, loss: Literal["mean", "sum"] = "mean") -> KnownGood:
-        """``BATCH@LR`` such as ``16@0.01``. Raises BadCase if it is anything else."""
-        right = "BATCH@LR with a whole batch from 1 and a learning rate above 0, such as 16@0.01"
-        batch, at, rate = text.partition("@")
-        try:
-            known = int(batch), float(rate)
-        except ValueError:
-            raise BadCase("known_good", text, right) from None
-        if not at or not 1 <= known[0] <= LARGEST or not 0 < known[1] < float("inf"):
-            raise BadCase("known_good", text, right)
-        return cls(known[0], Fraction(rate.strip()), loss)
-
-    @property
-    def factor(self) -> Fraction:
-        """Its gradient, in gradients of its mean loss."""
-        return Fraction(self.batch if self.loss == "sum" else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +47,10 @@ class Setup:
 
     def __post_init__(self) -> None:
         for field in ("batch", "nodes", "ranks_per_node", "accumulation"):
-            _check_count(field, getattr(self, field))
-        _check_choice("loss", self.loss, get_args(Loss))
-        _check_choice("parallelism", self.parallelism, get_args(Parallelism))
-        _check_choice("optimizer", self.optimizer, get_args(Optimizer))
+            check_count(field, getattr(self, field))
+        check_choice("loss", self.loss, get_args(Loss))
+        check_choice("parallelism", self.parallelism, get_args(Parallelism))
+        check_choice("optimizer", self.optimizer, get_args(Optimizer))
         self._check_processes()
         self._check_accumulation()
         self._check_epoch()
@@ -123,7 +82,7 @@ class Setup:
                 right = "left out, or the dataset's size given as examples"
                 raise BadCase("drop_last", self.drop_last, right)
             return
-        _check_count("examples", self.examples)
+        check_count("examples", self.examples)
         each = self.examples_per_process
         if self.drop_last and each is not None and each < self.batch:
             whose = "there are" if self.processes == 1 else f"each of {self.processes} ranks gets"
@@ -164,13 +123,3 @@ class Setup:
     def examples_per_process(self) -> int | None:
         """What DistributedSampler gives each rank in an epoch."""
         return None if self.examples is None else -(-self.examples // self.processes)
-
-
-def _check_count(field: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LARGEST:
-        raise BadCase(field, value, "a whole number from 1")
-
-
-def _check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise BadCase(field, value, f"one of {', '.join(choices)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 
 from ddp_equivalence.explain.arithmetic import Explanation
 from ddp_equivalence.explain.setup import Setup
@@ -69,6 +70,13 @@ def epoch_sentences(explanation: Explanation) -> Iterator[str]:
     yield f"{setup.examples} examples{whose}: {batches} of {setup.batch}{last}{steps}."
     if setup.accumulation > 1:
         yield from _window_sentences(explanation)
+    last_step = ((epoch.rest or setup.accumulation) - 1) * setup.batch + epoch.last_batch
+    smaller = Fraction(last_step, setup.accumulation * setup.batch)
+    if setup.loss == "sum" and smaller < 1:
+        yield (
+            f"The last step adds up {last_step} {plural(last_step, 'example')} a rank: its "
+            f"gradient is {smaller} as large as that of the others."
+        )
     if epoch.repeated:
         yield (
             f"{epoch.repeated} {plural(epoch.repeated, 'example')} of them repeated, to give every "
@@ -102,6 +110,8 @@ def _window_sentences(explanation: Explanation) -> Iterator[str]:
         f"{full}, and one of {rest} if the loop steps at the end of an epoch. If it does not, "
         "clear the gradient there, or it is added to the next epoch's first step."
     )
+    if setup.loss == "sum":
+        return
     if setup.accumulation_divided:
         yield f"Divide by {rest} in that step: divided by {whole} it is {rest}/{whole} as large."
     else:

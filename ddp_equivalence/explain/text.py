@@ -37,7 +37,7 @@ def _headline(explanation: Explanation) -> str:
     if rates is not None and rates.scaling != 1:
         batch += f", {as_many(rates.scaling)} the known one"
     if not explanation.is_multiple:
-        return f"{batch}. The gradient is no multiple of the big batch's."
+        return f"{batch}. The gradient is no multiple of the big batch's: see what to do."
     held = f"{batch}. The gradient is "
     held += f"{times(factor)} times the big batch's" if factor != 1 else "the big batch's"
     if rates is None:
