@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,22 +34,23 @@ def measured(verdict: Verdict, counts: Sequence[int]) -> Measured | None:
 
 def _nearest(comparison: Comparison, rank: int) -> tuple[float, float]:
     """One factor for all parameters of a rank, by least squares, and what it leaves."""
-    product = truth = squares = 0.0
-    for parameter in comparison.parameters:
-        found = next(one for one in parameter.by_rank if one.rank == rank)
-        product += found.factor * parameter.norm**2
-        truth += parameter.norm**2
-        squares += (found.ratio * parameter.norm) ** 2
-    factor = product / truth
+    found = [
+        (parameter.norm, one)
+        for parameter in comparison.parameters
+        for one in parameter.by_rank
+        if one.rank == rank
+    ]
+    if any(not norm and one.error for norm, one in found):
+        return math.nan, math.inf  # something where the big batch has nothing
+    found = [(norm, one) for norm, one in found if norm]
+    factor = sum(one.factor * norm**2 for norm, one in found) / sum(norm**2 for norm, _ in found)
+    squares = sum((one.ratio * norm) ** 2 for norm, one in found)
     # The rests of the single parameters, and what one factor for all leaves beyond them.
     rest = sum(
-        (found.unexplained * found.ratio * parameter.norm) ** 2
-        + ((found.factor - factor) * parameter.norm) ** 2
-        for parameter in comparison.parameters
-        for found in parameter.by_rank
-        if found.rank == rank
+        (one.unexplained * one.ratio * norm) ** 2 + ((one.factor - factor) * norm) ** 2
+        for norm, one in found
     )
-    return factor, (rest / squares) ** 0.5 if squares else 0.0
+    return factor, math.sqrt(rest / squares) if squares else 0.0
 
 
 def _average(verdict: Verdict, counts: Sequence[int]) -> float | None:

@@ -86,6 +86,13 @@ def test_a_wrong_learning_rate_trains_other_weights() -> None:
     assert (gradient.outcome, training.outcome) == ("agrees", "differs")
 
 
+def test_parameters_without_a_gradient_do_not_hide_the_others() -> None:
+    # One token: the GRU's hidden weights meet a hidden state of zero.
+    found = verify(explain(Setup(batch=1, loss="token-mean", parallelism="none")))
+    assert found.outcome == "agrees", found
+    assert found.comparisons[0].measured == "1 g"
+
+
 def test_a_large_setup_is_verified_on_fewer_ranks_and_says_so() -> None:
     setup = Setup(batch=256, nodes=16, ranks_per_node=8, accumulation=64, accumulation_divided=True)
     found = verify(explain(setup))
