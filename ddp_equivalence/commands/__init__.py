@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from ddp_equivalence.commands import check, doctor, explore, faults, run, sandbox
+from ddp_equivalence.commands import check, doctor, explain, explore, faults, run, sandbox
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, Command] = {
     "check": check,
     "explore": explore,
     "faults": faults,
+    "explain": explain,
     "sandbox": sandbox,
     "doctor": doctor,
 }

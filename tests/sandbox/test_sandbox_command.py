@@ -155,7 +155,6 @@ def test_without_matplotlib_the_plots_are_refused_before_anything_runs(
 
 
 def test_both_plots_are_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr(plot, "EXPERIMENTS", 20)
     monkeypatch.setattr(plot, "RANKS", 2)
     paths = plot.draw(tmp_path / "plots")

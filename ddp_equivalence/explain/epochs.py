@@ -1,0 +1,57 @@
+"""How many optimizer steps an epoch has, and which examples are repeated or left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddp_equivalence.explain.setup import Setup
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One pass over the dataset.
+
+    ``examples_each``: what a rank gets, ``micro_batches``: in how many batches, the last one of
+    ``last_batch`` examples. ``full_steps``: optimizer steps with all micro-batches of a window;
+    ``rest``: micro-batches left over for a shorter one. ``repeated``: examples that are seen twice
+    to give every rank as many; ``dropped``: examples that are not seen.
+    """
+
+    examples_each: int
+    micro_batches: int
+    last_batch: int
+    full_steps: int
+    rest: int
+    repeated: int
+    dropped: int
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps, if the loop steps on a shorter last window too."""
+        return self.full_steps + bool(self.rest)
+
+
+def epoch_of(setup: Setup) -> Epoch | None:
+    """The epoch of DistributedSampler(shuffle=True) and DataLoader(batch_size, drop_last).
+
+    None where the size of the dataset is not known. The sampler's own ``drop_last`` is left at
+    False: it appends repeated examples at the end, so that these are what a DataLoader drops first.
+    """
+    each = setup.examples_per_process
+    if setup.examples is None or each is None:
+        return None
+    whole, remainder = divmod(each, setup.batch)
+    short = remainder > 0 and not setup.drop_last
+    micro_batches = whole + short
+    full_steps, rest = divmod(micro_batches, setup.accumulation)
+    drops = remainder > 0 and setup.drop_last
+    seen = whole * setup.batch * setup.processes
+    return Epoch(
+        examples_each=each,
+        micro_batches=micro_batches,
+        last_batch=remainder if short else setup.batch,
+        full_steps=full_steps,
+        rest=rest,
+        repeated=0 if drops else each * setup.processes - setup.examples,
+        dropped=setup.examples - seen if drops else 0,
+    )

@@ -1,0 +1,1 @@
+"""``ddp-equivalence explain``: its arithmetic, its text, and what ranks make of it."""
