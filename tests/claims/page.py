@@ -19,7 +19,16 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
 
-TOPICS = ("test_sum_and_average",)
+TOPICS = (
+    "test_sum_and_average",
+    "test_effective_batch",
+    "test_steps_per_epoch",
+    "test_what_an_epoch_reads",
+    "test_uneven_inputs",
+    "test_learning_rate",
+    "test_adam",
+    "test_updates",
+)
 """The modules with claims, as the page has them."""
 
 HEAD = """# What people say about averaging, batch size, epochs and learning rate
