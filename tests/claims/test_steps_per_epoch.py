@@ -75,12 +75,12 @@ def test_the_two_drop_last_drop_different_things(evidence: Evidence, world_size:
     """drop_last=True in the sampler or in the DataLoader: it is the same switch.
 
     The sampler's evens out the processes: without it, examples at the beginning of the order are
-    read a second time until all processes have ceil(N / W); with it the N mod W last ones of the
-    order are left out. The loader's drops the last batch of every process if it is not full, up to
-    (B - 1) x W examples, and only if it is dropped do the repeats go with it. So a process makes ceil(n / B) steps of its n = ceil(N / W) examples;
-    rounded down to floor(n / B) by the loader's; and n is floor(N / W) by the sampler's. All
-    processes make the same number of steps in every case. What is left out is another part in every
-    epoch, if set_epoch is called. (N examples, W processes, batch size B per process.)
+    read a second time until all processes have n = ceil(N / W); with it the N mod W last ones of
+    the order are left out, and n = floor(N / W). The loader's drops the last batch of every process
+    if it is not full, up to (B - 1) x W examples; the repeats go only if they are in it. A process
+    makes ceil(n / B) steps, or with the loader's floor(n / B): the same number on all processes.
+    What is left out is another part in every epoch, if set_epoch is called. (N examples,
+    W processes, batch size B per process.)
     """
     for how, expected in ROWS.items():
         by_rank = [epochs[0] for epochs in on_ranks(LAYOUTS[world_size], read, how)]
