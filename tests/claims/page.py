@@ -28,6 +28,7 @@ TOPICS = (
     "test_learning_rate",
     "test_adam",
     "test_updates",
+    "test_start_and_restart",
 )
 """The modules with claims, as the page has them."""
 

@@ -115,7 +115,7 @@ def test_adam_does_not_hide_everything(evidence: Evidence, visible: dict[str, Tr
 
 
 CLEAN = Toy(16, 1e-3, optimizer=Adam)
-NOISY = Toy(4, 1e-4, noise=1.0, experiments=200, examples=1600, begin=0.05, optimizer=Adam)
+NOISY = Toy(4, 1e-4, noise=1.0, experiments=200, examples=800, begin=0.05, optimizer=Adam)
 
 
 @claim(

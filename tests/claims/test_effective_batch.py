@@ -100,13 +100,13 @@ def test_other_numbers_of_processes_see_the_same_batches(
         )
 
 
-def accumulated(rank: Rank, divide_by: int, no_sync: bool) -> Tensor:
-    """Three micro-batches of 2 on every rank, before one step."""
+def accumulated(rank: Rank, divide_by: int, no_sync: bool, window: int = 3) -> Tensor:
+    """The first micro-batches of 2 on every rank, before one step: three, or a last window."""
     model, rows, targets = task(24)
     ddp = DistributedDataParallel(model)
-    micro_batches = torch.arange(24).reshape(3, rank.world_size, 2)[:, rank.rank]
+    micro_batches = torch.arange(24).reshape(3, rank.world_size, 2)[:window, rank.rank]
     for number, mine in enumerate(micro_batches):
-        with ddp.no_sync() if no_sync and number < 2 else nullcontext():
+        with ddp.no_sync() if no_sync and number < window - 1 else nullcontext():
             (mse(ddp, rows[mine], targets[mine]) / divide_by).backward()
     gradient = flat_gradient(model)
     del ddp
@@ -124,18 +124,24 @@ def test_accumulation_multiplies_the_effective_batch(evidence: Evidence, divide_
     backward() adds to the gradients, so without a division the sum of three means is three times
     the mean: 3 g. Divided, it is the big batch of batch per process x world size x accumulation
     steps. With or without no_sync() the result is the same; no_sync() only saves two all-reduces.
-    The division by three is right for three micro-batches of equal size: a shorter last window has
-    to be divided by what it has.
+    The division by three is right for three micro-batches of equal size: a window of two at the end
+    of the epoch, still divided by three, is too small.
     """
-    expected = gradient_of(range(24), 24)
-    for by, no_sync in ((divide_by, False), (divide_by, True), (1, True)):
-        gradients = on_ranks("2x2", accumulated, by, no_sync)
-        assert all(same(one, expected * 3 / (3 if by == divide_by else 1)) for one in gradients)
+    for by, no_sync, window, factor in (
+        (divide_by, False, 3, 1),
+        (divide_by, True, 3, 1),
+        (1, True, 3, 3),
+        (3, True, 2, 2 / 3),
+        (2, True, 2, 1),
+    ):
+        expected = gradient_of(range(8 * window), 24)
+        gradients = on_ranks("2x2", accumulated, by, no_sync, window)
+        assert all(same(one, expected * factor) for one in gradients)
         evidence(
             batch_size_per_process=2,
             processes=4,
-            accumulation_steps=3,
+            accumulation_steps=window,
             each_loss_divided_by=by,
             no_sync="yes" if no_sync else "no",
-            gradient=f"{times(gradients[0], expected)} of 24 examples",
+            gradient=f"{times(gradients[0], expected)} of {8 * window} examples",
         )

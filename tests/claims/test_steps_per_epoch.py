@@ -1,18 +1,10 @@
-"""Steps per epoch, and starting as many processes as the world has."""
+"""Steps per epoch."""
 
 from __future__ import annotations
 
-import multiprocessing
-import tempfile
-from datetime import timedelta
 from math import ceil
-from multiprocessing.connection import Connection
-from pathlib import Path
-
-import torch.distributed as dist
 
 from ddp_equivalence.ranks.on_ranks import on_ranks
-from ddp_equivalence.ranks.server import own_main, start_server
 from tests.claims.claim import Evidence, Opposite, claim
 from tests.claims.numbered import Reading, all_of, read
 
@@ -98,62 +90,3 @@ def test_the_two_drop_last_drop_different_things(evidence: Evidence, world_size:
             read_twice=twice,
             never_read=never,
         )
-
-
-def join(file: str, rank: int, seconds: float, answer: Connection) -> None:
-    """What a training script does first; sends what it raised, or ""."""
-    try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{file}",
-            rank=rank,
-            world_size=2,
-            timeout=timedelta(seconds=seconds),
-        )
-    except Exception as error:
-        answer.send(str(error))
-    else:
-        answer.send("")
-
-
-def ends_of(processes: int, seconds: float) -> list[str]:
-    """Start so many processes of a world of two: what each says."""
-    start_server()
-    context = multiprocessing.get_context("forkserver")
-    with tempfile.TemporaryDirectory() as folder, own_main():
-        started = []
-        for rank in range(processes):
-            mine, theirs = context.Pipe(duplex=False)
-            arguments = (str(Path(folder) / "store"), rank, seconds, theirs)
-            process = context.Process(target=join, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            started.append((process, mine))
-        said = [mine.recv() for _, mine in started]
-        for process, mine in started:
-            process.join()
-            mine.close()
-    return said
-
-
-@claim(
-    "false",
-    started=1,
-    opposite=Opposite("the script is started twice, as ranks 0 and 1", started=2),
-)
-def test_a_world_of_two_that_is_started_once_waits(evidence: Evidence, started: int) -> None:
-    """init_process_group(world_size=2) starts the second process: I call the script once.
-
-    init_process_group starts nothing. world_size is how many processes it waits for, and somebody
-    else has to start them all, each with its own rank: torchrun, or torch.multiprocessing.spawn.
-    Started once, rank 0 waits for rank 1 until the timeout, and then raises; no step of training
-    is made. It looks like a hang, since the timeout is 30 minutes if none is given (10 with NCCL).
-    Here it is a second.
-    """
-    alone = ends_of(started, seconds=1.0 if started == 1 else 30.0)
-    both = ends_of(2, seconds=30.0)
-    assert len(alone) == 1
-    assert "time" in alone[0].lower(), alone
-    assert both == ["", ""]
-    evidence(processes_started=1, world_size=2, result="rank 0 raises after the timeout")
-    evidence(processes_started=2, world_size=2, result="both go on at once")

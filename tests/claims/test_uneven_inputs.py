@@ -1,7 +1,8 @@
 """Uneven inputs: processes that have fewer batches than others, under torch's Join.
 
 Four processes have 3, 3, 2 and 1 batches of two examples, so 4, 3 and 2 of them take part in steps
-1, 2 and 3. (Without Join the others would wait for them, until the time-out.)
+1, 2 and 3. (Without Join those that have more would wait in their all-reduce
+for the others, until the timeout.)
 """
 
 from __future__ import annotations

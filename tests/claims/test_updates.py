@@ -12,16 +12,11 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
-from ddp_equivalence import Rank
 from ddp_equivalence.ranks.on_ranks import on_ranks
 from tests.claims.claim import Evidence, Opposite, claim
-from tests.claims.numbered import task
-from tests.claims.setting import mse
-from tests.claims.trajectory import BATCH, Training, big_batch, differ_by, flat, on_a_rank
+from tests.claims.trajectory import Training, big_batch, differ_by, on_a_rank
 
 LAYOUTS = {2: "1x2", 4: "2x2"}
 
@@ -82,9 +77,8 @@ def test_clipping_is_that_of_the_big_batch(evidence: Evidence, clip: str) -> Non
     After DDP's backward() the gradient is reduced already: every process clips the same gradient,
     by the same norm, as the big batch does. Clipped before the reduction (in a hook, by hand, or
     after each micro-batch of an accumulation) each process shrinks its own gradient by its own
-    norm, which is larger on average: what is averaged is another direction, and
-    a shorter one. The smaller the batch per process, the further off. If the limit never bites,
-    both are the same.
+    norm, which is larger on average: what is averaged has another direction, and is shorter. The
+    smaller the batch per process, the further off. If the limit never bites, both are the same.
     """
     for max_norm in (1.0, 1000.0):
         optimizer = partial(SGD, lr=0.05, momentum=0.9)
@@ -102,69 +96,3 @@ def test_clipping_is_that_of_the_big_batch(evidence: Evidence, clip: str) -> Non
                 clipped_after_the_reduction_differ_by=after,
                 before_it=before,
             )
-
-
-def continued(rank: Rank, everywhere: bool) -> Tensor:
-    """Five steps, a checkpoint, and five more by a new model and optimizer; the weights then."""
-    old, rows, targets = task(10 * BATCH)
-    before = SGD(old.parameters(), lr=0.05, momentum=0.9)
-    five_steps(rank, old, before, rows[:80], targets[:80])
-    new = task(10 * BATCH)[0]
-    after = SGD(new.parameters(), lr=0.05, momentum=0.9)
-    if rank.rank == 0:
-        new.load_state_dict(old.state_dict())
-    if rank.rank == 0 or everywhere:
-        after.load_state_dict(before.state_dict())
-    five_steps(rank, new, after, rows[80:], targets[80:])
-    return flat(new)
-
-
-def five_steps(
-    rank: Rank, model: nn.Module, optimizer: Optimizer, rows: Tensor, targets: Tensor
-) -> None:
-    """Under DDP, each rank on its part of every sixteen examples."""
-    ddp = DistributedDataParallel(model)
-    mine = slice(rank.rank, None, rank.world_size)
-    for begin in range(0, len(rows), BATCH):
-        batch = slice(begin, begin + BATCH)
-        optimizer.zero_grad()
-        mse(ddp, rows[batch][mine], targets[batch][mine]).backward()
-        optimizer.step()
-    del ddp
-
-
-@claim(
-    "true for weights and buffers; false for the state of the optimizer",
-    everywhere=True,
-    opposite=Opposite("only rank 0 loads the state of the optimizer", everywhere=False),
-)
-def test_ddp_keeps_ranks_alike_that_go_on_from_a_checkpoint(
-    evidence: Evidence, everywhere: bool
-) -> None:
-    """To go on from a checkpoint rank 0 loads it, and DDP sends everything to the others.
-
-    When DDP is made it sends rank 0's weights and buffers to all. The optimizer is not DDP's: if
-    only rank 0 loads its momentum, the ranks make different steps from the same gradient and their
-    weights drift apart, without an error, since DDP never compares weights again. Loaded on every
-    rank, the run goes on as the big batch that was never interrupted.
-    """
-    expected = big_batch(Training(partial(SGD, lr=0.05, momentum=0.9)))
-    rows = {
-        "every rank": on_ranks("2x2", continued, everywhere),
-        "rank 0 only": on_ranks("2x2", continued, False),
-    }
-    worst = {
-        name: max(differ_by(one[None], expected[-1:], expected[0]) for one in found)
-        for name, found in rows.items()
-    }
-    assert worst["every rank"] < 1e-12
-    assert worst["rank 0 only"] > 0.01
-    assert not torch.equal(rows["rank 0 only"][0], rows["rank 0 only"][1])
-    for name, found in rows.items():
-        evidence(
-            momentum_loaded_on=name,
-            differ_by_after_five_more_steps=worst[name],
-            ranks_0_and_1_have="the same weights"
-            if torch.equal(found[0], found[1])
-            else "different weights",
-        )

@@ -16,6 +16,7 @@ from tests.claims.numbered import (
     together,
     train,
 )
+from tests.claims.setting import times
 
 
 @claim(
@@ -86,6 +87,8 @@ def test_ddp_does_not_share_out_the_data(evidence: Evidence, sampler: bool) -> N
         by_rank = [[step.numbers for step in one] for one in steps]
         first = together(by_rank, 0)
         assert same(steps[0][0].gradient, gradient_of(first, 64))
+        own = gradient_of(by_rank[0][0], 64)
+        assert same(steps[0][0].gradient, own) == (name == "none, the same seed")
         reads = len(all_of(by_rank)) // 64
         assert reads == (1 if name == "DistributedSampler" else 4)
         assert name != "none, the same seed" or set(first) == set(by_rank[0][0])
@@ -96,6 +99,7 @@ def test_ddp_does_not_share_out_the_data(evidence: Evidence, sampler: bool) -> N
             different_examples_in_step_1=len(set(first)),
             steps_in_an_epoch_of_64=len(by_rank[0]),
             reads_of_an_example=reads,
+            gradient_if_g_is_that_of_rank_0s_batch=times(steps[0][0].gradient, own),
         )
 
 
