@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
-import tempfile
+import os
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
+from multiprocessing.process import BaseProcess
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # no stubs
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
@@ -24,40 +25,43 @@ from tests.claims.setting import mse
 from tests.claims.trajectory import BATCH, Training, big_batch, differ_by, flat
 
 
-def join(file: str, rank: int, seconds: float, answer: Connection) -> None:
-    """What a training script does first; sends what it raised, or ""."""
+def join(rank: int, port: int, seconds: float, answer: Connection) -> None:
+    """What a training script does first; sends the store's port, and then what it raised, or ""."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch warns of the timeout that is meant
+    timeout = timedelta(seconds=seconds)
+    store = TCPStore(
+        "127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=timeout
+    )
+    answer.send(store.port)
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{file}",
-            rank=rank,
-            world_size=2,
-            timeout=timedelta(seconds=seconds),
-        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
     except Exception as error:
         answer.send(str(error))
     else:
         answer.send("")
+    answer.poll(None)  # the other one may still need this one's store
 
 
 def ends_of(processes: int, seconds: float) -> list[str]:
     """Start so many processes of a world of two: what each says."""
     start_server()
     context = multiprocessing.get_context("forkserver")
-    with tempfile.TemporaryDirectory() as folder, own_main():
-        started = []
+    started: list[tuple[BaseProcess, Connection]] = []
+    port = 0  # the system gives rank 0 a free one
+    with own_main():
         for rank in range(processes):
-            mine, theirs = context.Pipe(duplex=False)
-            arguments = (str(Path(folder) / "store"), rank, seconds, theirs)
-            process = context.Process(target=join, args=arguments, daemon=True)
+            mine, theirs = context.Pipe()
+            arguments = (rank, port, seconds, theirs)
+            process: BaseProcess = context.Process(target=join, args=arguments, daemon=True)
             process.start()
             theirs.close()
+            port = mine.recv()
             started.append((process, mine))
-        said = [mine.recv() if mine.poll(60) else "nothing within a minute" for _, mine in started]
-        for process, mine in started:
-            process.kill()  # it has said all that it has to say
-            process.join()
-            mine.close()
+    said = [mine.recv() if mine.poll(60) else "nothing within a minute" for _, mine in started]
+    for process, mine in started:
+        process.kill()  # it has said all that it has to say
+        process.join()
+        mine.close()
     return said
 
 
