@@ -23,9 +23,17 @@ TOPICS = (
     "test_sum_and_average",
     "test_nodes",
     "test_same_training",
-    "test_learning_rate",
+    "test_halved_learning_rate",
     "test_mean_of_means",
     "test_sum_loss",
+    "test_effective_batch",
+    "test_steps_per_epoch",
+    "test_what_an_epoch_reads",
+    "test_uneven_inputs",
+    "test_learning_rate_scaling",
+    "test_adam",
+    "test_updates",
+    "test_start_and_restart",
 )
 """The modules with claims, as the page has them."""
 

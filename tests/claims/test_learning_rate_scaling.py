@@ -1,0 +1,136 @@
+"""Scaling the learning rate with the effective batch.
+
+One neuron y = w x, which starts at w = 1, is trained for one epoch of 256 examples by SGD: on one
+process with batches of 16, and on four processes with 16 each (DistributedDataParallel), so that
+the effective batch is 64. Inputs are 1 and targets 0; the noisy runs are 2,000 independent
+experiments with standard normal noise on every input and target.
+"""
+
+from __future__ import annotations
+
+from math import isclose
+
+from tests.claims.claim import Evidence, Opposite, claim
+from tests.claims.toy import Toy, four_processes, one_process
+
+MEAN, VARIANCE = 0.9599, 1.0786
+"""Of the gradient of one noisy example, sign(w x - y) x, near w = 1."""
+
+NOISY = 2000
+"""Experiments with noise."""
+
+
+def beside(measured: float, closed_form: float) -> str:
+    """Both figures in one cell."""
+    return f"{measured:.4g} (closed form {closed_form:.4g})"
+
+
+@claim(
+    "true when the gradient hardly changes within four of the small steps",
+    factor=4.0,
+    opposite=Opposite("the learning rate is left as it was", factor=1.0),
+)
+def test_linear_scaling_reaches_the_same_weight(evidence: Evidence, factor: float) -> None:
+    """With four times the effective batch, multiply the learning rate by four.
+
+    An epoch has a quarter of the steps then, so each has to go four times as far to arrive at the
+    same place after the same number of epochs. With a constant gradient (L1 loss, no noise) that
+    is exact: steps x learning rate is the same, 0.0160. With noise it is so in the mean, where the
+    gradient near w = 1 is 0.9599 (closed form: 1 - steps x learning rate x gradient). If the
+    learning rate is left as it was, nothing is wrong with the gradients, but the run is only a
+    quarter of the way after the same epochs.
+    """
+    for noise, experiments in ((0.0, 1), (1.0, NOISY)):
+        small = Toy(16, 1e-3, noise=noise, experiments=experiments)
+        large = Toy(16, factor * 1e-3, noise=noise, experiments=experiments)
+        unscaled = Toy(16, 1e-3, noise=noise, experiments=experiments)
+        mean = MEAN if noise else 1.0
+        one, four, left = one_process(small), four_processes(large), four_processes(unscaled)
+        assert isclose(1 - one.weight, 1 - four.weight, rel_tol=1e-3 if noise else 1e-12)
+        assert isclose(1 - four.weight, 16e-3 * mean, rel_tol=1e-2 if noise else 1e-12)
+        assert isclose(1 - left.weight, 4e-3 * mean, rel_tol=1e-2 if noise else 1e-12)
+        for processes, toy, course in ((1, small, one), (4, large, four), (4, unscaled, left)):
+            evidence(
+                noise="standard normal" if noise else "none",
+                processes=processes,
+                effective_batch=16 * processes,
+                lr=toy.lr,
+                steps=course.steps,
+                w_after_the_epoch=course.weight,
+                closed_form=1 - course.steps * toy.lr * mean,
+            )
+
+
+@claim(
+    "true when the learning rate is small",
+    factor=4.0,
+    opposite=Opposite("it is multiplied by the square root of four", factor=2.0),
+)
+def test_linear_scaling_is_approximate_where_the_gradient_changes(
+    evidence: Evidence, factor: float
+) -> None:
+    """Linear scaling gives the same training as the small batch.
+
+    Where the gradient changes on the way (here the loss is half the square, so it is w itself;
+    batches of 4 per process), four small steps come to (1 - lr)^4 of w, and one step with four
+    times the learning rate to 1 - 4 lr. After n small steps that is 1.5 n lr^2 of w apart, to first
+    order: a hundredth of it after as many steps of a tenth of the learning rate. Where only the
+    larger learning rate is too large for the curvature (4 lr > 2 here), the large batch diverges
+    while the small one converges.
+    """
+    apart = {}
+    for lr in (0.001, 0.01, 0.1, 0.6):
+        toy = Toy(4, lr, squared=True)
+        one = one_process(toy)
+        four = four_processes(Toy(4, factor * lr, squared=True))
+        assert isclose(one.weight, (1 - lr) ** 64, rel_tol=1e-10)
+        assert isclose(four.weight, (1 - 4 * lr) ** 16, rel_tol=1e-10)
+        apart[lr] = abs(four.weight / one.weight - 1)
+        evidence(
+            lr_on_one_process=lr,
+            w_after_64_steps_on_one_process=one.weight,
+            lr_on_four=factor * lr,
+            w_after_16_steps_on_four=four.weight,
+            apart=apart[lr] if four.weight < 1 else "diverges",
+            first_order=1.5 * 64 * lr**2 if lr < 0.1 else "",
+        )
+    assert isclose(apart[0.001], 1.5 * 64 * 0.001**2, rel_tol=0.01)
+    assert isclose(apart[0.01], 100 * apart[0.001], rel_tol=0.05)
+
+
+@claim(
+    "true when single steps are looked at; after an epoch it is linear scaling that keeps it",
+    root=2.0,
+    opposite=Opposite("the root is not taken", root=4.0),
+)
+def test_square_root_scaling_keeps_the_variance_of_a_step(evidence: Evidence, root: float) -> None:
+    """Multiply the learning rate by the square root: that keeps the noise of the small batch.
+
+    A mean over four times as many examples has a quarter of the variance, and a learning rate of
+    twice the size makes it whole again: the variance of an update step, lr^2 v / batch, stays (v is
+    the variance of one example's gradient). But an epoch has a quarter of the steps. So the weight
+    comes half as far, and its variance over experiments is a quarter. Linear scaling makes every
+    step four times as noisy, and leaves the weight after an epoch as it was, its mean and its
+    variance.
+    """
+    runs = (
+        ("as it was", 1, one_process(Toy(16, 1e-3, noise=1.0, experiments=NOISY)), 1.0),
+        ("square root", 4, four_processes(Toy(16, root * 1e-3, 1.0, NOISY)), 2.0),
+        ("linear", 4, four_processes(Toy(16, 4e-3, 1.0, NOISY)), 4.0),
+    )
+    for name, processes, course, factor in runs:
+        lr = factor * 1e-3
+        of_steps = lr**2 * VARIANCE / (16 * processes)
+        assert isclose(course.variance_of_steps, of_steps, rel_tol=0.03)
+        assert isclose(course.variance_of_weight, of_steps * course.steps, rel_tol=0.1)
+        assert isclose(1 - course.weight, lr * course.steps * MEAN, rel_tol=0.02)
+        evidence(
+            learning_rate=f"{name}: {lr:.4g}",
+            effective_batch=16 * processes,
+            steps=course.steps,
+            w_after_the_epoch=course.weight,
+            variance_of_update_steps=beside(course.variance_of_steps, of_steps),
+            variance_of_w_after_the_epoch=beside(
+                course.variance_of_weight, of_steps * course.steps
+            ),
+        )

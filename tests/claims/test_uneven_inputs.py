@@ -1,0 +1,116 @@
+"""Uneven inputs: processes that have fewer batches than others, under torch's Join.
+
+Four processes have 3, 3, 2 and 1 batches of two examples, so 4, 3 and 2 of them take part in steps
+1, 2 and 3. (Without Join those that have more would wait in their all-reduce
+for the others, until the timeout.)
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_equivalence import Rank
+from ddp_equivalence.ranks.on_ranks import on_ranks
+from tests.claims.claim import Evidence, Opposite, claim
+from tests.claims.numbered import apart, gradient_of, same, task
+from tests.claims.setting import flat_gradient, mse, times
+
+EXAMPLES = 18
+BATCHES = (
+    ((0, 1), (2, 3), (4, 5)),
+    ((6, 7), (8, 9), (10, 11)),
+    ((12, 13), (14, 15)),
+    ((16, 17),),
+)
+"""By rank and step, the numbers of its examples."""
+
+
+def joined(rank: Rank, by_initial: bool) -> list[Tensor]:
+    """The gradient of each step that this rank takes part in, all at the same weights."""
+    model, rows, targets = task(EXAMPLES)
+    ddp = DistributedDataParallel(model)
+    gradients = []
+    with (
+        warnings.catch_warnings(),  # Join changes the filters
+        Join([ddp], divide_by_initial_world_size=by_initial),
+    ):
+        for batch in BATCHES[rank.rank]:
+            mine = list(batch)
+            model.zero_grad()
+            mse(ddp, rows[mine], targets[mine]).backward()
+            gradients.append(flat_gradient(model))
+    del ddp
+    return gradients
+
+
+def left(step: int) -> list[int]:
+    """The examples of all processes that still have some in this step."""
+    return [number for batches in BATCHES for batch in batches[step : step + 1] for number in batch]
+
+
+@claim(
+    "true when divide_by_initial_world_size=False is given, and all batches are equally large",
+    by_initial=False,
+    opposite=Opposite("it is divided by the initial world size", by_initial=True),
+)
+def test_under_join_a_step_is_the_big_batch_of_what_is_left(
+    evidence: Evidence, by_initial: bool
+) -> None:
+    """With Join (or ddp.join()) uneven inputs train like one big batch.
+
+    A process without data takes part with a gradient of zero. By default the sum is divided by
+    the world size at the start all the same: with k of W processes left the gradient is k / W of
+    the big batch of the examples left, 0.75 g and 0.5 g here. With
+    divide_by_initial_world_size=False it is divided by those that are left, and is the gradient of
+    that big batch, although this batch is smaller than the steps before.
+    """
+    steps = on_ranks("2x2", joined, by_initial)[0]
+    default = on_ranks("2x2", joined, True)[0]
+    for step, processes in enumerate((4, 3, 2)):
+        expected = gradient_of(left(step), EXAMPLES)
+        assert same(steps[step], expected)
+        assert same(default[step], expected * processes / 4)
+        evidence(
+            step=step + 1,
+            processes_left=processes,
+            examples=len(left(step)),
+            default=times(default[step], expected),
+            divide_by_initial_world_size_is_False=times(steps[step], expected),
+        )
+
+
+@claim(
+    "true when divide_by_initial_world_size is left at its default, True",
+    by_initial=True,
+    opposite=Opposite("it is divided by the processes that are left", by_initial=False),
+)
+def test_under_join_every_example_weighs_the_same(evidence: Evidence, by_initial: bool) -> None:
+    """Under Join an example counts as much as any other, whichever process it is on.
+
+    The default divides every step by the same number, so an example has the weight
+    1 / (W x B) in whatever step it comes (W processes at the start, batch size B each), and the
+    gradients of the epoch add up to a multiple of the gradient of all examples: 18 / 8 of it
+    here. That is why the default is so, and why its last steps look too small. Divided by the
+    processes that are left, each step is a mean of its own, and examples in late steps weigh more.
+    """
+    whole = gradient_of(range(EXAMPLES), EXAMPLES)
+    total = torch.stack(on_ranks("2x2", joined, by_initial)[0]).sum(dim=0)
+    other = torch.stack(on_ranks("2x2", joined, False)[0]).sum(dim=0)
+    assert same(total, whole * 18 / 8)
+    assert apart(other, whole * 3) > 0.01
+    for name, gradient, weights in (
+        ("default", total, ("1/8", "1/8", "1/8")),
+        ("divide_by_initial_world_size=False", other, ("1/8", "1/6", "1/4")),
+    ):
+        evidence(
+            Join=name,
+            weight_of_an_example_in_step_1=weights[0],
+            in_step_2=weights[1],
+            in_step_3=weights[2],
+            sum_over_the_epoch=f"{times(gradient, whole)} of all 18 examples",
+        )

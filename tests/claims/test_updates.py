@@ -1,0 +1,98 @@
+"""Weights after several steps, not only gradients: momentum, weight decay, Adam, clipping.
+
+Ten steps on sixteen new examples each, as one plain process with batches of 16, and under
+DistributedDataParallel on 2 processes of 8 and 4 of 4, with the same learning rate. "Differ by" is
+the largest distance between the weights after any step, relative to the way that the big batch
+went; 0 is less than 1e-12, which is rounding in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+
+from ddp_equivalence.ranks.on_ranks import on_ranks
+from tests.claims.claim import Evidence, Opposite, claim
+from tests.claims.trajectory import Training, big_batch, differ_by, on_a_rank
+
+LAYOUTS = {2: "1x2", 4: "2x2"}
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "SGD": partial(SGD, lr=0.05),
+    "SGD, momentum 0.9": partial(SGD, lr=0.05, momentum=0.9),
+    "SGD, Nesterov momentum 0.9": partial(SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "SGD, momentum 0.9, weight decay 0.1": partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
+    "Adam": partial(Adam, lr=0.05),
+    "Adam, weight decay 0.1": partial(Adam, lr=0.05, weight_decay=0.1),
+    "AdamW, weight decay 0.1": partial(AdamW, lr=0.05, weight_decay=0.1),
+    "RMSprop": partial(RMSprop, lr=0.05),
+}
+
+
+@claim(
+    "false",
+    loss_times=1.0,
+    opposite=Opposite(
+        "every loss is multiplied by the world size, so that gradients add up", loss_times=4.0
+    ),
+)
+def test_optimizers_with_a_state_train_like_the_big_batch(
+    evidence: Evidence, loss_times: float
+) -> None:
+    """Only gradients are averaged, so the momentum, or Adam's moments, drift apart on the ranks.
+
+    DDP sends the weights of rank 0 to all ranks when it is made. From then on every rank has the
+    same weights, the same averaged gradient and an optimizer of its own in the same state: it
+    computes the same step, and nothing is left to drift. Since the gradient is the big batch's,
+    the step is too, whatever the optimizer makes of it: for all eight here the weights are those
+    of the big batch after every step, at the same learning rate.
+    """
+    for name, optimizer in OPTIMIZERS.items():
+        expected = big_batch(Training(optimizer))
+        worst = {}
+        for world_size, layout in LAYOUTS.items():
+            paths = on_ranks(layout, on_a_rank, Training(optimizer, loss_times=loss_times))
+            worst[world_size] = max(differ_by(path, expected) for path in paths)
+            assert worst[world_size] < 1e-12
+            assert all(torch.equal(path, paths[0]) for path in paths)
+        evidence(
+            optimizer=name,
+            way_of_the_big_batch=float((expected[-1] - expected[0]).norm()),
+            differ_by_on_2_processes=worst[2],
+            on_4_processes=worst[4],
+        )
+
+
+@claim(
+    "true when the clipping comes after the reduction",
+    clip="after",
+    opposite=Opposite("every process clips its own gradient first", clip="before"),
+)
+def test_clipping_is_that_of_the_big_batch(evidence: Evidence, clip: str) -> None:
+    """clip_grad_norm_ works with DDP as it does with one process.
+
+    After DDP's backward() the gradient is reduced already: every process clips the same gradient,
+    by the same norm, as the big batch does. Clipped before the reduction (in a hook, by hand, or
+    after each micro-batch of an accumulation) each process shrinks its own gradient by its own
+    norm, which is larger on average: what is averaged has another direction, and is shorter. The
+    smaller the batch per process, the further off. If the limit never bites, both are the same.
+    """
+    for max_norm in (1.0, 1000.0):
+        optimizer = partial(SGD, lr=0.05, momentum=0.9)
+        right = Training(optimizer, max_norm=max_norm, clip=clip)
+        wrong = Training(optimizer, max_norm=max_norm, clip="before")
+        expected = big_batch(right)
+        for world_size, layout in LAYOUTS.items():
+            after = differ_by(on_ranks(layout, on_a_rank, right)[-1], expected)
+            before = differ_by(on_ranks(layout, on_a_rank, wrong)[-1], expected)
+            assert after < 1e-12
+            assert (before > 0.01) == (max_norm == 1.0)
+            evidence(
+                max_norm=f"{max_norm:g}" + (", never reached" if max_norm > 1 else ""),
+                processes=world_size,
+                clipped_after_the_reduction_differ_by=after,
+                before_it=before,
+            )

@@ -1,0 +1,131 @@
+"""What an epoch reads: padding, order, and no sampler at all."""
+
+from __future__ import annotations
+
+import torch
+
+from ddp_equivalence.ranks.on_ranks import on_ranks
+from tests.claims.claim import Evidence, Opposite, claim
+from tests.claims.numbered import (
+    Reading,
+    all_of,
+    apart,
+    gradient_of,
+    read,
+    same,
+    together,
+    train,
+)
+from tests.claims.setting import times
+
+
+@claim(
+    "true when the number of processes divides the number of examples",
+    sizes=(18, 102, 1002),
+    opposite=Opposite("the number of processes divides it", sizes=(20, 100, 1000)),
+)
+def test_a_sampler_reads_every_example_once(evidence: Evidence, sizes: tuple[int, ...]) -> None:
+    """DistributedSampler shares the data out, so every example is seen once per epoch.
+
+    Where the processes cannot have equally many, the sampler fills up with the first examples of
+    the epoch's order, at most one fewer than there are processes, and they come again in the last
+    step. DDP computes exactly the big batch with these examples twice in it; that is not the big
+    batch without the repeats. The last step is off by what they weigh in it, which does not
+    shrink with the data, as that step stays small; the mean over the epoch is off by what they
+    weigh among all examples, which does. drop_last=True of the sampler repeats nothing. With
+    set_epoch other examples are repeated in every epoch, so none is preferred in the long run.
+    """
+    for examples in sizes:
+        steps = on_ranks("2x2", train, Reading(examples, 4))
+        by_rank = [[step.numbers for step in one] for one in steps]
+        order = [one for step in zip(*by_rank, strict=True) for one in dealt(step)]
+        repeated, last = order[examples:], together(by_rank, -1)
+        assert repeated == order[: -examples % 4]
+        expected = gradient_of(last, examples)
+        assert all(same(one[-1].gradient, expected) for one in steps)
+        without = gradient_of([one for one in last if one not in repeated], examples)
+        whole = gradient_of(range(examples), examples)
+        weights = torch.tensor([len(one.numbers) for one in steps[0]], dtype=torch.double)
+        mean = torch.stack([one.gradient for one in steps[0]]).T @ weights / weights.sum()
+        assert apart(expected, without) > 0.01
+        evidence(
+            examples=examples,
+            processes=4,
+            repeated=len(repeated),
+            last_step=f"{len(last)} examples, {len(repeated)} of them repeats",
+            gradient_of_last_step_off_by=apart(steps[0][-1].gradient, without),
+            mean_gradient_of_epoch_off_by=apart(mean, whole),
+        )
+
+
+def dealt(step: tuple[list[int], ...]) -> list[int]:
+    """What the processes read in one step, as the sampler dealt it out: in turn."""
+    return [number for turn in zip(*step, strict=True) for number in turn]
+
+
+@claim(
+    "false",
+    sampler=False,
+    opposite=Opposite("there is a DistributedSampler", sampler=True),
+)
+def test_ddp_does_not_share_out_the_data(evidence: Evidence, sampler: bool) -> None:
+    """DistributedDataParallel splits the data, so I need no DistributedSampler.
+
+    DDP never sees the data set; it averages gradients. Without a sampler every process reads all
+    of it. If all shuffle by the same seed, they compute the same batch: the average of four
+    equal gradients is the gradient of one process, four times the work for the steps of one. If
+    each has a seed of its own, the effective batch is four times larger, but an example is read
+    four times in an epoch, and one step may have it twice.
+    """
+    rows = {
+        "DistributedSampler": Reading(64, 4),
+        "none, the same seed": Reading(64, 4, sampler=sampler),
+        "none, a seed each": Reading(64, 4, sampler=sampler, own_seed=True),
+    }
+    for name, how in rows.items():
+        steps = on_ranks("2x2", train, how)
+        by_rank = [[step.numbers for step in one] for one in steps]
+        first = together(by_rank, 0)
+        assert same(steps[0][0].gradient, gradient_of(first, 64))
+        own = gradient_of(by_rank[0][0], 64)
+        assert same(steps[0][0].gradient, own) == (name == "none, the same seed")
+        reads = len(all_of(by_rank)) // 64
+        assert reads == (1 if name == "DistributedSampler" else 4)
+        assert name != "none, the same seed" or set(first) == set(by_rank[0][0])
+        evidence(
+            sampler=name,
+            processes=4,
+            batch_size_per_process=4,
+            different_examples_in_step_1=len(set(first)),
+            steps_in_an_epoch_of_64=len(by_rank[0]),
+            reads_of_an_example=reads,
+            gradient_if_g_is_that_of_rank_0s_batch=times(steps[0][0].gradient, own),
+        )
+
+
+@claim(
+    "true when set_epoch is called before every epoch",
+    set_epoch=True,
+    opposite=Opposite("set_epoch is not called", set_epoch=False),
+)
+def test_a_sampler_shuffles_anew_with_set_epoch(evidence: Evidence, set_epoch: bool) -> None:
+    """DistributedSampler(shuffle=True) shuffles anew in every epoch.
+
+    It shuffles by seed + epoch, and it does not count epochs: sampler.set_epoch(epoch) tells it.
+    Without the call every epoch has the same batches in the same order, and each process sees
+    the same part of the data for ever. No gradient is wrong, and there is no error: only the
+    shuffling is lost.
+    """
+    orders = {}
+    for called in (set_epoch, False):
+        by_rank = on_ranks("2x2", read, Reading(64, 4, epochs=3, set_epoch=called))
+        orders[called] = len({str(epoch) for epoch in by_rank[0]})
+        seen = {number for epoch in by_rank[0] for step in epoch for number in step}
+        assert (orders[called] == 3) == set_epoch or not called
+        evidence(
+            set_epoch="called" if called else "not called",
+            epochs=3,
+            different_orders=orders[called],
+            different_examples_that_rank_0_reads=f"{len(seen)} of 64",
+        )
+    assert orders == {True: 3, False: 1}

@@ -1,0 +1,93 @@
+"""Several steps of training, each on sixteen new examples: one plain process, or DDP on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from ddp_equivalence import Rank
+from tests.claims.numbered import task
+from tests.claims.setting import mse
+
+BATCH = 16
+
+
+@dataclass(frozen=True)
+class Training:
+    """``optimizer``: of parameters. ``clip``: to ``max_norm``, "after" the reduction or "before"
+    it; "" for none. ``loss_times``: a factor on every rank's loss. ``shards``: examples per rank.
+    """
+
+    optimizer: Callable[..., Optimizer]
+    steps: int = 10
+    max_norm: float = 1.0
+    clip: str = ""
+    loss_times: float = 1.0
+    shards: tuple[int, ...] = ()
+
+
+def big_batch(training: Training) -> Tensor:
+    """The weights before and after every step, (steps + 1, 18): one process, no wrapper."""
+    model, rows, targets = task(BATCH * training.steps)
+    optimizer = training.optimizer(model.parameters())
+    weights = [flat(model)]
+    for begin in range(0, len(rows), BATCH):
+        optimizer.zero_grad()
+        mse(model, rows[begin : begin + BATCH], targets[begin : begin + BATCH]).backward()
+        if training.clip:
+            clip_grad_norm_(model.parameters(), training.max_norm)
+        optimizer.step()
+        weights.append(flat(model))
+    return torch.stack(weights)
+
+
+def on_a_rank(rank: Rank, training: Training) -> Tensor:
+    """The same under DDP; by hand where the clipping comes before the reduction."""
+    model, rows, targets = task(BATCH * training.steps)
+    by_hand = training.clip == "before"
+    wrapped = model if by_hand else DistributedDataParallel(model)
+    optimizer = training.optimizer(model.parameters())
+    shards = training.shards or (BATCH // rank.world_size,) * rank.world_size
+    first, last = [0, *accumulate(shards)][rank.rank : rank.rank + 2]
+    weights = [flat(model)]
+    for begin in range(0, len(rows), BATCH):
+        mine = slice(begin + first, begin + last)
+        optimizer.zero_grad()
+        (mse(wrapped, rows[mine], targets[mine]) * training.loss_times).backward()
+        if training.clip:
+            clip_grad_norm_(model.parameters(), training.max_norm)
+        if by_hand:
+            average(model)
+        optimizer.step()
+        weights.append(flat(model))
+    del wrapped
+    return torch.stack(weights)
+
+
+def average(model: nn.Module) -> None:
+    """All-reduce and division by the world size, by hand."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def flat(model: nn.Module) -> Tensor:
+    """A copy of all weights in one row."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def differ_by(path: Tensor, expected: Tensor, begin: Tensor | None = None) -> float:
+    """The largest difference between two courses after any step, relative to the way that the
+    expected one has come by its end from ``begin``, which is its first weights if not given.
+    """
+    way = expected[-1] - (expected[0] if begin is None else begin)
+    return float((path - expected).norm(dim=1).max() / way.norm())
