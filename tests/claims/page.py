@@ -78,6 +78,7 @@ def section(claim: Claim, rows: Sequence[Mapping[str, str]]) -> str:
     verdict = claim.verdict[0].upper() + claim.verdict[1:]
     return "\n".join(
         [
+            f'<a id="{claim.name}"></a>',
             f"### “{claim.said.rstrip('.')}”",
             "",
             f"**{verdict}.** {claim.answer}",
@@ -98,7 +99,7 @@ def sections(text: str) -> dict[str, str]:
 
 def whole(by_key: Mapping[str, str]) -> str:
     """The page of these sections, in order."""
-    lines = [HEAD]
+    lines = [HEAD, *_contents()]
     for topic in TOPICS:
         title, _, more = (_module(topic).__doc__ or "").strip().partition("\n\n")
         lines += [f"## {title.rstrip('.')}\n", *([more + "\n"] if more else [])]
@@ -108,6 +109,15 @@ def whole(by_key: Mapping[str, str]) -> str:
             if key in by_key
         ]
     return "\n".join(lines)
+
+
+def _contents() -> Iterator[str]:
+    """Every claim with its verdict, linked to its section."""
+    yield "| what is said | verdict |\n|---|---|"
+    for claim in claims():
+        said = claim.said.rstrip(".").replace("|", "\\|")
+        yield f"| [{said}](#{claim.name}) | {claim.verdict} |"
+    yield ""
 
 
 def _write(claim: Claim, text: str) -> None:
