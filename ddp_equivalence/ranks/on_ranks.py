@@ -8,6 +8,7 @@ from typing import Any
 
 from ddp_equivalence.layouts import parse
 from ddp_equivalence.ranks import Rank, carry, lanes
+from ddp_equivalence.ranks.collectives import new_collectives
 from ddp_equivalence.ranks.warm import warm_ranks
 
 
@@ -41,4 +42,7 @@ def on_ranks(
 
 
 def _call(rank: Rank, call: _Call) -> Iterator[Any]:
-    yield call.function(rank, *call.arguments)
+    try:
+        yield call.function(rank, *call.arguments)
+    finally:
+        new_collectives()  # what was issued here is no evidence of the next check
