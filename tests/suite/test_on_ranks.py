@@ -1,4 +1,4 @@
-"""Any function on warm ranks: what it returns, how it fails, and that a check sees nothing of it."""
+"""Any function on warm ranks: what it returns, how it fails, and that no check sees of it."""
 
 from __future__ import annotations
 
