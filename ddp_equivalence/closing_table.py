@@ -11,6 +11,9 @@ from ddp_equivalence.records import Record
 
 COMPARED = ("same", "different")
 
+CANNOT_SHOW = "cannot show"
+"""In the reason of a planted fault that leaves the big batch's gradient on its case."""
+
 
 @dataclass(frozen=True)
 class NotRun:
@@ -135,19 +138,24 @@ def _planted(planted: Sequence[Record], width: int) -> Iterator[str]:
     caught = [one for one in shown if one["outcome"] == "different"]
     named = sum(one["planted"] in one["causes"] for one in caught)
     rivals = sum(one["planted"] in one["causes"][1:] for one in caught)
-    nearest = min((one["error"] / one["limit"] for one in caught if one["limit"]), default=0.0)
+    distances = [one["error"] / one["limit"] for one in caught if one["error"] and one["limit"]]
+    nearest = f", nearest {min(distances):.0e} limits away" if distances else ""
     faults = len({one["planted"] for one in planted})
     of = f"{faults} {_plural(faults, 'kind')}"
     of += f"; {rivals} beside others that leave the same" if rivals else ""
     yield (
         f"{'planted faults':<{width}}{len(caught)} of {len(shown)} caught, {named} of {len(shown)} "
-        f"named ({of}), nearest {nearest:.0e} limits away"
+        f"named ({of}){nearest}"
     )
-    if len(planted) > len(shown):
-        yield f"{'':<{width}}{len(planted) - len(shown)} more cannot show there, which was said"
-    missed = len(shown) - len(caught)
-    if missed:
-        yield f"{'':<{width}}{missed} MISSED"
+    hidden = sum(one["outcome"] == "unknown" and CANNOT_SHOW in one["reason"] for one in planted)
+    others = {
+        f"{hidden} more cannot show there, which was said": hidden,
+        f"{len(planted) - len(shown) - hidden} UNKNOWN": len(planted) - len(shown) - hidden,
+        f"{len(shown) - len(caught)} MISSED": len(shown) - len(caught),
+    }
+    for text, count in others.items():
+        if count:
+            yield f"{'':<{width}}{text}"
 
 
 def _also_not_run(not_run: Sequence[NotRun], listed: set[str]) -> Iterator[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.commands.exit_codes import DIFFERENT, SAME
+from ddp_equivalence.commands.results import look_at_file, write_json
 from ddp_equivalence.ranks.server import start_early
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def add(commands: Commands) -> None:
 
 def run(known: argparse.Namespace) -> int:
     """Search, and print what was found."""
+    look_at_file("json", known.json)
     start_early()
     return SAME if explored(known.right, known.wrong, known.seed, known.json) else DIFFERENT
 
@@ -45,7 +46,7 @@ def explored(right: int, wrong: int = 0, seed: int = 0, results: Path | None = N
     for line in suite_text.lines(tally):
         _print(line)
     if results is not None:
-        results.write_text(json.dumps(suite_text.record(tally), indent=1) + "\n")
+        write_json("json", results, suite_text.record(tally))
     return not (tally.false_alarms or tally.misses)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +17,12 @@ SAMPLES = 256
 
 BLOCK = 1000
 """Experiments that are trained side by side, and whose noise is drawn at once."""
+
+LARGEST_LR = 1e6
+"""Far beyond what trains, and its square is still a number."""
+
+MOST = 10_000_000
+"""Experiments: hours."""
 
 FEWEST = 10
 """Experiments with noise below which a variance says nothing."""
@@ -42,11 +47,13 @@ class Setup:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise BadCase("lr", self.lr, "a learning rate above 0")
+        if not 0 < self.lr <= LARGEST_LR:
+            raise BadCase("lr", self.lr, f"a learning rate above 0, up to {LARGEST_LR:g}")
         for name in ("batch_size", "ranks", "n_epochs", "n_experiments"):
             if getattr(self, name) < 1:
                 raise BadCase(name, getattr(self, name), "an integer from 1")
+        if self.n_experiments > MOST:
+            raise BadCase("n_experiments", self.n_experiments, f"at most {MOST:,}")
         if SAMPLES % self.ranks:
             right = f"a number of ranks that divides the {SAMPLES} samples of an epoch"
             raise BadCase("ranks", self.ranks, right)

@@ -87,6 +87,10 @@ def test_with_the_wrapper_called_the_same_step_is_the_big_batch() -> None:
         ("--table --lr 1e-3", "lr"),
         ("single --json out.json", "json"),
         ("--table --json /nowhere/at/all/out.json", "json"),
+        ("--table --json .", "json"),
+        ("--plot pytest.ini/plots", "plot"),
+        ("single --lr 1e200", "lr"),
+        ("single --n_experiments 1000000000000", "n_experiments"),
         ("--table --seed -1", "seed"),
     ],
 )

@@ -53,6 +53,13 @@ def refuses_an_empty_shard(model: nn.Module, shard: dict[str, Tensor], rank: Ran
     global_mean(model, shard, rank)
 
 
+def test_results_that_cannot_be_written_are_refused_before_the_search(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["explore", "--right", "1", "--json", "/nowhere/at/all.json"]) == 2
+    assert "json = '/nowhere/at/all.json': a file in a folder" in capsys.readouterr().err
+
+
 def explored(step: Any, wanted: int, **given: Any) -> Searched:
     return step_search.search(UserCheck(own_case(layout="2x2"), step), given, wanted, str)
 
