@@ -1,4 +1,4 @@
-"""Every example, run the way a user runs it, prints what the examples' page shows."""
+"""Every example is judged as the examples' page shows it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from ddp_equivalence import check
+from ddp_equivalence.user_file import load
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 EXAMPLES = CHECKOUT / "examples"
@@ -28,20 +31,22 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("target", "verdict"), RIGHT.items(), ids=RIGHT.keys())
-def test_a_right_step_is_the_big_batch(target: str, verdict: str) -> None:
-    exit_code, printed = run("ddp_equivalence", "check", *target.split())
-    assert printed.startswith(f"{verdict}\n"), printed
-    assert exit_code == 0
-    assert f"$ ddp-equivalence check {target}\n{verdict}\n" in PAGE
+@pytest.mark.self_check
+@pytest.mark.parametrize(("target", "headline"), (RIGHT | WRONG).items(), ids=RIGHT | WRONG)
+def test_an_example_is_judged_as_the_page_shows(target: str, headline: str) -> None:
+    file, _, name = target.partition(":")
+    found = load(CHECKOUT / file, name or "step")
+    verdict = check(found.case, found.step, **found.options)
+    assert str(verdict).startswith(f"{headline}\n"), verdict
+    assert verdict.outcome == ("same" if target in RIGHT else "different")
+    assert f"$ ddp-equivalence check {target}\n{headline}\n" in PAGE
 
 
-@pytest.mark.parametrize(("target", "verdict"), WRONG.items(), ids=WRONG.keys())
-def test_a_wrong_step_is_caught_and_its_cause_is_named(target: str, verdict: str) -> None:
-    exit_code, printed = run("ddp_equivalence", "check", *target.split())
-    assert printed.startswith(f"{verdict}\n"), printed
+def test_the_command_of_the_page_prints_nothing_but_the_report() -> None:
+    target = "examples/gpt2_padded.py:step_rank_mean"
+    exit_code, printed = run("ddp_equivalence", "check", target)
+    assert printed.startswith(f"{WRONG[target]}\n"), printed  # no warning of a library before it
     assert exit_code == 1
-    assert f"$ ddp-equivalence check {target}\n{verdict}\n" in PAGE
 
 
 @pytest.mark.parametrize("import_mode", ["prepend", "importlib"])

@@ -16,6 +16,9 @@ from ddp_equivalence.cli import main
 
 ROOT = Path(__file__).parents[2]
 
+A_FEW = "tests/equivalence/test_ddp_gathered.py"
+"""Of the suite, quickly collected."""
+
 USER_FILE = """
 import torch
 from torch import nn
@@ -153,7 +156,9 @@ def test_bad_input_is_told_on_stderr_with_exit_code_2(
 def test_run_is_the_suite_from_any_folder_with_results(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     select = "ddp_sum_hook and mlp and 1x2 and float64"
-    code, text, errors = run("run", "--json", "results.json", "-k", select, folder=tmp_path)
+    of_ddp = ("tests/equivalence/test_ddp.py", "tests/difference/test_ddp_differs.py")
+    options = ("--json", "results.json", "-k", select)
+    code, text, errors = run("run", *of_ddp, *options, folder=tmp_path)
     assert code == 0, text + errors
     assert "compared with one big batch" in text
     found = json.loads(results.read_text())
@@ -165,7 +170,8 @@ def test_run_is_the_suite_from_any_folder_with_results(tmp_path: Path) -> None:
 
 def test_the_value_of_an_option_is_no_path(tmp_path: Path) -> None:
     (tmp_path / "nosuchname").touch()
-    code, text, _ = run("run", "-k", "nosuchname", "--collect-only", folder=tmp_path)
+    options = ("-k", "nosuchname", "--collect-only")
+    code, text, _ = run("run", A_FEW, *options, folder=tmp_path)
     assert code == 5
     assert "deselected" in text
 
@@ -179,14 +185,14 @@ def test_an_error_of_our_own_is_not_taken_for_a_difference(user_file: Path) -> N
 
 
 def test_a_run_that_selects_nothing_says_so_and_fails(tmp_path: Path) -> None:
-    code, text, _ = run("run", "-k", "no_such_case", folder=tmp_path)
+    code, text, _ = run("run", A_FEW, "-k", "no_such_case", folder=tmp_path)
     assert code == 5
     assert "NOTHING was compared with one big batch" in text
 
 
 def test_a_run_in_which_everything_is_skipped_fails(tmp_path: Path, no_cuda: None) -> None:
-    select = "test_data_parallel_gives"
-    code, text, _ = run("run", "-k", select, "--must-run", "data_parallel", folder=tmp_path)
+    select = ("tests/equivalence/test_data_parallel.py", "-k", "test_data_parallel_gives")
+    code, text, _ = run("run", *select, "--must-run", "data_parallel", folder=tmp_path)
     assert code == 1
     assert "NOT RUN: needs 2 CUDA devices, found 0" in text
     assert "--must-run data_parallel: FAILED" in text

@@ -244,7 +244,7 @@ def test_the_deadline_of_the_run_is_that_of_its_checks(their_repository: Path) -
 
 def test_the_catalogue_splits_by_lane_marker(no_cuda: None) -> None:
     root = Path(__file__).parents[2]
-    count = ["--collect-only", "-q", "tests/equivalence"]
+    count = ["--collect-only", "-q", "tests/equivalence/test_manual_all_reduce.py"]
     code, text = run(root, *count, "-m", "not gloo_fallback and not data_parallel")
     assert code == 0, text
     assert "gloo_cuda]" in text
@@ -253,7 +253,7 @@ def test_the_catalogue_splits_by_lane_marker(no_cuda: None) -> None:
 
 def test_an_empty_selection_of_the_catalogue_fails(no_cuda: None) -> None:
     root = Path(__file__).parents[2]
-    code, text = run(root, "tests/equivalence", "-k", "no_such_strategy")
+    code, text = run(root, "tests/equivalence/test_ddp_gathered.py", "-k", "no_such_strategy")
     assert code == 5, text
 
 
