@@ -70,7 +70,7 @@ VISIBLE = {
     "weight decay 0.1 of Adam (L2, in the gradient)": Training(
         partial(Adam, lr=0.05, weight_decay=0.1)
     ),
-    "clipping to 4, which only the larger right gradients reach": Training(
+    "clipping to 4, which only some of the right gradients reach": Training(
         partial(Adam, lr=0.05), clip="after", max_norm=4.0
     ),
 }
@@ -133,7 +133,8 @@ def test_linear_scaling_with_adam(evidence: Evidence, with_noise: float) -> None
     root) arrives at the same place; four times goes nearly twice as far. (The neuron y = w x of
     the section above, 16 examples per process. The noisy one begins close to its optimum, w = 0.05,
     where the gradient of one example is 0.08 and its noise 1.4, with 4 examples per process; the
-    mean of 200 experiments. The square root is the rule of Malladi et al., arXiv 2205.10287.)
+    mean of 200 experiments. The square root is from the rule of Malladi et al., arXiv 2205.10287,
+    which changes betas and eps with it; here they keep their defaults.)
     """
     ways = {}
     for name, toy in (("none", CLEAN), ("standard normal", NOISY)):

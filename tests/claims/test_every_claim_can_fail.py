@@ -16,8 +16,10 @@ from tests.claims.claim import Claim, Evidence
 def test_the_claim_fails_when_its_contrary_is_so(claim: Claim) -> None:
     opposite = claim.opposite
     broken = planted(opposite.plant) if opposite.plant else nullcontext()
-    with broken, pytest.raises(AssertionError):
+    with broken, pytest.raises(AssertionError) as failed:
         claim.function(Evidence(), **{**claim.arguments, **opposite.arguments})
+    stated = failed.traceback[-1].frame.code.raw
+    assert stated is claim.function.__code__, f"{stated.co_name} fails, not the claim"
 
 
 @pytest.mark.skipif("UPDATE_GOLDEN" in os.environ, reason="the page is being written")

@@ -33,10 +33,10 @@ def data_parallel_gradient(gpus: int, divide_by: int = 1) -> tuple[Tensor, Tenso
     return flat_gradient(model), torch.stack(parallel.gradients_of_copies()).sum(0) * divide_by
 
 
-def loss_inside_gradient(gpus: int, reduction: str, divide_by: int = 1) -> Tensor:
+def loss_inside_gradient(gpus: int, reduction: str) -> Tensor:
     """Every copy returns its own mean loss; the caller adds or averages the row of losses."""
     model, rows, targets = model_and_batch()
-    losses = DataParallelRule(LossInside(model), gpus, divide_by)(rows, targets)
+    losses = DataParallelRule(LossInside(model), gpus)(rows, targets)
     getattr(losses, reduction)().backward()
     return flat_gradient(model)
 
@@ -111,10 +111,10 @@ def test_the_average_is_no_smaller_than_the_sum(evidence: Evidence, divide_by: i
 
 @claim(
     "true when every replica returns a loss of its own and these are added up",
-    divide_by=1,
-    opposite=Opposite("DataParallel divides by the number of its GPUs, too", divide_by=4),
+    added="sum",
+    opposite=Opposite("the losses are averaged", added="mean"),
 )
-def test_the_sum_is_too_large_only_for_added_losses(evidence: Evidence, divide_by: int) -> None:
+def test_the_sum_is_too_large_only_for_added_losses(evidence: Evidence, added: str) -> None:
     """DataParallel sums, so with 4 GPUs its gradient is 4 times too large.
 
     Not in the usual loop, `loss_fn(model(x), y)`: one loss over the gathered outputs. If the
@@ -124,19 +124,19 @@ def test_the_sum_is_too_large_only_for_added_losses(evidence: Evidence, divide_b
     they have in the batch. One loss over gathered outputs is right for any cut.
     """
     expected = big_batch_gradient()
-    whole, _ = data_parallel_gradient(4, divide_by)
+    whole, _ = data_parallel_gradient(4)
     assert equal(whole, expected)
     inside, right = "inside the module", "one over the gathered outputs"
     evidence(GPUs=4, loss=right, gradient=times(whole, expected))
-    added = loss_inside_gradient(4, "sum", divide_by)
-    assert equal(added, 4 * expected)
-    evidence(GPUs=4, loss=f"{inside}, `.sum()`", gradient=times(added, expected))
-    averaged = loss_inside_gradient(4, "mean", divide_by)
+    summed = loss_inside_gradient(4, added)
+    assert equal(summed, 4 * expected)
+    evidence(GPUs=4, loss=f"{inside}, `.sum()`", gradient=times(summed, expected))
+    averaged = loss_inside_gradient(4, "mean")
     assert equal(averaged, expected)
     evidence(GPUs=4, loss=f"{inside}, `.mean()`", gradient=times(averaged, expected))
-    uneven = loss_inside_gradient(3, "mean", divide_by)
+    uneven = loss_inside_gradient(3, "mean")
     assert not torch.allclose(uneven, expected, rtol=1e-3)
     evidence(GPUs=3, loss=f"{inside}, `.mean()`", gradient=times(uneven, expected))
-    whole, _ = data_parallel_gradient(3, divide_by)
+    whole, _ = data_parallel_gradient(3)
     assert equal(whole, expected)
     evidence(GPUs=3, loss=right, gradient=times(whole, expected))

@@ -8,6 +8,7 @@ for the others, until the timeout.)
 from __future__ import annotations
 
 import warnings
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -51,6 +52,14 @@ def joined(rank: Rank, by_initial: bool) -> list[Tensor]:
 def left(step: int) -> list[int]:
     """The examples of all processes that still have some in this step."""
     return [number for batches in BATCHES for batch in batches[step : step + 1] for number in batch]
+
+
+def weight_of_an_example(gradient: Tensor, step: int) -> str:
+    """By what the sum of the gradients of this step's examples is multiplied, as a fraction."""
+    added_up = gradient_of(left(step), EXAMPLES) * len(left(step))
+    found = float(gradient @ added_up / (added_up @ added_up))
+    assert same(gradient, found * added_up)
+    return str(Fraction(found).limit_denominator(100))
 
 
 @claim(
@@ -99,18 +108,21 @@ def test_under_join_every_example_weighs_the_same(evidence: Evidence, by_initial
     processes that are left, each step is a mean of its own, and examples in late steps weigh more.
     """
     whole = gradient_of(range(EXAMPLES), EXAMPLES)
-    total = torch.stack(on_ranks("2x2", joined, by_initial)[0]).sum(dim=0)
-    other = torch.stack(on_ranks("2x2", joined, False)[0]).sum(dim=0)
-    assert same(total, whole * 18 / 8)
-    assert apart(other, whole * 3) > 0.01
-    for name, gradient, weights in (
-        ("default", total, ("1/8", "1/8", "1/8")),
-        ("divide_by_initial_world_size=False", other, ("1/8", "1/6", "1/4")),
+    total = {}
+    for name, how, expected in (
+        ("default", by_initial, ["1/8", "1/8", "1/8"]),
+        ("divide_by_initial_world_size=False", False, ["1/8", "1/6", "1/4"]),
     ):
+        steps = on_ranks("2x2", joined, how)[0]
+        weights = [weight_of_an_example(gradient, step) for step, gradient in enumerate(steps)]
+        assert weights == expected
+        total[name] = torch.stack(steps).sum(dim=0)
         evidence(
             Join=name,
             weight_of_an_example_in_step_1=weights[0],
             in_step_2=weights[1],
             in_step_3=weights[2],
-            sum_over_the_epoch=f"{times(gradient, whole)} of all 18 examples",
+            sum_over_the_epoch=f"{times(total[name], whole)} of all 18 examples",
         )
+    assert same(total["default"], whole * 18 / 8)
+    assert apart(total["divide_by_initial_world_size=False"], whole * 3) > 0.01

@@ -29,8 +29,8 @@ def test_a_sampler_reads_every_example_once(evidence: Evidence, sizes: tuple[int
 
     Where the processes cannot have equally many, the sampler fills up with the first examples of
     the epoch's order, at most one fewer than there are processes, and they come again in the last
-    step. DDP computes exactly the big batch with these examples twice in it; that is not the big
-    batch without the repeats. The last step is off by what they weigh in it, which does not
+    step. Its gradient is exactly that of the big batch of what it read, repeats included; that is
+    not the big batch without them. The last step is off by what they weigh in it, which does not
     shrink with the data, as that step stays small; the mean over the epoch is off by what they
     weigh among all examples, which does. drop_last=True of the sampler repeats nothing. With
     set_epoch other examples are repeated in every epoch, so none is preferred in the long run.
@@ -117,15 +117,14 @@ def test_a_sampler_shuffles_anew_with_set_epoch(evidence: Evidence, set_epoch: b
     shuffling is lost.
     """
     orders = {}
-    for called in (set_epoch, False):
-        by_rank = on_ranks("2x2", read, Reading(64, 4, epochs=3, set_epoch=called))
-        orders[called] = len({str(epoch) for epoch in by_rank[0]})
+    for name, calls in (("called", set_epoch), ("not called", False)):
+        by_rank = on_ranks("2x2", read, Reading(64, 4, epochs=3, set_epoch=calls))
+        orders[name] = len({str(epoch) for epoch in by_rank[0]})
         seen = {number for epoch in by_rank[0] for step in epoch for number in step}
-        assert (orders[called] == 3) == set_epoch or not called
         evidence(
-            set_epoch="called" if called else "not called",
+            set_epoch=name,
             epochs=3,
-            different_orders=orders[called],
+            different_orders=orders[name],
             different_examples_that_rank_0_reads=f"{len(seen)} of 64",
         )
-    assert orders == {True: 3, False: 1}
+    assert orders == {"called": 3, "not called": 1}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, vector_to_parameters
 from torch.optim import Optimizer
 
 from ddp_equivalence import Rank
@@ -24,6 +24,7 @@ BATCH = 16
 class Training:
     """``optimizer``: of parameters. ``clip``: to ``max_norm``, "after" the reduction or "before"
     it; "" for none. ``loss_times``: a factor on every rank's loss. ``shards``: examples per rank.
+    ``own_state``: the optimizer of rank 1 begins in another state than the others.
     """
 
     optimizer: Callable[..., Optimizer]
@@ -32,6 +33,7 @@ class Training:
     clip: str = ""
     loss_times: float = 1.0
     shards: tuple[int, ...] = ()
+    own_state: bool = False
 
 
 def big_batch(training: Training) -> Tensor:
@@ -55,6 +57,8 @@ def on_a_rank(rank: Rank, training: Training) -> Tensor:
     by_hand = training.clip == "before"
     wrapped = model if by_hand else DistributedDataParallel(model)
     optimizer = training.optimizer(model.parameters())
+    if training.own_state and rank.rank == 1:
+        a_step_alone(model, optimizer)
     shards = training.shards or (BATCH // rank.world_size,) * rank.world_size
     first, last = [0, *accumulate(shards)][rank.rank : rank.rank + 2]
     weights = [flat(model)]
@@ -70,6 +74,15 @@ def on_a_rank(rank: Rank, training: Training) -> Tensor:
         weights.append(flat(model))
     del wrapped
     return torch.stack(weights)
+
+
+def a_step_alone(model: nn.Module, optimizer: Optimizer) -> None:
+    """Leaves the weights as they were; of the step stays what the optimizer keeps of it."""
+    weights = flat(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    vector_to_parameters(weights, model.parameters())
 
 
 def average(model: nn.Module) -> None:
