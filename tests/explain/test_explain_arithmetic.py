@@ -154,7 +154,7 @@ def test_a_known_sum_is_put_on_the_same_footing() -> None:
     assert total.learning_rates.same_step == Fraction("0.001")
 
 
-def test_adams_learning_rate_knows_no_factor_and_scales_by_the_root() -> None:
+def test_adams_learning_rate_knows_no_factor_and_has_both_rules() -> None:
     setup = Setup(
         batch=4,
         ranks_per_node=4,
@@ -165,7 +165,7 @@ def test_adams_learning_rate_knows_no_factor_and_scales_by_the_root() -> None:
     rates = explain(setup).learning_rates
     assert rates is not None
     assert rates.adam is not None
-    assert (rates.same_step, rates.linear) == (Fraction("0.001"), None)
+    assert (rates.same_step, rates.linear) == (Fraction("0.001"), Fraction("0.004"))
     assert isclose(rates.square_root, 0.002)
     assert rates.adam.betas == (Fraction("0.6"), Fraction("0.996"))
     assert isclose(rates.adam.eps, 5e-9)
