@@ -72,11 +72,11 @@ def judged(
         for row in found.shares
         for share, exact in zip(row, predicted.shares, strict=True)
     )
-    held += f", {_by_rank(averages)} g on average; examples count {_range(found.shares)}"
-    if not right:
-        held += f" times, predicted {_range([predicted.shares])}"
-    else:
-        held += " times, each as predicted"
+    held += f", {_by_rank(averages)} g on average; examples count {_range(found.shares)} times"
+    held += ", each as predicted" if right else f", predicted {_range([predicted.shares])}"
+    if found.unmixed >= LITTLE:
+        held += f"; {found.unmixed:.2g} of it is of no example"
+        right = False
     return Prediction(what, wanted, held, "agrees" if right else "differs")
 
 

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from ddp_equivalence.comparison import Comparison
 from ddp_equivalence.verdict import Verdict
 
-MIXED = 1e-6
-"""Beyond this a rest is no rounding, relative to what a rank holds."""
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -18,13 +15,15 @@ class Measured:
 
     ``factors``: the k for which k g is nearest to it, by rank; ``unexplained``: the most that this
     leaves on a rank, relative to what the rank holds. ``shares``: how often each example (token)
-    counts, by rank; None if it could not be told for all, and ``why``.
+    counts, by rank; None if it could not be told for all, and ``why``. ``unmixed``: the most that
+    these shares leave of what a rank holds.
     """
 
     factors: tuple[float, ...]
     unexplained: float
     shares: tuple[tuple[float, ...], ...] | None
     why: str = ""
+    unmixed: float = 0.0
 
 
 def measured(verdict: Verdict) -> Measured | None:
@@ -34,8 +33,9 @@ def measured(verdict: Verdict) -> Measured | None:
         return None
     fits = [_nearest(comparison, rank) for rank in comparison.ranks]
     shares, why = _shares(verdict)
+    unmixed = max(verdict.shares.unexplained.values()) if verdict.shares is not None else 0.0
     factors = tuple(factor for factor, _ in fits)
-    return Measured(factors, max(rest for _, rest in fits), shares, why)
+    return Measured(factors, max(rest for _, rest in fits), shares, why, unmixed)
 
 
 def _nearest(comparison: Comparison, rank: int) -> tuple[float, float]:
@@ -70,7 +70,4 @@ def _shares(verdict: Verdict) -> tuple[tuple[tuple[float, ...], ...] | None, str
     known = tuple(tuple(one for one in row if one is not None) for row in rows)
     if any(len(found) < len(row) for found, row in zip(known, rows, strict=True)):
         return None, "some examples have no gradient of their own"
-    rest = max(shares.unexplained.values())
-    if rest > MIXED:
-        return None, f"no mixture of the examples' gradients explains it ({rest:.2g} left)"
     return known, ""

@@ -34,6 +34,13 @@ def four_times_on_the_last_rank(setup: Setup, model: nn.Module, shard: Any, rank
         parameter.grad *= 4 if rank.rank == 1 else 1
 
 
+def something_added(setup: Setup, added: float, model: nn.Module, shard: Any, rank: Rank) -> None:
+    gradient_step(setup, model, shard, rank)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad += added
+
+
 @pytest.mark.parametrize("factor", [1, 4])
 def test_ranks_with_different_factors_agree_with_neither(factor: int) -> None:
     with session.using(session.replaced(second_look=False)):
@@ -65,6 +72,23 @@ def test_every_example_on_every_rank_is_held_to_its_share(
     judgement = judged("gradient", wanted, found)
     assert judgement.outcome == outcome
     assert ("could not be told: they are too alike." in judgement.why) is (outcome == "unknown")
+
+
+def test_what_is_of_no_example_is_not_as_predicted() -> None:
+    wanted = expected(explain(UNEVEN), [1] * 5)
+    right = judged("gradient", wanted, Measured((1.0,), 0.3, (ROW,), unmixed=1e-12))
+    wrong = judged("gradient", wanted, Measured((1.0,), 0.3, (ROW,), unmixed=1e-3))
+    assert (right.outcome, wrong.outcome) == ("agrees", "differs")
+    assert "0.001 of it is of no example" in wrong.measured
+
+
+@pytest.mark.parametrize("added", [0.0, 0.1])
+def test_what_a_step_adds_is_measured_as_of_no_example(added: float) -> None:
+    with session.using(session.replaced(second_look=False)):
+        verdict = check(case_of(UNEVEN, 1), partial(something_added, UNEVEN, added))
+    found = measured(verdict)
+    assert found is not None
+    assert (found.unmixed > 1e-3) is bool(added)
 
 
 def test_shares_that_are_not_those_of_the_ranks_are_seen() -> None:
