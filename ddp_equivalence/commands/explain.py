@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -58,7 +59,10 @@ def add(commands: Commands) -> None:
         help="each micro-batch's loss is divided by their number",
     )
     divided.add_argument(
-        "--accumulation-not-divided", action="store_false", dest="accumulation_divided"
+        "--accumulation-not-divided",
+        action="store_false",
+        dest="accumulation_divided",
+        help="it is not: the gradients of the micro-batches add up",
     )
     parser.add_argument(
         "--loss", choices=get_args(Loss), default="mean", help="what each rank takes; default mean"
@@ -81,7 +85,12 @@ def add(commands: Commands) -> None:
     parser.add_argument("--examples", type=int, metavar="N", help="of the dataset: steps per epoch")
     parser.add_argument("--drop-last", action="store_true", help="as the DataLoader's")
     parser.add_argument("--optimizer", choices=get_args(Optimizer), default="sgd")
-    parser.add_argument("--verify", action="store_true", help="run it on ranks, and compare")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="checks the gradient on ranks; with SGD it also trains three steps with the rate for "
+        "the same batch",
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write machine-readable results")
 
 
@@ -100,7 +109,15 @@ def run(known: argparse.Namespace) -> int:
         start_early()  # imports torch while this process does
         from ddp_equivalence.explain.verification import verify
 
-        verification = verify(explanation)
+        try:
+            verification = verify(explanation)
+        except BadCase:
+            raise
+        except Exception:
+            # Neither agrees nor differs: Python's own exit code 1 would say that ranks differ.
+            traceback.print_exc()
+            _write(known.json, as_data(explanation))
+            return NOT_JUDGED
         print(f"\n{verification}", end="")
     _write(known.json, as_data(explanation) | {"verification": verification.as_data()})
     return OF_VERIFICATION[verification.outcome]

@@ -25,10 +25,12 @@ class Explanation:
     Let g be the gradient of the mean loss over the ``effective_batch`` examples of one step.
     ``divisors``: what divides the summed loss, in the order in which it does. ``factor``: every
     rank holds factor x g; where ``is_multiple`` is False, the examples (tokens) count unequally,
-    and it is what they count on average. ``shares``: (examples, how often each counts) of the
+    and it is what they count on average. ``mended_factor``: the same after the mend that the
+    text names, which leaves accumulation as it is unless tokens are counted over all of it; where
+    there is nothing to mend, ``factor``. ``shares``: (examples, how often each counts) of the
     losses in one micro-batch, where the sizes alone make them unequal. ``learning_rates``: for
-    this gradient, or for g where it is no multiple of it and has to be mended first; None without
-    a known good one. ``epoch``: None without the dataset's size.
+    a gradient of ``mended_factor`` x g; None without a known good one. ``epoch``: None without the
+    dataset's size.
     """
 
     setup: Setup
@@ -36,6 +38,7 @@ class Explanation:
     divisors: tuple[Divisor, ...]
     factor: Fraction
     is_multiple: bool
+    mended_factor: Fraction
     shares: tuple[tuple[int, Fraction], ...]
     learning_rates: LearningRates | None
     epoch: Epoch | None
@@ -57,18 +60,21 @@ def explain(setup: Setup) -> Explanation:
     uneven = len(set(weights)) > 1
     losses = len(setup.loss_sizes) * setup.accumulation * setup.processes
     is_multiple = not uneven and not (setup.loss == "token-mean" and losses > 1)
+    # One count over all tokens divides by everything; another split divides what it did before.
+    mended = factor if is_multiple or setup.loss != "token-mean" else Fraction(1)
     return Explanation(
         setup=setup,
         effective_batch=batch,
         divisors=_divisors(setup),
         factor=factor,
         is_multiple=is_multiple,
+        mended_factor=mended,
         shares=tuple(
             (size, batch * weight) for size, weight in zip(setup.loss_sizes, weights, strict=True)
         )
         if uneven
         else (),
-        learning_rates=learning_rates_of(setup, factor if is_multiple else Fraction(1)),
+        learning_rates=learning_rates_of(setup, mended),
         epoch=epoch_of(setup),
     )
 

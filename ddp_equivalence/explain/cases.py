@@ -18,6 +18,11 @@ from ddp_equivalence.models.model import (
     VOCABULARY_SIZE,
 )
 
+FEWEST = 3
+"""Tokens of an example: two examples of one token each may well be the same, and then nobody can
+tell how often each counts.
+"""
+
 
 def case_of(setup: Setup, steps: int) -> Case:
     """The big batch: the mean loss over the effective batch, whatever the ranks' loss is."""
@@ -48,7 +53,8 @@ def labelled_batch(examples: int, generator: torch.Generator) -> dict[str, Tenso
 
 def token_batch(examples: int, steps: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Token ids and targets, shape (examples x steps, 9); later examples of a step have more
-    tokens that count, so that its first and its last part never have as many.
+    tokens that count, so that its first and its last part never have as many. A single example
+    has one; else they have FEWEST at least.
     """
     shape = (examples * steps, SEQUENCE_LENGTH)
     inputs = torch.randint(VOCABULARY_SIZE, shape, generator=generator)
@@ -59,4 +65,7 @@ def token_batch(examples: int, steps: int, generator: torch.Generator) -> dict[s
 
 
 def _token_counts(examples: int) -> list[int]:
-    return [1 + index * SEQUENCE_LENGTH // examples for index in range(examples)]
+    if examples == 1:
+        return [1]
+    more = SEQUENCE_LENGTH - FEWEST + 1
+    return [FEWEST + index * more // examples for index in range(examples)]

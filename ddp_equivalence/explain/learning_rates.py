@@ -33,16 +33,22 @@ class LearningRates:
 
     ``scaling``: this effective batch over the known one. ``same_step``: the step for the same mean
     gradient is as long as with the known good one, and at the same batch every update the same.
-    ``linear``: the update per example stays (None for Adam). ``square_root``: the variance of the
-    update stays. ``adam``: the other settings of the square-root rule, for Adam.
+    ``linear``: the update per example stays; for Adam, where noise is little of the gradient.
+    ``square_root``: the variance of the update stays. ``adam``: the other settings of the
+    square-root rule, for Adam.
     """
 
     scaling: Fraction
     relative: Fraction
     same_step: Fraction
-    linear: Fraction | None
+    linear: Fraction
     square_root: float
     adam: AdamSettings | None
+
+    @property
+    def names_eps(self) -> bool:
+        """Whether the square-root rule has an eps of its own for Adam, and reaches so far."""
+        return self.scaling != 1 and self.adam is not None and self.adam.betas is not None
 
 
 def learning_rates_of(setup: Setup, factor: Fraction) -> LearningRates | None:
@@ -53,12 +59,11 @@ def learning_rates_of(setup: Setup, factor: Fraction) -> LearningRates | None:
     scaling = Fraction(setup.effective_batch, known.batch)
     relative = factor / known.factor
     if setup.optimizer == "adam":  # a constant factor cancels: m / (sqrt(v) + eps)
-        base = known.learning_rate
-        adam = _adam_settings(scaling)
-        return LearningRates(scaling, relative, base, None, float(base) * sqrt(scaling), adam)
-    base = known.learning_rate / relative
+        base, adam = known.learning_rate, _adam_settings(scaling)
+    else:
+        base, adam = known.learning_rate / relative, None
     square_root = float(base) * sqrt(scaling)
-    return LearningRates(scaling, relative, base, base * scaling, square_root, None)
+    return LearningRates(scaling, relative, base, base * scaling, square_root, adam)
 
 
 def _adam_settings(scaling: Fraction) -> AdamSettings:

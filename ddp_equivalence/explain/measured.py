@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_equivalence.comparison import Comparison
@@ -12,24 +11,31 @@ from ddp_equivalence.verdict import Verdict
 
 @dataclass(frozen=True)
 class Measured:
-    """``factor``: the k for which k g is nearest to what the rank holds that is furthest from it;
-    ``unexplained``: what that leaves, relative to what the rank holds. ``average``: how often an
-    example (token) counts on average; None if it could not be told.
+    """What every rank holds, in g, the gradient of the big batch.
+
+    ``factors``: the k for which k g is nearest to it, by rank; ``unexplained``: the most that this
+    leaves on a rank, relative to what the rank holds. ``shares``: how often each example (token)
+    counts, by rank; None if it could not be told for all, and ``why``. ``unmixed``: the most that
+    these shares leave of what a rank holds.
     """
 
-    factor: float
+    factors: tuple[float, ...]
     unexplained: float
-    average: float | None
+    shares: tuple[tuple[float, ...], ...] | None
+    why: str = ""
+    unmixed: float = 0.0
 
 
-def measured(verdict: Verdict, counts: Sequence[int]) -> Measured | None:
-    """None where nothing was compared. ``counts``: of every example, in the big batch's mean."""
+def measured(verdict: Verdict) -> Measured | None:
+    """None where nothing was compared."""
     comparison = verdict.comparison
     if comparison is None or comparison.structure or not comparison.parameters:
         return None
     fits = [_nearest(comparison, rank) for rank in comparison.ranks]
-    factor, unexplained = max(fits, key=lambda fit: fit[1])
-    return Measured(factor, unexplained, _average(verdict, counts))
+    shares, why = _shares(verdict)
+    unmixed = max(verdict.shares.unexplained.values()) if verdict.shares is not None else 0.0
+    factors = tuple(factor for factor, _ in fits)
+    return Measured(factors, max(rest for _, rest in fits), shares, why, unmixed)
 
 
 def _nearest(comparison: Comparison, rank: int) -> tuple[float, float]:
@@ -53,12 +59,15 @@ def _nearest(comparison: Comparison, rank: int) -> tuple[float, float]:
     return factor, math.sqrt(rest / squares) if squares else 0.0
 
 
-def _average(verdict: Verdict, counts: Sequence[int]) -> float | None:
+def _shares(verdict: Verdict) -> tuple[tuple[tuple[float, ...], ...] | None, str]:
+    """Of every example on every rank; or None, and why."""
     shares = verdict.shares
-    if shares is None or not shares.by_example:
-        return None
-    row = shares.by_example[min(shares.by_example)]
-    known = [(share, n) for share, n in zip(row, counts, strict=True) if share is not None]
-    if len(known) < len(counts):
-        return None
-    return sum(share * n for share, n in known) / sum(counts)
+    if shares is None:
+        return None, verdict.why_no_shares
+    if shares.by_example is None:
+        return None, shares.why_not_examples
+    rows = [shares.by_example[rank] for rank in sorted(shares.by_example)]
+    known = tuple(tuple(one for one in row if one is not None) for row in rows)
+    if any(len(found) < len(row) for found, row in zip(known, rows, strict=True)):
+        return None, "some examples have no gradient of their own"
+    return known, ""

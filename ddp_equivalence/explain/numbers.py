@@ -16,21 +16,21 @@ def number(value: Fraction | float) -> str:
 
 
 def _plain(text: str) -> str:
-    """``1e-05`` as ``1e-5``; ``1e+06`` as ``1000000``."""
+    """``1e-05`` as ``1e-5``; ``1e+06`` as ``1000000``, and from ``1e15`` on as it is."""
     mantissa, e, exponent = text.partition("e")
     if not e:
         return text
-    return str(int(float(text))) if int(exponent) > 0 else f"{mantissa}e{int(exponent)}"
+    return str(int(float(text))) if 0 < int(exponent) < 15 else f"{mantissa}e{int(exponent)}"
 
 
 def times(value: Fraction | float) -> str:
     """How many times as much, as a fraction where decimals would go on: ``4``, ``3.75``, ``2/3``;
-    and where it is below one: ``1/4``.
+    and where it is below one: ``1/4``, ``1/4096``.
     """
     exact = isinstance(value, Fraction) and Fraction(number(value)) == value and value >= 1
-    if isinstance(value, Fraction) and not exact and value.denominator <= 1000:
-        return str(value)
-    return number(value)
+    if not isinstance(value, Fraction) or exact:
+        return number(value)
+    return str(value) if value.numerator == 1 or value.denominator <= 1000 else number(value)
 
 
 def as_many(value: Fraction) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddp_equivalence.explain.arithmetic import Explanation, framework_divisor
-from ddp_equivalence.explain.numbers import times
+from ddp_equivalence.explain.numbers import number, of_g, times
 from ddp_equivalence.explain.setup import Setup
 
 
@@ -17,7 +17,11 @@ def mend_sentences(explanation: Explanation) -> Iterator[str]:
     if setup.loss != "token-mean":
         yield (
             f"make the batch a multiple of {setup.replicas}, or take one loss over the gathered "
-            "outputs (data-parallel). Either gives g."
+            f"outputs (data-parallel). Either gives {of_g(explanation.mended_factor)}."
+        )
+        yield (
+            f"A multiple of {setup.replicas} also changes the effective batch: ask again with that "
+            "batch."
         )
         return
     of = f"all {setup.accumulation} micro-batches" if setup.accumulation > 1 else "the batch"
@@ -27,28 +31,30 @@ def mend_sentences(explanation: Explanation) -> Iterator[str]:
 
 
 def _mended_loss(setup: Setup) -> str:
-    number = framework_divisor(setup)
+    averaged = framework_divisor(setup)
     if setup.parallelism == "data-parallel-loss-inside":
         return 'the sum of the replicas\' losses, with reduction="sum", / T'
-    by = f"x {number} / T" if number > 1 else "/ T"
+    by = f"x {averaged} / T" if averaged > 1 else "/ T"
     return f'the loss with reduction="sum" {by}'
 
 
 def optimizer_sentences(explanation: Explanation) -> Iterator[str]:
     """What a factor does beside the learning rate; nothing where there is none."""
     rates, adam = explanation.learning_rates, explanation.setup.optimizer == "adam"
-    factor = explanation.factor if rates is None else rates.relative
-    if not explanation.is_multiple:
-        if adam:
-            yield "Adam cancels a factor on the gradient, but not unequal counts."
-        return
+    factor = explanation.mended_factor if rates is None else rates.relative
+    if not explanation.is_multiple and adam:
+        yield "Adam cancels a factor on the gradient, but not unequal counts."
     if factor == 1:
         return
     by, back = f"x {times(factor)}", f"multiply the loss by {times(1 / factor)}"
     if adam:
+        eps = f"with eps {by}"
+        if rates is not None and rates.names_eps:
+            assert rates.adam is not None
+            eps = f"with {by} of the eps above, {number(rates.adam.eps * factor)},"
         yield (
             f"Adam divides by the gradient's own size, and the factor {times(factor)} cancels but "
-            f"for eps: with eps {by} nothing of it is left."
+            f"for eps: {eps} nothing of it is left."
         )
         yield (
             f"Adam's weight_decay is added to the gradient: {by}. AdamW's is not: as it was. "

@@ -22,13 +22,12 @@ def rate_sentences(explanation: Explanation) -> Iterator[str]:
 
 
 def _without_known(explanation: Explanation) -> Iterator[str]:
-    factor = explanation.factor
-    if not explanation.is_multiple:
-        change = ", after that"
-    elif explanation.setup.optimizer == "adam":
+    factor = explanation.mended_factor
+    if explanation.setup.optimizer == "adam":
         change = ": Adam cancels a constant factor"
     else:
         change = ", unchanged" if factor == 1 else f", {divided_by(factor)}"
+    change += "" if explanation.is_multiple else ", after the above"
     yield (
         f"the one that works on one device with a mean loss and batch "
         f"{explanation.effective_batch}{change}."
@@ -42,7 +41,8 @@ def _at_the_same_batch(
     was, now = number(known.learning_rate), number(rates.same_step)
     adam, ranks = explanation.setup.optimizer == "adam", explanation.setup.processes
     if not explanation.is_multiple:
-        yield f"{now} after that, as on one device. Before, none trains the same."
+        by = f"{was} {divided_by(rates.relative)} = " if rates.relative != 1 and not adam else ""
+        yield f"{by}{now} after that, as on one device. Before, none trains the same."
     elif adam:
         yield f"{now}, as on one device: Adam cancels a constant factor of the gradient."
     elif rates.relative == 1:
@@ -68,22 +68,23 @@ def _at_another_batch(
     if explanation.setup.optimizer == "adam":
         yield from _for_adam(rates)
     elif rates.relative != 1:
-        yield (f"({_why_divided(rates, known)}: each is {divided_by(rates.relative)} for that.)")
+        why = _why_divided(explanation, known)
+        yield f"({why}: each is {divided_by(rates.relative)} for that.)"
     if explanation.setup.optimizer == "sgd":
         yield from _for_sgd(rates)
     if not explanation.is_multiple:
         yield "All of this holds after the above: before, none keeps any of it exactly."
 
 
-def _why_divided(rates: LearningRates, known: KnownGood) -> str:
-    mine = f"Your gradient is {of_g(rates.relative * known.factor)}"
+def _why_divided(explanation: Explanation, known: KnownGood) -> str:
+    after = "" if explanation.is_multiple else ", after the above"
+    mine = f"Your gradient is {of_g(explanation.mended_factor)}{after}"
     if known.loss == "mean":
         return mine
     return f"{mine}, that of the summed loss was {of_g(known.factor)}"
 
 
 def _for_sgd(rates: LearningRates) -> Iterator[str]:
-    assert rates.linear is not None
     k = times(rates.scaling)
     yield (
         f"{number(rates.same_step)} keeps the length of a step for the same mean gradient; an "
@@ -129,7 +130,11 @@ def _for_adam(rates: LearningRates) -> Iterator[str]:
         f"noise, where noise is most of the gradient. {settings} Malladi et al. 2022, "
         "arXiv 2205.10287."
     )
-    yield "Linear scaling is derived for SGD, whose step grows with the gradient; Adam's does not."
+    far = "too far" if rates.scaling > 1 else "not far enough"
+    yield (
+        f"{number(rates.linear)} (linear, x {times(rates.scaling)}) keeps the way per epoch where "
+        f"the gradient is much larger than its noise; where noise dominates it goes {far}."
+    )
 
 
 def _root(rates: LearningRates) -> str:

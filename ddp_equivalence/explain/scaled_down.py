@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ddp_equivalence.explain.arithmetic import explain
 from ddp_equivalence.explain.setup import Setup
 
 MOST_RANKS = 8
@@ -11,6 +12,8 @@ MOST_RANKS_A_NODE = 4
 """Where there are several nodes, so that there still are."""
 MOST_MICRO_BATCHES = 32
 SMALL_BATCH = 6
+MOST_TOLD_APART = 96
+"""Examples whose shares can be told apart by the gradients of the small models."""
 
 
 def scaled_down(setup: Setup) -> tuple[Setup, tuple[str, ...]]:
@@ -20,16 +23,16 @@ def scaled_down(setup: Setup) -> tuple[Setup, tuple[str, ...]]:
         ranks = min(ranks, MOST_RANKS if nodes == 1 else MOST_RANKS_A_NODE)
         together = 1 if setup.parallelism == "hybrid" else ranks
         nodes = min(nodes, MOST_RANKS // together)
-    micro_batches = min(setup.accumulation, MOST_MICRO_BATCHES)
     small = replace(
         setup,
         nodes=nodes,
         ranks_per_node=ranks,
-        accumulation=micro_batches,
         examples=None,
         drop_last=False,
     )
     small = replace(small, batch=_small_batch(setup, small))
+    micro_batches = min(setup.accumulation, _most_micro_batches(small))
+    small = replace(small, accumulation=micro_batches)
     said = []
     if (nodes, ranks) != (setup.nodes, setup.ranks_per_node):
         now, was = f"{nodes} x {ranks}", f"{setup.nodes} x {setup.ranks_per_node}"
@@ -48,8 +51,12 @@ def _small_batch(setup: Setup, small: Setup) -> int:
     def shape(one: Setup) -> tuple[bool, bool]:
         return len(one.replica_sizes) == one.replicas, len(set(one.replica_sizes)) == 1
 
-    if setup.batch <= limit:
-        return setup.batch
-    sizes = range(limit, 0, -1)
     wanted = shape(setup)
-    return next((n for n in sizes if shape(replace(small, batch=n)) == wanted), limit)
+    sizes = range(min(setup.batch, limit), 0, -1)
+    return next((n for n in sizes if shape(replace(small, batch=n)) == wanted), sizes[0])
+
+
+def _most_micro_batches(small: Setup) -> int:
+    if explain(small).is_multiple:
+        return MOST_MICRO_BATCHES
+    return max(2, MOST_TOLD_APART // (small.batch * small.processes))

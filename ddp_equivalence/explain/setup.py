@@ -14,6 +14,8 @@ Parallelism = Literal[
 ]
 Optimizer = Literal["sgd", "adam"]
 
+MOST_RANKS_A_NODE = 10**5
+"""The shares of a batch are listed one by one."""
 ONE_PROCESS = ("data-parallel", "data-parallel-loss-inside", "none")
 WITH_REPLICAS = ("data-parallel", "data-parallel-loss-inside", "hybrid")
 
@@ -46,14 +48,29 @@ class Setup:
     optimizer: Optimizer = "sgd"
 
     def __post_init__(self) -> None:
-        for field in ("batch", "nodes", "ranks_per_node", "accumulation"):
+        for field in ("batch", "nodes", "accumulation"):
             check_count(field, getattr(self, field))
+        check_count("ranks_per_node", self.ranks_per_node, MOST_RANKS_A_NODE)
         check_choice("loss", self.loss, get_args(Loss))
         check_choice("parallelism", self.parallelism, get_args(Parallelism))
         check_choice("optimizer", self.optimizer, get_args(Optimizer))
+        self._check_known_good()
         self._check_processes()
         self._check_accumulation()
         self._check_epoch()
+
+    def _check_known_good(self) -> None:
+        known = self.known_good
+        if known is None:
+            return
+        if not isinstance(known, KnownGood):
+            raise BadCase("known_good", known, "a KnownGood, such as KnownGood.read('16@0.01')")
+        if known.loss == "sum" and self.loss == "token-mean":
+            right = (
+                "mean: a loss summed over tokens grows with their number, which is not given; "
+                "multiply that learning rate by the tokens of its batch, and give it as a mean's"
+            )
+            raise BadCase("known_loss", known.loss, right)
 
     def _check_processes(self) -> None:
         if self.parallelism in ONE_PROCESS and self.nodes > 1:

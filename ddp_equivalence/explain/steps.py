@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,12 @@ def gradient_step(setup: Setup, model: nn.Module, shard: Any, rank: Rank) -> Non
 
 
 def mended_step(setup: Setup, model: nn.Module, shard: Any, rank: Rank) -> None:
-    """The same with the advice on token counts followed: one count for all, no other divisor."""
+    """The same with the advice followed. Tokens: one count for all, no other divisor. Uneven
+    replicas: one loss over their gathered outputs.
+    """
+    if setup.loss != "token-mean":
+        gradient_step(replace(setup, parallelism="data-parallel"), model, shard, rank)
+        return
     tokens = (shard["targets"] != PADDING).sum()
     if setup.processes > 1:
         dist.all_reduce(tokens)
@@ -39,13 +45,22 @@ def mended_step(setup: Setup, model: nn.Module, shard: Any, rank: Rank) -> None:
 
 
 def training(
-    setup: Setup, learning_rate: float, steps: int, model: nn.Module, shard: Any, rank: Rank
+    setup: Setup,
+    mended: bool,
+    learning_rate: float,
+    steps: int,
+    model: nn.Module,
+    shard: Any,
+    rank: Rank,
 ) -> None:
-    """Train with plain SGD on ``steps`` consecutive steps, whose examples the shard has."""
+    """Train with plain SGD on ``steps`` consecutive steps, whose examples the shard has;
+    ``mended``: with the advice followed.
+    """
+    one_step = mended_step if mended else gradient_step
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
     for part in _cut(shard, setup.batch * setup.accumulation):
         optimizer.zero_grad()
-        gradient_step(setup, model, part, rank)
+        one_step(setup, model, part, rank)
         optimizer.step()
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddp_equivalence.explain.arithmetic import Explanation
+from ddp_equivalence.explain.epoch_text import epoch_sentences
 from ddp_equivalence.explain.numbers import as_many, number, of_g, times
 from ddp_equivalence.explain.optimizer_text import mend_sentences, optimizer_sentences
 from ddp_equivalence.explain.rates_text import rate_sentences
-from ddp_equivalence.explain.setup_text import batch_sentences, epoch_sentences, setup_sentences
+from ddp_equivalence.explain.setup import Setup
+from ddp_equivalence.explain.setup_text import batch_sentences, setup_sentences
 from ddp_equivalence.prose import wrapped
 
 
@@ -32,8 +34,10 @@ def render(explanation: Explanation) -> str:
 
 
 def _headline(explanation: Explanation) -> str:
-    rates, factor = explanation.learning_rates, explanation.factor
+    rates, factor, epoch = explanation.learning_rates, explanation.factor, explanation.epoch
     batch = f"Effective batch {explanation.effective_batch}"
+    if epoch is not None and epoch.largest_step < explanation.effective_batch:
+        batch += ", which no step of an epoch has"
     if rates is not None and rates.scaling != 1:
         batch += f", {as_many(rates.scaling)} the known one"
     if not explanation.is_multiple:
@@ -44,15 +48,18 @@ def _headline(explanation: Explanation) -> str:
         return f"{held}."
     if rates.scaling == 1:
         return f"{held}; the learning rate is {number(rates.same_step)}."
-    other = [rates.square_root] if rates.linear is None else [rates.square_root, rates.linear]
-    *first, last = (number(rate) for rate in (rates.same_step, *other))
+    values = (rates.same_step, rates.square_root, rates.linear)
+    *first, last = (number(rate) for rate in values)
     return f"{held}; the learning rate is {', '.join(first)} or {last}, by what it is to keep."
 
 
 def _gradient_sentences(explanation: Explanation) -> Iterator[str]:
     setup, batch, factor = explanation.setup, explanation.effective_batch, explanation.factor
     over = "the one example" if batch == 1 else f"these {batch} examples, in one batch"
-    yield f"g is the gradient of the mean loss over {over} on one device."
+    tokens = "all tokens of " if setup.loss == "token-mean" else ""
+    yield f"g is the gradient of the mean loss over {tokens}{over} on one device."
+    if max(setup.replicas, setup.processes, setup.accumulation) > 1:
+        yield _for_which_losses(setup)
     yield f"What divides: {'; '.join(divisor.what for divisor in explanation.divisors)}."
     if setup.loss == "token-mean":
         yield from _token_sentences(explanation)
@@ -77,6 +84,18 @@ def _gradient_sentences(explanation: Explanation) -> Iterator[str]:
             'nn.MSELoss(reduction="sum") adds up the elements of each example as well, and its '
             "factor is as many times larger."
         )
+
+
+def _for_which_losses(setup: Setup) -> str:
+    what = {
+        "mean": "a mean over examples",
+        "sum": "a sum over examples",
+        "token-mean": "a mean over tokens of examples",
+    }[setup.loss]
+    return (
+        f"This is for a loss that is {what}, each on its own; not for batch norm, dropout, class "
+        "weights (`weight=`) or contrastive losses."
+    )
 
 
 def _token_sentences(explanation: Explanation) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -9,21 +10,16 @@ from functools import partial
 from ddp_equivalence import session
 from ddp_equivalence.explain.arithmetic import Explanation, explain
 from ddp_equivalence.explain.cases import case_of, counts_of
+from ddp_equivalence.explain.judged import Expected, expected, judged, said
 from ddp_equivalence.explain.known_good import KnownGood
 from ddp_equivalence.explain.measured import measured
+from ddp_equivalence.explain.not_run import not_run
 from ddp_equivalence.explain.numbers import number
 from ddp_equivalence.explain.scaled_down import scaled_down
 from ddp_equivalence.explain.setup import Setup
 from ddp_equivalence.explain.steps import gradient_step, mended_step, training
 from ddp_equivalence.explain.verified import Prediction, Verification
 from ddp_equivalence.verdict import Verdict, check
-
-EXACT = 1e-9
-"""Between two factors, relative: in float64 rounding stays below 1e-12."""
-LITTLE = 1e-6
-"""Unexplained: a difference of squares, of which rounding makes 1e-8. Unequal counts leave more
-than 1e-2.
-"""
 
 STEPS = 3
 LEARNING_RATE = Fraction(1, 10)
@@ -36,65 +32,67 @@ def verify(explanation: Explanation) -> Verification:
     setup, scaled = scaled_down(explanation.setup)
     # A small setup has a prediction of its own; that of the full size is kept where it can be.
     predicted = explain(setup) if scaled else explanation
+    mended = not predicted.is_multiple
     with session.using(session.replaced(second_look=False)):
         verdict, found = _gradient(setup, predicted)
+        if predicted.is_multiple != explanation.is_multiple:
+            why = "Scaled down, it is not the same question: one is a multiple of g."
+            found = replace(found, outcome="unknown", why=why)
         comparisons = [found]
-        if predicted.is_multiple and setup.optimizer == "sgd":
-            comparisons.append(_training(setup, predicted))
-        if not predicted.is_multiple and setup.loss == "token-mean":
-            comparisons.append(_mended(setup))
-    return Verification(setup, verdict.lane.name, scaled, tuple(comparisons))
+        if mended:
+            comparisons.append(_mended(setup, predicted))
+        if setup.optimizer == "sgd":
+            comparisons.append(_training(setup, predicted, mended))
+    left_out = not_run(explanation)
+    return Verification(setup, verdict.lane.name, scaled, tuple(comparisons), left_out)
 
 
 def _gradient(setup: Setup, predicted: Explanation) -> tuple[Verdict, Prediction]:
-    what = "gradient"
-    factor = float(predicted.factor)
-    expected = f"{number(predicted.factor)} g"
-    if not predicted.is_multiple:
-        expected = f"no multiple of g, {expected} on average"
     verdict = check(case_of(setup, 1), partial(gradient_step, setup))
-    found = measured(verdict, counts_of(setup))
+    counts = counts_of(setup)
+    return verdict, _held("gradient", expected(predicted, counts), verdict, counts)
+
+
+def _mended(setup: Setup, predicted: Explanation) -> Prediction:
+    """The gradient with the advice followed."""
+    what = "gradient with one loss over the gathered outputs"
+    if setup.loss == "token-mean":
+        what = "gradient with the tokens counted over all"
+    verdict = check(case_of(setup, 1), partial(mended_step, setup))
+    return _held(what, Expected(predicted.mended_factor, None), verdict)
+
+
+def _held(
+    what: str, predicted: Expected, verdict: Verdict, counts: Sequence[int] | None = None
+) -> Prediction:
+    found = measured(verdict)
     if found is None or (verdict.outcome == "unknown" and verdict.reason):
-        return verdict, Prediction(what, expected, "nothing", "unknown", _why(verdict))
-    if found.unexplained < LITTLE:
-        held = f"{number(found.factor)} g"
-        right = predicted.is_multiple and abs(found.factor / factor - 1) < EXACT
-    else:
-        held = f"no multiple of g ({found.unexplained:.2g} of it unexplained)"
-        right = not predicted.is_multiple
-        if found.average is not None:
-            held += f", {number(found.average)} g on average"
-            right = right and abs(found.average / factor - 1) < LITTLE
-    return verdict, Prediction(what, expected, held, "agrees" if right else "differs")
+        return Prediction(what, said(predicted), "nothing", "unknown", _why(verdict))
+    return judged(what, predicted, found, counts)
 
 
-def _training(setup: Setup, predicted: Explanation) -> Prediction:
+def _training(setup: Setup, predicted: Explanation, mended: bool) -> Prediction:
     """With the learning rate that was worked out, against the big batch with the known one."""
-    known = _trainable(setup)
-    if predicted.learning_rates is None or known != setup.known_good:
+    known, given = _trainable(setup), setup.known_good
+    if predicted.learning_rates is None or known != given:
         setup = replace(setup, known_good=known)
         predicted = explain(setup)
     assert predicted.learning_rates is not None
     rate, wanted = float(predicted.learning_rates.same_step), float(_of_mean(known))
     what = (
-        f"{STEPS} SGD steps with learning rate {number(rate)}, one big batch with {number(wanted)}"
+        f"{STEPS} SGD steps{' after that' if mended else ''} with learning rate {number(rate)}, "
+        f"one big batch with {number(wanted)}"
     )
-    step = partial(training, setup, rate, STEPS)
+    if given is not None and known != given:
+        what += f" in place of your {number(given.learning_rate)}"
+    step = partial(training, setup, mended, rate, STEPS)
     verdict = check(case_of(setup, STEPS), step, compare="update", lr=wanted, steps=STEPS)
-    return _same(what, "the same weights", verdict)
-
-
-def _mended(setup: Setup) -> Prediction:
-    verdict = check(case_of(setup, 1), partial(mended_step, setup))
-    return _same("gradient with the tokens counted over all", "g", verdict)
-
-
-def _same(what: str, expected: str, verdict: Verdict) -> Prediction:
+    same = "the same weights"
     if verdict.outcome == "unknown":
-        return Prediction(what, expected, "nothing", "unknown", _why(verdict))
+        return Prediction(what, same, "nothing", "unknown", _why(verdict))
     if verdict.outcome == "same":
-        return Prediction(what, expected, expected, "agrees")
-    return Prediction(what, expected, f"something else (error {verdict.error:.2g})", "differs")
+        return Prediction(what, same, same, "agrees")
+    return Prediction(what, same, f"something else (error {verdict.error:.2g})", "differs")
 
 
 def _why(verdict: Verdict) -> str:

@@ -24,7 +24,8 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Verification:
-    """What ranks found. ``setup``: what they ran; ``scaled``: how it differs from what was asked.
+    """What ranks found. ``setup``: what they ran; ``scaled``: how it differs from what was asked;
+    ``not_run``: what was said and is not verified.
 
     ``outcome``: "agrees" if everything does, "differs" if anything does, else "unknown".
     """
@@ -33,6 +34,7 @@ class Verification:
     lane: str
     scaled: tuple[str, ...]
     comparisons: tuple[Prediction, ...]
+    not_run: tuple[str, ...] = ()
 
     @property
     def outcome(self) -> Outcome:
@@ -53,6 +55,7 @@ class Verification:
             "ran": ran,
             "scaled": list(self.scaled),
             "comparisons": found,
+            "not_run": list(self.not_run),
         }
 
     def __str__(self) -> str:
@@ -68,4 +71,6 @@ class Verification:
         for one in self.comparisons:
             said = f"{one.what}: predicted {one.predicted}; measured {one.measured}. {one.why}"
             lines += wrapped(said.strip(), "    ", "    ")
+        if self.not_run:
+            lines += wrapped(f"Not run: {'; '.join(self.not_run)}.", "    ", "    ")
         return "\n".join(lines) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from math import isclose, sqrt
 from typing import Any
@@ -154,7 +155,7 @@ def test_a_known_sum_is_put_on_the_same_footing() -> None:
     assert total.learning_rates.same_step == Fraction("0.001")
 
 
-def test_adams_learning_rate_knows_no_factor_and_scales_by_the_root() -> None:
+def test_adams_learning_rate_knows_no_factor_and_has_both_rules() -> None:
     setup = Setup(
         batch=4,
         ranks_per_node=4,
@@ -165,7 +166,7 @@ def test_adams_learning_rate_knows_no_factor_and_scales_by_the_root() -> None:
     rates = explain(setup).learning_rates
     assert rates is not None
     assert rates.adam is not None
-    assert (rates.same_step, rates.linear) == (Fraction("0.001"), None)
+    assert (rates.same_step, rates.linear) == (Fraction("0.001"), Fraction("0.004"))
     assert isclose(rates.square_root, 0.002)
     assert rates.adam.betas == (Fraction("0.6"), Fraction("0.996"))
     assert isclose(rates.adam.eps, 5e-9)
@@ -177,6 +178,25 @@ def test_the_root_rule_for_adam_ends_where_a_beta_would_not_stay_above_zero() ->
     assert rates is not None
     assert rates.adam is not None
     assert rates.adam.betas is None
+
+
+@pytest.mark.parametrize(("divided", "rate"), [(False, "0.005"), (True, "0.01")])
+def test_uneven_replicas_that_are_mended_still_accumulate(divided: bool, rate: str) -> None:
+    # Means over 6, 6 and 4, twice. One mean over the 16 instead, twice: 2 g unless divided by 2.
+    setup = Setup(
+        batch=16,
+        ranks_per_node=3,
+        parallelism="data-parallel-loss-inside",
+        accumulation=2,
+        accumulation_divided=divided,
+        known_good=KnownGood.read("32@0.01"),
+    )
+    found = explain(setup)
+    gathered = explain(replace(setup, parallelism="data-parallel"))
+    assert found.mended_factor == gathered.factor == Fraction("0.01") / Fraction(rate)
+    assert found.learning_rates == gathered.learning_rates
+    assert found.learning_rates is not None
+    assert found.learning_rates.same_step == Fraction(rate)
 
 
 def test_a_gradient_that_must_be_mended_gets_the_learning_rate_of_g() -> None:

@@ -12,7 +12,7 @@ import pytest
 from ddp_equivalence import session
 from ddp_equivalence.commands import explain
 from ddp_equivalence.errors import BadCase
-from ddp_equivalence.explain import arithmetic
+from ddp_equivalence.explain import arithmetic, verification
 from ddp_equivalence.explain.learning_rates import learning_rates_of
 from ddp_equivalence.explain.setup import Setup
 
@@ -38,6 +38,11 @@ def test_a_setup_is_explained_on_one_line_and_in_full(capsys: pytest.CaptureFixt
     [
         ("--batch 0", "batch = 0: a whole number from 1"),
         ("--batch 4 --known-loss sum", "known_loss = 'sum': left out, or what worked given"),
+        ("--batch 100 --known-good 1@1e308", "known_good = '1@1e308': BATCH@LR"),
+        (
+            "--batch 64 --loss token-mean --known-good 64@0.1 --known-loss sum",
+            "known_loss = 'sum': mean: a loss summed over tokens grows",
+        ),
         ("--batch 4 --known-good 16x1", "known_good = '16x1': BATCH@LR"),
         ("--batch 4 --accumulation-divided", "accumulation_divided = True: left out"),
         ("--batch 4 --accumulation-not-divided", "accumulation_divided = False: left out"),
@@ -115,6 +120,29 @@ def test_a_suggested_rate_that_trains_otherwise_ends_with_one(
     monkeypatch.setattr(arithmetic, "learning_rates_of", by_the_root)
     assert run("--batch 4 --ranks-per-node 4 --known-good 16@0.1 --verify") == 1
     assert "gradient: predicted 1 g; measured 1 g." in capsys.readouterr().out
+
+
+def test_what_fails_in_the_verification_ends_with_three(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def broken(explanation: arithmetic.Explanation) -> object:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(verification, "verify", broken)
+    path = tmp_path / "explained.json"
+    assert run(f"--batch 4 --verify --json {path}") == 3
+    assert "RuntimeError: out of luck" in capsys.readouterr().err
+    assert json.loads(path.read_text())["effective_batch"] == 4
+
+
+def test_the_help_says_what_is_run_and_what_not_divided_means(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        run("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "with SGD it also trains three steps with the rate for the same batch" in text
+    assert "--accumulation-not-divided it is not: the gradients of the micro-batches add up" in text
 
 
 def test_ranks_that_do_not_come_back_end_with_three(capsys: pytest.CaptureFixture[str]) -> None:

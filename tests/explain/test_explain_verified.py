@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,60 @@ def test_a_wrong_learning_rate_trains_other_weights() -> None:
     wrong = replace(right.learning_rates, same_step=right.learning_rates.same_step * 2)
     gradient, training = verify(replace(right, learning_rates=wrong)).comparisons
     assert (gradient.outcome, training.outcome) == ("agrees", "differs")
+
+
+@pytest.mark.parametrize("divided", [True, False])
+@pytest.mark.parametrize("loss", ["mean", "token-mean"])
+def test_what_is_mended_trains_with_the_learning_rate_that_is_given_for_it(
+    loss: Loss, divided: bool
+) -> None:
+    setup = Setup(
+        batch=8,
+        ranks_per_node=3,
+        parallelism="data-parallel-loss-inside",
+        loss=loss,
+        accumulation=2,
+        accumulation_divided=divided,
+        known_good=KnownGood.read("16@0.1"),
+    )
+    right = explain(setup)
+    assert right.learning_rates is not None
+    outcomes = [one.outcome for one in verify(right).comparisons]
+    assert outcomes == ["agrees", "agrees", "agrees"]
+    wrong = replace(right.learning_rates, same_step=right.learning_rates.same_step * 2)
+    outcomes = [one.outcome for one in verify(replace(right, learning_rates=wrong)).comparisons]
+    assert outcomes == ["agrees", "agrees", "differs"]
+    outcomes = [
+        one.outcome for one in verify(replace(right, mended_factor=Fraction(3))).comparisons
+    ]
+    assert outcomes == ["agrees", "differs", "agrees"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"optimizer": "adam"}, "Not run: training with Adam, its learning rates and settings."),
+        (
+            {"known_good": KnownGood.read("4@0.1")},
+            "Not run: the square-root and the linear learning rate.",
+        ),
+        ({"loss": "sum"}, "Not run: weight decay, clipping and momentum."),
+        ({"examples": 100}, "Not run: the epoch."),
+        ({"known_good": KnownGood.read("8@5")}, "one big batch with 0.1 in place of your 5:"),
+    ],
+)
+def test_what_is_not_run_is_said(fields: dict[str, Any], says: str) -> None:
+    found = verify(explain(Setup(batch=4, ranks_per_node=2, **fields)))
+    assert found.outcome == "agrees", found
+    assert says in " ".join(str(found).split())
+    assert found.as_data()["not_run"] == list(found.not_run)
+
+
+def test_nothing_is_left_out_where_all_is_run() -> None:
+    setup = Setup(batch=4, ranks_per_node=2, known_good=KnownGood.read("8@0.1"))
+    text = str(verify(explain(setup)))
+    assert "Not run" not in text
+    assert "in place of" not in text
 
 
 def test_parameters_without_a_gradient_do_not_hide_the_others() -> None:
