@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 
 from ddp_equivalence.commands import COMMANDS
-from ddp_equivalence.commands.exit_codes import BAD_INPUT, INTERRUPTED
+from ddp_equivalence.commands.exit_codes import BAD_INPUT, INTERRUPTED, NOT_JUDGED
 from ddp_equivalence.errors import BadCase
 
 
@@ -31,6 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
+    except Exception:
+        # Neither same nor different: Python's own exit code 1 would say "different".
+        traceback.print_exc()
+        return NOT_JUDGED
     finally:
         _stop_ranks()
 

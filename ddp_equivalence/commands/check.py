@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_equivalence import session
-from ddp_equivalence.commands.exit_codes import NOT_JUDGED, OF_OUTCOME
+from ddp_equivalence.commands.exit_codes import OF_OUTCOME
 from ddp_equivalence.errors import BadCase
 from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.terminal import painted, width_of
@@ -97,38 +96,31 @@ def run(known: argparse.Namespace) -> int:
     from ddp_equivalence.user_file import load
     from ddp_equivalence.verdict import check
 
+    found = load(path, name)
+    changes = {
+        field: getattr(known, field)
+        for field in ("layout", "shards", "seed")
+        if getattr(known, field) is not None
+    }
+    if known.dtype is not None:
+        changes["dtype"] = None if known.dtype == "as-built" else getattr(torch, known.dtype)
+    rest = {name: getattr(known, name) for name in OPTIONS if getattr(known, name) is not None}
+    options = found.options | rest
     try:
-        found = load(path, name)
-        changes = {
-            field: getattr(known, field)
-            for field in ("layout", "shards", "seed")
-            if getattr(known, field) is not None
-        }
-        if known.dtype is not None:
-            changes["dtype"] = None if known.dtype == "as-built" else getattr(torch, known.dtype)
-        rest = {name: getattr(known, name) for name in OPTIONS if getattr(known, name) is not None}
-        options = found.options | rest
-        try:
-            inspect.signature(check).bind(found.case, found.step, **options)
-        except TypeError as error:
-            raise BadCase("options", options, f"arguments of check(); {error}") from error
-        examples = None if known.examples is None else selection.read(known.examples)
-        if known.explore is not None:
-            from ddp_equivalence.commands.explore_step import explore_step
+        inspect.signature(check).bind(found.case, found.step, **options)
+    except TypeError as error:
+        raise BadCase("options", options, f"arguments of check(); {error}") from error
+    examples = None if known.examples is None else selection.read(known.examples)
+    if known.explore is not None:
+        from ddp_equivalence.commands.explore_step import explore_step
 
-            given = changes if examples is None else changes | {"examples": examples}
-            found = replace(found, options=options)
-            outcome = explore_step(found, given, known.explore, known.target, rest)
-            return OF_OUTCOME[outcome]
-        case = replace(found.case, **changes)
-        case = case if examples is None else selection.with_examples(case, examples)
-        verdict = check(case, found.step, **options)
-    except BadCase:
-        raise
-    except Exception:
-        # Neither same nor different: Python's own exit code 1 would say "different".
-        traceback.print_exc()
-        return NOT_JUDGED
+        given = changes if examples is None else changes | {"examples": examples}
+        found = replace(found, options=options)
+        outcome = explore_step(found, given, known.explore, known.target, rest)
+        return OF_OUTCOME[outcome]
+    case = replace(found.case, **changes)
+    case = case if examples is None else selection.with_examples(case, examples)
+    verdict = check(case, found.step, **options)
     with session.using(session.replaced(width=width_of(sys.stdout, session.current().width))):
         print(painted(str(verdict), sys.stdout), end="")
     if known.export_repro is not None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from ddp_equivalence import session
 from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
+from ddp_equivalence.commands.results import look_at_file, write_json
 from ddp_equivalence.errors import BadCase
 from ddp_equivalence.explain import KnownGood, Setup, explain
 from ddp_equivalence.explain.data import as_data
@@ -96,30 +95,22 @@ def add(commands: Commands) -> None:
 
 def run(known: argparse.Namespace) -> int:
     """Explain, and verify if asked to; the exit code is returned. Raises BadCase."""
-    if known.json is not None and not known.json.resolve().parent.is_dir():
-        raise BadCase("json", str(known.json), "a path in a folder that is there")
+    look_at_file("json", known.json)
     explanation = explain(setup_of(known))
     with session.using(session.replaced(width=width_of(sys.stdout, session.current().width))):
         print(explanation, end="", flush=True)
         if not known.verify:
-            _write(known.json, as_data(explanation))
+            write_json("json", known.json, as_data(explanation))
             return SAME
         from ddp_equivalence.ranks.server import start_early
 
         start_early()  # imports torch while this process does
         from ddp_equivalence.explain.verification import verify
 
-        try:
-            verification = verify(explanation)
-        except BadCase:
-            raise
-        except Exception:
-            # Neither agrees nor differs: Python's own exit code 1 would say that ranks differ.
-            traceback.print_exc()
-            _write(known.json, as_data(explanation))
-            return NOT_JUDGED
+        write_json("json", known.json, as_data(explanation))  # whatever becomes of the ranks
+        verification = verify(explanation)
         print(f"\n{verification}", end="")
-    _write(known.json, as_data(explanation) | {"verification": verification.as_data()})
+    write_json("json", known.json, as_data(explanation) | {"verification": verification.as_data()})
     return OF_VERIFICATION[verification.outcome]
 
 
@@ -142,12 +133,3 @@ def setup_of(known: argparse.Namespace) -> Setup:
         drop_last=known.drop_last,
         optimizer=known.optimizer,
     )
-
-
-def _write(path: Path | None, data: object) -> None:
-    if path is None:
-        return
-    try:
-        path.write_text(json.dumps(data, indent=2) + "\n")
-    except OSError as error:
-        raise BadCase("json", str(path), f"a file that can be written; {error}") from error

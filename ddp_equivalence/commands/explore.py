@@ -45,8 +45,7 @@ def explored(right: int, wrong: int = 0, seed: int = 0, results: Path | None = N
     _print("")
     for line in suite_text.lines(tally):
         _print(line)
-    if results is not None:
-        write_json("json", results, suite_text.record(tally))
+    write_json("json", results, suite_text.record(tally))
     return not (tally.false_alarms or tally.misses)
 
 

@@ -27,8 +27,10 @@ def look_at_folder(field: str, path: Path | None) -> None:
         raise BadCase(field, str(path), "a folder that is there or can be made, to write to")
 
 
-def write_json(field: str, path: Path, data: object) -> None:
-    """Raises BadCase if that fails after all."""
+def write_json(field: str, path: Path | None, data: object) -> None:
+    """If there is a path. Raises BadCase if that fails after all."""
+    if path is None:
+        return
     try:
         path.write_text(json.dumps(data, indent=1) + "\n")
     except OSError as error:

@@ -193,8 +193,7 @@ def _table(seed: int, path: Path | None) -> int:
         print(f"\n{len(done)} of {len(ROWS)} rows done", flush=True)
         raise
     finally:
-        if path is not None:
-            write_json("json", path, table.as_json(done, seed, interrupted))
+        write_json("json", path, table.as_json(done, seed, interrupted))
     if interrupted:
         return INTERRUPTED
     print("\n".join(table.foot(done)))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_equivalence import session
+from ddp_equivalence.cli import main
 from ddp_equivalence.commands import explain
 from ddp_equivalence.errors import BadCase
 from ddp_equivalence.explain import arithmetic, verification
@@ -48,7 +49,7 @@ def test_a_setup_is_explained_on_one_line_and_in_full(capsys: pytest.CaptureFixt
         ("--batch 4 --accumulation-not-divided", "accumulation_divided = False: left out"),
         ("--batch 4 --accumulation 2", "accumulation_divided = None: whether"),
         ("--batch 4 --parallelism data-parallel --nodes 2", "nodes = 2: 1: nn.DataParallel"),
-        ("--batch 4 --json /nowhere/at/all.json", "json = '/nowhere/at/all.json': a path in"),
+        ("--batch 4 --json /nowhere/at/all.json", "json = '/nowhere/at/all.json': a file in"),
     ],
 )
 def test_bad_input_is_named(line: str, says: str) -> None:
@@ -130,7 +131,7 @@ def test_what_fails_in_the_verification_ends_with_three(
 
     monkeypatch.setattr(verification, "verify", broken)
     path = tmp_path / "explained.json"
-    assert run(f"--batch 4 --verify --json {path}") == 3
+    assert main(["explain", "--batch", "4", "--verify", "--json", str(path)]) == 3
     assert "RuntimeError: out of luck" in capsys.readouterr().err
     assert json.loads(path.read_text())["effective_batch"] == 4
 
