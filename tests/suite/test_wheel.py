@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -27,7 +28,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_suite_runs_from_the_wheel_in_an_empty_folder(unpacked: Path, tmp_path: Path) -> None:
-    select = "test_ddp_mean and mlp and 1x2 and float64"
+    select = "test_ddp_mean and mlp and 1x2 and float64 or planted and sum_not_mean"
     done = subprocess.run(
         [sys.executable, "-m", "ddp_equivalence", "run", "-k", select, "--json", "out.json"],
         cwd=tmp_path,
@@ -38,6 +39,9 @@ def test_the_suite_runs_from_the_wheel_in_an_empty_folder(unpacked: Path, tmp_pa
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(
+        r"^planted faults +(\d+) of \1 caught, \1 of \1 named", done.stdout, re.MULTILINE
+    )
     assert "compared with one big batch" in done.stdout
     assert str(CHECKOUT) not in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
