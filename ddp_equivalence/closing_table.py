@@ -7,12 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddp_equivalence.layouts import parse
-from ddp_equivalence.records import Record
+from ddp_equivalence.records import CANNOT_SHOW, Record
 
 COMPARED = ("same", "different")
-
-CANNOT_SHOW = "cannot show"
-"""In the reason of a planted fault that leaves the big batch's gradient on its case."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from ddp_equivalence.faults.plant import fault_of
 from ddp_equivalence.layouts import Layout
 from ddp_equivalence.rank_work import Evidence
 from ddp_equivalence.ranks.collectives import FORGOTTEN
+from ddp_equivalence.records import CANNOT_SHOW
 from ddp_equivalence.reference import Reference
 from ddp_equivalence.strategies.strategy import Strategy
 
@@ -57,7 +58,7 @@ def against_an_idle_plant(
     if not fault or any(one.planted for one in evidence.values()):
         return None
     if (why := fault_of(fault).hidden(layout)) is not None:
-        return f"{fault} was planted, but {why}: it cannot show on this case"
+        return f"{fault} was planted, but {why}: {CANNOT_SHOW}"
     return f"{fault} was planted, but the step never came by where it fires"
 
 
@@ -66,7 +67,7 @@ def against_a_hidden_plant(fault: str, layout: Layout) -> str | None:
     if not fault:
         return None
     why = fault_of(fault).hidden(layout) or "left the gradient of the big batch"
-    return f"{fault} was planted and fired, but {why}: it cannot show on this case"
+    return f"{fault} was planted and fired, but {why}: {CANNOT_SHOW}"
 
 
 def against_another_start(reference: Reference, evidence: Mapping[int, Evidence]) -> str | None:

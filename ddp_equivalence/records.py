@@ -15,6 +15,9 @@ Record = dict[str, Any]
 causes: all that cannot be told apart from it; planted: the fault that was planted on purpose; and
 parameters, elements, ranks: how much was compared."""
 
+CANNOT_SHOW = "it cannot show on this case"
+"""Ends the reason of a planted fault that leaves the big batch's gradient there."""
+
 
 def record_of(verdict: Verdict, test_id: str, expected: str, floor: bool = True) -> Record:
     """The record of one verdict. Errors that are not finite become None, since JSON has none.

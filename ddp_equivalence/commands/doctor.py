@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from ddp_equivalence.ranks.server import start_early
+
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
 
@@ -16,6 +18,7 @@ def add(commands: Commands) -> None:
 
 def run(known: argparse.Namespace) -> int:
     """Try every lane."""
+    start_early()  # imports torch while this process does
     from ddp_equivalence.doctor import lane_states, lines
 
     states = list(lane_states())

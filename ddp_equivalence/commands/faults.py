@@ -46,15 +46,15 @@ def add(commands: Commands) -> None:
 
 def run(known: argparse.Namespace) -> int:
     """Plant them, and print the table."""
-    start_early()
     if known.list:
         return _list_faults()
+    start_early()
     if known.sensitivity:
         return _print_sensitivity()
-    bad = _print_table(known.names, known.layout, known.every)
-    if known.right and not bad:
-        bad = SAME if explored(known.right) else DIFFERENT
-    return bad
+    code = _print_table(known.names, known.layout, known.every)
+    if known.right and code == SAME:
+        code = SAME if explored(known.right) else DIFFERENT
+    return code
 
 
 def _list_faults() -> int:

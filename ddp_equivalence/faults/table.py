@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ddp_equivalence.faults.other_checks import OTHER_CHECKS
 from ddp_equivalence.faults.plant import planted
 from ddp_equivalence.faults.trials import FaultTrial
+from ddp_equivalence.records import CANNOT_SHOW
 from ddp_equivalence.verdict import Verdict, check
 
 
@@ -65,7 +66,7 @@ def judged(what: FaultTrial, verdict: Verdict) -> Planting:
             noticed = frozenset(
                 name for name, noticed in OTHER_CHECKS.items() if noticed(verdict, view)
             )
-    elif what.hidden and "cannot show" in verdict.reason:
+    elif what.hidden and CANNOT_SHOW in verdict.reason:
         outcome = "hidden"
     else:
         outcome = "idle" if "never came by" in verdict.reason else "missed"

@@ -24,14 +24,10 @@ from tests.claims import page
 
 
 class Opposite:
-    """The contrary of a claim's rule: what it ``says``, and arguments that make it so.
+    """The contrary of a claim's rule: what it ``says``, and arguments that make it so."""
 
-    ``plant``: instead or beside them, the name of a fault planted while the test runs.
-    """
-
-    def __init__(self, says: str, *, plant: str = "", **arguments: Any) -> None:
+    def __init__(self, says: str, **arguments: Any) -> None:
         self.says = says
-        self.plant = plant
         self.arguments = arguments
 
 
