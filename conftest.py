@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_equivalence import catalogue
-from ddp_equivalence.models import MODELS
+from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.ranks import lanes
-from ddp_equivalence.ranks.names import NCCL_BACKENDS
+from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
 from ddp_equivalence.ranks.server import start_early
-from ddp_equivalence.strategies import STRATEGIES
+from ddp_equivalence.strategies import STRATEGIES, catalogue
 
 pytest_plugins = ("ddp_equivalence.pytest_plugin",)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Case, Rank, check
-from ddp_equivalence.ranks.warm import warm_ranks
+from ddp_equivalence.ranks.warm_ranks import warm_ranks
 
 BLOCKS = 10
 EXAMPLES = 16

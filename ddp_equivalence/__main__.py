@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ddp_equivalence.cli import main
+from ddp_equivalence.commands.main import main
 
 raise SystemExit(main())

@@ -10,37 +10,28 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ddp_equivalence.building import (
-    Steps,
-    build_batches,
-    build_model,
-    count_examples,
-    in_step,
-    loss_of,
-    seeded,
-    step_seed,
-    take,
-)
-from ddp_equivalence.case import Case, name_of
-from ddp_equivalence.errors import BadCase
-from ddp_equivalence.gradients import (
+from ddp_equivalence.case.batch import count_examples, take
+from ddp_equivalence.case.build import build_batches, build_model, loss_of
+from ddp_equivalence.case.case import Case, name_of
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.random_state import seeded, step_seed
+from ddp_equivalence.case.steps import Compare, Steps, in_step
+from ddp_equivalence.comparison.digest import digest
+from ddp_equivalence.comparison.gradients import (
     Description,
     describe,
-    digest,
     gradients_of,
     sgd_step,
     updates_of,
     weights_of,
 )
-from ddp_equivalence.tolerance import Noise
-
-Compare = Literal["gradients", "update"]
+from ddp_equivalence.comparison.tolerance import Noise
 
 SCALE = 3.0
 """Of a loss, before backward, for a second look at rounding: no power of two, so that it rounds

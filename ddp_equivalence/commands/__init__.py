@@ -9,7 +9,12 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from ddp_equivalence.commands import check, doctor, explain, explore, faults, run, sandbox
+from ddp_equivalence.commands import check, run
+from ddp_equivalence.commands.doctor import command as doctor
+from ddp_equivalence.commands.explain import command as explain
+from ddp_equivalence.commands.explore import command as explore
+from ddp_equivalence.commands.faults import command as faults
+from ddp_equivalence.commands.sandbox import command as sandbox
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

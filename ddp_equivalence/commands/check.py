@@ -9,15 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_equivalence import session
+from ddp_equivalence.case import settings
+from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import OF_OUTCOME
-from ddp_equivalence.errors import BadCase
 from ddp_equivalence.ranks.server import start_early
-from ddp_equivalence.terminal import painted, width_of
+from ddp_equivalence.report.terminal import painted, width_of
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
-    from ddp_equivalence.verdict import Verdict
+    from ddp_equivalence.report.verdict import Verdict
 
 OPTIONS = (
     *("backend", "compare", "steps", "lr", "deadline", "collective_deadline"),
@@ -92,9 +92,9 @@ def run(known: argparse.Namespace) -> int:
     start_early()  # imports torch while this process does
     import torch
 
-    from ddp_equivalence import selection
-    from ddp_equivalence.user_file import load
-    from ddp_equivalence.verdict import check
+    from ddp_equivalence.case import example_subset
+    from ddp_equivalence.check_equivalence import check
+    from ddp_equivalence.commands.user_file import load
 
     found = load(path, name)
     changes = {
@@ -110,18 +110,18 @@ def run(known: argparse.Namespace) -> int:
         inspect.signature(check).bind(found.case, found.step, **options)
     except TypeError as error:
         raise BadCase("options", options, f"arguments of check(); {error}") from error
-    examples = None if known.examples is None else selection.read(known.examples)
+    examples = None if known.examples is None else example_subset.read(known.examples)
     if known.explore is not None:
-        from ddp_equivalence.commands.explore_step import explore_step
+        from ddp_equivalence.commands.explore.step_command import explore_step
 
         given = changes if examples is None else changes | {"examples": examples}
         found = replace(found, options=options)
         outcome = explore_step(found, given, known.explore, known.target, rest)
         return OF_OUTCOME[outcome]
     case = replace(found.case, **changes)
-    case = case if examples is None else selection.with_examples(case, examples)
+    case = case if examples is None else example_subset.with_examples(case, examples)
     verdict = check(case, found.step, **options)
-    with session.using(session.replaced(width=width_of(sys.stdout, session.current().width))):
+    with settings.using(settings.replaced(width=width_of(sys.stdout, settings.current().width))):
         print(painted(str(verdict), sys.stdout), end="")
     if known.export_repro is not None:
         print(_reproduction(verdict, found.step, options, known.export_repro))
@@ -141,7 +141,7 @@ def _target(text: str) -> tuple[Path, str]:
 
 def _reproduction(verdict: Verdict, step: Any, options: dict[str, Any], folder: Path) -> str:
     """Write the script if there is something to show; say what was written, or why nothing."""
-    from ddp_equivalence.reproduction import command_of, export
+    from ddp_equivalence.report.script import command_of, export
 
     if verdict.outcome != "different" and verdict.failure is None:
         return f"reproduction: none, there is nothing to reproduce ({verdict.outcome})"

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from ddp_equivalence.errors import BadCase
+from ddp_equivalence.case.errors import BadCase
 
 
 def look_at_file(field: str, path: Path | None) -> None:

@@ -34,7 +34,7 @@ def add(commands: Commands) -> None:
 
 def run(known: argparse.Namespace) -> NoReturn:
     """Become pytest, with the comparisons to run."""
-    from ddp_equivalence.suite_folder import is_checkout, suite_folder
+    from ddp_equivalence.commands.suite_folder import is_checkout, suite_folder
 
     # Paths are the caller's own; what is not there is meant within the suite.
     given = [

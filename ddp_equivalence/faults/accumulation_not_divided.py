@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from ddp_equivalence.building import count_examples, take
-from ddp_equivalence.facts import micro_batches
+from ddp_equivalence.case.batch import count_examples, take
 from ddp_equivalence.faults.fault import Fault, Fire
+from ddp_equivalence.strategies.sharded_batch import micro_batches
 from ddp_equivalence.strategies.strategy import Task, TrainStep
 
 

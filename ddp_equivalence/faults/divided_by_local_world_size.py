@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.faults.fault import Fault
 from ddp_equivalence.faults.in_ddp import reducing, summed
 from ddp_equivalence.faults.nodes import local_world_size
-from ddp_equivalence.layouts import Layout
 
 
 def hidden(layout: Layout) -> str | None:

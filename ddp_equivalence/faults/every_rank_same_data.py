@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddp_equivalence.building import build_batches, move, take
+from ddp_equivalence.case.batch import move, take
+from ddp_equivalence.case.build import build_batches
 from ddp_equivalence.faults.fault import Fault, Fire
 from ddp_equivalence.strategies.strategy import Task, TrainStep
 

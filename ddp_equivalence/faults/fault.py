@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ddp_equivalence.layouts import Layout
+from ddp_equivalence.case.layouts import Layout
 
 if TYPE_CHECKING:
     from ddp_equivalence.strategies.strategy import Task, TrainStep

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # no stubs
 
+from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.faults.fault import Fault
 from ddp_equivalence.faults.in_ddp import reducing
 from ddp_equivalence.faults.nodes import nodes_of_all
-from ddp_equivalence.layouts import Layout
 
 
 def of_node_means(bucket: GradBucket) -> Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # no stubs
 
+from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.faults.fault import Fault
 from ddp_equivalence.faults.in_ddp import averaged, reducing
 from ddp_equivalence.faults.nodes import node, nodes_of_all
-from ddp_equivalence.layouts import Layout
 
 
 def without_the_last_node(bucket: GradBucket) -> Tensor:

@@ -9,8 +9,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_equivalence import session
-from ddp_equivalence.errors import BadCase
+from ddp_equivalence.case import settings
+from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.faults.fault import Fault
 from ddp_equivalence.ranks.patches import patched
 
@@ -109,7 +109,7 @@ def planted(name: str) -> Iterator[Planted]:
     with tempfile.NamedTemporaryFile(prefix="ddp_equivalence-planted-") as file:
         found = Planted(fault, Path(file.name))
         with (
-            session.using(session.replaced(plant=name)),
+            settings.using(settings.replaced(plant=name)),
             patched(BaseProcess, "__init__", _planting(found, BaseProcess.__init__)),
             found,
         ):

@@ -7,9 +7,10 @@ from typing import Any, cast
 
 from torch.utils.data import DistributedSampler
 
-from ddp_equivalence.building import build_batches, count_examples, move, take
+from ddp_equivalence.case.batch import count_examples, move, take
+from ddp_equivalence.case.build import build_batches
+from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.faults.fault import Fault, Fire
-from ddp_equivalence.layouts import Layout
 from ddp_equivalence.strategies.strategy import Task, TrainStep
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ddp_equivalence.catalogue import LAYOUTS, Trial, case_of
 from ddp_equivalence.faults import FAULTS
 from ddp_equivalence.faults.fault import Fault
 from ddp_equivalence.strategies import STRATEGIES
+from ddp_equivalence.strategies.catalogue import LAYOUTS, Trial, case_of
 
 DTYPES = (torch.float64, torch.float32)
 MAIN_LAYOUT = "2x2"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from ddp_equivalence.layouts import Row
+from ddp_equivalence.case.layouts import Row
 
 LOOPBACK = "127.0.0.1"
 

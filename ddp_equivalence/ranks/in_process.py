@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp_equivalence.layouts import Layout, Row
-from ddp_equivalence.ranks import carry, state
+from ddp_equivalence.case.layouts import Layout, Row
+from ddp_equivalence.ranks import pickling, process_state
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.process import join, own_environment
 from ddp_equivalence.ranks.rank import Rank
@@ -49,21 +49,21 @@ class RanksWithOneHere(RankSet):
 
     def collect(self, deadline: float) -> Iterator[tuple[int, Any]]:
         """Work as rank 0, then listen to the others, who get ``deadline`` seconds from then on."""
-        _, apart, body = carry.loads_around(self._message)
-        before = state.current()
-        state.set_environment({**before.environment, **self._environment_here})
-        in_it = state.current()
+        _, apart, body = pickling.loads_around(self._message)
+        before = process_state.current()
+        process_state.set_environment({**before.environment, **self._environment_here})
+        in_it = process_state.current()
         complete = False
         try:
-            function, argument = carry.loads(apart, body)
+            function, argument = pickling.loads(apart, body)
             for result in function(self._here, argument):
                 yield 0, result
-            changed = state.put_back(in_it)
+            changed = process_state.put_back(in_it)
             if changed:
                 self.changed[0] = changed
             complete = True
         finally:
-            state.put_back(before)
+            process_state.put_back(before)
             if not complete:
                 self.broken = True
         yield from super().collect(deadline)
@@ -81,12 +81,12 @@ class RanksWithOneHere(RankSet):
         return self.layout.rows[1:]
 
     def _join(self) -> None:
-        before = state.current()
+        before = process_state.current()
         try:
             self._here = join(self._birth(self.layout.rows[0]), self._agree)
             self._environment_here = own_environment()
         finally:
-            state.put_back(before)
+            process_state.put_back(before)
         super()._join()
 
     def _agree(self, port: int | None) -> int:

@@ -9,9 +9,9 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
-from ddp_equivalence.errors import BadCase
-from ddp_equivalence.layouts import Layout
-from ddp_equivalence.ranks.names import BACKENDS
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.layouts import Layout
+from ddp_equivalence.ranks.backend_names import BACKENDS
 
 
 @dataclass(frozen=True)

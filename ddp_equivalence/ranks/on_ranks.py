@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_equivalence.layouts import parse
-from ddp_equivalence.ranks import Rank, carry, lanes
+from ddp_equivalence.case.layouts import parse
+from ddp_equivalence.ranks import Rank, lanes, pickling
 from ddp_equivalence.ranks.collectives import new_collectives
-from ddp_equivalence.ranks.warm import warm_ranks
+from ddp_equivalence.ranks.warm_ranks import warm_ranks
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def on_ranks(
     ranks = parse(layout)
     lane = lanes.choose(ranks, backend)
     with warm_ranks().acquire(ranks, lane, collective_deadline) as working:
-        working.submit(carry.dumps(_call, _Call(function, arguments)))
+        working.submit(pickling.dumps(_call, _Call(function, arguments)))
         by_rank = dict(working.collect(deadline))
     return tuple(by_rank[rank] for rank in sorted(by_rank))
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no stubs
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence.layouts import Row
-from ddp_equivalence.ranks import carry, family, messages, state, witness
+from ddp_equivalence.case.layouts import Row
+from ddp_equivalence.ranks import messages, pickling, process_state, process_tree, status_thread
 from ddp_equivalence.ranks.collectives import (
     issued_by_all,
     last_collective,
@@ -77,15 +77,15 @@ class Ends:
 def main(birth: Birth, ends: Ends) -> None:
     """Join the group, then work until told to stop or until the judging process is gone."""
     _let_go_of_the_server()
-    family.die_with_parent()
-    family.adopt_orphans()
+    process_tree.die_with_parent()
+    process_tree.adopt_orphans()
     os.setpgrp()  # Ctrl-C is for the judging process, which then ends its ranks
     _redirect_output(ends.output)
     faulthandler.register(signal.SIGUSR1, file=ends.stacks.fileno(), all_threads=True)
     try:
         rank = join(birth, lambda port: _agreed(port, ends.work))
         _watch_the_end_of_groups()
-        witness.start(ends.witness)
+        status_thread.start(ends.witness)
         gc.freeze()  # what is here now stays: collecting after each case then costs little
         messages.send(ends.work, messages.READY)
         while _work(rank, ends.work):
@@ -166,7 +166,7 @@ def _watch_the_end_of_groups() -> None:
     @wraps(destroy)
     def destroy_process_group(*arguments: Any, **named: Any) -> None:
         if any(isinstance(one, DistributedDataParallel) for one in gc.get_objects()):
-            state.remark(
+            process_state.remark(
                 "process group destroyed while a DistributedDataParallel was alive, which "
                 "deadlocks torch 2.13 when it is freed: drop the wrapper first"
             )
@@ -202,11 +202,13 @@ def _work(rank: Rank, connection: Connection) -> bool:
     groups = _groups()
     results: list[object] = []
     try:
-        around, apart, body = carry.loads_around(payload)
+        around, apart, body = pickling.loads_around(payload)
         _take_over(around)
-        function, argument = carry.loads(apart, body)
-        state.take_over(around.settings)  # now, as the step's modules may set others at import
-        before = state.current()
+        function, argument = pickling.loads(apart, body)
+        process_state.take_over(
+            around.settings
+        )  # now, as the step's modules may set others at import
+        before = process_state.current()
         for result in function(rank, argument):
             if len(results) == HELD:
                 messages.send(connection, messages.RESULTS, results)
@@ -214,14 +216,14 @@ def _work(rank: Rank, connection: Connection) -> bool:
             results.append(result)
         del function, argument
         _collect_garbage()
-        kept = state.kept_groups()
+        kept = process_state.kept_groups()
         finished = messages.Finished(
             results=results,
             # Without its group a rank can go on no more; those that it has made would add up.
             same_groups=_groups().keys() - kept == groups.keys() - kept,
             issued=issued_by_all(),
-            changed=state.put_back(before),
-            running=state.left_running(before),
+            changed=process_state.put_back(before),
+            running=process_state.left_running(before),
         )
         _flush()
         messages.send(connection, messages.FINISHED, finished)
@@ -266,9 +268,9 @@ def _groups() -> dict[int, object]:
     return {id(group): group for group in here}
 
 
-def _take_over(around: carry.Around) -> None:
+def _take_over(around: pickling.Around) -> None:
     """See what the judging process sees; what makes this a rank stays."""
-    state.set_environment(around.environment | _own_environment)
+    process_state.set_environment(around.environment | _own_environment)
     sys.path[:] = around.path
     os.chdir(around.folder)
 

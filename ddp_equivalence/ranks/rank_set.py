@@ -18,15 +18,15 @@ from typing import Any, Protocol
 
 import torch.multiprocessing as multiprocessing
 
-from ddp_equivalence.errors import RankEnd, RankFailed
-from ddp_equivalence.layouts import Layout, Row
-from ddp_equivalence.prose import plural
-from ddp_equivalence.ranks import attribution, family, messages, witness
+from ddp_equivalence.case.layouts import Layout, Row
+from ddp_equivalence.ranks import messages, process_tree, root_cause, status_thread
+from ddp_equivalence.ranks.capture_file import Spool
 from ddp_equivalence.ranks.environment import OF_SET, group_environment
+from ddp_equivalence.ranks.failure import RankEnd, RankFailed
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices, visible_devices
 from ddp_equivalence.ranks.process import Birth, Ends, main
 from ddp_equivalence.ranks.server import own_main, start_server
-from ddp_equivalence.ranks.spool import Spool
+from ddp_equivalence.report.wrapping import plural
 
 START_DEADLINE = 120.0
 """Seconds until all ranks have joined their group; the first start imports torch."""
@@ -289,9 +289,9 @@ class RankSet:
         """The error for what happened: the root cause first, then its consequences."""
         running = self._running(list(waiting))
         for rank, end in running.items():
-            if attribution.is_telling(end.detail):  # it needs a moment to read the source lines
+            if root_cause.is_telling(end.detail):  # it needs a moment to read the source lines
                 running[rank] = self._told(rank) or end
-        return attribution.failure((ends | running).values(), deadline)
+        return root_cause.failure((ends | running).values(), deadline)
 
     def _told(self, rank: int) -> RankEnd | None:
         """The end of a rank that was about to say what it raised."""
@@ -304,15 +304,15 @@ class RankSet:
 
     def _running(self, ranks: Sequence[int]) -> dict[int, RankEnd]:
         """The entries of ranks that have not come back: where they are, and in which collective."""
-        stopped = [rank for rank in ranks if family.is_stopped(self._processes[rank].pid)]
+        stopped = [rank for rank in ranks if process_tree.is_stopped(self._processes[rank].pid)]
         able = [rank for rank in ranks if rank not in stopped]
         stacks = self._stacks_of(able)
         seconds = STACKS_DEADLINE + STACKS_DEADLINE_MORE * len(able)
-        last = witness.ask({rank: self._witnesses[rank] for rank in able}, seconds)
+        last = status_thread.ask({rank: self._witnesses[rank] for rank in able}, seconds)
         stacks |= {rank: self._stacks[rank].read() or stacks[rank] for rank in able}  # in full
         ends = {}
         for rank in ranks:
-            line, in_torch = attribution.innermost(stacks.get(rank, ""))
+            line, in_torch = root_cause.innermost(stacks.get(rank, ""))
             ends[rank] = self.end(
                 rank,
                 "running",
@@ -345,9 +345,9 @@ class RankSet:
             what = f"killed by {signal.Signals(-code).name}"
             if -code == signal.SIGKILL:
                 what += " (out of memory? see the kernel's log)"
-            waits = -code == signal.SIGABRT and attribution.WATCHDOG in self.output(rank)
+            waits = -code == signal.SIGABRT and root_cause.WATCHDOG in self.output(rank)
             if waits:
-                what += f" by NCCL's watchdog: {attribution.NOT_IN_TIME}"
+                what += f" by NCCL's watchdog: {root_cause.NOT_IN_TIME}"
             return self.end(rank, "signal", what, at=at, waits=waits)
         if code is None:
             return self.end(rank, "exit", "closed its connection and lives on", at=at)
@@ -359,7 +359,7 @@ class RankSet:
         return self.end(rank, "output", what, at=time.monotonic())
 
     def _exception(self, rank: int, raised: messages.Raised) -> RankEnd:
-        waits = raised.last is not None and attribution.was_left_waiting(raised.what)
+        waits = raised.last is not None and root_cause.was_left_waiting(raised.what)
         return self.end(
             rank,
             "exception",
@@ -382,11 +382,11 @@ class RankSet:
             return
         self._cleared = True
         # What the ranks have started, too, wherever it has gone since.
-        below = [pid for process in alive for pid in family.descendants(process.pid)]
+        below = [pid for process in alive for pid in process_tree.descendants(process.pid)]
         for process in alive:
             with suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
-        family.kill([process.pid for process in alive])
+        process_tree.kill([process.pid for process in alive])
         for process in self._processes.values():
             process.join(STOP_DEADLINE)
-        family.kill([*below, *family.with_variable(OF_SET, self._token)])
+        process_tree.kill([*below, *process_tree.with_variable(OF_SET, self._token)])

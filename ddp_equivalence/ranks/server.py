@@ -11,14 +11,14 @@ from multiprocessing import forkserver, util
 from types import ModuleType
 from typing import Any
 
-from ddp_equivalence.errors import BadCase
+from ddp_equivalence.case.errors import BadCase
 
 METHOD = "DDP_EQUIVALENCE_START_METHOD"
 """The environment variable that chooses how ranks are started."""
 
 METHODS = ("forkserver", "spawn")
 
-PRELOAD = ("ddp_equivalence.ranks.last_will", "ddp_equivalence.ranks.preload")
+PRELOAD = ("ddp_equivalence.ranks.server_cleanup", "ddp_equivalence.measurement.measure.preload")
 
 COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"
 

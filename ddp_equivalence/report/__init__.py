@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ddp_equivalence.prose import of_ranks, wrapped
 from ddp_equivalence.report.argument import argument_lines
 from ddp_equivalence.report.cause import cause_lines
 from ddp_equivalence.report.considered import considered_lines
@@ -15,9 +14,10 @@ from ddp_equivalence.report.evidence import evidence_lines
 from ddp_equivalence.report.failure import failure_blocks
 from ddp_equivalence.report.parameters import parameters_lines, structure_lines
 from ddp_equivalence.report.shares import shares_lines
+from ddp_equivalence.report.wrapping import of_ranks, wrapped
 
 if TYPE_CHECKING:
-    from ddp_equivalence.verdict import Verdict
+    from ddp_equivalence.report.verdict import Verdict
 
 OUTPUT_LINES = 30
 

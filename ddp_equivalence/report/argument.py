@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ddp_equivalence.prose import of_ranks, plural, to_see_that_it_is_not_1, wrapped
+from ddp_equivalence.report.wrapping import of_ranks, plural, to_see_that_it_is_not_1, wrapped
 
 if TYPE_CHECKING:
-    from ddp_equivalence.comparison import Comparison
-    from ddp_equivalence.verdict import Verdict
+    from ddp_equivalence.comparison.comparison import Comparison
+    from ddp_equivalence.report.verdict import Verdict
 
 OF_DIVISORS = frozenset(
     (

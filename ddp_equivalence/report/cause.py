@@ -5,11 +5,11 @@ from __future__ import annotations
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from ddp_equivalence.prose import of_ranks, wrapped
 from ddp_equivalence.report.evidence import at_the_loss
+from ddp_equivalence.report.wrapping import of_ranks, wrapped
 
 if TYPE_CHECKING:
-    from ddp_equivalence.verdict import Verdict
+    from ddp_equivalence.report.verdict import Verdict
 
 HALVES = {
     "together": "how gradients are put together. The ranks' own gradients, before any reduction, "

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ddp_equivalence.prose import wrapped
+from ddp_equivalence.report.wrapping import wrapped
 
 if TYPE_CHECKING:
-    from ddp_equivalence.diagnosis import Finding
-    from ddp_equivalence.verdict import Verdict
+    from ddp_equivalence.diagnosis.diagnose import Finding
+    from ddp_equivalence.report.verdict import Verdict
 
 MOST_RULED_OUT = 6
 

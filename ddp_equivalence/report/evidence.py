@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ddp_equivalence.diagnoses.reading import numbers
-from ddp_equivalence.prose import of_ranks, plural, wrapped
+from ddp_equivalence.case.shards import OWN
+from ddp_equivalence.diagnosis.examples_read import numbers
 from ddp_equivalence.ranks.collectives import FORGOTTEN
-from ddp_equivalence.shards import OWN
+from ddp_equivalence.report.wrapping import of_ranks, plural, wrapped
 
 if TYPE_CHECKING:
-    from ddp_equivalence.observation import Wrapper
-    from ddp_equivalence.verdict import Verdict
+    from ddp_equivalence.measurement.observation import Wrapper
+    from ddp_equivalence.report.verdict import Verdict
 
 
 SAME_LOSS = 1e-4

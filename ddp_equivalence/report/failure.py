@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ddp_equivalence import session
-from ddp_equivalence.errors import RankEnd, RankFailed
-from ddp_equivalence.prose import plural, wrapped
-from ddp_equivalence.second_look import SecondLook
+from ddp_equivalence.case import settings
+from ddp_equivalence.measurement.rerun import SecondLook
+from ddp_equivalence.ranks.failure import RankEnd, RankFailed
+from ddp_equivalence.report.wrapping import plural, wrapped
 
 TRACEBACK_LINES = 30
 CONSEQUENCE_LINES = 3
@@ -87,6 +87,6 @@ def _clipped(text: str) -> str:
     first = _OPTIONS.sub("", text.splitlines()[0] if text else "")
     return (
         first
-        if len(first) <= 5 * session.current().width
-        else f"{first[: 5 * session.current().width]}…"
+        if len(first) <= 5 * settings.current().width
+        else f"{first[: 5 * settings.current().width]}…"
     )

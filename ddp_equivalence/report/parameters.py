@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING
 
-from ddp_equivalence import session
-from ddp_equivalence.prose import to_see_that_it_is_not_1, wrapped
+from ddp_equivalence.case import settings
+from ddp_equivalence.report.wrapping import to_see_that_it_is_not_1, wrapped
 
 if TYPE_CHECKING:
-    from ddp_equivalence.comparison import Comparison, ParameterComparison
-    from ddp_equivalence.verdict import Verdict
+    from ddp_equivalence.comparison.comparison import Comparison, ParameterComparison
+    from ddp_equivalence.report.verdict import Verdict
 
 MOST_PARAMETERS = 20
 MOST_RIGHT = 8
@@ -49,7 +49,7 @@ def parameters_lines(verdict: Verdict) -> list[str]:
     title = f"Parameters that differ: {len(differing)} of {len(comparison.parameters)}"
     shown = differing[:MOST_PARAMETERS]
     names = [f"{one.name}  {one.shape}" for one in shown]
-    width = min(max(map(len, [title, *names])), session.current().width - 48)
+    width = min(max(map(len, [title, *names])), settings.current().width - 48)
     lines = [f"  {title:<{width + 4}}{'error':>9}{'floor':>9}{'limit':>9}{'ratio of norms':>17}"]
     for name, one in zip(names, shown, strict=True):
         lines.append(f"    {name:<{width + 2}}{_numbers(one)}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ddp_equivalence.prose import of_ranks, plural, wrapped
+from ddp_equivalence.report.wrapping import of_ranks, plural, wrapped
 
 if TYPE_CHECKING:
-    from ddp_equivalence.shares import Row, Shares
-    from ddp_equivalence.verdict import Verdict
+    from ddp_equivalence.diagnosis.shares import Row, Shares
+    from ddp_equivalence.report.verdict import Verdict
 
 MOST_RANKS = 8
 MOST_EXAMPLES = 12

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ddp_equivalence.facts import Facts
+from ddp_equivalence.strategies.sharded_batch import Facts
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from ddp_equivalence.building import count_examples, take
-from ddp_equivalence.facts import Facts, Indices, micro_batches
+from ddp_equivalence.case.batch import count_examples, take
+from ddp_equivalence.strategies.sharded_batch import Facts, Indices, micro_batches
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.nn import functional as collectives
 from torch.utils import _pytree as pytree
 
-from ddp_equivalence.building import count_examples
-from ddp_equivalence.facts import Facts
+from ddp_equivalence.case.batch import count_examples
+from ddp_equivalence.strategies.sharded_batch import Facts
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 

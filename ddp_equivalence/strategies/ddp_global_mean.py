@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_equivalence.building import catalogue_loss_of
-from ddp_equivalence.facts import Facts
+from ddp_equivalence.case.build import catalogue_loss_of
+from ddp_equivalence.strategies.sharded_batch import Facts
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 

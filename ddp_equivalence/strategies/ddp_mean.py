@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddp_equivalence.facts import Facts
+from ddp_equivalence.strategies.sharded_batch import Facts
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ddp_equivalence.facts import Facts
-from ddp_equivalence.losses import LOSSES
+from ddp_equivalence.case.losses import LOSSES
+from ddp_equivalence.strategies.sharded_batch import Facts
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 

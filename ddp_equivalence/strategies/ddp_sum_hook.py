@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # no stubs
 
-from ddp_equivalence.facts import Facts
+from ddp_equivalence.strategies.sharded_batch import Facts
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 

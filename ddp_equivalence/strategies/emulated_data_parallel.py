@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from ddp_equivalence.building import concatenate, take
-from ddp_equivalence.facts import Facts
+from ddp_equivalence.case.batch import concatenate, take
+from ddp_equivalence.strategies.sharded_batch import Facts
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 

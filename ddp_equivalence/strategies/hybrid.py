@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_equivalence.building import catalogue_loss_of
-from ddp_equivalence.facts import Facts
-from ddp_equivalence.layouts import Layout
-from ddp_equivalence.ranks import state
+from ddp_equivalence.case.build import catalogue_loss_of
+from ddp_equivalence.case.layouts import Layout
+from ddp_equivalence.ranks import process_state
 from ddp_equivalence.strategies.manual_all_reduce import reduce_gradients
+from ddp_equivalence.strategies.sharded_batch import Facts
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 
@@ -69,7 +69,7 @@ def _process_groups(
     groups = tuple(dist.new_group(list(of_node)) for of_node in ranks)
     leaders = dist.new_group([of_node[0] for of_node in ranks])
     for group in (*groups, leaders):
-        state.keep_group(group)
+        process_state.keep_group(group)
     return groups, leaders
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_equivalence.facts import Facts
+from ddp_equivalence.strategies.sharded_batch import Facts
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 

@@ -9,12 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence.building import Steps, loss_of
-from ddp_equivalence.case import Case
-from ddp_equivalence.facts import Facts, Indices
-from ddp_equivalence.models import MODELS
+from ddp_equivalence.case.build import loss_of
+from ddp_equivalence.case.case import Case
+from ddp_equivalence.case.models import MODELS
+from ddp_equivalence.case.shards import Shards
+from ddp_equivalence.case.steps import Steps
 from ddp_equivalence.ranks import Rank
-from ddp_equivalence.shards import Shards
+from ddp_equivalence.strategies.sharded_batch import Facts, Indices
 
 TrainStep = Callable[[Any], Mapping[str, Tensor | None] | None]
 """Takes the rank's examples of one step and leaves gradients on the model's parameters, or returns

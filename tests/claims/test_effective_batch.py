@@ -15,16 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_equivalence import Rank
 from ddp_equivalence.ranks.on_ranks import on_ranks
 from tests.claims.claim import Evidence, Opposite, claim
-from tests.claims.numbered import (
-    Reading,
-    all_of,
-    gradient_of,
-    read,
-    same,
-    task,
-    together,
-    train,
-)
+from tests.claims.numbered import Reading, all_of, gradient_of, read, same, task, together, train
 from tests.claims.setting import flat_gradient, mse, times
 
 LAYOUTS = {1: "1x1", 2: "1x2", 4: "2x2"}

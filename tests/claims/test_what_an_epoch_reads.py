@@ -6,16 +6,7 @@ import torch
 
 from ddp_equivalence.ranks.on_ranks import on_ranks
 from tests.claims.claim import Evidence, Opposite, claim
-from tests.claims.numbered import (
-    Reading,
-    all_of,
-    apart,
-    gradient_of,
-    read,
-    same,
-    together,
-    train,
-)
+from tests.claims.numbered import Reading, all_of, apart, gradient_of, read, same, together, train
 from tests.claims.setting import times
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_equivalence import Case, check, surroundings
+from ddp_equivalence import Case, check
+from ddp_equivalence.diagnosis import analysis
 from ddp_equivalence.faults.plant import planted
 
 pytestmark = pytest.mark.self_check
@@ -15,8 +16,8 @@ MLP = Case(model="mlp", loss="mse_mean", layout="2x2")
 @pytest.fixture(autouse=True)
 def few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixty elements of 244 on each of four ranks."""
-    monkeypatch.setattr(surroundings, "MAX_ELEMENTS", 240)
-    monkeypatch.setattr(surroundings, "MAX_SELECTED", 240)
+    monkeypatch.setattr(analysis, "MAX_ELEMENTS", 240)
+    monkeypatch.setattr(analysis, "MAX_SELECTED", 240)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import BadCase
 from ddp_equivalence.faults.plant import planted
-from tests.suite.someone_elses_run import run
+from tests.package.someone_elses_run import run
 
 
 def parity(rank: int, port: int) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ddp_equivalence import check
-from ddp_equivalence.diagnoses import HYPOTHESES
+from ddp_equivalence.commands.faults.table import judged
+from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from ddp_equivalence.faults import FAULTS
 from ddp_equivalence.faults.plant import planted
-from ddp_equivalence.faults.table import judged
 from ddp_equivalence.faults.trials import FaultTrial, fault_trials
 
 LAYOUTS = ("1x2", "2x2", "1+3")

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_equivalence import Case, Rank, check
-from ddp_equivalence.building import take
-from ddp_equivalence.losses import LOSSES
+from ddp_equivalence.case.batch import take
+from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.strategies.manual_all_reduce import reduce_gradients
 
 pytestmark = pytest.mark.self_check

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_equivalence import check
-from ddp_equivalence.catalogue import Trial
+from ddp_equivalence.strategies.catalogue import Trial
 
 pytestmark = pytest.mark.difference
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_equivalence import assert_equivalent
-from ddp_equivalence.catalogue import Trial
+from ddp_equivalence.strategies.catalogue import Trial
 
 
 @pytest.mark.promise_of("manual_all_reduce_mean")

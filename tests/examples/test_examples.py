@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_equivalence import check
-from ddp_equivalence.user_file import load
+from ddp_equivalence.commands.user_file import load
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 EXAMPLES = CHECKOUT / "examples"

@@ -1,0 +1,1 @@
+"""What is compared: model, loss, batch, shards and layout, and how each process rebuilds them."""

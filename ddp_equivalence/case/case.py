@@ -1,0 +1,139 @@
+"""Case: what is trained, on which layout, with which examples on which rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_equivalence.case import layouts, shards
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.layouts import Layout
+from ddp_equivalence.case.losses import LOSSES
+from ddp_equivalence.case.models import MODELS
+
+ModelBuilder = Callable[[], nn.Module]
+BatchBuilder = Callable[[torch.Generator], Any]
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+ROWS_PER_RANK = 5
+"""Examples per rank of a catalogue batch; coprime to every world size and to 3 micro-batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One big batch and the way it is dealt to ranks. Frozen; ``str()`` is its test id.
+
+    ``model``: () -> nn.Module, or a name of ``ddp_equivalence.case.case.models``.
+    ``batch``: (torch.Generator) -> pytree of tensors, examples along dim 0. None takes the
+    catalogue's, which needs catalogue names for model and loss.
+    ``loss``: (model, batch) -> scalar tensor, or a name of ``ddp_equivalence.case.case.losses``.
+    ``layout``: nodes x ranks per node, ``"2x2"``; ranks of each node, ``"1+3"``;
+    ``"2x2-round-robin"``.
+    ``shards``: ``"equal"``, ``"interleaved"``, ``"uneven"``, ``"one_example"``, ``"empty"``,
+    ``"5+3"`` (examples per rank), or ``"own"``: every rank receives the whole batch.
+    ``dtype``: the model and the floating-point leaves of the batch are cast to it; None keeps them.
+    ``seed``: builds the same model and batch in every process.
+    ``examples``: size of a catalogue batch (default 5 per rank).
+    ``exact``: round weights and batch to small integers, and compare bit for bit.
+
+    Raises BadCase for a field that cannot be right.
+    """
+
+    model: ModelBuilder | str
+    loss: LossFunction | str
+    batch: BatchBuilder | None = None
+    layout: str = "1x2"
+    shards: str = "equal"
+    dtype: torch.dtype | None = torch.float64
+    seed: int = 0
+    examples: int | None = None
+    exact: bool = False
+
+    def __post_init__(self) -> None:
+        _known(self.model, "model", MODELS)
+        _known(self.loss, "loss", LOSSES)
+        world_size = self.ranks.world_size
+        sizes = shards.explicit_sizes(self.shards, world_size)
+        self._check_dtype()
+        self._check_batch(sizes)
+        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
+        if not whole or not 0 <= self.seed < 2**62:
+            raise BadCase("seed", self.seed, "an integer from 0, below 2**62")
+        if self.shards == "no_valid_token" and self.batch is not None:
+            raise BadCase(
+                "shards", self.shards, "another deal: only the catalogue pads its batch so"
+            )
+
+    def _check_dtype(self) -> None:
+        if self.dtype is None:
+            return
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            right = (
+                "a floating-point torch.dtype such as torch.float64, or None to keep the model's"
+            )
+            raise BadCase("dtype", self.dtype, right)
+
+    def _check_batch(self, sizes: tuple[int, ...] | None) -> None:
+        if self.batch is None:
+            if not (isinstance(self.model, str) and isinstance(self.loss, str)):
+                right = "(torch.Generator) -> pytree of tensors, since model or loss are your own"
+                raise BadCase("batch", None, right)
+            model, loss = MODELS[self.model], LOSSES[self.loss]
+            if model.output != loss.output:
+                right = f"a loss on {model.output}, which is what {self.model} returns"
+                raise BadCase("loss", self.loss, f"{right}; this one takes {loss.output}")
+        elif not callable(self.batch):
+            raise BadCase("batch", self.batch, "a function (torch.Generator) -> pytree of tensors")
+        if self.examples is None:
+            return
+        if self.batch is not None:
+            raise BadCase("examples", self.examples, "None: your batch brings its own size")
+        if isinstance(self.examples, bool) or not isinstance(self.examples, int):
+            raise BadCase("examples", self.examples, "an integer from 1")
+        if self.examples < 1 or (sizes is not None and sum(sizes) != self.examples):
+            right = f"the sum of the shards, {sum(sizes)}" if sizes else "an integer from 1"
+            raise BadCase("examples", self.examples, right)
+
+    @property
+    def ranks(self) -> Layout:
+        """The layout's table."""
+        return layouts.parse(self.layout)
+
+    @property
+    def is_catalogue(self) -> bool:
+        """True if names alone rebuild it."""
+        return isinstance(self.model, str) and isinstance(self.loss, str) and self.batch is None
+
+    @property
+    def catalogue_examples(self) -> int:
+        """Examples of one big catalogue batch."""
+        sizes = shards.explicit_sizes(self.shards, self.ranks.world_size)
+        return self.examples or (sum(sizes) if sizes else ROWS_PER_RANK * self.ranks.world_size)
+
+    @property
+    def dtype_name(self) -> str:
+        name = "as-built" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        return f"{name}-exact" if self.exact else name
+
+    def __str__(self) -> str:
+        parts = (name_of(self.model), name_of(self.loss), self.layout, self.shards)
+        return "-".join((*parts, self.dtype_name, f"seed{self.seed}"))
+
+
+def name_of(subject: object) -> str:
+    """The name under which a model, loss or step appears in test ids and reports."""
+    if isinstance(subject, str):
+        return subject
+    return str(getattr(subject, "__name__", type(subject).__name__)).strip("<>")
+
+
+def _known(value: object, field: str, names: dict[str, Any]) -> None:
+    if isinstance(value, str):
+        if value not in names:
+            raise BadCase(field, value, f"a function, or one of {', '.join(names)}")
+    elif not callable(value):
+        raise BadCase(field, value, f"a function, or one of {', '.join(names)}")

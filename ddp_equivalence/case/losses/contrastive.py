@@ -1,0 +1,47 @@
+"""InfoNCE: every example's negatives are the other examples of the batch that the loss sees."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ddp_equivalence.case.losses import mse
+from ddp_equivalence.case.losses.loss import Batch, CatalogueLoss, Normaliser
+
+TEMPERATURE = 0.5
+
+
+def value(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean over examples. Source: CLIP, arXiv 2103.00020, figure 3."""
+    similar, own = similarities(model(batch["inputs"]), batch["targets"])
+    return (F.cross_entropy(similar, own) + F.cross_entropy(similar.T, own)) / 2
+
+
+def totals(model: nn.Module, outputs: Tensor, batch: Batch) -> tuple[Tensor, ...]:
+    """Of one part of a batch, these have the negatives of that part only: no divisor mends it."""
+    similar, own = similarities(outputs, batch["targets"])
+    there = F.cross_entropy(similar, own, reduction="sum")
+    back = F.cross_entropy(similar.T, own, reduction="sum")
+    return ((there + back) / 2,)
+
+
+def similarities(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines over TEMPERATURE, shape (examples, examples), and the column of each one's own."""
+    cosines = F.normalize(outputs, dim=1) @ F.normalize(targets, dim=1).T
+    return cosines / TEMPERATURE, torch.arange(len(outputs), device=outputs.device)
+
+
+def divided_by_examples(batch: Batch) -> tuple[Normaliser, ...]:
+    return (Normaliser("mean", len(batch["targets"])),)
+
+
+LOSS = CatalogueLoss(
+    "contrastive",
+    value,
+    totals,
+    divided_by_examples,
+    mse.targets,
+    batch_coupled="contrastive_local_negatives",
+)
+"""The targets are the embeddings that outputs are to be alike."""

@@ -1,0 +1,25 @@
+"""Parameters of shape () and (0,) beside ordinary ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ddp_equivalence.case.models.model import OUTPUT_SIZE, ROW_SIZE, CatalogueModel
+
+
+class OddShapes(nn.Module):
+    """A linear layer times a parameter without dimensions, plus the sum of one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(ROW_SIZE, OUTPUT_SIZE)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.linear(inputs) * self.scale + self.empty.sum()
+        return outputs
+
+
+MODEL = CatalogueModel("odd_shapes", OddShapes)

@@ -1,0 +1,28 @@
+"""An explanation as plain data, for machines: numbers as floats, and exact ones as text as well."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from fractions import Fraction
+from typing import Any
+
+from ddp_equivalence.commands.explain.arithmetic import Explanation
+
+
+def as_data(explanation: Explanation) -> dict[str, Any]:
+    """Everything in the explanation, ready for json; ``factor_exact`` beside ``factor``."""
+    data: dict[str, Any] = _plain(asdict(explanation))
+    data["factor_exact"] = str(explanation.factor)
+    if explanation.epoch is not None:
+        data["epoch"]["steps"] = explanation.epoch.steps
+    return data
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Fraction):
+        return float(value)
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value

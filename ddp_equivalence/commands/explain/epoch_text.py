@@ -1,0 +1,130 @@
+"""An epoch in words: its steps, its last one, and what is repeated or left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from ddp_equivalence.commands.explain.arithmetic import Explanation
+from ddp_equivalence.commands.explain.epochs import Epoch, last_sum
+from ddp_equivalence.commands.explain.numbers import times
+from ddp_equivalence.commands.explain.setup import Setup
+from ddp_equivalence.report.wrapping import plural
+
+
+def epoch_sentences(explanation: Explanation) -> Iterator[str]:
+    """Steps in an epoch, what is repeated and what is left out; nothing without its size."""
+    epoch, setup = explanation.epoch, explanation.setup
+    if epoch is None:
+        return
+    if epoch.largest_step < explanation.effective_batch:
+        yield (
+            f"No step has the whole {explanation.effective_batch}: the largest has "
+            f"{epoch.largest_step}. The learning rate above is not for it."
+        )
+    yield _batches(setup, epoch)
+    if setup.accumulation > 1:
+        yield from _window_sentences(setup, epoch)
+    yield from _last_batch_sentences(explanation, epoch)
+    if setup.loss == "sum":
+        yield from _last_sum_sentences(setup, epoch)
+    if epoch.repeated:
+        yield _repeated(setup, epoch)
+    if epoch.dropped:
+        yield f"{epoch.dropped} {plural(epoch.dropped, 'example')} left out (drop_last)."
+    known = setup.known_good
+    if known is not None and setup.examples is not None and known.batch != setup.effective_batch:
+        whole, remainder = divmod(setup.examples, known.batch)
+        then = whole + (remainder > 0 and not setup.drop_last)
+        yield f"The known batch of {known.batch} has {then} {plural(then, 'step')} an epoch."
+
+
+def _batches(setup: Setup, epoch: Epoch) -> str:
+    whose = "" if setup.processes == 1 else f", {epoch.examples_each} a rank (DistributedSampler)"
+    what = f"{setup.examples} {plural(setup.examples or 0, 'example')}{whose}"
+    short, alone = epoch.last_batch != setup.batch, epoch.micro_batches == 1
+    last = f", the last of {epoch.last_batch}" if short else ""
+    batches = f"{epoch.micro_batches} batches of {setup.batch}{last}"
+    if alone:
+        batches = f"1 batch, of {epoch.last_batch}"
+    steps = ": 1 step" if alone else ", and as many steps"
+    return f"{what}: {batches}{steps if setup.accumulation == 1 else ''}."
+
+
+def _repeated(setup: Setup, epoch: Epoch) -> str:
+    assert setup.examples is not None
+    dealt = setup.processes * epoch.examples_each
+    why = f"to give every rank as many: {setup.processes} x {epoch.examples_each} = {dealt}"
+    if epoch.repeated <= setup.examples:
+        return f"{epoch.repeated} {plural(epoch.repeated, 'example')} of them repeated, {why}."
+    often, more = divmod(dealt, setup.examples)
+    seen = f"{often} or {often + 1}" if more else str(often)
+    return f"Every example is seen {seen} times, {why}."
+
+
+def _window_sentences(setup: Setup, epoch: Epoch) -> Iterator[str]:
+    rest, whole = epoch.rest, setup.accumulation
+    full = f"{epoch.full_steps} {plural(epoch.full_steps, 'step')} of {whole} micro-batches"
+    if not rest:
+        yield f"{full}."
+        return
+    if epoch.full_steps:
+        yield (
+            f"{full}, and one of {rest} if the loop steps at the end of an epoch. If it does not, "
+            "clear the gradient there, or it is added to the next epoch's first step."
+        )
+    else:
+        yield (
+            f"1 step, of {rest} {plural(rest, 'micro-batch', 'micro-batches')}, if the loop steps "
+            "at the end of an epoch; none if it does not."
+        )
+    if setup.loss == "sum":
+        return
+    if setup.accumulation_divided:
+        yield f"Divide by {rest} in that step: divided by {whole} it is {rest}/{whole} as large."
+    else:
+        yield f"That step's gradient is {rest}/{whole} as large as {_others(epoch)}."
+
+
+def _last_batch_sentences(explanation: Explanation, epoch: Epoch) -> Iterator[str]:
+    """Where examples of the last batch count otherwise than the others of its step do."""
+    setup, last, sizes = explanation.setup, epoch.last_batch, epoch.last_sizes
+    if last == setup.batch or setup.loss == "token-mean":
+        return
+    alone = (epoch.rest or setup.accumulation) == 1
+    if setup.loss == "mean" and not alone:
+        yield (
+            f"The last batch, of {last}, weighs as much as the full ones in its step: there an "
+            f"example counts {setup.batch}/{last} as often as one of theirs. drop_last leaves it "
+            "out."
+        )
+    if setup.loss == "mean" and len(set(sizes)) > 1 and explanation.is_multiple:
+        yield (
+            f"The last batch is dealt unevenly, {' + '.join(map(str, sizes))}: in its step the "
+            "gradient is no multiple of the big batch's. drop_last leaves it out."
+        )
+    more = Fraction(len(setup.loss_sizes), len(sizes))
+    if setup.loss == "sum" and not alone and more != 1:
+        yield (
+            f"The last batch, of {last}, goes to {len(sizes)} {plural(len(sizes), 'replica')}: "
+            f"there an example counts {times(more)} times as often as in the full ones of its "
+            "step. drop_last leaves it out."
+        )
+
+
+def _last_sum_sentences(setup: Setup, epoch: Epoch) -> Iterator[str]:
+    """How large the gradient of a shorter last step is, where losses are sums."""
+    size = last_sum(setup, epoch)
+    if size == 1:
+        return
+    examples = ((epoch.rest or setup.accumulation) - 1) * setup.batch + epoch.last_batch
+    each = " a rank" if setup.processes > 1 else ""
+    what = f"adds up {examples} {plural(examples, 'example')}{each}"
+    if len(setup.loss_sizes) > 1:
+        dealt = " + ".join(map(str, epoch.last_sizes))
+        what = f"has {examples} {plural(examples, 'example')}, the last batch of it dealt {dealt}"
+    yield f"The last step {what}: its gradient is {size} as large as {_others(epoch)}."
+
+
+def _others(epoch: Epoch) -> str:
+    return "that of the others" if epoch.steps > 1 else "a whole step's"

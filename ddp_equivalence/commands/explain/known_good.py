@@ -1,0 +1,68 @@
+"""What worked on one device, and how a count or a choice is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from ddp_equivalence.case.errors import BadCase
+
+LARGEST = 10**12
+"""Larger counts are slips of the finger."""
+SLOWEST, FASTEST = Fraction(1, 10**30), Fraction(10**30)
+"""Learning rates beyond these are too, and products with them may not fit a float."""
+
+
+@dataclass(frozen=True)
+class KnownGood:
+    """The effective ``batch`` and ``learning_rate`` that worked on one device.
+
+    ``loss``: "mean", or "sum" where that loss was added up over the batch.
+    Raises BadCase for a field that cannot be right.
+    """
+
+    batch: int
+    learning_rate: Fraction
+    loss: Literal["mean", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        check_count("known_good", self.batch)
+        rate = self.learning_rate
+        if not isinstance(rate, Fraction) or not SLOWEST <= rate <= FASTEST:
+            raise BadCase("known_good", rate, "a learning rate from 1e-30 to 1e30, as a Fraction")
+        check_choice("known_loss", self.loss, ("mean", "sum"))
+
+    @classmethod
+    def read(cls, text: str, loss: Literal["mean", "sum"] = "mean") -> KnownGood:
+        """``BATCH@LR`` such as ``16@0.01``. Raises BadCase if it is anything else."""
+        right = (
+            "BATCH@LR with a whole batch from 1 and a learning rate from 1e-30 to 1e30, such as "
+            "16@0.01"
+        )
+        batch, at, rate = text.partition("@")
+        try:
+            known = int(batch), float(rate)
+        except ValueError:
+            raise BadCase("known_good", text, right) from None
+        if not at or not 1 <= known[0] <= LARGEST or not 1e-30 <= known[1] <= 1e30:
+            raise BadCase("known_good", text, right)
+        return cls(known[0], Fraction(rate.strip()), loss)
+
+    @property
+    def factor(self) -> Fraction:
+        """Its gradient, in gradients of its mean loss."""
+        return Fraction(self.batch if self.loss == "sum" else 1)
+
+
+def check_count(field: str, value: object, most: int = LARGEST) -> None:
+    """Raises BadCase unless it is a whole number from 1 to ``most``."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        limit = "" if most == LARGEST else f" to {most}"
+        raise BadCase(field, value, f"a whole number from 1{limit}")
+
+
+def check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises BadCase unless it is one of these."""
+    if value not in choices:
+        raise BadCase(field, value, f"one of {', '.join(choices)}")

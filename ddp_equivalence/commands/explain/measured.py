@@ -1,0 +1,73 @@
+"""What ranks were found to hold, in gradients of the big batch: from a verdict's public data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ddp_equivalence.comparison.comparison import Comparison
+from ddp_equivalence.report.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What every rank holds, in g, the gradient of the big batch.
+
+    ``factors``: the k for which k g is nearest to it, by rank; ``unexplained``: the most that this
+    leaves on a rank, relative to what the rank holds. ``shares``: how often each example (token)
+    counts, by rank; None if it could not be told for all, and ``why``. ``unmixed``: the most that
+    these shares leave of what a rank holds.
+    """
+
+    factors: tuple[float, ...]
+    unexplained: float
+    shares: tuple[tuple[float, ...], ...] | None
+    why: str = ""
+    unmixed: float = 0.0
+
+
+def measured(verdict: Verdict) -> Measured | None:
+    """None where nothing was compared."""
+    comparison = verdict.comparison
+    if comparison is None or comparison.structure or not comparison.parameters:
+        return None
+    fits = [_nearest(comparison, rank) for rank in comparison.ranks]
+    shares, why = _shares(verdict)
+    unmixed = max(verdict.shares.unexplained.values()) if verdict.shares is not None else 0.0
+    factors = tuple(factor for factor, _ in fits)
+    return Measured(factors, max(rest for _, rest in fits), shares, why, unmixed)
+
+
+def _nearest(comparison: Comparison, rank: int) -> tuple[float, float]:
+    """One factor for all parameters of a rank, by least squares, and what it leaves."""
+    found = [
+        (parameter.norm, one)
+        for parameter in comparison.parameters
+        for one in parameter.by_rank
+        if one.rank == rank
+    ]
+    if any(not norm and one.error for norm, one in found):
+        return math.nan, math.inf  # something where the big batch has nothing
+    found = [(norm, one) for norm, one in found if norm]
+    factor = sum(one.factor * norm**2 for norm, one in found) / sum(norm**2 for norm, _ in found)
+    squares = sum((one.ratio * norm) ** 2 for norm, one in found)
+    # The rests of the single parameters, and what one factor for all leaves beyond them.
+    rest = sum(
+        (one.unexplained * one.ratio * norm) ** 2 + ((one.factor - factor) * norm) ** 2
+        for norm, one in found
+    )
+    return factor, math.sqrt(rest / squares) if squares else 0.0
+
+
+def _shares(verdict: Verdict) -> tuple[tuple[tuple[float, ...], ...] | None, str]:
+    """Of every example on every rank; or None, and why."""
+    shares = verdict.shares
+    if shares is None:
+        return None, verdict.why_no_shares
+    if shares.by_example is None:
+        return None, shares.why_not_examples
+    rows = [shares.by_example[rank] for rank in sorted(shares.by_example)]
+    known = tuple(tuple(one for one in row if one is not None) for row in rows)
+    if any(len(found) < len(row) for found, row in zip(known, rows, strict=True)):
+        return None, "some examples have no gradient of their own"
+    return known, ""

@@ -1,0 +1,142 @@
+"""Setup: how somebody trains, in the words of the command line, and refused where it cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.commands.explain.known_good import KnownGood, check_choice, check_count
+
+Loss = Literal["mean", "sum", "token-mean"]
+Parallelism = Literal[
+    "ddp", "data-parallel", "data-parallel-loss-inside", "hybrid", "all-reduce-sum", "none"
+]
+Optimizer = Literal["sgd", "adam"]
+
+MOST_RANKS_A_NODE = 10**5
+"""The shares of a batch are listed one by one."""
+ONE_PROCESS = ("data-parallel", "data-parallel-loss-inside", "none")
+WITH_REPLICAS = ("data-parallel", "data-parallel-loss-inside", "hybrid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Who trains on what, and what the loss is.
+
+    ``batch``: examples that one process takes for one micro-batch; nn.DataParallel and "hybrid"
+    split it over ``ranks_per_node`` GPUs, which there are replicas in one process a node.
+    ``accumulation``: micro-batches per optimizer step; ``accumulation_divided``: whether each one's
+    loss is divided by their number (None where there is one). ``loss``: what it is on each rank.
+    ``parallelism``: "hybrid" is DataParallel inside each node and DDP between them,
+    "all-reduce-sum" one's own all_reduce that divides by nothing. ``examples``: of the dataset.
+    ``drop_last``: as the DataLoader's.
+
+    Raises BadCase for a field that cannot be right, or contradicts another.
+    """
+
+    batch: int
+    nodes: int = 1
+    ranks_per_node: int = 1
+    accumulation: int = 1
+    accumulation_divided: bool | None = None
+    loss: Loss = "mean"
+    parallelism: Parallelism = "ddp"
+    known_good: KnownGood | None = None
+    examples: int | None = None
+    drop_last: bool = False
+    optimizer: Optimizer = "sgd"
+
+    def __post_init__(self) -> None:
+        for field in ("batch", "nodes", "accumulation"):
+            check_count(field, getattr(self, field))
+        check_count("ranks_per_node", self.ranks_per_node, MOST_RANKS_A_NODE)
+        check_choice("loss", self.loss, get_args(Loss))
+        check_choice("parallelism", self.parallelism, get_args(Parallelism))
+        check_choice("optimizer", self.optimizer, get_args(Optimizer))
+        self._check_known_good()
+        self._check_processes()
+        self._check_accumulation()
+        self._check_epoch()
+
+    def _check_known_good(self) -> None:
+        known = self.known_good
+        if known is None:
+            return
+        if not isinstance(known, KnownGood):
+            raise BadCase("known_good", known, "a KnownGood, such as KnownGood.read('16@0.01')")
+        if known.loss == "sum" and self.loss == "token-mean":
+            right = (
+                "mean: a loss summed over tokens grows with their number, which is not given; "
+                "multiply that learning rate by the tokens of its batch, and give it as a mean's"
+            )
+            raise BadCase("known_loss", known.loss, right)
+
+    def _check_processes(self) -> None:
+        if self.parallelism in ONE_PROCESS and self.nodes > 1:
+            what = "training on one device" if self.parallelism == "none" else "nn.DataParallel"
+            right = f"1: {what} is one process; several are ddp, hybrid or all-reduce-sum"
+            raise BadCase("nodes", self.nodes, right)
+        if self.parallelism == "none" and self.ranks_per_node > 1:
+            right = "1: several ranks without any parallelism are separate trainings; name one"
+            raise BadCase("ranks_per_node", self.ranks_per_node, right)
+
+    def _check_accumulation(self) -> None:
+        divided = self.accumulation_divided
+        if self.accumulation == 1 and divided is not None:
+            right = "left out: with one micro-batch a step there is no accumulation"
+            raise BadCase("accumulation_divided", divided, right)
+        if self.accumulation > 1 and not isinstance(divided, bool):
+            right = (
+                f"whether each micro-batch's loss is divided by {self.accumulation}: "
+                "--accumulation-divided or --accumulation-not-divided"
+            )
+            raise BadCase("accumulation_divided", divided, right)
+
+    def _check_epoch(self) -> None:
+        if self.examples is None:
+            if self.drop_last:
+                right = "left out, or the dataset's size given as examples"
+                raise BadCase("drop_last", self.drop_last, right)
+            return
+        check_count("examples", self.examples)
+        each = self.examples_per_process
+        if self.drop_last and each is not None and each < self.batch:
+            whose = "there are" if self.processes == 1 else f"each of {self.processes} ranks gets"
+            right = f"at most {each}, the examples that {whose}: drop_last leaves 0 steps an epoch"
+            raise BadCase("batch", self.batch, right)
+
+    @property
+    def processes(self) -> int:
+        """How many train together, each with a batch of its own: the world size."""
+        if self.parallelism in ONE_PROCESS:
+            return 1
+        return self.nodes if self.parallelism == "hybrid" else self.nodes * self.ranks_per_node
+
+    @property
+    def replicas(self) -> int:
+        """GPUs that one process drives."""
+        return self.ranks_per_node if self.parallelism in WITH_REPLICAS else 1
+
+    @property
+    def replica_sizes(self) -> tuple[int, ...]:
+        """Examples of every replica that gets any: nn.DataParallel scatters by ``Tensor.chunk``."""
+        size = -(-self.batch // self.replicas)
+        starts = range(0, self.batch, size)
+        return tuple(min(size, self.batch - start) for start in starts)
+
+    @property
+    def loss_sizes(self) -> tuple[int, ...]:
+        """Examples that each loss of one micro-batch sees in one process."""
+        inside = self.parallelism == "data-parallel-loss-inside"
+        return self.replica_sizes if inside else (self.batch,)
+
+    @property
+    def effective_batch(self) -> int:
+        """Examples of one optimizer step, over all ranks and micro-batches."""
+        return self.batch * self.processes * self.accumulation
+
+    @property
+    def examples_per_process(self) -> int | None:
+        """What DistributedSampler gives each rank in an epoch."""
+        return None if self.examples is None else -(-self.examples // self.processes)

@@ -1,0 +1,126 @@
+"""What a setup does on a rank, as its user writes it: the steps that ``--verify`` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_equivalence.commands.explain.replicas import LossesOfReplicas, OutputsOfReplicas
+from ddp_equivalence.commands.explain.setup import Setup
+from ddp_equivalence.ranks import Rank
+
+PADDING = -100
+"""torch's own default for ``ignore_index``."""
+
+
+def gradient_step(setup: Setup, model: nn.Module, shard: Any, rank: Rank) -> None:
+    """Leave the setup's gradient of one optimizer step on the model's parameters."""
+    loss = partial(loss_of, reduction="sum" if setup.loss == "sum" else "mean")
+    divisor = setup.accumulation if setup.accumulation_divided else 1
+    _backward_all(setup, model, shard, lambda value: value / divisor, loss, inside="mean")
+
+
+def mended_step(setup: Setup, model: nn.Module, shard: Any, rank: Rank) -> None:
+    """The same with the advice followed. Tokens: one count for all, no other divisor. Uneven
+    replicas: one loss over their gathered outputs.
+    """
+    if setup.loss != "token-mean":
+        gradient_step(replace(setup, parallelism="data-parallel"), model, shard, rank)
+        return
+    tokens = (shard["targets"] != PADDING).sum()
+    if setup.processes > 1:
+        dist.all_reduce(tokens)
+    averaged = setup.processes if setup.parallelism in ("ddp", "hybrid") else 1
+    loss = partial(loss_of, reduction="sum")
+    _backward_all(setup, model, shard, lambda value: value * averaged / tokens, loss, inside="sum")
+
+
+def training(
+    setup: Setup,
+    mended: bool,
+    learning_rate: float,
+    steps: int,
+    model: nn.Module,
+    shard: Any,
+    rank: Rank,
+) -> None:
+    """Train with plain SGD on ``steps`` consecutive steps, whose examples the shard has;
+    ``mended``: with the advice followed.
+    """
+    one_step = mended_step if mended else gradient_step
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
+    for part in _cut(shard, setup.batch * setup.accumulation):
+        optimizer.zero_grad()
+        one_step(setup, model, part, rank)
+        optimizer.step()
+
+
+def loss_of(outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    """Cross entropy of examples (examples, classes), or of tokens (examples, time, classes)."""
+    if outputs.ndim == 3:
+        outputs, targets = outputs.flatten(0, 1), targets.flatten()
+    return F.cross_entropy(outputs, targets, reduction=reduction, ignore_index=PADDING)
+
+
+def _backward_all(
+    setup: Setup,
+    model: nn.Module,
+    shard: Any,
+    scaled: Callable[[Tensor], Tensor],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    inside: str,
+) -> None:
+    """Backward from every micro-batch, and put the gradients of all ranks together.
+
+    ``scaled``: from a micro-batch's loss to what backward starts from. ``inside``: what is taken of
+    the losses of replicas that have their own.
+    """
+    wrapped = _wrapped(setup, model, loss)
+    window = _cut(shard, setup.batch)
+    for number, batch in enumerate(window, start=1):
+        with nullcontext() if number == len(window) else _not_reducing(wrapped):
+            if isinstance(wrapped, LossesOfReplicas):
+                losses = wrapped(batch["inputs"], batch["targets"])
+                value = losses.mean() if inside == "mean" else losses.sum()
+            else:
+                value = loss(wrapped(batch["inputs"]), batch["targets"])
+            scaled(value).backward()
+    if setup.parallelism == "all-reduce-sum" and setup.processes > 1:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+
+
+def _wrapped(setup: Setup, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    match setup.parallelism:
+        case "ddp":
+            return DistributedDataParallel(model)
+        case "hybrid":
+            return DistributedDataParallel(OutputsOfReplicas(model, setup.replicas))
+        case "data-parallel":
+            return OutputsOfReplicas(model, setup.replicas)
+        case "data-parallel-loss-inside":
+            return LossesOfReplicas(model, setup.replicas, loss)
+        case _:
+            return model
+
+
+def _not_reducing(wrapped: nn.Module) -> AbstractContextManager[Any]:
+    return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
+
+
+def _cut(shard: Any, size: int) -> list[dict[str, Tensor]]:
+    pieces = {name: leaf.split(size) for name, leaf in shard.items()}
+    return [
+        {"inputs": inputs, "targets": targets}
+        for inputs, targets in zip(pieces["inputs"], pieces["targets"], strict=True)
+    ]

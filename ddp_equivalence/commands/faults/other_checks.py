@@ -1,0 +1,69 @@
+"""What checks that people make instead would have seen of a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.report.verdict import Verdict
+
+DIGITS = 1e-4
+"""A loss that agrees to four digits looks right in a log."""
+
+ADAM_EPS = 1e-8
+LEARNING_RATE = 1e-3
+
+
+def loss_value(verdict: Verdict, view: View) -> bool:
+    """The mean of the ranks' losses is not the loss of the big batch, to four digits."""
+    by_rank = []
+    for seen in verdict.observed.values():
+        values = [one.loss for one in seen.backwards if one.step == len(view.before)]
+        by_rank.append(sum(value for value in values if value is not None))
+    if not by_rank:
+        return False
+    whole = view.piece(tuple(range(view.examples))).loss
+    return abs(sum(by_rank) / len(by_rank) - whole) > DIGITS * abs(whole)
+
+
+def adam_update(verdict: Verdict, view: View) -> bool:
+    """The first step of Adam on rank 0 differs, by torch.testing.assert_close as it comes."""
+    return not _close(_adam(view.measured[0]), _adam(view.expected), view.dtype)
+
+
+def rank_agreement(verdict: Verdict, view: View) -> bool:
+    """The ranks do not hold the same."""
+    return verdict.comparison is not None and not verdict.comparison.ranks_agree
+
+
+def assert_close(verdict: Verdict, view: View) -> bool:
+    """Rank 0's gradients are not the big batch's, by torch.testing.assert_close as it comes."""
+    return not _close(view.measured[0], view.expected, view.dtype)
+
+
+OTHER_CHECKS: dict[str, Callable[[Verdict, View], bool]] = {
+    "loss": loss_value,
+    "Adam": adam_update,
+    "ranks agree": rank_agreement,
+    "assert_close": assert_close,
+}
+"""Each says True if it would have noticed."""
+
+
+def _adam(gradient: Tensor) -> Tensor:
+    """Of the first step: both averages are of one gradient, and bias correction undoes the rest.
+
+    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 1.
+    """
+    return -LEARNING_RATE * gradient / (gradient.abs() + ADAM_EPS)
+
+
+def _close(measured: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    try:
+        torch.testing.assert_close(measured.to(dtype), expected.to(dtype))
+    except AssertionError:
+        return False
+    return True

@@ -1,0 +1,51 @@
+"""The command line: a thin front to the functions that the tests call."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.commands import COMMANDS
+from ddp_equivalence.commands.exit_codes import BAD_INPUT, INTERRUPTED, NOT_JUDGED
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is returned."""
+    parser = argparse.ArgumentParser(
+        prog="ddp-equivalence",
+        description="Does data-parallel training compute the gradients of one big batch?",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS.values():
+        command.add(commands)
+    known, rest = parser.parse_known_args(arguments)
+    if rest and known.command != "run":  # which gives them to pytest
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    known.rest = rest
+    try:
+        return COMMANDS[known.command].run(known)
+    except BadCase as error:
+        print(f"ddp-equivalence {known.command}: bad input\n  {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception:
+        # Neither same nor different: Python's own exit code 1 would say "different".
+        traceback.print_exc()
+        return NOT_JUDGED
+    finally:
+        _stop_ranks()
+
+
+def _stop_ranks() -> None:
+    """End the ranks now: what starts at exit could not be interrupted."""
+    warm = sys.modules.get("ddp_equivalence.ranks.warm_ranks")
+    if warm is not None:
+        warm.warm_ranks().stop()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,54 @@
+"""The nine rows as published, each with the digits that it was printed with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ddp_equivalence.commands.sandbox.problem import Setup
+
+SOURCE = "published sandbox"
+RANKS = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published run: ``w`` after one epoch and ``variance`` of the update steps, as printed."""
+
+    mode: str
+    setup: Setup
+    w: str
+    variance: str
+
+    @property
+    def rounding(self) -> float:
+        """Half a unit of the last digit of w."""
+        return 0.5 * 10.0 ** -len(self.w.partition(".")[2])
+
+    def seeded(self, seed: int) -> Row:
+        """The row with other noise."""
+        return replace(self, setup=replace(self.setup, seed=seed))
+
+
+def _row(mode: str, lr: float, batch: int, experiments: int, w: str, variance: str) -> Row:
+    setup = Setup(
+        lr=lr,
+        batch_size=batch,
+        ranks=RANKS if mode == "multi" else 1,
+        deterministic=experiments == 1,
+        n_experiments=experiments,
+    )
+    return Row(mode, setup, w, variance)
+
+
+ROWS = (
+    _row("single", 1e-3, 128, 1, "0.9980", "0"),
+    _row("multi", 1e-3, 16, 1, "0.9980", "0"),
+    _row("single", 1e-3, 128, 10_000, "0.9981", "8.3733e-09"),
+    _row("multi", 1e-3, 16, 10_000, "0.9981", "8.4037e-09"),
+    _row("single", 1e-3, 16, 1, "0.9840", "0"),
+    _row("multi", 8e-3, 16, 1, "0.9840", "0"),
+    _row("single", 1e-3, 16, 1_000, "0.9847", "6.7332e-08"),
+    _row("multi", 8e-3, 16, 1_000, "0.9848", "5.5736e-07"),
+    _row("multi", 2.8284e-3, 16, 1_000, "0.9946", "6.5220e-08"),
+)
+"""In the order in which they were published. One experiment means: no noise."""

@@ -1,0 +1,22 @@
+"""Where the suite's tests are: in the checkout, or carried by the wheel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ddp_equivalence.case.errors import SuiteBug
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def suite_folder() -> Path:
+    """The folder with pytest.ini, conftest.py and tests/. Raises SuiteBug if it is not there."""
+    for folder in (PACKAGE.parent, PACKAGE / "suite"):
+        if (folder / "tests" / "equivalence").is_dir() and (folder / "pytest.ini").is_file():
+            return folder
+    raise SuiteBug(f"the suite's tests lie neither beside {PACKAGE} nor in it")
+
+
+def is_checkout() -> bool:
+    """True if the suite lies beside the package."""
+    return suite_folder() == PACKAGE.parent

@@ -1,0 +1,1 @@
+"""Measured against expected gradients: by name, on every rank, within limits that have a reason."""

@@ -1,0 +1,1 @@
+"""Explain a difference: hypotheses with predictions, held against what was measured and seen."""

@@ -1,0 +1,26 @@
+"""A penalty on statistics of the batch takes those of each rank's shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddp_equivalence.diagnosis.causes.contrastive_local_negatives import of_local_losses
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Way
+from ddp_equivalence.diagnosis.view import View
+
+NAME = "batch_statistics_local"
+
+
+def predict(view: View) -> Sequence[Way]:
+    return of_local_losses(view) if view.batch_coupled == NAME else ()
+
+
+HYPOTHESIS = Hypothesis(
+    name=NAME,
+    sentence="The loss has a term on statistics of the batch (variance, covariance), and every "
+    "rank takes those of its own shard. This is a property of the loss, not a fault of the "
+    "reduction.",
+    look_at="the loss: gather the outputs of all ranks with their gradient before the statistics",
+    predict=predict,
+    tell_apart="the loss without that term",
+)

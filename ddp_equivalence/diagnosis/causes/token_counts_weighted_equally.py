@@ -1,0 +1,28 @@
+"""The mean over ranks of means that divide by different counts: tokens, weights, positives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddp_equivalence.diagnosis.causes.uneven_shards_weighted_equally import (
+    is_mean_over_examples,
+    mean_of_means,
+)
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Way
+from ddp_equivalence.diagnosis.view import View
+
+
+def predict(view: View) -> Sequence[Way]:
+    return () if is_mean_over_examples(view) else mean_of_means(view)
+
+
+HYPOTHESIS = Hypothesis(
+    name="token_counts_weighted_equally",
+    sentence="Every rank divides by its own count (tokens, weights, positives), and these means "
+    "count equally.",
+    look_at="the divisor of the loss: all-reduce the count, and multiply the summed loss by the "
+    "world size over it",
+    predict=predict,
+    tell_apart="ranks with equal counts: only this one then goes away",
+    of_the_rule=True,
+)

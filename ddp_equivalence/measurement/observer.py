@@ -1,0 +1,200 @@
+"""Watches one rank's model while its step runs.
+
+Only when something differs: the step is then run once more under an ``Observer``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_equivalence.comparison.digest import digest
+from ddp_equivalence.comparison.element_sample import ElementSample
+from ddp_equivalence.measurement.example_lookup import Rows
+from ddp_equivalence.measurement.observation import Backward, Forward, Observation, Wrapper
+from ddp_equivalence.ranks.collectives import Collective, issued_so_far
+from ddp_equivalence.ranks.patches import patched
+
+MOST_BUCKET_ELEMENTS = 2_000_000
+"""Parameters of a model beyond which DDP is not asked for its buckets: it answers with tensors."""
+
+
+class Observer:
+    """Watches one rank's model. ``batch`` is the big batch (all steps joined) that is read;
+    ``selection`` says which elements of gradients are kept.
+
+    ``step``: the step that it is at; whoever takes several says so.
+    """
+
+    def __init__(self, model: nn.Module, batch: object, selection: ElementSample) -> None:
+        self._model = model
+        self._selection = selection
+        self._own: dict[str, Tensor] = {}
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._rows = Rows(batch)
+        self._forwards: list[Forward] = []
+        self._backwards: list[Backward] = []
+        self._wrappers: list[_Watched] = []
+        self._clipped: list[float] = []
+        self._inside = False
+        self.step = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch inside the block."""
+        listen = torch.compiler.disable(self._on_forward)
+        handles = [self._model.register_forward_pre_hook(listen, with_kwargs=True)]
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and name in self._selection.sizes:
+                # Before it is added to what is there, and before DDP sees it.
+                handles.append(parameter.register_hook(partial(self._on_gradient, name)))
+        initialise = DistributedDataParallel.__init__
+        clip = torch.nn.utils.clip_grad_norm_
+
+        def wrapping(ddp: Any, *arguments: Any, **named: Any) -> None:
+            initialise(ddp, *arguments, **named)
+            self._wrappers.append(_Watched(ddp, self._names))
+
+        def clipping(parameters: Any, max_norm: float, *arguments: Any, **named: Any) -> Tensor:
+            self._clipped.append(float(max_norm))
+            return clip(parameters, max_norm, *arguments, **named)
+
+        try:
+            with (
+                patched(DistributedDataParallel, "__init__", wrapping),
+                patched(torch.nn.utils, "clip_grad_norm_", clipping),
+                patched(torch.autograd, "backward", self._from(torch.autograd.backward)),
+                patched(torch.autograd, "grad", self._from(torch.autograd.grad)),
+            ):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def found(
+        self,
+        gradients: Mapping[str, Tensor | None],
+        collectives: tuple[Collective, ...] | None,
+    ) -> Observation:
+        """What was seen, with the ``gradients`` that the step left."""
+        return Observation(
+            forwards=tuple(self._forwards),
+            backwards=tuple(self._backwards),
+            wrappers=tuple(one.told() for one in self._wrappers),
+            frozen=tuple(
+                name for name, one in self._model.named_parameters() if not one.requires_grad
+            ),
+            buffers=digest(dict(self._model.named_buffers())),
+            gradients={name: digest({name: one}) for name, one in gradients.items()},
+            clipped=tuple(self._clipped),
+            collectives=collectives,
+        )
+
+    def _on_forward(self, model: nn.Module, *arguments: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._forwards.append(
+            Forward(
+                examples=self._rows.read(arguments),
+                weights=digest(dict(model.named_parameters())),
+                generator=torch.get_rng_state().numpy().tobytes(),
+                seed=torch.initial_seed(),
+                step=self.step,
+            )
+        )
+
+    def _on_gradient(self, name: str, gradient: Tensor) -> None:
+        value = self._selection.of_one(name, gradient)
+        self._own[name] = self._own[name] + value if name in self._own else value
+
+    def _from(self, differentiate: Callable[..., Any]) -> Callable[..., Any]:
+        """``torch.autograd.backward`` or ``grad``, watched."""
+
+        def watched(tensors: Any, *arguments: Any, **named: Any) -> Any:
+            if self._inside:  # activation checkpointing goes backward within backward
+                return differentiate(tensors, *arguments, **named)
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            values = [root.detach() for root in roots if root.numel() == 1]
+            for one in self._wrappers:
+                one.backward_begins()
+            before = issued_so_far()
+            self._own = {}
+            self._inside = True
+            try:
+                found = differentiate(tensors, *arguments, **named)
+            finally:
+                self._inside = False
+            self._backwards.append(
+                Backward(
+                    loss=sum(map(float, values)) if values else None,
+                    forwards=len(self._forwards),
+                    issued=(before, issued_so_far()),
+                    step=self.step,
+                    gradient=self._selection.joined(self._own) if self._own else None,
+                )
+            )
+            self._own = {}
+            return found
+
+        return watched
+
+
+class _Watched:
+    """One wrapper; held weakly, since a wrapper that is dropped is what is looked for."""
+
+    def __init__(self, ddp: DistributedDataParallel, names: Mapping[int, str]) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._names = names
+        self._synchronised: list[bool] = []
+        self._waiting = False
+        self._freed = False
+        self._buckets: tuple[tuple[str, ...], ...] = ()
+        self._logged: dict[str, object] = {}
+        self._ignored = tuple(sorted(ddp.parameters_to_ignore))
+        ddp.register_forward_pre_hook(torch.compiler.disable(self._on_forward), with_kwargs=True)
+
+    def _on_forward(self, ddp: Any, *arguments: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._synchronised.append(bool(ddp.require_backward_grad_sync))
+        self._waiting = True
+        if sum(parameter.numel() for parameter in ddp.parameters()) <= MOST_BUCKET_ELEMENTS:
+            # No other way tells which parameter is in which bucket.
+            self._buckets = tuple(
+                tuple(self._names.get(id(parameter), "?") for parameter in bucket.parameters())
+                for bucket in ddp.reducer._get_zeros_like_grad_buckets()
+            )
+        self._logged = {
+            name: value
+            for name, value in ddp._get_ddp_logging_data().items()
+            if name in LOGGED and value not in ("", "N/A")
+        }
+
+    def backward_begins(self) -> None:
+        """If a forward pass is waiting for it, is the wrapper still there?"""
+        self._freed |= self._waiting and self._ddp() is None
+        self._waiting = False
+
+    def told(self) -> Wrapper:
+        return Wrapper(
+            synchronised=tuple(self._synchronised),
+            freed=self._freed,
+            buckets=self._buckets,
+            ignored=self._ignored,
+            logged=self._logged,
+        )
+
+
+LOGGED = (
+    *("bucket_sizes", "rebuilt_bucket_sizes", "bucket_cap_bytes", "find_unused_parameters"),
+    *("static_graph", "gradient_as_bucket_view", "broadcast_buffers", "comm_hook"),
+    *("has_sync_bn", "unused_parameter_size", "num_parameter_tensors", "world_size"),
+)
+"""Of what DDP logs of itself: what can explain a gradient."""

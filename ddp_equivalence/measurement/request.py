@@ -1,0 +1,185 @@
+"""The arguments of a check, looked at before anything runs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from ddp_equivalence.case import settings
+from ddp_equivalence.case.build import catalogue_loss_of
+from ddp_equivalence.case.case import Case
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.layouts import Layout, parse
+from ddp_equivalence.case.shards import OWN
+from ddp_equivalence.case.steps import Compare, Steps
+from ddp_equivalence.measurement.on_rank import Step
+from ddp_equivalence.ranks.lanes import Lane, choose, missing
+from ddp_equivalence.strategies import STRATEGIES
+from ddp_equivalence.strategies.strategy import Strategy
+
+COMPARES = ("gradients", "update")
+
+LEAST = 1.0
+"""Seconds that a case gets though the run's time is over; the run then ends."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A check with its arguments looked at."""
+
+    case: Case
+    step: Step | str
+    strategy: Strategy | None
+    compare: Compare
+    lr: float
+    steps: Steps
+    lane: Lane
+    deadline: float
+    collective_deadline: float
+    fresh: bool
+    in_process: bool
+    allow_changes: bool
+    second_look: bool
+    plant: str
+
+    @property
+    def processes(self) -> Layout:
+        """The layout of the processes that are started."""
+        one_process = self.strategy is not None and self.strategy.one_process
+        return parse("1x1") if one_process else self.case.ranks
+
+    @property
+    def step_count(self) -> int:
+        return self.steps if isinstance(self.steps, int) else len(self.steps)
+
+
+def read_request(
+    case: Case,
+    step: Step | str,
+    compare: Compare,
+    lr: float,
+    steps: Steps,
+    backend: str | None,
+    deadline: float | None,
+    collective_deadline: float | None,
+    fresh_ranks: bool | None,
+    in_process: bool | None,
+    allow_changes: bool | None,
+) -> Request:
+    """What ``check`` was asked, with the run's settings filled in.
+
+    Raises BadCase for an argument that cannot be right.
+    """
+    now = settings.current()
+    if not isinstance(case, Case):
+        raise BadCase("case", case, "a ddp_equivalence.Case")
+    strategy = STRATEGIES.get(step) if isinstance(step, str) else None
+    if strategy is None and not callable(step):
+        names = ", ".join(STRATEGIES)
+        raise BadCase("step", step, f"a function (model, shard, rank), or one of {names}")
+    if compare not in COMPARES:
+        raise BadCase("compare", compare, f"one of {', '.join(COMPARES)}")
+    if not _is_number(lr) or not 0 < lr < float("inf"):
+        raise BadCase("lr", lr, "a learning rate above 0")
+    deadline, collective_deadline = _deadlines(deadline, collective_deadline)
+    _check_steps(steps)
+    if case.exact and (compare == "update" or steps != 1):
+        raise BadCase(
+            "exact", True, "one step of gradients: SGD's learning rate leaves the integers"
+        )
+    if strategy is not None and strategy.one_process:
+        lane = _lane_of_one_process(case, strategy)
+    else:
+        lane = choose(case.ranks, now.backend if backend is None else backend)
+        if lane.name == "gloo_fallback" and "nccl" in now.must_run:
+            raise BadCase("layout", case.layout, f"{lane.reason}; --must-run nccl allows no other")
+    if strategy is not None and case.shards == OWN:
+        raise BadCase("shards", OWN, f"a deal of examples: {strategy.name} takes none by itself")
+    if strategy is not None and strategy.name in ("ddp_global_mean", "hybrid"):
+        catalogue_loss_of(case, needed_by=strategy.name)
+    return Request(
+        case=case,
+        step=step,
+        strategy=strategy,
+        compare=compare,
+        lr=lr,
+        steps=steps,
+        lane=lane,
+        deadline=deadline,
+        collective_deadline=collective_deadline,
+        fresh=now.fresh_ranks if fresh_ranks is None else fresh_ranks,
+        in_process=now.in_process if in_process is None else in_process,
+        allow_changes=now.allow_changes if allow_changes is None else allow_changes,
+        second_look=now.second_look,
+        plant=now.plant,
+    )
+
+
+def _deadlines(case: float | None, collective: float | None) -> tuple[float, float]:
+    """Seconds for the case and for one collective: collective < case < what the run has left."""
+    now = settings.current()
+    case = now.deadline if case is None else case
+    if not _is_number(case) or not 0 < case < float("inf"):
+        raise BadCase("deadline", case, "seconds, above 0")
+    own = collective is not None
+    collective = now.collective_deadline if collective is None else collective
+    if collective is not None and not _is_number(collective):
+        raise BadCase("collective_deadline", collective, "seconds, above 0")
+    if collective is None or (not own and collective >= case):
+        collective = case / 2
+    if not 0 < collective < case:
+        right = f"seconds, above 0 and below the deadline of the case ({case:g})"
+        raise BadCase("collective_deadline", collective, right)
+    if now.run_until is not None:
+        case = min(case, max(LEAST, now.run_until - time.monotonic()))
+    return float(case), float(collective)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_steps(steps: object) -> None:
+    sizes = steps if isinstance(steps, tuple) and steps else (steps,)
+    whole = all(isinstance(one, int) and not isinstance(one, bool) for one in sizes)
+    if not whole or min(sizes) < 1:
+        right = "a number of big batches from 1, or a tuple with the examples of each"
+        raise BadCase("steps", steps, right)
+
+
+def _lane_of_one_process(case: Case, strategy: Strategy) -> Lane:
+    """One process drives all replicas: no backend, but perhaps several devices."""
+    if case.ranks.nodes > 1:
+        right = f"one node, such as '1x{case.ranks.world_size}': {strategy.name} is one process"
+        raise BadCase("layout", case.layout, right)
+    if strategy.lane is None:
+        return Lane("emulated", "gloo", "cpu", "one process on the CPU")
+    reason = missing(strategy.lane, case.ranks.world_size)
+    if reason is not None:
+        raise BadCase("layout", case.layout, f"{strategy.name} {reason}")
+    return Lane(strategy.lane, "gloo", "cuda")
+
+
+def repeat_line(request: Request) -> str:
+    """What repeats the check: the run's own command, or a call where names alone describe it."""
+    if settings.current().repeat:
+        return settings.current().repeat
+    if not request.case.is_catalogue or not isinstance(request.step, str):
+        return ""
+    case = request.case
+    fields = [f"model={case.model!r}", f"loss={case.loss!r}", f"layout={case.layout!r}"]
+    fields += [f"shards={case.shards!r}", f"dtype={case.dtype}", f"seed={case.seed}"]
+    if case.exact:
+        fields.append("exact=True")
+    if case.examples is not None:
+        fields.append(f"examples={case.examples}")
+    more = "" if request.compare == "gradients" else f", compare={request.compare!r}"
+    more += "" if request.steps == 1 else f", steps={request.steps!r}"
+    more += "" if request.compare == "gradients" and request.steps == 1 else f", lr={request.lr:g}"
+    backend = {"gloo_fallback": "auto", "emulated": "auto"}.get(request.lane.name)
+    more += (
+        ""
+        if backend or request.lane.name == "data_parallel"
+        else f", backend={request.lane.name!r}"
+    )
+    return f"check(Case({', '.join(fields)}), {request.step!r}{more})"

@@ -1,0 +1,152 @@
+"""``ddp-equivalence explain`` as its user types it: text, files and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from ddp_equivalence.case import settings
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.commands.explain import arithmetic, command, verification
+from ddp_equivalence.commands.explain.learning_rates import learning_rates_of
+from ddp_equivalence.commands.explain.setup import Setup
+from ddp_equivalence.commands.main import main
+
+pytestmark = pytest.mark.self_check
+
+
+def run(line: str) -> int:
+    parser = argparse.ArgumentParser(prog="ddp-equivalence")
+    command.add(parser.add_subparsers(dest="command", required=True))
+    return command.run(parser.parse_args(["explain", *line.split()]))
+
+
+def test_a_setup_is_explained_on_one_line_and_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--nodes 2 --ranks-per-node 2 --batch 4 --known-good 16@0.01") == 0
+    text, errors = capsys.readouterr()
+    assert text.startswith("Effective batch 16. The gradient is the big batch's; the learning rate")
+    assert "every rank holds g" in text
+    assert errors == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--batch 0", "batch = 0: a whole number from 1"),
+        ("--batch 4 --known-loss sum", "known_loss = 'sum': left out, or what worked given"),
+        ("--batch 100 --known-good 1@1e308", "known_good = '1@1e308': BATCH@LR"),
+        (
+            "--batch 64 --loss token-mean --known-good 64@0.1 --known-loss sum",
+            "known_loss = 'sum': mean: a loss summed over tokens grows",
+        ),
+        ("--batch 4 --known-good 16x1", "known_good = '16x1': BATCH@LR"),
+        ("--batch 4 --accumulation-divided", "accumulation_divided = True: left out"),
+        ("--batch 4 --accumulation-not-divided", "accumulation_divided = False: left out"),
+        ("--batch 4 --accumulation 2", "accumulation_divided = None: whether"),
+        ("--batch 4 --parallelism data-parallel --nodes 2", "nodes = 2: 1: nn.DataParallel"),
+        ("--batch 4 --json /nowhere/at/all.json", "json = '/nowhere/at/all.json': a file in"),
+    ],
+)
+def test_bad_input_is_named(line: str, says: str) -> None:
+    with pytest.raises(BadCase) as refused:
+        run(line)
+    assert str(refused.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "--batch four",
+        "--batch 4 --loss max",
+        "--batch 4 --parallelism fsdp",
+        "--batch 4 --accumulation 2 --accumulation-divided --accumulation-not-divided",
+    ],
+)
+def test_what_is_no_argument_ends_with_two(line: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(line)
+    assert ended.value.code == 2
+
+
+def test_the_file_has_everything_that_the_text_says(tmp_path: Path) -> None:
+    path = tmp_path / "explained.json"
+    line = "--batch 4 --ranks-per-node 2 --loss sum --known-good 2@0.01 --examples 101 --json"
+    assert run(f"{line} {path}") == 0
+    found = json.loads(path.read_text())
+    assert (found["effective_batch"], found["factor"], found["factor_exact"]) == (8, 4.0, "4")
+    assert found["is_multiple"] is True
+    assert found["learning_rates"]["linear"] == 0.01
+    assert found["epoch"]["steps"] == 13
+    assert found["setup"]["known_good"] == {"batch": 2, "learning_rate": 0.01, "loss": "mean"}
+    assert "verification" not in found
+
+
+def test_what_ranks_confirm_ends_with_zero(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "explained.json"
+    line = "--batch 4 --ranks-per-node 2 --loss sum --known-good 8@0.1 --verify --json"
+    assert run(f"{line} {path}") == 0
+    assert "gradient: predicted 4 g; measured 4 g." in capsys.readouterr().out
+    found = json.loads(path.read_text())["verification"]
+    assert (found["outcome"], len(found["comparisons"])) == ("agrees", 2)
+
+
+def test_arithmetic_that_ranks_do_not_confirm_ends_with_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def undivided(setup: Setup) -> int:
+        return 1
+
+    monkeypatch.setattr(arithmetic, "framework_divisor", undivided)
+    assert run("--batch 4 --ranks-per-node 2 --known-good 8@0.1 --verify") == 1
+    text = capsys.readouterr().out
+    assert "IT DIFFERS" in text
+    assert "gradient: predicted 2 g; measured 1 g." in text
+    assert "measured something else" in text
+
+
+def test_a_suggested_rate_that_trains_otherwise_ends_with_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def by_the_root(setup: Setup, factor: Fraction) -> object:
+        return learning_rates_of(setup, factor / 2)
+
+    monkeypatch.setattr(arithmetic, "learning_rates_of", by_the_root)
+    assert run("--batch 4 --ranks-per-node 4 --known-good 16@0.1 --verify") == 1
+    assert "gradient: predicted 1 g; measured 1 g." in capsys.readouterr().out
+
+
+def test_what_fails_in_the_verification_ends_with_three(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def broken(explanation: arithmetic.Explanation) -> object:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(verification, "verify", broken)
+    path = tmp_path / "explained.json"
+    assert main(["explain", "--batch", "4", "--verify", "--json", str(path)]) == 3
+    assert "RuntimeError: out of luck" in capsys.readouterr().err
+    assert json.loads(path.read_text())["effective_batch"] == 4
+
+
+def test_the_help_says_what_is_run_and_what_not_divided_means(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        run("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "with SGD it also trains three steps with the rate for the same batch" in text
+    assert "--accumulation-not-divided it is not: the gradients of the micro-batches add up" in text
+
+
+def test_ranks_that_do_not_come_back_end_with_three(capsys: pytest.CaptureFixture[str]) -> None:
+    with settings.using(settings.replaced(deadline=0.001)):
+        code = run("--batch 4 --ranks-per-node 2 --verify")
+    assert code == 3
+    assert "not judged" in capsys.readouterr().out

@@ -1,0 +1,158 @@
+"""What is said of an epoch: its last step, steps that are never whole, and what is dealt again."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from ddp_equivalence.commands.explain import KnownGood, Setup, explain
+from ddp_equivalence.commands.explain.epochs import last_sum
+
+INSIDE = {"parallelism": "data-parallel-loss-inside", "ranks_per_node": 4, "batch": 16}
+SUMS_INSIDE = INSIDE | {"loss": "sum"}
+NOT_DIVIDED = {"accumulation": 3, "accumulation_divided": False}
+FOUR = {"ranks_per_node": 4, "batch": 4}
+
+
+def said(**fields: Any) -> str:
+    """What is said of the epoch, on one line."""
+    return " ".join(str(explain(Setup(**fields))).partition("  Epoch: ")[2].split())
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (FOUR | NOT_DIVIDED | {"examples": 96}, "2 steps of 3 micro-batches."),
+        (
+            {"batch": 4, "ranks_per_node": 2, "loss": "sum", **NOT_DIVIDED, "examples": 91},
+            "The last step adds up 10 examples a rank: its gradient is 5/6 as large as that of the",
+        ),
+        (
+            {"batch": 4, "ranks_per_node": 2, "loss": "sum", **NOT_DIVIDED, "examples": 101},
+            "The last step adds up 3 examples a rank: its gradient is 1/4 as large as that of the",
+        ),
+        ({"batch": 4, "loss": "sum", "examples": 7}, "The last step adds up 3 examples: its"),
+        # 2 examples in 2 replicas: the mean of two sums over 1; of sums over 4 before.
+        (
+            SUMS_INSIDE | {"examples": 34},
+            "The last step has 2 examples, the last batch of it dealt 1 + 1: its gradient is 1/4",
+        ),
+        # 4 examples: the mean of four sums over 1.
+        (SUMS_INSIDE | {"examples": 36}, "dealt 1 + 1 + 1 + 1: its gradient is 1/4 as large"),
+        (
+            SUMS_INSIDE | NOT_DIVIDED | {"examples": 82},
+            "The last batch, of 2, goes to 2 replicas: there an example counts 2 times as often",
+        ),
+        (
+            SUMS_INSIDE | NOT_DIVIDED | {"examples": 82},
+            "has 34 examples, the last batch of it dealt 1 + 1: its gradient is 3/4 as large",
+        ),
+        (INSIDE | {"examples": 37}, "The last batch is dealt unevenly, 2 + 2 + 1: in its step"),
+        (FOUR | {"examples": 10}, "10 examples, 3 a rank (DistributedSampler): 1 batch, of 3: 1 "),
+        ({"batch": 64, "examples": 25}, "25 examples: 1 batch, of 25: 1 step."),
+        ({"batch": 64, "examples": 64}, "64 examples: 1 batch, of 64: 1 step."),
+        ({"batch": 4, "examples": 8}, "8 examples: 2 batches of 4, and as many steps."),
+        (
+            FOUR | {"accumulation": 8, "accumulation_divided": True, "examples": 80},
+            "1 step, of 5 micro-batches, if the loop steps at the end of an epoch; none if it",
+        ),
+        (
+            FOUR | {"accumulation": 8, "accumulation_divided": False, "examples": 80},
+            "That step's gradient is 5/8 as large as a whole step's.",
+        ),
+        (
+            {"batch": 1, "ranks_per_node": 8, "examples": 3},
+            "Every example is seen 2 or 3 times, to",
+        ),
+        (
+            {"batch": 1, "ranks_per_node": 9, "examples": 3},
+            "Every example is seen 3 times, to give",
+        ),
+        ({"batch": 1, "ranks_per_node": 3, "examples": 5}, "1 example of them repeated, to give"),
+        (
+            {"batch": 64, "examples": 1001, "known_good": KnownGood.read("32@0.1")},
+            "The known batch of 32 has 32 steps an epoch.",
+        ),
+        (
+            {
+                "batch": 64,
+                "examples": 1001,
+                "known_good": KnownGood.read("32@0.1"),
+                "drop_last": True,
+            },
+            "The known batch of 32 has 31 steps an epoch.",
+        ),
+    ],
+)
+def test_an_epoch_is_told_as_it_is(fields: dict[str, Any], says: str) -> None:
+    assert says in said(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "never"),
+    [
+        (INSIDE | {"examples": 36}, "unevenly"),
+        (INSIDE | {"examples": 37, "drop_last": True}, "unevenly"),
+        (SUMS_INSIDE | {"examples": 32}, "last step"),
+        (SUMS_INSIDE | {"examples": 37}, "unevenly"),
+        (SUMS_INSIDE | NOT_DIVIDED | {"examples": 98}, "goes to"),
+    ],
+)
+def test_an_even_or_a_whole_last_batch_is_not_warned_of(fields: dict[str, Any], never: str) -> None:
+    assert never not in said(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "largest"),
+    [
+        ({"batch": 64, "ranks_per_node": 4, "examples": 100}, 100),
+        ({"batch": 64, "ranks_per_node": 4, "examples": 256}, 256),
+        ({"batch": 64, "ranks_per_node": 4, "examples": 257}, 256),
+        (FOUR | {"accumulation": 8, "accumulation_divided": True, "examples": 80}, 80),
+        (FOUR | {"accumulation": 8, "accumulation_divided": True, "examples": 126}, 128),
+        (FOUR | {"accumulation": 8, "accumulation_divided": True, "examples": 121}, 124),
+        (FOUR | {"accumulation": 8, "accumulation_divided": True, "examples": 129}, 128),
+    ],
+)
+def test_a_batch_that_no_step_reaches_is_told_first(fields: dict[str, Any], largest: int) -> None:
+    found = explain(Setup(**fields, known_good=KnownGood.read("256@0.1")))
+    assert found.epoch is not None
+    assert found.epoch.largest_step == largest
+    whole = found.effective_batch
+    says = f"No step has the whole {whole}: the largest has {largest}. The learning rate above is"
+    text = " ".join(str(found).split())
+    assert (f"Epoch: {says} not for it." in text) is (largest < whole)
+    assert ("which no step of an epoch has" in text.partition(".")[0]) is (largest < whole)
+
+
+def test_fewer_examples_than_ranks_are_dealt_again_as_often_as_is_said() -> None:
+    samplers: list[Any] = [DistributedSampler([0, 1, 2], 8, rank) for rank in range(8)]  # type: ignore[arg-type]
+    dealt = [example for sampler in samplers for example in sampler]
+    assert {dealt.count(example) for example in range(3)} == {2, 3}
+    epoch = explain(Setup(batch=1, ranks_per_node=8, examples=3)).epoch
+    assert epoch is not None
+    assert epoch.repeated == len(dealt) - 3
+
+
+@pytest.mark.parametrize("last", range(1, 16))
+def test_the_last_sum_is_as_large_as_replicas_make_it(last: int) -> None:
+    def gradient(examples: int) -> Tensor:
+        """Of a weight that every example's loss has once."""
+        weight = torch.ones((), requires_grad=True)
+        parts = torch.ones(examples).chunk(5)
+        torch.stack([(weight * part).sum() for part in parts]).mean().backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    fields: dict[str, Any] = SUMS_INSIDE | {"ranks_per_node": 5, "examples": 32 + last}
+    setup = Setup(**fields)
+    epoch = explain(setup).epoch
+    assert epoch is not None
+    found = last_sum(setup, epoch)
+    assert isinstance(found, Fraction)
+    assert float(found) == pytest.approx(float(gradient(last) / gradient(16)))

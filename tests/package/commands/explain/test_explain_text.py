@@ -1,0 +1,225 @@
+"""The text is code: three setups against their golden files, and what every text must say.
+
+After a change that is meant, ``UPDATE_GOLDEN=1 pytest tests/explain/test_explain_text.py`` writes
+the files anew; read the difference before you commit it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_equivalence.case import settings
+from ddp_equivalence.commands.explain import KnownGood, Setup, explain
+from ddp_equivalence.commands.explain.numbers import divided_by, number, times
+
+ROOT = Path(__file__).parents[4]
+GOLDEN = Path(__file__).parent / "golden"
+
+SETUPS = {
+    "same_as_one_device": Setup(
+        batch=4, nodes=2, ranks_per_node=2, known_good=KnownGood.read("16@0.01"), examples=1001
+    ),
+    "sum_at_another_batch": Setup(
+        batch=4,
+        ranks_per_node=4,
+        loss="sum",
+        accumulation=3,
+        accumulation_divided=False,
+        known_good=KnownGood.read("12@0.01"),
+        examples=1030,
+    ),
+    "tokens_under_adam": Setup(
+        batch=8,
+        nodes=2,
+        ranks_per_node=4,
+        loss="token-mean",
+        accumulation=4,
+        accumulation_divided=True,
+        optimizer="adam",
+        known_good=KnownGood.read("64@3e-4"),
+        examples=100_000,
+        drop_last=True,
+    ),
+    "uneven_replicas": Setup(
+        batch=5,
+        ranks_per_node=4,
+        parallelism="data-parallel-loss-inside",
+        known_good=KnownGood.read("5@0.1"),
+    ),
+    "adam_with_a_factor": Setup(
+        batch=5,
+        nodes=3,
+        ranks_per_node=4,
+        parallelism="all-reduce-sum",
+        optimizer="adam",
+        known_good=KnownGood.read("60@3e-4"),
+    ),
+    "hybrid_from_a_sum": Setup(
+        batch=8,
+        nodes=2,
+        ranks_per_node=2,
+        parallelism="hybrid",
+        known_good=KnownGood.read("16@0.001", loss="sum"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_text_reads_as_its_golden_file(name: str) -> None:
+    text = str(explain(SETUPS[name]))
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("width", [72, 96, 140])
+@pytest.mark.parametrize("name", SETUPS)
+def test_the_text_is_set_in_the_width_it_is_given(name: str, width: int) -> None:
+    with settings.using(settings.Settings(width=width)):
+        lines = str(explain(SETUPS[name])).splitlines()
+    assert width - 35 < max(map(len, lines)) <= width
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Fraction("0.01"), "0.01"),
+        (Fraction("0.08"), "0.08"),
+        (0.01 * 8**0.5, "0.02828"),
+        (Fraction(1, 300), "0.003333"),
+        (Fraction(12), "12"),
+        (Fraction(1281167), "1281167"),
+        (Fraction("0.00125"), "0.00125"),
+        (Fraction("0.00001"), "1e-5"),
+        (Fraction("3.2"), "3.2"),
+        (2.0e7, "20000000"),
+        (Fraction(10**30), "1e30"),
+    ],
+)
+def test_numbers_are_as_people_paste_them(value: Fraction | float, text: str) -> None:
+    assert number(value) == text
+    assert float(text) == pytest.approx(float(value), rel=1e-3)
+
+
+def test_multiples_are_fractions_only_where_that_is_shorter() -> None:
+    exact = ("4", "15/4", "2/3", "1/4", "5/3", "1/4096")
+    texts = [times(Fraction(one)) for one in exact]
+    assert texts == ["4", "3.75", "2/3", "1/4", "5/3", "1/4096"]
+    assert times(Fraction(1001, 4096)) == "0.2444"
+    assert (divided_by(Fraction(12)), divided_by(Fraction(1, 8))) == ("/ 12", "x 8")
+
+
+def said(**fields: Any) -> str:
+    """The text on one line, so that what is looked for is not broken."""
+    return " ".join(str(explain(Setup(**fields))).split())
+
+
+UNEVEN = {
+    "batch": 16,
+    "ranks_per_node": 3,
+    "parallelism": "data-parallel-loss-inside",
+    "accumulation": 2,
+    "accumulation_divided": False,
+}
+SUMMED = {"batch": 4, "ranks_per_node": 4, "parallelism": "all-reduce-sum", "optimizer": "adam"}
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (
+            {"known_good": KnownGood.read("32@0.01")},
+            "Learning rate: 0.01 / 2 = 0.005 after that, as on one device.",
+        ),
+        ({}, "a mean loss and batch 32, / 2, after the above."),
+        (
+            {"known_good": KnownGood.read("16@0.01")},
+            "(Your gradient is 2 g, after the above: each is / 2 for that.) 0.005 keeps",
+        ),
+        ({}, "Either gives 2 g. A multiple of 3 also changes the effective batch: ask again with"),
+        ({}, "weight_decay x 2"),
+        ({"optimizer": "adam"}, "with eps x 2 nothing"),
+    ],
+)
+def test_what_accumulation_leaves_of_a_mend_is_in_every_number(
+    more: dict[str, Any], says: str
+) -> None:
+    assert says in said(**UNEVEN, **more)
+
+
+def test_mended_token_counts_leave_no_factor() -> None:
+    text = said(**UNEVEN | {"loss": "token-mean"})
+    assert "That gives g." in text
+    assert "a mean loss and batch 32, unchanged, after the above." in text
+    assert "Optimizer" not in text
+
+
+def test_adam_is_told_of_linear_scaling_too_and_where_it_holds() -> None:
+    text = said(**SUMMED, known_good=KnownGood.read("4@0.001"))
+    assert "the learning rate is 0.001, 0.002 or 0.004, by what it is to keep." in text
+    assert "0.004 (linear, x 4) keeps the way per epoch where the gradient is much larger" in text
+    assert "where noise dominates it goes too far." in text
+    smaller = said(**SUMMED, known_good=KnownGood.read("64@0.001"))
+    assert "0.00025 (linear, x 1/4)" in smaller
+    assert "where noise dominates it goes not far enough." in smaller
+
+
+def test_adams_eps_is_said_once_with_all_its_factors() -> None:
+    text = said(**SUMMED, known_good=KnownGood.read("4@0.001"))
+    assert "and eps 5e-9." in text
+    assert "with x 4 of the eps above, 2e-8, nothing of it is left" in text
+    assert "eps x" not in text
+    # Where the square-root rule does not reach, no eps is named above.
+    far = said(**SUMMED | {"ranks_per_node": 16}, known_good=KnownGood.read("4@0.001"))
+    assert "with eps x 16 nothing of it is left" in far
+    assert "eps above" not in far
+
+
+@pytest.mark.parametrize(("loss", "what"), [("mean", "a mean over examples"), ("sum", "a sum")])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"ranks_per_node": 2},
+        {"ranks_per_node": 2, "parallelism": "data-parallel"},
+        {"accumulation": 2, "accumulation_divided": True},
+    ],
+)
+def test_which_losses_and_models_it_is_for_is_said_once(
+    parts: dict[str, Any], loss: str, what: str
+) -> None:
+    text = said(batch=4, loss=loss, **parts)
+    assert text.count(f"This is for a loss that is {what}") == 1
+    assert "not for batch norm, dropout, class weights (`weight=`) or contrastive losses" in text
+
+
+def test_one_batch_on_one_device_is_for_any_loss() -> None:
+    assert "This is for a loss" not in said(batch=4)
+
+
+def test_the_mean_over_tokens_is_over_all_of_them() -> None:
+    text = said(batch=4, ranks_per_node=2, loss="token-mean")
+    assert "the gradient of the mean loss over all tokens of these 8 examples" in text
+    assert "all tokens" not in said(batch=4, ranks_per_node=2)
+
+
+def test_replicas_that_idle_are_told_of() -> None:
+    text = str(explain(Setup(batch=5, ranks_per_node=4, parallelism="data-parallel")))
+    assert "per process, and is split over 3 replicas: 2 + 2 + 1" in text
+    assert "1 replica idles" in text
+
+
+def test_explaining_imports_no_torch() -> None:
+    code = (
+        "import sys; from ddp_equivalence.explain import Setup, explain; "
+        "import ddp_equivalence.commands.explain; "
+        "text = str(explain(Setup(batch=4))); sys.exit('torch' in sys.modules or not text)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

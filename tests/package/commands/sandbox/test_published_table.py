@@ -1,0 +1,120 @@
+"""The nine published rows, and that a wrong figure among them would be noticed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ddp_equivalence.commands.sandbox import agreement, table
+from ddp_equivalence.commands.sandbox.agreement import with_closed_form, with_published
+from ddp_equivalence.commands.sandbox.closed_form import closed_form
+from ddp_equivalence.commands.sandbox.outcome import Outcome
+from ddp_equivalence.commands.sandbox.problem import Setup
+from ddp_equivalence.commands.sandbox.published import ROWS, Row
+from ddp_equivalence.commands.sandbox.training import train
+
+
+def on_two_ranks(row: Row) -> Row:
+    """The same effective batch on fewer ranks, which start sooner."""
+    if row.mode == "single":
+        return row
+    return replace(row, setup=replace(row.setup, ranks=2, batch_size=64))
+
+
+@pytest.fixture(scope="module")
+def done() -> list[table.Done]:
+    return [table.run_row(on_two_ranks(row)) for row in ROWS]
+
+
+def test_all_published_rows_agree(done: list[table.Done]) -> None:
+    assert [one.wrong for one in done] == [()] * 9
+
+
+def test_rows_with_too_few_steps_go_on_to_more_experiments(done: list[table.Done]) -> None:
+    counts = [[part.setup.n_experiments for part in one.parts] for one in done]
+    assert counts == [
+        [1],
+        [1],
+        [10_000],
+        [10_000],
+        [1],
+        [1],
+        [1000],
+        [1000, 10_000],
+        [1000, 10_000],
+    ]
+    assert all(one.parts[-1].width < agreement.WIDEST for one in done)
+
+
+def test_the_table_says_what_was_held_against_what(done: list[table.Done]) -> None:
+    text = "\n".join([*table.head(), *(line for one in done for line in table.lines(one))])
+    assert text.count("agree\n") + text.endswith("agree") == 9
+    assert "too wide to refuse a factor of 1.1\n" in text
+    assert max(map(len, text.splitlines())) <= 100
+    foot = "\n".join(table.foot(done))
+    assert "9 of 9 published rows agree" in foot
+    assert "-0.0078 for 16, -0.0010 for 128" in foot
+
+
+SETUP = Setup(lr=1e-3, batch_size=128)
+
+
+@pytest.fixture(scope="module")
+def right() -> Outcome:
+    return train(SETUP)
+
+
+def wrong_in(outcome: Outcome, setup: Setup = SETUP) -> list[str]:
+    found = with_closed_form(outcome, closed_form(setup))
+    return [one.what for one in found if one.holds is not True]
+
+
+@pytest.mark.parametrize("factor", [1.1, 1 / 1.1])
+def test_a_variance_that_is_wrong_by_a_tenth_is_refused(right: Outcome, factor: float) -> None:
+    assert wrong_in(right) == []
+    off = Outcome(right.weights, right.step_means, right.step_squares * factor)
+    assert wrong_in(off) == ["variance"]
+
+
+def test_a_weight_that_is_off_by_a_hundred_thousandth_is_refused(right: Outcome) -> None:
+    off = Outcome(right.weights + 1e-5, right.step_means, right.step_squares)
+    assert wrong_in(off) == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"variance": "9.2e-09"}, "published variance"),
+        ({"variance": "7.6e-09"}, "published variance"),
+        ({"w": "0.9982"}, "published w"),
+    ],
+)
+def test_a_published_figure_that_is_wrong_is_refused(
+    right: Outcome, change: dict[str, str], what: str
+) -> None:
+    row = replace(ROWS[2], **change)  # type: ignore[arg-type]  # both are text
+    found = with_published(right, closed_form(row.setup), row)
+    assert [one.what for one in found if not one.holds] == [what]
+
+
+def test_a_wrong_row_without_noise_is_refused() -> None:
+    row = replace(ROWS[0], w="0.9981", variance="1e-09")
+    found = table.run_row(row)
+    assert found.wrong == ("published w", "published variance")
+    assert "DIFFER" in "\n".join(table.lines(found))
+
+
+def test_ranks_that_differ_do_not_agree_whatever_the_figures(done: list[table.Done]) -> None:
+    part = done[3].parts[0]
+    weights = part.outcome.weights.copy()
+    weights[1, 0] += 1e-15
+    apart = replace(part, outcome=replace(part.outcome, weights=weights))
+    assert replace(done[3], parts=(apart,)).wrong == ("ranks differ",)
+
+
+def test_a_learning_rate_beyond_the_closed_form_is_not_judged() -> None:
+    setup = Setup(lr=0.3, batch_size=1, n_experiments=50)
+    found = with_closed_form(train(setup), closed_form(setup))
+    assert [one.holds for one in found] == [None] * 3
+    assert "too large for the closed form" in found[0].why

@@ -1,0 +1,213 @@
+"""The command line as its user types it: text, results and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddp_equivalence.commands.main import main
+
+ROOT = Path(__file__).parents[3]
+
+A_FEW = "tests/equivalence/test_ddp_gathered.py"
+"""Of the suite, quickly collected."""
+
+USER_FILE = """
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from ddp_equivalence import Case
+from beside import loss
+
+case = Case(
+    model=lambda: nn.Linear(3, 2),
+    batch=lambda generator: torch.randn(12, 3, generator=generator),
+    loss=loss,
+    layout="1x2",
+)
+
+def step(model, rows, rank):
+    ddp = DistributedDataParallel(model)
+    loss(ddp, rows).backward()
+
+def doubled(model, rows, rank):
+    ddp = DistributedDataParallel(model)
+    (rank.world_size * loss(ddp, rows)).backward()
+
+def raises(model, rows, rank):
+    raise ValueError("oh")
+
+uneven = (Case(model=case.model, batch=case.batch, loss=loss, shards="4+8"), step)
+"""
+
+BESIDE = "def loss(model, rows):\n    return model(rows).square().mean()\n"
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> Path:
+    (tmp_path / "beside.py").write_text(BESIDE)
+    path = tmp_path / "mine.py"
+    path.write_text(USER_FILE)
+    return path
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """The working folder; what is imported from it is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in sys.modules.keys() - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def run(*arguments: str, folder: Path | None = None) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "ddp_equivalence", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ((), 0, "step is big_batch: same"),
+        ((":step", "--layout=2x2", "--dtype=float32"), 0, "lambda-loss-2x2-equal-float32-seed0"),
+        ((":ddp_mean",), 0, "ddp_mean is big_batch: same"),
+        ((":doubled",), 1, "doubled is not big_batch: sum_not_mean"),
+        ((":uneven",), 1, "uneven_shards_weighted_equally"),
+        ((":raises",), 3, "ValueError: oh"),
+    ],
+)
+def test_check_tells_same_from_different_from_not_judged(
+    here: None,
+    user_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    code: int,
+    says: str,
+) -> None:
+    name, *options = arguments or ("",)
+    found = main(["check", f"{user_file}{name}", *options])
+    text, errors = capsys.readouterr()
+    assert found == code, text + errors
+    assert says in text
+    assert errors == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "says"),
+    [("", 0, "same"), (":doubled", 1, "sum_not_mean"), (":nothing", 2, "bad input")],
+)
+def test_the_process_ends_with_the_exit_code(
+    user_file: Path, name: str, code: int, says: str
+) -> None:
+    found, text, errors = run("check", f"{user_file}{name}")
+    assert found == code, text + errors
+    assert says in text + errors
+
+
+@pytest.mark.parametrize(
+    ("content", "target", "says"),
+    [
+        ("", "nowhere.py", "FILE = 'nowhere.py': a Python file that is there"),
+        ("x = 1", "mine.py", "case = 'none'"),
+        ("case = 3", "mine.py", "case = 'int'"),
+        ("1 / 0", "mine.py", "ZeroDivisionError: division by zero"),
+        ("import no_such_module", "mine.py", "No module named 'no_such_module'"),
+        (USER_FILE.replace("1x2", "2xx2"), "mine.py", "layout = '2xx2': nodes x ranks per node"),
+        (USER_FILE, "mine.py:nothing", "NAME = 'nothing': not in mine.py"),
+        (USER_FILE, "mine.py:", "NAME = '': a file with `case = Case(...)`"),
+        (USER_FILE + "\noptions = {'speed': 3}", "mine.py", "unexpected keyword argument 'speed'"),
+    ],
+)
+def test_bad_input_is_told_on_stderr_with_exit_code_2(
+    here: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: str,
+    target: str,
+    says: str,
+) -> None:
+    (tmp_path / "beside.py").write_text(BESIDE)
+    (tmp_path / "mine.py").write_text(content)
+    code = main(["check", target])
+    text, errors = capsys.readouterr()
+    assert (code, text) == (2, "")
+    assert "bad input" in errors
+    assert says in errors
+
+
+def test_run_is_the_suite_from_any_folder_with_results(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    select = "ddp_sum_hook and mlp and 1x2 and float64"
+    of_ddp = ("tests/equivalence/test_ddp.py", "tests/difference/test_ddp_differs.py")
+    options = ("--json", "results.json", "-k", select)
+    code, text, errors = run("run", *of_ddp, *options, folder=tmp_path)
+    assert code == 0, text + errors
+    assert "compared with one big batch" in text
+    found = json.loads(results.read_text())
+    assert found["summary"]["same"] >= 2
+    assert found["summary"]["known_differences_confirmed"] >= 2
+    assert {case["strategy"] for case in found["cases"]} == {"ddp_sum_hook"}
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_the_value_of_an_option_is_no_path(tmp_path: Path) -> None:
+    (tmp_path / "nosuchname").touch()
+    options = ("-k", "nosuchname", "--collect-only")
+    code, text, _ = run("run", A_FEW, *options, folder=tmp_path)
+    assert code == 5
+    assert "deselected" in text
+
+
+def test_an_error_of_our_own_is_not_taken_for_a_difference(user_file: Path) -> None:
+    breaks_us = "\nimport ddp_equivalence.verdict as verdict\nverdict.big_batch = None"
+    user_file.write_text(USER_FILE + breaks_us)
+    code, _, errors = run("check", str(user_file))
+    assert code == 3
+    assert "Traceback" in errors
+
+
+def test_a_run_that_selects_nothing_says_so_and_fails(tmp_path: Path) -> None:
+    code, text, _ = run("run", A_FEW, "-k", "no_such_case", folder=tmp_path)
+    assert code == 5
+    assert "NOTHING was compared with one big batch" in text
+
+
+def test_a_run_in_which_everything_is_skipped_fails(tmp_path: Path, no_cuda: None) -> None:
+    select = ("tests/equivalence/test_data_parallel.py", "-k", "test_data_parallel_gives")
+    code, text, _ = run("run", *select, "--must-run", "data_parallel", folder=tmp_path)
+    assert code == 1
+    assert "NOT RUN: needs 2 CUDA devices, found 0" in text
+    assert "--must-run data_parallel: FAILED" in text
+
+
+def test_the_doctor_says_what_runs_and_why_not_the_rest(no_cuda: None) -> None:
+    code, text, errors = run("doctor")
+    assert code == 0, errors
+    assert re.search(r"gloo_fallback  works  \d\d answers right", text)
+    assert "nccl           no     needs 2 CUDA devices (one rank each), found 0" in text
+    assert "data_parallel  no     needs 2 CUDA devices, found 0" in text
+
+
+@pytest.mark.parametrize("arguments", [(), ("chek",), ("check",), ("check", "x.py", "--fast")])
+def test_a_wrong_command_is_told_the_right_ones(arguments: tuple[str, ...]) -> None:
+    code, _, errors = run(*arguments)
+    assert code == 2
+    assert "usage: ddp-equivalence" in errors

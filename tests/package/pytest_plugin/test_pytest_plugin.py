@@ -1,0 +1,294 @@
+"""In somebody else's repository: the fixture, the options and the closing table."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.package.someone_elses_run import command, environment, hear_ctrl_c, run
+
+THEIR_TEST = """
+import pytest, torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from ddp_equivalence import BadCase, Case, NotEquivalent, assert_equivalent, check
+
+def build():
+    return nn.Linear(3, 2)
+
+def batch(generator):
+    return torch.randn(8, 3, generator=generator)
+
+def loss(model, rows):
+    return model(rows).square().mean()
+
+def step(model, rows, rank):
+    ddp = DistributedDataParallel(model)
+    loss(ddp, rows).backward()
+
+def wrong_step(model, rows, rank):
+    print("rank", rank.rank, "was here")
+    ddp = DistributedDataParallel(model)
+    (loss(ddp, rows) / rank.world_size).backward()
+
+CASE = Case(model=build, batch=batch, loss=loss, layout="1x2")
+
+def test_fixture(equivalence):
+    equivalence.assert_equivalent(CASE, step)
+
+def test_import():
+    assert_equivalent(CASE, lambda model, rows, rank: step(model, rows, rank))
+
+def test_known(equivalence):
+    assert equivalence.check(CASE, wrong_step).cause == "averaged_twice"
+"""
+
+THEIR_FAILURE = """
+def test_fails(equivalence):
+    equivalence.assert_equivalent(CASE, wrong_step)
+"""
+
+ALONE = "def test_alone():\n    import sys\n    assert 'torch' not in sys.modules\n"
+
+
+@pytest.fixture
+def their_repository(tmp_path: Path) -> Path:
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    (tests / "test_training.py").write_text(THEIR_TEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")
+    return tmp_path
+
+
+HAS_SERVER = """
+from multiprocessing import forkserver
+
+def pytest_collection_finish():
+    print("server:", forkserver._forkserver._forkserver_pid is not None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "starts"),
+    [
+        (THEIR_TEST, ("-k", "test_fixture"), True),
+        (THEIR_TEST, ("--collect-only",), False),
+        (ALONE, (), False),
+    ],
+    ids=["ours", "collected only", "theirs alone"],
+)
+def test_the_ranks_server_starts_while_a_file_that_will_need_it_is_imported(
+    tmp_path: Path, file: str, arguments: tuple[str, ...], starts: bool
+) -> None:
+    (tmp_path / "test_theirs.py").write_text(file)
+    (tmp_path / "conftest.py").write_text(HAS_SERVER)
+    code, text = run(tmp_path, "-s", *arguments)
+    assert code == 0, text
+    assert f"server: {starts}" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("--import-mode=importlib", "-s"),
+        ("-n", "2", "--fresh-ranks"),
+    ],
+    ids=" ".join,
+)
+def test_their_tests_run_and_end_with_the_table(
+    their_repository: Path, arguments: tuple[str, ...]
+) -> None:
+    code, text = run(their_repository, *arguments)
+    assert code == 0, text
+    assert "3 passed" in text
+    assert "compared with one big batch" in text
+    assert re.search(r"^step +1 +same$", text, re.MULTILINE), text
+    assert "differ, as their tests know  1 (averaged_twice)" in text
+    assert re.search(r"3 cases compared .*: 12 gradients of parameters, on 6 ranks", text)
+
+
+def test_a_failure_shows_the_report_the_ranks_output_and_how_to_repeat_it(
+    their_repository: Path,
+) -> None:
+    path = their_repository / "tests" / "test_training.py"
+    path.write_text(THEIR_TEST + THEIR_FAILURE)
+    results = their_repository / "results.json"
+    code, text = run(their_repository, f"--ddp-json={results}", "-k", "fails", "--tb=short")
+    assert code == 1
+    assert "wrong_step is not big_batch: averaged_twice" in text
+    assert 'Repeat:   pytest "tests/test_training.py::test_fails"' in text
+    assert "output of rank 1 (node 0)" in text
+    assert "rank 1 was here" in text
+    assert re.search(r"^wrong_step +1 +1 DIFFER$", text, re.MULTILINE), text
+    (case,) = json.loads(results.read_text())["cases"]
+    assert case["outcome"] == "different"
+    assert case["cause"] == "averaged_twice"
+    assert case["expected"] == "same"
+    assert case["error"] == pytest.approx(0.5)
+
+
+def test_a_check_that_fails_in_a_fixture_is_in_the_table_too(their_repository: Path) -> None:
+    path = their_repository / "tests" / "test_training.py"
+    fixture = "@pytest.fixture\ndef trained(equivalence):\n    "
+    fixture += (
+        "equivalence.assert_equivalent(CASE, wrong_step)\n\ndef test_it(trained):\n    pass\n"
+    )
+    path.write_text(THEIR_TEST + fixture)
+    code, text = run(their_repository, "-k", "test_it")
+    assert code == 1
+    assert re.search(r"^wrong_step +1 +1 DIFFER$", text, re.MULTILINE), text
+
+
+def test_an_unknown_verdict_that_a_test_lets_pass_is_in_the_table(their_repository: Path) -> None:
+    path = their_repository / "tests" / "test_training.py"
+    more = "def test_lax(equivalence):\n    equivalence.check(CASE, lambda *all: None)\n"
+    path.write_text(THEIR_TEST + more)
+    code, text = run(their_repository, "-k", "test_lax")
+    assert code == 0, text
+    assert "unknown, as their tests know" in text
+    assert "NOTHING was compared with one big batch" in text
+
+
+def test_planted_faults_are_counted_apart_and_a_missed_one_is_told(their_repository: Path) -> None:
+    path = their_repository / "tests" / "test_training.py"
+    more = (
+        "import pytest\n"
+        "@pytest.mark.planted_fault('averaged_twice')\n"
+        "@pytest.mark.parametrize('step', [wrong_step, step, lambda *all: None])\n"
+        "def test_planted(equivalence, step):\n    equivalence.check(CASE, step)\n"
+    )
+    path.write_text(THEIR_TEST + more)
+    code, text = run(their_repository, "-k", "test_planted")
+    assert code == 0, text  # what such a test makes of it is the test's own matter
+    line = r"planted faults +1 of 2 caught, 1 of 2 named \(1 kind\), nearest \de\+\d+ limits away"
+    assert re.search(rf"^{line}\n +1 UNKNOWN\n +1 MISSED$", text, re.MULTILINE), text
+    assert "NOTHING was compared" not in text
+    assert "wrong_step" not in text.partition("compared with one big batch")[2]
+
+
+def test_the_results_have_the_documented_form(their_repository: Path) -> None:
+    results = their_repository / "results.json"
+    code, text = run(their_repository, f"--ddp-json={results}", "-k", "fixture")
+    assert code == 0, text
+    found: dict[str, Any] = json.loads(results.read_text())
+    assert set(found) == {"environment", "cases", "not_run", "summary"}
+    keys = ["id", "strategy", "layout", "backend", "dtype", "expected", "outcome", "cause"]
+    keys += ["error", "floor", "limit", "seconds"]
+    assert set(keys) <= set(found["cases"][0])
+    assert found["cases"][0]["id"] == "tests/test_training.py::test_fixture"
+    assert found["summary"]["compared"] == 1
+    assert found["environment"]["torch"]
+
+
+@pytest.mark.parametrize("lane", ["nccl", "data_parallel"])
+def test_a_lane_that_must_run_and_did_not_fails_the_run(
+    their_repository: Path, lane: str, no_cuda: None
+) -> None:
+    """Nccl forbids the fallback, so the test fails; data_parallel had nothing to do with it."""
+    code, text = run(their_repository, f"--must-run={lane}", "-k", "fixture")
+    assert code == 1
+    assert f"--must-run {lane}: FAILED, nothing was compared on this lane" in text
+
+
+def test_a_run_that_compares_nothing_says_nothing_and_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "test_alone.py").write_text(ALONE)
+    code, text = run(tmp_path)
+    assert code == 0, text
+    assert "big batch" not in text
+
+
+def test_the_options_have_a_group_of_their_own(tmp_path: Path) -> None:
+    _, text = run(tmp_path, "--help")
+    group = text.partition("ddp_equivalence: compared with one big batch:")[2]
+    for option in ("--must-run", "--ddp-json", "--ddp-backend", "--ddp-deadline", "--fresh-ranks"):
+        assert option in group
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("--must-run=nvlink", "invalid choice: 'nvlink'"),
+        ("--ddp-backend=mpi", "invalid choice: 'mpi'"),
+        ("--ddp-deadline=soon", "'soon': seconds, above 0"),
+        ("--ddp-deadline=-1", "'-1': seconds, above 0"),
+        ("--ddp-json=/no/such/folder/results.json", "there is no folder /no/such/folder"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_runs(
+    tmp_path: Path, argument: str, says: str
+) -> None:
+    code, text = run(tmp_path, argument)
+    assert code == 4
+    assert says in text
+
+
+def test_the_deadline_of_the_run_is_that_of_its_checks(their_repository: Path) -> None:
+    path = their_repository / "tests" / "test_slow.py"
+    path.write_text(
+        THEIR_TEST.partition("CASE =")[0]
+        + "def sleeps(model, rows, rank):\n    import time; time.sleep(60)\n\n"
+        + "def test_slow(equivalence):\n"
+        + "    equivalence.assert_equivalent(Case(model=build, batch=batch, loss=loss), sleeps)\n"
+    )
+    code, text = run(their_repository, "--ddp-deadline=1", "tests/test_slow.py")
+    assert code == 1
+    assert "RanksTimedOut" in text
+    assert "Not compared: ranks timed out" in text
+
+
+def test_the_catalogue_splits_by_lane_marker(no_cuda: None) -> None:
+    root = Path(__file__).parents[3]
+    count = ["--collect-only", "-q", "tests/equivalence/test_manual_all_reduce.py"]
+    code, text = run(root, *count, "-m", "not gloo_fallback and not data_parallel")
+    assert code == 0, text
+    assert "gloo_cuda]" in text
+    assert "gloo_fallback]" not in text
+
+
+def test_an_empty_selection_of_the_catalogue_fails(no_cuda: None) -> None:
+    root = Path(__file__).parents[3]
+    code, text = run(root, "tests/equivalence/test_ddp_gathered.py", "-k", "no_such_strategy")
+    assert code == 5, text
+
+
+def test_ranks_end_when_the_run_is_interrupted(their_repository: Path) -> None:
+    """Ctrl-C: SIGINT to pytest while its ranks sleep."""
+    import signal
+    import time
+
+    path = their_repository / "tests" / "test_slow.py"
+    path.write_text(
+        THEIR_TEST.partition("CASE =")[0]
+        + "def sleeps(model, rows, rank):\n"
+        + "    import os, pathlib, time\n"
+        + f"    pathlib.Path({str(their_repository)!r}, f'pid{{rank.rank}}').write_text(\n"
+        + "        str(os.getpid()))\n"
+        + "    time.sleep(60)\n\n"
+        + "def test_slow(equivalence):\n"
+        + "    equivalence.assert_equivalent(Case(model=build, batch=batch, loss=loss), sleeps)\n"
+    )
+    process = subprocess.Popen(
+        command("tests/test_slow.py"),
+        cwd=their_repository,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+        preexec_fn=hear_ctrl_c,
+    )
+    files = [their_repository / f"pid{rank}" for rank in (0, 1)]
+    until = time.monotonic() + 60
+    while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < until:
+        time.sleep(0.1)
+    pids = [int(file.read_text()) for file in files]
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 2, text
+    assert "KeyboardInterrupt" in text
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

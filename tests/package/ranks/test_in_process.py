@@ -1,0 +1,103 @@
+"""Rank 0 in the process of the test: a debugger works in the step, and the result is the same."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from ddp_equivalence import Case, Rank, check
+from tests.package.own_cases import own_case, right_step
+from tests.package.pytest_plugin.test_pytest_plugin import THEIR_TEST
+from tests.package.someone_elses_run import run
+
+HERE = os.getpid()
+
+
+def tells(model: nn.Module, shard: Any, rank: Rank) -> None:
+    print(rank.rank, rank.world_size, os.environ["RANK"], os.getpid())
+    right_step(model, shard, rank)
+
+
+def wrong_on_all(model: nn.Module, shard: Any, rank: Rank) -> None:
+    right_step(model, shard, rank)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad *= rank.world_size
+
+
+@pytest.fixture(autouse=True)
+def leaves_the_group() -> Any:
+    yield
+    from ddp_equivalence.ranks.warm_ranks import warm_ranks
+
+    warm_ranks().stop()
+    assert not dist.is_initialized()
+    assert "RANK" not in os.environ
+
+
+@pytest.mark.parametrize("layout", ["1x1", "1x2", "2x2"])
+def test_rank_0_is_this_process_and_the_others_are_not(
+    layout: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    case = own_case(layout=layout)
+    world_size = str(case.ranks.world_size)
+    for _ in range(2):
+        verdict = check(case, tells, in_process=True)
+        assert verdict.outcome == "same"
+        assert capfd.readouterr().out.split() == ["0", world_size, "0", str(HERE)]
+        others = [text.split() for rank, text in verdict.output.items() if rank > 0]
+        assert [text[0] for text in others] == [str(r) for r in range(1, int(world_size))]
+        assert str(HERE) not in [text[3] for text in others]
+
+
+def test_what_differs_is_named_as_ever() -> None:
+    assert check(own_case(), wrong_on_all, in_process=True).cause == "sum_not_mean"
+
+
+def test_what_rank_0_raises_reaches_the_debugger_as_it_is() -> None:
+    def raises(model: nn.Module, shard: Any, rank: Rank) -> None:
+        raise KeyError("colour")
+
+    with pytest.raises(KeyError, match="colour"):
+        check(own_case(), raises, in_process=True)
+    assert check(own_case(), right_step, in_process=True).outcome == "same"
+    assert check(own_case(), right_step).outcome == "same"
+
+
+def test_groups_of_a_world_that_has_ended_are_not_used_again() -> None:
+    for layout in ("2x2", "1x2", "2x2"):
+        strategy = "hybrid" if layout == "2x2" else "ddp_mean"
+        case = Case(model="mlp", loss="mse_mean", layout=layout)
+        assert check(case, strategy, in_process=True).outcome == "same"
+
+
+STOPS = """
+def stops(model, rows, rank):
+    there = "rank " + str(rank.rank) + " of " + str(rank.world_size)
+    if rank.rank == 0:
+        breakpoint()
+    step(model, rows, rank)
+
+def test_stops(equivalence):
+    assert equivalence.check(CASE, stops).outcome == "same"
+"""
+
+
+def test_breakpoint_stops_in_the_step(tmp_path: Path) -> None:
+    (tmp_path / "test_stops.py").write_text(THEIR_TEST + STOPS)
+    arguments = ("--in-process", "--ddp-deadline=2", "-k", "test_stops")
+    code, text = run(tmp_path, *arguments, says="p there\nc\n")
+    assert code == 0, text
+    assert "'rank 0 of 2'" in text
+    assert "step(model, rows, rank)" in text
+
+
+def test_workers_of_xdist_have_no_terminal(tmp_path: Path) -> None:
+    code, text = run(tmp_path, "--in-process", "-n", "2")
+    assert code == 4
+    assert "--in-process: not with -n, whose workers have no terminal" in text

@@ -1,0 +1,204 @@
+"""Workers of one run share cores and GPUs by rank count: packed, never twice, none left out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from ddp_equivalence.case.layouts import parse
+from ddp_equivalence.ranks.lanes import Lane
+from ddp_equivalence.ranks.xdist_locks import RUN, Broker, broker
+from tests.package.pytest_plugin.test_pytest_plugin import THEIR_TEST
+from tests.package.someone_elses_run import run
+
+ON_CPU = Lane("gloo", "gloo", "cpu")
+ON_GPU = Lane("nccl", "nccl", "cuda")
+EIGHT = tuple(map(str, range(8)))
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs abstract socket names")
+
+
+def a_broker(devices: tuple[str, ...] = EIGHT, run: str | None = None, cores: int = 8) -> Broker:
+    return Broker(run or uuid.uuid4().hex, cores, devices)
+
+
+def test_gpus_of_cases_that_run_at_once_are_never_the_same() -> None:
+    """As ``-n 8`` on a box with 8 GPUs: 2-rank cases are packed, and 8-rank ones still run."""
+    run, lock = uuid.uuid4().hex, threading.Lock()
+    held: list[str] = []
+    most, granted = 0, []
+
+    def worker(number: int) -> None:
+        nonlocal most
+        mine = a_broker(run=run)
+        for turn in range(4):
+            layout = parse("1x8" if (number + turn) % 4 == 0 else "1x2")
+            with mine.share(layout, ON_GPU) as devices:
+                with lock:
+                    assert not set(devices) & set(held)
+                    held.extend(devices)
+                    most = max(most, len(held))
+                    granted.append(len(devices))
+                time.sleep(0.01)
+                with lock:
+                    for device in devices:
+                        held.remove(device)
+
+    workers = [threading.Thread(target=worker, args=(number,)) for number in range(8)]
+    for one in workers:
+        one.start()
+    for one in workers:
+        one.join(60)
+    assert sorted(granted) == [2] * 24 + [8] * 8
+    assert most == 8
+
+
+def test_only_the_gpus_that_are_visible_are_shared() -> None:
+    with a_broker(("5", "7")).share(parse("1x2"), ON_GPU) as devices:
+        assert devices == ("5", "7")
+
+
+def test_warm_ranks_get_the_gpus_that_they_have() -> None:
+    run = uuid.uuid4().hex
+    with a_broker(run=run).share(parse("1x2"), ON_GPU, [("4", "5")]) as devices:
+        assert devices == ("4", "5")
+        with a_broker(run=run).share(parse("1x2"), ON_GPU, [("4", "5")]) as others:
+            assert others == ("0", "1")
+
+
+def test_a_case_with_more_ranks_than_cores_takes_them_all() -> None:
+    run = uuid.uuid4().hex
+    waited = threading.Event()
+
+    def next_case() -> None:
+        with a_broker(run=run, cores=2).share(parse("1x1"), ON_CPU) as devices:
+            assert devices == ()
+            waited.set()
+
+    with a_broker(run=run, cores=2).share(parse("2x4"), ON_CPU):
+        other = threading.Thread(target=next_case)
+        other.start()
+        assert not waited.wait(0.1)
+    assert waited.wait(10)
+    other.join()
+
+
+def test_the_next_in_turn_is_not_overtaken() -> None:
+    """An 8-rank case waits for one that runs; a 2-rank case that comes later waits for it."""
+    run, order = uuid.uuid4().hex, []
+
+    def case(layout: str) -> None:
+        with a_broker(run=run).share(parse(layout), ON_GPU):
+            order.append(layout)
+            time.sleep(0.05)
+
+    with a_broker(run=run).share(parse("1x2"), ON_GPU):
+        large = threading.Thread(target=case, args=("1x8",))
+        large.start()
+        time.sleep(0.1)
+        small = threading.Thread(target=case, args=("1x2",))
+        small.start()
+        time.sleep(0.1)
+    large.join()
+    small.join()
+    assert order == ["1x8", "1x2"]
+
+
+HOLDER = """
+import sys, time
+from tests.suite.test_broker import EIGHT, ON_GPU, a_broker
+from ddp_equivalence.layouts import parse
+with a_broker(run=sys.argv[1]).share(parse("1x8"), ON_GPU):
+    print("held", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_a_forked_child_does_not_hold_on_to_what_its_parent_had() -> None:
+    """As the workers of a DataLoader, which live longer than the case that forked them."""
+    mine = a_broker(cores=1)
+    with mine.share(parse("1x1"), ON_CPU):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        got = threading.Event()
+        threading.Thread(target=_takes, args=(mine, got), daemon=True).start()
+        assert got.wait(10)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _takes(mine: Broker, got: threading.Event) -> None:
+    with mine.share(parse("1x1"), ON_CPU):
+        got.set()
+
+
+def test_what_a_killed_worker_held_is_free() -> None:
+    run = uuid.uuid4().hex
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-c", HOLDER, run]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        holder.kill()
+    with a_broker(run=run).share(parse("1x8"), ON_GPU) as devices:
+        assert devices == EIGHT
+
+
+def test_nobody_shares_outside_of_xdist(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker.cache_clear()
+    monkeypatch.delenv(RUN, raising=False)
+    assert broker() is None
+    broker.cache_clear()
+
+
+COUNTS = """
+import os, pathlib, time, pytest
+
+def counted(model, rows, rank):
+    at_work = pathlib.Path(os.environ["AT_WORK"])
+    mine = at_work / f"{os.getpid()}"
+    mine.touch()
+    time.sleep(0.05)
+    count = len(list(at_work.iterdir()))
+    step(model, rows, rank)
+    mine.unlink()
+    print("at work:", count)
+
+@pytest.mark.parametrize("number", range(8))
+def test_counts(equivalence, number):
+    verdict = equivalence.check(CASE, counted)
+    assert verdict.outcome == "same"
+    assert max(int(text.split()[-1]) for text in verdict.output.values()) <= 2
+"""
+
+
+def test_workers_take_turns_where_there_are_fewer_cores_than_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two cores two workers' 2-rank cases never run at once."""
+    at_work = tmp_path / "at_work"
+    at_work.mkdir()
+    monkeypatch.setenv("AT_WORK", str(at_work))
+    (tmp_path / "test_theirs.py").write_text(THEIR_TEST + COUNTS)
+    two = ["taskset", "--cpu-list", _two_cores()]
+    code, text = run(tmp_path, "-n", "2", "-k", "test_counts", before=two)
+    assert code == 0, text
+    assert "8 passed" in text
+
+
+def _two_cores() -> str:
+    import os
+
+    return ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))

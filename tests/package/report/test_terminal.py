@@ -1,0 +1,48 @@
+"""Reports are painted on a terminal, and only there."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from ddp_equivalence.report.terminal import GREEN, RED, painted, width_of
+
+REPORT = "step is not big_batch: sum_not_mean\n\n  Look at: the divisor\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_difference_is_red_on_a_terminal_and_its_words_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    text = painted(REPORT, Terminal())
+    assert text.startswith(f"{RED}step is not big_batch: sum_not_mean")
+    assert painted("step is big_batch: same\n", Terminal()).startswith(GREEN)
+    assert "\033[1m  Look at:\033[0m the divisor" in text
+
+
+@pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_who_wants_no_colours_gets_none(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert painted(REPORT, Terminal()) == REPORT
+
+
+def test_a_file_gets_no_colours_and_the_width_that_is_given() -> None:
+    assert painted(REPORT, io.StringIO()) == REPORT
+    assert width_of(io.StringIO(), 96) == 96
+
+
+@pytest.mark.parametrize(("columns", "expected"), [(40, 72), (100, 100), (400, 140)])
+def test_the_width_is_that_of_the_terminal_within_reason(
+    columns: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert width_of(Terminal(), 96) == expected

@@ -1,0 +1,110 @@
+"""The catalogue holds every model, loss, layout and deal, and drops no case in silence."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_equivalence import BadCase
+from ddp_equivalence.case.losses import LOSSES
+from ddp_equivalence.case.models import MODELS
+from ddp_equivalence.diagnosis.causes import HYPOTHESES
+from ddp_equivalence.strategies import STRATEGIES, catalogue
+
+TESTS = Path(__file__).parents[2]
+EVERYTHING = [trial for name in STRATEGIES for trial in catalogue.trials(name)]
+
+
+def _marked(folder: str, marker: str) -> list[str]:
+    texts = [path.read_text() for path in sorted((TESTS / folder).glob("test_*.py"))]
+    return [name for text in texts for name in re.findall(rf'{marker}\("(\w+)"\)', text)]
+
+
+def test_equivalence_and_difference_together_are_the_whole_catalogue() -> None:
+    kept = _marked("equivalence", "promise_of")
+    broken = _marked("difference", "known_differences_of")
+    assert sorted(kept) == sorted(STRATEGIES)
+    assert sorted(broken) == sorted(STRATEGIES)
+    for name in STRATEGIES:
+        both = [*catalogue.cases(promise_of=name), *catalogue.known_differences(of=name)]
+        assert set(both) == set(catalogue.trials(name))
+        assert len(both) == len(catalogue.trials(name))
+
+
+def test_at_least_four_hundred_cases_are_promised_to_be_the_big_batch() -> None:
+    without_gpu = [
+        trial
+        for name, strategy in STRATEGIES.items()
+        for trial in catalogue.cases(promise_of=name)
+        if strategy.lane is None and trial.backend is None
+    ]
+    assert len(without_gpu) >= 400
+
+
+@pytest.mark.parametrize(
+    ("what", "wanted"),
+    [
+        ("model", set(MODELS)),
+        ("loss", set(LOSSES)),
+        ("layout", set(catalogue.LAYOUTS)),
+        ("shards", {"equal", *catalogue.SHARDS}),
+        ("dtype_name", {"float64", "float32", "bfloat16", "float64-exact", "float32-exact"}),
+    ],
+)
+def test_every_entry_is_met_by_a_promise(what: str, wanted: set[str]) -> None:
+    kept = [trial for trial in EVERYTHING if trial.cause is None]
+    assert wanted <= {getattr(trial.case, what) for trial in kept}
+
+
+@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
+def test_every_strategy_has_promises_and_states_its_promise(strategy: str) -> None:
+    assert catalogue.cases(promise_of=strategy)
+    assert catalogue.known_differences(of=strategy)
+    assert STRATEGIES[strategy].promise.endswith(".")
+
+
+def test_every_known_difference_has_a_name_that_a_diagnosis_knows() -> None:
+    known = {one.name for one in HYPOTHESES}
+    assert {trial.cause for trial in EVERYTHING} - {None} <= known
+
+
+def test_a_loss_that_couples_examples_is_promised_only_where_it_sees_all_of_them() -> None:
+    coupled = [trial for trial in EVERYTHING if LOSSES[str(trial.case.loss)].batch_coupled]
+    promised = {trial.strategy for trial in coupled if trial.cause is None}
+    assert {trial.strategy for trial in coupled} == set(STRATEGIES)
+    assert promised == {"data_parallel", "emulated_data_parallel", "ddp_gathered"}
+
+
+def test_test_ids_are_unique_within_a_strategy() -> None:
+    for name in STRATEGIES:
+        ids = [f"{trial}-{trial.backend}" for trial in catalogue.trials(name)]
+        assert len(ids) == len(set(ids))
+
+
+def test_the_catalogue_has_one_order() -> None:
+    """Xdist needs the same order in every worker, whatever its hashes."""
+    program = "from ddp_equivalence import catalogue; print(*catalogue.trials('hybrid'), sep='\\n')"
+    printed = []
+    for hash_seed in ("1", "2"):
+        more = {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(TESTS.parent)}
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=dict(os.environ) | more,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        printed.append(done.stdout.splitlines())
+    assert printed[0] == [str(trial) for trial in catalogue.trials("hybrid")]
+    assert printed[0] == printed[1]
+
+
+def test_an_unknown_strategy_is_refused_by_name() -> None:
+    with pytest.raises(BadCase, match="one of data_parallel, emulated_data_parallel"):
+        catalogue.cases(promise_of="ddp_men")
