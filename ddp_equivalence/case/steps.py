@@ -1,26 +1,20 @@
-"""Several steps in one check: how the batch is read, and how each step's gradients are named."""
+"""Several training steps in one check: how the batch is read, and which gradient is which."""
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 Compare = Literal["gradients", "update"]
+"""Whether the gradients of every step are compared, or how far all steps together move the weights.
+"""
 
 Steps = int | tuple[int, ...]
+"""How many big batches the batch is read as, or how many examples each of them has."""
 
-"""How a batch is read as consecutive big batches: their number, or the examples of each."""
-
-
-def in_step(name: str, step: int, steps: int) -> str:
-    """A parameter's name where gradients of several steps are compared."""
-    return name if steps == 1 else f"{name} (step {step + 1})"
+GradientKey = tuple[int, str]
+"""Step, counted from 0, and parameter name. Updates are compared once, so their step is 0."""
 
 
-def step_of(name: str) -> str:
-    """What ``in_step`` has added to a name; "" where one step is compared."""
-    found = _STEP.search(name)
-    return found.group() if found else ""
-
-
-_STEP = re.compile(r" \(step \d+\)$")
+def step_count(steps: Steps) -> int:
+    """The number of big batches, which is the number of training steps."""
+    return steps if isinstance(steps, int) else len(steps)

@@ -1,74 +1,74 @@
-"""Which elements of large gradients are kept to take a difference apart."""
+"""Large gradients are sampled: a difference is explained on some of their elements."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic
 
 import torch
 from torch import Tensor
 
-from ddp_equivalence.comparison.chunks import Chunk
-from ddp_equivalence.comparison.gradients import Gradients, dense
+from ddp_equivalence.comparison.gradients import Key, dense
 
 
 @dataclass(frozen=True)
-class ElementSample:
-    """Which elements of flattened gradients are kept: every ``stride[name]``-th, from the first.
+class ElementSample(Generic[Key]):
+    """Which elements of flattened gradients are kept: every ``stride``-th, beginning at the first.
 
-    Sums of gradients are sums in every element, so whatever mixes them shows in a selection too.
+    A sum of gradients is a sum in every element, so a mixture of gradients shows in a sample too.
+    ``sizes``: the number of elements of each gradient. ``stride``: the distance of the kept ones.
     """
 
-    sizes: Mapping[str, int]
-    stride: Mapping[str, int]
+    sizes: Mapping[Key, int]
+    stride: Mapping[Key, int]
 
     @classmethod
-    def at_most(cls, elements: int, sizes: Mapping[str, int]) -> ElementSample:
-        """All of them if they are few enough, else about equally many of each parameter."""
+    def at_most(cls, elements: int, sizes: Mapping[Key, int]) -> ElementSample[Key]:
+        """Keep all elements if they are few enough, else about equally many of each gradient."""
         if sum(sizes.values()) <= elements:
             return cls(sizes, dict.fromkeys(sizes, 1))
         each = max(1, elements // len(sizes))
-        # Odd, so that the columns of a matrix are met in turn.
-        return cls(sizes, {name: -(-size // each) | 1 for name, size in sizes.items()})
+        # An odd stride visits the columns of a matrix in turn.
+        return cls(sizes, {key: -(-size // each) | 1 for key, size in sizes.items()})
 
-    def only(self, names: Sequence[str]) -> ElementSample:
-        """The same of these parameters alone."""
+    def only(self, keys: Sequence[Key]) -> ElementSample[Key]:
+        """The same sample, of these gradients alone."""
         return ElementSample(
-            {name: self.sizes[name] for name in names}, {name: self.stride[name] for name in names}
+            {key: self.sizes[key] for key in keys}, {key: self.stride[key] for key in keys}
         )
 
     @property
     def is_whole(self) -> bool:
+        """True if every element is kept."""
         return all(stride == 1 for stride in self.stride.values())
 
-    def size(self, name: str) -> int:
-        """How many elements of this parameter are kept."""
-        return len(range(0, self.sizes[name], self.stride[name]))
+    def size(self, key: Key) -> int:
+        """How many elements of this gradient are kept."""
+        return len(range(0, self.sizes[key], self.stride[key]))
 
-    def of_chunk(self, chunk: Chunk) -> Tensor:
-        """What is kept of a chunk, as a copy."""
-        first = -chunk.offset % self.stride[chunk.name]
-        return chunk.values[first :: self.stride[chunk.name]].clone()
+    def of_chunk(self, key: Key, offset: int, values: Tensor) -> Tensor:
+        """A copy of the kept elements among ``values``, which begin at ``offset``."""
+        return values[-offset % self.stride[key] :: self.stride[key]].clone()
 
-    def of_one(self, name: str, gradient: Tensor) -> Tensor:
-        """What is kept of one gradient, as float64 on the CPU, in memory of its own."""
-        flat = dense(gradient).reshape(-1)[:: self.stride[name]]
+    def of_one(self, key: Key, gradient: Tensor) -> Tensor:
+        """A copy of the kept elements of one gradient, as float64 on the CPU."""
+        flat = dense(gradient).reshape(-1)[:: self.stride[key]]
         return flat.to("cpu", torch.float64, copy=True)
 
-    def of(self, gradients: Gradients) -> Tensor:
-        """What is kept of all as one vector; None counts as zero."""
+    def of(self, gradients: Mapping[Key, Tensor | None]) -> Tensor:
+        """The kept elements of all gradients as one vector; None counts as zeros."""
         return self.joined(
-            {name: self.of_one(name, one) for name, one in gradients.items() if one is not None}
+            {key: self.of_one(key, one) for key, one in gradients.items() if one is not None}
         )
 
-    def joined(self, kept: Mapping[str, Tensor]) -> Tensor:
-        """What was kept of each as one float64 vector; zeros for what is missing."""
-        zeros = {name: self.size(name) for name in self.sizes if name not in kept}
+    def joined(self, kept: Mapping[Key, Tensor]) -> Tensor:
+        """One float64 vector of the elements kept of each gradient; zeros for a missing one."""
         return torch.cat(
             [
-                torch.zeros(zeros[name], dtype=torch.float64)
-                if name in zeros
-                else kept[name].double()
-                for name in self.sizes
+                kept[key].double()
+                if key in kept
+                else torch.zeros(self.size(key), dtype=torch.float64)
+                for key in self.sizes
             ]
         )

@@ -1,21 +1,25 @@
-"""Gradients by parameter name, and the few operations that comparing them needs."""
+"""Gradients by parameter name, and the few operations on them that a comparison needs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-Gradients = Mapping[str, Tensor | None]
+from ddp_equivalence.case.steps import GradientKey
 
-"""Parameter name -> gradient, or None where backward left none."""
+Gradients = Mapping[GradientKey, Tensor | None]
+"""(step, parameter name) -> gradient, or None where backward left none."""
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a gradient is, without its values; ``layout`` is ``strided`` or ``sparse_coo``."""
+    """Shape, dtype and layout of a gradient; ``layout`` is ``strided`` or ``sparse_coo``."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -27,7 +31,7 @@ class Description:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
-    """The gradient of every parameter, shared parameters once, under their first name."""
+    """The gradient of every parameter. A shared parameter appears once, under its first name."""
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -45,7 +49,7 @@ def updates_of(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def sgd_step(model: nn.Module, lr: float) -> None:
-    """Plain SGD: no momentum, no decay, nothing that hides a factor."""
+    """SGD without momentum or weight decay: nothing that could hide a factor on the gradient."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -53,18 +57,18 @@ def sgd_step(model: nn.Module, lr: float) -> None:
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """Detached, and dense if it was sparse."""
+    """The gradient without its graph, and dense if it was sparse."""
     gradient = gradient.detach()
     return gradient.to_dense() if gradient.layout is not torch.strided else gradient
 
 
-def describe(gradients: Gradients) -> dict[str, Description | None]:
+def describe(gradients: Mapping[Key, Tensor | None]) -> dict[Key, Description | None]:
     """The description of every gradient, None where there is none."""
     return {
-        name: None
+        key: None
         if gradient is None
         else Description(
             tuple(gradient.shape), gradient.dtype, str(gradient.layout).removeprefix("torch.")
         )
-        for name, gradient in gradients.items()
+        for key, gradient in gradients.items()
     }

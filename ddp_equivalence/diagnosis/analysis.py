@@ -1,4 +1,4 @@
-"""What lies around a measured gradient: predictions of every fault, computed when asked for."""
+"""The analysis of one check: whatever costs time to know, computed when it is asked for."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.random_state import step_seed
 from ddp_equivalence.case.shards import OWN, split
-from ddp_equivalence.case.steps import Steps, in_step
+from ddp_equivalence.case.steps import GradientKey, Steps
 from ddp_equivalence.comparison.comparison import ParameterComparison
 from ddp_equivalence.comparison.element_sample import ElementSample
+from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.comparison.tolerance import Noise
-from ddp_equivalence.diagnosis.diagnose import NearestFault, nearest_fault
+from ddp_equivalence.diagnosis.diagnose import Finding, NearestFault, diagnose, nearest_fault
 from ddp_equivalence.diagnosis.divisor_candidates import counts
-from ddp_equivalence.diagnosis.localisation import left_over_of_weights
+from ddp_equivalence.diagnosis.divisors import WhoseMean, whose_mean
+from ddp_equivalence.diagnosis.localisation import Clues, clues, left_over_of_weights
+from ddp_equivalence.diagnosis.measured_view import first_wrong_step, repeats, taken_apart
+from ddp_equivalence.diagnosis.shares import Shares, shares_of
 from ddp_equivalence.diagnosis.view import Piece, View
+from ddp_equivalence.measurement.measure import Measurement
+from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.request import Request
-from ddp_equivalence.reference import Reference
 from ddp_equivalence.strategies.sharded_batch import Indices, facts_of
 
 MAX_ELEMENTS = 2_000_000
@@ -34,18 +39,26 @@ MAX_SELECTED = 200_000
 """Ranks x elements of that selection: enough to tell causes apart, and little beside the model."""
 
 
-class Surroundings:
-    """Of one request and its reference; a check that is plainly the same never asks."""
+class Analysis:
+    """Everything about a check that costs time to know: computed when it is asked for, and once.
 
-    def __init__(self, request: Request, reference: Reference) -> None:
-        self._request, self._reference = request, reference
+    ``check`` makes it from the request and the reference, and adds what was ``measured`` on the
+    ranks and, where something differs, what was ``observed`` in a second run. A check that is
+    plainly the same asks for nothing.
+    """
+
+    def __init__(self, request: Request, expected: Expected) -> None:
+        self._request = request
+        self._expected = expected
+        self.measurement: Measurement | None = None
+        self.observed: Mapping[int, Observation] = {}
 
     @cached_property
-    def selection(self) -> ElementSample:
-        """The elements that are kept of what the ranks send: of all steps, by name."""
+    def sample(self) -> ElementSample[GradientKey]:
+        """The elements that are kept of the gradients that the ranks send."""
         sizes = {
-            name: value.numel()
-            for name, value in self._reference.expected.items()
+            key: value.numel()
+            for key, value in self._expected.reference.expected.items()
             if value is not None
         }
         world_size = self._request.case.ranks.world_size
@@ -53,60 +66,107 @@ class Surroundings:
             return ElementSample.at_most(MAX_ELEMENTS, sizes)
         return ElementSample.at_most(MAX_SELECTED // world_size, sizes)
 
-    @cached_property
-    def own_selection(self) -> ElementSample:
-        """The same of one step's gradients."""
-        request = self._request
-        names = [name for name, _ in build_model(request.case).named_parameters()]
-        full = {name: in_step(name, 0, request.step_count) for name in names}
-        if request.compare == "update":
-            full = {name: name for name in names}
-        known = {name: one for name, one in full.items() if one in self.selection.sizes}
+    def sample_of_step(self, step: int) -> ElementSample[str]:
+        """The elements that are kept of one step's gradients, by parameter name."""
+        names = [name for of_step, name in self.sample.sizes if of_step == step]
         return ElementSample(
-            {name: self.selection.sizes[one] for name, one in known.items()},
-            {name: self.selection.stride[one] for name, one in known.items()},
+            {name: self.sample.sizes[step, name] for name in names},
+            {name: self.sample.stride[step, name] for name in names},
         )
 
     @cached_property
-    def view(self) -> View | None:
-        """What hypotheses may look at in the first step."""
-        return self.view_of_step(0)
-
-    @cached_property
-    def nearest(self) -> NearestFault | None:
+    def nearest_fault(self) -> NearestFault | None:
         """The fault that would be hardest to see; None where the model is too large to tell."""
-        if not self.selection.is_whole or self.view is None:
-            return None
-        return nearest_fault(self.view)
+        view = self._view_of_step(0) if self.sample.is_whole else None
+        return None if view is None else nearest_fault(view)
 
-    def floor_of(self, one: ParameterComparison) -> float | None:
-        """What rounding alone does to this parameter on one device, relative to its norm.
+    def floor_of(self, parameter: ParameterComparison) -> float | None:
+        """How far rounding alone moves this parameter on one device, relative to its norm.
 
         None where the model is too large to measure it for a report alone.
         """
-        if not self.selection.is_whole:
+        if not self.sample.is_whole:
             return None
-        noise = self._reference.rounding.noise.get(one.name, Noise())
-        return noise.norm / one.norm if one.norm > 0 else 0.0
+        noise = self._expected.rounding.noise.get(parameter.key, Noise())
+        return noise.norm / parameter.norm if parameter.norm > 0 else 0.0
 
-    def view_of_step(self, step: int) -> View | None:
-        """What hypotheses may look at in one step; None where there is nothing to look at."""
-        request, case, reference = self._request, self._request.case, self._reference
-        if request.compare == "update" and request.step_count > 1:
-            return None  # after the first step the weights of a wrong run are its own
-        model = build_model(case)
-        count = request.step_count
-        named = {
-            name: in_step(name, step, count)
-            for name, _ in model.named_parameters()
-            if reference.expected.get(in_step(name, step, count)) is not None
-        }
-        if not named:
+    @cached_property
+    def repeated(self) -> bool | None:
+        """True if the second run left the same bits on every rank; None if that is not known."""
+        if self.measurement is None or not self.sample.is_whole:
             return None
-        selection = ElementSample(
-            {name: self.selection.sizes[full] for name, full in named.items()},
-            {name: self.selection.stride[full] for name, full in named.items()},
-        )
+        return repeats(self.measurement.measured, self.observed)
+
+    @cached_property
+    def view(self) -> View | None:
+        """The first step that differs, as hypotheses see it; None if nothing can be fitted."""
+        if self.measurement is None or self.why_no_view:
+            return None
+        step = self.first_wrong_step
+        view = self._view_of_step(step)
+        if view is None:
+            return None
+        return taken_apart(view, self.measurement, self.observed, step, self.repeated is False)
+
+    @cached_property
+    def why_no_view(self) -> str:
+        """Why no hypothesis can be fitted to the difference; "" if one can."""
+        if self.measurement is not None and self.measurement.comparison.structure:
+            return "gradients that are missing or of another shape cannot be fitted"
+        if self._later_weights_are_wrong:
+            return "after the first step the weights of a wrong run are its own"
+        return ""
+
+    @cached_property
+    def first_wrong_step(self) -> int:
+        """The first step that differs. Updates are compared after the last one."""
+        assert self.measurement is not None
+        if self._request.compare == "update":
+            return self._request.step_count - 1
+        return first_wrong_step(self.measurement.comparison, self._request.step_count)
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """All explanations of the difference, best first."""
+        if self.view is None or self.measurement is None:
+            return ()
+        return diagnose(self.view, self.measurement.comparison)
+
+    @cached_property
+    def shares(self) -> Shares | str:
+        """How often each example entered what each rank holds, or why that is not known."""
+        return self.why_no_view if self.view is None else shares_of(self.view)
+
+    @cached_property
+    def divisors(self) -> WhoseMean | None:
+        """The numbers that the loss, the ranks and the big batch divide by, if they are plain."""
+        return None if self.view is None else whose_mean(self.view)
+
+    @cached_property
+    def localisation(self) -> Clues:
+        """In which half of the step, and in which module, the difference lies."""
+        if self.measurement is None:
+            return Clues()
+        if self.view is None:
+            if self.measurement.comparison.structure or not self._later_weights_are_wrong:
+                return Clues()
+            return Clues(weights=self._left_over_of_weights())
+        named = bool(self.findings) and self.findings[0].accepted
+        return clues(self.view, self.measurement.comparison, named=named)
+
+    @property
+    def _later_weights_are_wrong(self) -> bool:
+        return self._request.compare == "update" and self._request.step_count > 1
+
+    def _view_of_step(self, step: int) -> View | None:
+        """What hypotheses may look at in one step; None where there is nothing to look at."""
+        request, case, reference = self._request, self._request.case, self._expected.reference
+        if self._later_weights_are_wrong:
+            return None
+        model = build_model(case)
+        sample = self.sample_of_step(0 if request.compare == "update" else step)
+        if not sample.sizes:
+            return None
         batches = build_batches(case, request.steps)
         examples = count_examples(batches[step])
         dealt = None
@@ -120,47 +180,48 @@ class Surroundings:
         return View(
             case=case,
             layout=case.ranks,
-            expected=self._expected(selection, step),
-            shapes={name: tuple(p.shape) for name, p in model.named_parameters() if name in named},
-            selection=selection,
+            expected=self._expected_of_step(sample, step),
+            shapes={
+                name: tuple(p.shape) for name, p in model.named_parameters() if name in sample.sizes
+            },
+            selection=sample,
             ranks=tuple(range(request.processes.world_size)),
             dealt=dealt,
             parts=parts,
             batch=batches[step],
             examples=examples,
             before=tuple(batches[:step]),
-            previous=tuple(self._expected(selection, earlier) for earlier in range(step)),
+            previous=tuple(self._expected_of_step(sample, earlier) for earlier in range(step)),
             lr=request.lr,
             has_batch_norm=_has(model, nn.modules.batchnorm._BatchNorm),
             has_dropout=_has(model, nn.modules.dropout._DropoutNd)
-            and reference.rounding.order_matters,
-            dtype=reference.dtype,
+            and self._expected.rounding.order_matters,
+            dtype=reference.lowest_dtype,
             seed=step_seed(case, step),
             counts=counts(batches[step]),
             batch_coupled=_coupled(case),
             sums_in_nodes=request.strategy is not None and request.strategy.sums_in_nodes,
             scale=-request.lr if request.compare == "update" else 1.0,
             on_cpu=request.lane.device_type == "cpu",
-            known=self._known(step) if selection.is_whole else {},
+            known=self._known(step) if sample.is_whole else {},
         )
 
-    def left_over_of_weights(
-        self, measured: Mapping[int, Mapping[str, Tensor | None]]
-    ) -> Mapping[str, float]:
+    def _left_over_of_weights(self) -> Mapping[str, float]:
         """Of an update over several steps: how many times the first weights are left over."""
-        selection, reference = self.selection, self._reference
-        found = {name: one for name, one in measured[0].items() if one is not None}
+        assert self.measurement is not None
+        sample = self.sample_of_step(0)
+        measured = {name: one for (_, name), one in self.measurement.measured[0].items()}
         return left_over_of_weights(
             self._request.case,
-            selection,
-            selection.of(reference.expected),
-            selection.joined(found),
+            sample,
+            self._expected_of_step(sample, 0),
+            sample.joined({name: one for name, one in measured.items() if name in sample.sizes}),
         )
 
-    def _expected(self, selection: ElementSample, step: int) -> Tensor:
-        count = self._request.step_count
-        found = self._reference.expected
-        return selection.of({name: found[in_step(name, step, count)] for name in selection.sizes})
+    def _expected_of_step(self, sample: ElementSample[str], step: int) -> Tensor:
+        step = 0 if self._request.compare == "update" else step
+        expected = self._expected.reference.expected
+        return sample.of({name: expected[step, name] for name in sample.sizes})
 
     def _known(self, step: int) -> dict[tuple[Indices, bytes], Piece]:
         request = self._request

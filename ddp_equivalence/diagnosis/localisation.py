@@ -54,7 +54,7 @@ def clues(view: View, comparison: Comparison, named: bool) -> Clues:
 
 def left_over_of_weights(
     case: Case,
-    selection: ElementSample,
+    selection: ElementSample[str],
     expected: Tensor,
     measured: Tensor,
 ) -> Mapping[str, float]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ddp_equivalence.case.steps import in_step
+from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.diagnosis.view import View
@@ -16,7 +16,7 @@ from ddp_equivalence.measurement.measure import Measurement
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.strategies.sharded_batch import Indices
 
-Kept = Mapping[int, Mapping[str, Tensor | None]]
+Kept = Mapping[int, Mapping[GradientKey, Tensor]]
 
 
 def taken_apart(
@@ -24,19 +24,17 @@ def taken_apart(
     found: Measurement,
     observed: Mapping[int, Observation],
     step: int,
-    steps: int,
     unrepeatable: bool,
 ) -> View:
     """The view of one step with what was measured and observed in it.
 
     What the ranks read tells the micro-batches of a step of one's own.
     """
-    full = {name: in_step(name, step, steps) for name in view.shapes}
-    beyond = {one.name for one in found.comparison.parameters if not (one.same and one.ranks_agree)}
+    beyond = {one.key for one in found.comparison.parameters if not (one.same and one.ranks_agree)}
     seen = replace(
         view,
-        measured=torch.stack([_joined(view, found.measured[rank], full) for rank in view.ranks]),
-        differing=frozenset(name for name in full if full[name] in beyond),
+        measured=torch.stack([_joined(view, found.measured[rank], step) for rank in view.ranks]),
+        differing=frozenset(name for name in view.shapes if (step, name) in beyond),
         observed=observed,
         unrepeatable=unrepeatable,
     )
@@ -47,11 +45,7 @@ def taken_apart(
 
 def first_wrong_step(comparison: Comparison, steps: int) -> int:
     """The first step with a parameter beyond its limit: the weights before it were still right."""
-    wrong = {one.name for one in comparison.differing}
-    for step in range(1, steps):
-        if any(name.endswith(in_step("", step - 1, steps)) for name in wrong):
-            return step - 1
-    return steps - 1
+    return min((one.key[0] for one in comparison.differing), default=steps - 1)
 
 
 def repeats(measured: Kept, observed: Mapping[int, Observation]) -> bool | None:
@@ -59,16 +53,16 @@ def repeats(measured: Kept, observed: Mapping[int, Observation]) -> bool | None:
     if not observed:
         return None
     return all(
-        digest({name: value}) == observed[rank].gradients.get(name)
-        for rank, found in measured.items()
-        for name, value in found.items()
-        if value is not None and rank in observed
+        digest({key[1]: value}) == observed[rank].gradients.get(key)
+        for rank, of_rank in measured.items()
+        for key, value in of_rank.items()
+        if rank in observed
     )
 
 
-def _joined(view: View, found: Mapping[str, Tensor | None], full: Mapping[str, str]) -> Tensor:
-    values = {name: found.get(full[name]) for name in view.shapes}
-    return view.selection.joined({name: one for name, one in values.items() if one is not None})
+def _joined(view: View, measured: Mapping[GradientKey, Tensor], step: int) -> Tensor:
+    values = {name: measured[step, name] for name in view.shapes if (step, name) in measured}
+    return view.selection.joined(values)
 
 
 def _is_the_deal(view: View, read: tuple[tuple[Indices, ...], ...]) -> bool:

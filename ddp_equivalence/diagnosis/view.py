@@ -16,9 +16,9 @@ from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.comparison.element_sample import ElementSample
+from ddp_equivalence.diagnosis.example_gradients import loss_and_gradient_of
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.ranks.threads import threads_for
-from ddp_equivalence.reference import loss_and_gradient_of
 from ddp_equivalence.strategies.sharded_batch import Indices
 
 NEAR = 1e-6
@@ -65,7 +65,7 @@ class View:
     layout: Layout
     expected: Tensor
     shapes: dict[str, tuple[int, ...]]
-    selection: ElementSample
+    selection: ElementSample[str]
     ranks: tuple[int, ...]
     dealt: tuple[Indices, ...] | None
     parts: tuple[tuple[Indices, ...], ...] | None

@@ -11,33 +11,36 @@ from torch import Tensor
 
 from ddp_equivalence.case.case import name_of
 from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.chunks import RawChunk
-from ddp_equivalence.comparison.comparison import Comparator, Comparison
+from ddp_equivalence.comparison.comparator import Comparator
+from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.element_sample import ElementSample
+from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.comparison.tolerance import Tolerance
 from ddp_equivalence.measurement.observation import Observation
-from ddp_equivalence.measurement.on_rank import Evidence, Work, run
+from ddp_equivalence.measurement.on_rank import run
 from ddp_equivalence.measurement.request import Request
+from ddp_equivalence.measurement.work import Evidence, Work
 from ddp_equivalence.ranks import pickling, root_cause
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.probe import ask_once
 from ddp_equivalence.ranks.rank_set import RankSet
 from ddp_equivalence.ranks.warm_ranks import Environment, warm_ranks
-from ddp_equivalence.reference import Reference
 
 
 @dataclass
 class Measurement:
     """What came back from the ranks.
 
-    ``measured``: of the gradients themselves what was selected, flattened. ``output``: what each
-    rank printed. ``changed``: rank -> what its process was left with, as phrases; ``left``: the
-    same as an error with an entry for every rank.
+    ``measured``: rank -> the sampled elements of every gradient, flattened. ``output``: rank -> the
+    text that it printed. ``changed``: rank -> what the step changed in its process or left running there, as
+    phrases; ``left``: the same as an error with an entry for every rank.
     """
 
     comparison: Comparison
     evidence: Mapping[int, Evidence]
-    measured: Mapping[int, Mapping[str, Tensor | None]]
+    measured: Mapping[int, Mapping[GradientKey, Tensor]]
     output: Mapping[int, str]
     changed: Mapping[int, tuple[str, ...]]
     left: RankFailed | None
@@ -47,7 +50,7 @@ class Measurement:
 def at_work(
     request: Request, deadline: float, fresh: bool, environment: Environment = ()
 ) -> Iterator[RankSet]:
-    """Ranks that have begun with the request, until the end of the block.
+    """Ranks that work on the request, until the end of the block.
 
     Raises BadCase if the step cannot travel, RankFailed if ranks cannot be started.
     """
@@ -61,7 +64,7 @@ def at_work(
         yield ranks
 
 
-def _message(request: Request, observe: ElementSample | None = None) -> bytes:
+def _message(request: Request, observe: ElementSample[str] | None = None) -> bytes:
     work = Work(
         case=request.case,
         step=request.step,
@@ -81,40 +84,42 @@ def _message(request: Request, observe: ElementSample | None = None) -> bytes:
 def measure(
     ranks: RankSet,
     request: Request,
-    reference: Reference,
+    expected: Expected,
     deadline: float,
-    selection: ElementSample,
+    sample: ElementSample[GradientKey],
 ) -> Measurement:
-    """Compare while gradients arrive: nothing is held but sums and what is selected.
+    """Compare the gradients while they arrive: only sums and sampled elements of them are kept.
 
     Raises RankFailed or RanksTimedOut.
     """
-    tolerance = Tolerance(reference.dtype, exact=request.case.exact)
-    stream = Comparator(reference.expected, reference.described, tolerance)
+    tolerance = Tolerance(expected.reference.lowest_dtype, exact=request.case.exact)
+    comparator = Comparator(expected.reference.expected, expected.described, tolerance)
     evidence: dict[int, Evidence] = {}
-    kept: dict[int, dict[str, list[Tensor]]] = {}
+    kept: dict[int, dict[GradientKey, list[Tensor]]] = {}
     for rank, result in ranks.collect(deadline):
         if isinstance(result, Evidence):
             evidence[rank] = result
-            stream.begin(rank, result.gradients)
+            comparator.begin(rank, result.gradients)
             kept[rank] = {}
             continue
         assert isinstance(result, list)
         for raw in result:
             assert isinstance(raw, RawChunk)
             chunk = raw.open()
-            stream.add(rank, chunk)
-            if chunk.name in selection.sizes:
-                kept[rank].setdefault(chunk.name, []).append(selection.of_chunk(chunk))
-    comparison = stream.finish({})
-    if not comparison.same:  # by more than the least limits; what do they owe to rounding?
-        comparison = stream.finish(reference.rounding.noise)
+            comparator.add(rank, chunk)
+            if chunk.key in sample.sizes:
+                elements = sample.of_chunk(chunk.key, chunk.offset, chunk.values)
+                kept[rank].setdefault(chunk.key, []).append(elements)
+    comparison = comparator.finish({})
+    if not comparison.same:
+        # Something is beyond the least limit, so the limits now take the measured rounding in.
+        comparison = comparator.finish(expected.rounding.noise)
     return Measurement(
         comparison=comparison,
-        evidence=dict(sorted(evidence.items())),  # ranks report as they come
+        evidence=dict(sorted(evidence.items())),  # ranks report in any order
         measured={
-            rank: {name: torch.cat(values) for name, values in found.items()}
-            for rank, found in kept.items()
+            rank: {key: torch.cat(parts) for key, parts in of_rank.items()}
+            for rank, of_rank in kept.items()
         },
         output={rank: ranks.output(rank) for rank in sorted(evidence)},
         changed=dict(sorted(ranks.changed.items())),
@@ -123,24 +128,24 @@ def measure(
 
 
 def observe(
-    ranks: RankSet, request: Request, deadline: float, selection: ElementSample
+    ranks: RankSet, request: Request, deadline: float, sample: ElementSample[str]
 ) -> dict[int, Observation]:
-    """Run the same step once more, watched closely: rank -> what was seen, all ranks or none."""
+    """Run the step a second time and watch it: rank -> what was seen, of all ranks or of none."""
     if ranks.broken or request.in_process or not request.second_look:
-        return {}  # no ranks to run it on, or somebody is looking already
+        return {}  # there are no ranks to run it on, or a debugger is attached to it
     found = {}
     try:
-        ranks.submit(_message(request, selection))
+        ranks.submit(_message(request, sample))
         for rank, result in ranks.collect(deadline):
             if isinstance(result, Evidence) and result.observed is not None:
                 found[rank] = result.observed
     except RankFailed:
-        return {}  # the first run's word stands without evidence
+        return {}  # the difference that the first run showed stands without this evidence
     return dict(sorted(found.items()))
 
 
 def wrong_collectives(ranks: RankSet, request: Request) -> tuple[str, ...]:
-    """What the collectives of this backend answer wrongly; asked once in a run."""
+    """The wrong answers that collectives of this backend give. They are asked once in a run."""
     if ranks.broken or request.in_process or request.processes.world_size == 1:
         return ()
     try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.ranks.collectives import Collective
 
 Indices = tuple[int, ...]
@@ -81,7 +82,7 @@ class Observation:
     wrappers: tuple[Wrapper, ...]
     frozen: tuple[str, ...]
     buffers: str
-    gradients: Mapping[str, str]
+    gradients: Mapping[GradientKey, str]
     clipped: tuple[float, ...] = ()
     collectives: tuple[Collective, ...] | None = None
 

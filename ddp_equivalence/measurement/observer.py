@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.measurement.example_lookup import Rows
@@ -33,7 +34,7 @@ class Observer:
     ``step``: the step that it is at; whoever takes several says so.
     """
 
-    def __init__(self, model: nn.Module, batch: object, selection: ElementSample) -> None:
+    def __init__(self, model: nn.Module, batch: object, selection: ElementSample[str]) -> None:
         self._model = model
         self._selection = selection
         self._own: dict[str, Tensor] = {}
@@ -80,7 +81,7 @@ class Observer:
 
     def found(
         self,
-        gradients: Mapping[str, Tensor | None],
+        gradients: Mapping[GradientKey, Tensor | None],
         collectives: tuple[Collective, ...] | None,
     ) -> Observation:
         """What was seen, with the ``gradients`` that the step left."""
@@ -92,7 +93,7 @@ class Observer:
                 name for name, one in self._model.named_parameters() if not one.requires_grad
             ),
             buffers=digest(dict(self._model.named_buffers())),
-            gradients={name: digest({name: one}) for name, one in gradients.items()},
+            gradients={key: digest({key[1]: one}) for key, one in gradients.items()},
             clipped=tuple(self._clipped),
             collectives=collectives,
         )

@@ -1,10 +1,9 @@
-"""What one rank does with a case: rebuild it, run the strategy or step, hand back what it left."""
+"""What one rank does with a case: rebuild it, run the strategy or the step, send its gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,15 +12,12 @@ from torch.utils import _pytree as pytree
 
 from ddp_equivalence.case.batch import concatenate, count_examples, move, take
 from ddp_equivalence.case.build import build_batches, build_model
-from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.random_state import random_numbers_kept_outside, seeded, step_seed
 from ddp_equivalence.case.shards import OWN, Shards, split
-from ddp_equivalence.case.steps import Compare, Steps, in_step
+from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.chunks import raw_messages
 from ddp_equivalence.comparison.digest import digest
-from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.comparison.gradients import (
-    Description,
     describe,
     gradients_of,
     sgd_step,
@@ -29,88 +25,44 @@ from ddp_equivalence.comparison.gradients import (
     weights_of,
 )
 from ddp_equivalence.faults.plant import Planted, plant
-from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.observer import Observer
-from ddp_equivalence.ranks import Rank, process_state
-from ddp_equivalence.ranks.collectives import Collective, new_collectives
+from ddp_equivalence.measurement.work import Evidence, Work
+from ddp_equivalence.ranks import process_state
+from ddp_equivalence.ranks.collectives import new_collectives
+from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.strategy import Task, TrainStep
-
-Step = Callable[[nn.Module, Any, Rank], Mapping[str, Tensor | None] | None]
-"""A user's own step: (model, shard, rank) -> None, or gradients (weights, for updates) by name."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What every rank is given: names, seeds and functions, no tensors."""
-
-    case: Case
-    step: Step | str
-    compare: Compare = "gradients"
-    lr: float = 0.1
-    steps: Steps = 1
-    plant: str = ""
-    """The fault to plant; "" for none."""
-    observe: ElementSample | None = None
-    """Watch the step closely, and send nothing of the gradients but this."""
-
-    @property
-    def count(self) -> int:
-        """How many steps are compared by name: updates are compared once, at the end."""
-        if self.compare == "update":
-            return 1
-        return self.steps if isinstance(self.steps, int) else len(self.steps)
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What really happened on one rank.
-
-    ``examples``: positions in the big batch that the rank was given, by step; None where the step
-    takes its own. ``data``: digest of those examples. ``inputs``: digest of what the model was
-    called with; None if it never was. ``start``: digest of the weights before.
-    ``collectives``: None if torch has no flight recorder. ``planted``: how often a planted fault
-    fired, None if none was planted. ``observed``: what a closer look saw.
-    """
-
-    examples: tuple[tuple[int, ...], ...] | None
-    data: str
-    inputs: str | None
-    start: str
-    collectives: tuple[Collective, ...] | None
-    device: str
-    gradients: Mapping[str, Description | None]
-    notes: Mapping[str, Any] = field(default_factory=dict)
-    planted: int | None = None
-    observed: Observation | None = None
 
 
 def run(rank: Rank, work: Work) -> Iterator[object]:
     """Yield the Evidence, then the gradients as lists of RawChunk."""
-    with random_numbers_kept_outside():  # nothing else in this process draws any
+    with random_numbers_kept_outside():  # nothing else in this process draws random numbers
         model = build_model(work.case).to(rank.device)
-        shapes = {
-            in_step(name, step, work.count): parameter.shape
-            for name, parameter in model.named_parameters()
-            for step in range(work.count)
-        }
-        found, evidence = _done(rank, work, model)
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        gradients, evidence = _run_step(rank, work, model)
     del model
     yield evidence
     if work.observe:
         return
-    # What is none of the model's is not compared, and may be huge: its description will do.
+    # Tensors that are not parameters of the model are never compared. They may be huge, so only
+    # their description is sent, with the evidence.
     yield from raw_messages(
-        {name: g for name, g in found.items() if g is None or g.shape == shapes.get(name)}
+        {
+            key: gradient
+            for key, gradient in gradients.items()
+            if gradient is None or gradient.shape == shapes.get(key[1])
+        }
     )
 
 
-def _done(rank: Rank, work: Work, model: nn.Module) -> tuple[dict[str, Tensor | None], Evidence]:
+def _run_step(
+    rank: Rank, work: Work, model: nn.Module
+) -> tuple[dict[GradientKey, Tensor | None], Evidence]:
     case = work.case
     start = digest(dict(model.named_parameters()))
     batches = build_batches(case, work.steps)
-    deals = [split(case.shards, count_examples(b), case.ranks.world_size) for b in batches]
-    given = _given(rank, work, batches, deals)
+    shards = [split(case.shards, count_examples(b), case.ranks.world_size) for b in batches]
+    given = _given(rank, work, batches, shards)
     data = digest(
         (str(place), leaf)
         for place, leaf in enumerate(pytree.tree_leaves(given))
@@ -122,32 +74,32 @@ def _done(rank: Rank, work: Work, model: nn.Module) -> tuple[dict[str, Tensor | 
     called = _CalledWith(model)
     planted = plant(work.plant) if work.plant else None
     with observer.watching() if observer else nullcontext(), planted or nullcontext():
-        found = _train(rank, work, model, given, deals, notes, planted, observer)
+        gradients = _train(rank, work, model, given, shards, notes, planted, observer)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     collectives = new_collectives()
-    mine = None if case.shards == OWN else tuple(deal.indices[rank.rank] for deal in deals)
+    own = None if case.shards == OWN else tuple(one.indices[rank.rank] for one in shards)
     evidence = Evidence(
-        examples=mine,
+        examples=own,
         data=data,
         inputs=called.digest(),
         start=start,
         collectives=collectives,
         device=str(rank.device),
-        gradients=describe(found),
+        gradients=describe(gradients),
         notes=notes,
         planted=planted.fired if planted else None,
-        observed=observer.found(found, collectives) if observer else None,
+        observed=observer.found(gradients, collectives) if observer else None,
     )
-    return found, evidence
+    return gradients, evidence
 
 
 class _CalledWith:
-    """Listens to what a model is called with, whoever calls it."""
+    """Records a digest of everything that the model is called with, whoever calls it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._seen: list[str] = []
-        # Not for torch.compile to look into: it would warn that it cannot.
+        # Hidden from torch.compile, which would warn that it cannot trace the hook.
         listen = torch.compiler.disable(self._listen)
         model.register_forward_pre_hook(listen, with_kwargs=True)
 
@@ -159,14 +111,14 @@ class _CalledWith:
         return " ".join(self._seen) or None
 
 
-def _given(rank: Rank, work: Work, batches: list[Any], deals: list[Shards]) -> list[Any]:
-    """The rank's examples of every step, on its device."""
+def _given(rank: Rank, work: Work, batches: list[Any], shards: list[Shards]) -> list[Any]:
+    """The examples that the rank is given in every step, on its device."""
     strategy = STRATEGIES.get(work.step) if isinstance(work.step, str) else None
     if work.case.shards == OWN or (strategy and strategy.one_process):
         return [move(batch, rank.device) for batch in batches]
     return [
-        move(take(batch, deal.indices[rank.rank]), rank.device)
-        for batch, deal in zip(batches, deals, strict=True)
+        move(take(batch, of_step.indices[rank.rank]), rank.device)
+        for batch, of_step in zip(batches, shards, strict=True)
     ]
 
 
@@ -175,13 +127,14 @@ def _train(
     work: Work,
     model: nn.Module,
     given: list[Any],
-    deals: list[Shards],
+    shards: list[Shards],
     notes: dict[str, Any],
     planted: Planted | None,
     observer: Observer | None,
-) -> dict[str, Tensor | None]:
+) -> dict[GradientKey, Tensor | None]:
+    """The gradients that each step leaves, or the update that all steps together leave."""
     before = weights_of(model) if work.compare == "update" else {}
-    task = Task(work.case, model, rank, deals, notes, work.steps)
+    task = Task(work.case, model, rank, shards, notes, work.steps)
     step: TrainStep
     if isinstance(work.step, str):
         step = STRATEGIES[work.step].prepare(task)
@@ -195,40 +148,59 @@ def _train(
         step = planted.in_step(task, step)
     if work.compare == "update" and not isinstance(work.step, str):
         with _seeded(step_seed(work.case, 0)):
-            return _own_update(model, before, step(concatenate(given)))
-
-    found: dict[str, Tensor | None] = {}
+            return _in_first_step(_own_update(model, before, step(concatenate(given))))
+    gradients: dict[GradientKey, Tensor | None] = {}
     for number, shard in enumerate(given):
         if observer:
             observer.step = number
-        model.zero_grad(set_to_none=True)
-        weights = digest(dict(model.named_parameters())) if len(given) > 1 else ""
-        with _seeded(step_seed(work.case, number)):
-            returned = step(shard)
-        moved = bool(weights) and weights != digest(dict(model.named_parameters()))
-        # Other ranks may have been given rank 0's weights by a new wrapper.
-        if moved and rank.rank == 0:
-            raise ValueError(
-                "the step moved the weights itself; between several steps the suite takes the SGD "
-                'step, so leave it out, or use compare="update"'
-            )
-        if work.compare == "gradients":
-            gradients = gradients_of(model) if returned is None else _by_name(returned)
-            if len(given) > 1:
-                # DDP's bucket views hold the gradients of the next step in the same memory.
-                gradients = {n: None if g is None else g.clone() for n, g in gradients.items()}
-            found |= {in_step(name, number, len(given)): g for name, g in gradients.items()}
         last = number + 1 == len(given)
+        returned = _one_step(rank, work, model, step, shard, number, several=len(given) > 1)
+        if work.compare == "gradients":
+            by_name = gradients_of(model) if returned is None else _by_name(returned)
+            if len(given) > 1:
+                # The bucket views of DDP hold the next step's gradients in the same memory.
+                by_name = {n: None if g is None else g.clone() for n, g in by_name.items()}
+            gradients |= {(number, name): gradient for name, gradient in by_name.items()}
         if returned is not None and not last:
             _put_on_parameters(model, returned)
         if work.compare == "update" or not last:
             sgd_step(model, work.lr)
-    return found if work.compare == "gradients" else updates_of(model, before)
+    if work.compare == "gradients":
+        return gradients
+    return _in_first_step(updates_of(model, before))
+
+
+def _one_step(
+    rank: Rank,
+    work: Work,
+    model: nn.Module,
+    step: TrainStep,
+    shard: Any,
+    number: int,
+    several: bool,
+) -> Mapping[str, Tensor | None] | None:
+    """Run one step. Raises ValueError if it moves the weights between several steps."""
+    model.zero_grad(set_to_none=True)
+    weights = digest(dict(model.named_parameters())) if several else ""
+    with _seeded(step_seed(work.case, number)):
+        returned = step(shard)
+    moved = several and weights != digest(dict(model.named_parameters()))
+    # On other ranks a new DDP wrapper may have replaced the weights by those of rank 0.
+    if moved and rank.rank == 0:
+        raise ValueError(
+            "the step moved the weights itself; between several steps the suite takes the SGD "
+            'step, so leave it out, or use compare="update"'
+        )
+    return returned
+
+
+def _in_first_step(by_name: Mapping[str, Tensor | None]) -> dict[GradientKey, Tensor | None]:
+    return {(0, name): tensor for name, tensor in by_name.items()}
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the generators; a step that sets torch's seed itself is remarked on."""
+    """Seed the generators, and note it if the step sets torch's seed itself."""
     with seeded(seed):
         yield
         if torch.initial_seed() != seed:
@@ -236,7 +208,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _put_on_parameters(model: nn.Module, gradients: Mapping[str, Tensor | None]) -> None:
-    """Gradients that the step returned by name are those that the next SGD step takes."""
+    """Let the next SGD step take the gradients that the step returned by name."""
     for name, parameter in model.named_parameters():
         gradient = gradients.get(name)
         parameter.grad = None if gradient is None else gradient.detach().to(parameter.dtype)
@@ -250,11 +222,11 @@ def _own_update(
     weights = _by_name(returned)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     found: dict[str, Tensor | None] = {name: None for name in before if name not in trained}
-    # A state_dict also has buffers, and a shared parameter under every name.
-    every = dict(model.named_parameters(remove_duplicate=False))
-    more = {name for name, _ in model.named_buffers()} | (every.keys() - before.keys())
+    # A state_dict also holds buffers, and a shared parameter under each of its names.
+    all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    not_compared = {name for name, _ in model.named_buffers()} | (all_names - before.keys())
     for name, weight in weights.items():
-        if name in more:
+        if name in not_compared:
             continue
         if weight is None or name not in before or weight.shape != before[name].shape:
             found[name] = weight

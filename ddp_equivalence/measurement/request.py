@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TypedDict
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.build import catalogue_loss_of
@@ -11,8 +12,8 @@ from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts import Layout, parse
 from ddp_equivalence.case.shards import OWN
-from ddp_equivalence.case.steps import Compare, Steps
-from ddp_equivalence.measurement.on_rank import Step
+from ddp_equivalence.case.steps import Compare, Steps, step_count
+from ddp_equivalence.measurement.work import Step
 from ddp_equivalence.ranks.lanes import Lane, choose, missing
 from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.strategy import Strategy
@@ -50,26 +51,49 @@ class Request:
 
     @property
     def step_count(self) -> int:
-        return self.steps if isinstance(self.steps, int) else len(self.steps)
+        return step_count(self.steps)
 
 
-def read_request(
-    case: Case,
-    step: Step | str,
-    compare: Compare,
-    lr: float,
-    steps: Steps,
-    backend: str | None,
-    deadline: float | None,
-    collective_deadline: float | None,
-    fresh_ranks: bool | None,
-    in_process: bool | None,
-    allow_changes: bool | None,
-) -> Request:
-    """What ``check`` was asked, with the run's settings filled in.
+class CheckOptions(TypedDict, total=False):
+    """The options of ``check``, which every function that makes a check takes as well.
 
-    Raises BadCase for an argument that cannot be right.
+    ``compare``: "gradients" calls the step once for every big batch and compares the gradients of
+    each. "update" compares how far the weights have moved: a step of your own is called once, with
+    the examples of all big batches joined, and leaves the trained weights in the model or returns
+    them by name; the reference takes as many plain SGD steps with the learning rate ``lr``.
+    ``steps``: how many big batches the batch is read as, or the number of examples of each.
+    ``backend``: "auto" (NCCL with a GPU for each rank, else gloo on the CPU), "gloo", "gloo_cuda",
+    "nccl", "nccl2" or "nccl-legacy". ``deadline``: seconds for the ranks' work.
+    ``collective_deadline``: seconds for one collective in it (half of ``deadline`` by default).
+    ``fresh_ranks``: start new processes for this check instead of using warm ones.
+    ``in_process``: rank 0 is the calling process, so that a debugger works in the step.
+    ``allow_changes``: the step may change its process (seed, environment, default dtype, threads
+    and processes left running) without failing the check; the changes are undone.
+
+    An option that is None, or absent, takes the setting of the run.
     """
+
+    compare: Compare
+    lr: float
+    steps: Steps
+    backend: str | None
+    deadline: float | None
+    collective_deadline: float | None
+    fresh_ranks: bool | None
+    in_process: bool | None
+    allow_changes: bool | None
+
+
+def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request:
+    """The request that these arguments of ``check`` make, with the run's settings filled in.
+
+    Raises BadCase for an argument that cannot be right, TypeError for an unknown option.
+    """
+    if unknown := options.keys() - CheckOptions.__annotations__.keys():
+        takes = ", ".join(CheckOptions.__annotations__)
+        raise TypeError(f"check() got an unexpected option {min(unknown)!r}; it takes {takes}")
+    compare, lr = options.get("compare", "gradients"), options.get("lr", 0.1)
+    steps, backend = options.get("steps", 1), options.get("backend")
     now = settings.current()
     if not isinstance(case, Case):
         raise BadCase("case", case, "a ddp_equivalence.Case")
@@ -81,7 +105,9 @@ def read_request(
         raise BadCase("compare", compare, f"one of {', '.join(COMPARES)}")
     if not _is_number(lr) or not 0 < lr < float("inf"):
         raise BadCase("lr", lr, "a learning rate above 0")
-    deadline, collective_deadline = _deadlines(deadline, collective_deadline)
+    deadline, collective_deadline = _deadlines(
+        options.get("deadline"), options.get("collective_deadline")
+    )
     _check_steps(steps)
     if case.exact and (compare == "update" or steps != 1):
         raise BadCase(
@@ -107,12 +133,16 @@ def read_request(
         lane=lane,
         deadline=deadline,
         collective_deadline=collective_deadline,
-        fresh=now.fresh_ranks if fresh_ranks is None else fresh_ranks,
-        in_process=now.in_process if in_process is None else in_process,
-        allow_changes=now.allow_changes if allow_changes is None else allow_changes,
+        fresh=_or_setting(options.get("fresh_ranks"), now.fresh_ranks),
+        in_process=_or_setting(options.get("in_process"), now.in_process),
+        allow_changes=_or_setting(options.get("allow_changes"), now.allow_changes),
         second_look=now.second_look,
         plant=now.plant,
     )
+
+
+def _or_setting(option: bool | None, setting: bool) -> bool:
+    return setting if option is None else option
 
 
 def _deadlines(case: float | None, collective: float | None) -> tuple[float, float]:

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddp_equivalence.case.layouts import parse
-from ddp_equivalence.diagnosis.vacuity import CANNOT_SHOW
+from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.report.record import Record
 
 COMPARED = ("same", "different")
+
+CANNOT_SHOW = UnknownBecause.PLANTED_FAULT_CANNOT_SHOW.value
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def _planted(planted: Sequence[Record], width: int) -> Iterator[str]:
         f"{'planted faults':<{width}}{len(caught)} of {len(shown)} caught, {named} of {len(shown)} "
         f"named ({of}){nearest}"
     )
-    hidden = sum(one["outcome"] == "unknown" and CANNOT_SHOW in one["reason"] for one in planted)
+    hidden = sum(one["unknown_because"] == CANNOT_SHOW for one in planted)
     others = {
         f"{hidden} more cannot show there, which was said": hidden,
         f"{len(planted) - len(shown) - hidden} UNKNOWN": len(planted) - len(shown) - hidden,

@@ -26,7 +26,6 @@ from ddp_equivalence.ranks.failure import RankEnd, RankFailed
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices, visible_devices
 from ddp_equivalence.ranks.process import Birth, Ends, main
 from ddp_equivalence.ranks.server import own_main, start_server
-from ddp_equivalence.report.wrapping import plural
 
 START_DEADLINE = 120.0
 """Seconds until all ranks have joined their group; the first start imports torch."""
@@ -188,7 +187,7 @@ class RankSet:
         for rank, count in issued.items():
             if alone := count - min(issued.values()):
                 # Nobody waits for them in this work; the next would meet them.
-                what = f"{alone} {plural(alone, 'collective')} that other ranks do not call"
+                what = f"{alone} collective{'s' * (alone > 1)} that other ranks do not call"
                 self.changed[rank] = (*self.changed.get(rank, ()), what)
                 self.broken = True
 

@@ -37,6 +37,7 @@ def record_of(verdict: Verdict, test_id: str, expected: str, floor: bool = True)
         "limit": _finite(verdict.limit),
         "seconds": round(verdict.seconds, 4),
         "reason": verdict.reason,
+        "unknown_because": verdict.unknown_because and verdict.unknown_because.value,
         "lane_reason": verdict.lane.reason,
         "parameters": len(comparison.parameters) if comparison else 0,
         "elements": comparison.elements if comparison else 0,

@@ -1,44 +1,46 @@
-"""The verdict of one check: frozen data, and the report that it prints."""
+"""The verdict of one check: frozen data, and whatever costs time to know when it is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal
 
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.steps import Compare
 from ddp_equivalence.comparison.comparison import Comparison
-from ddp_equivalence.diagnosis.analysis import Surroundings
+from ddp_equivalence.diagnosis.analysis import Analysis
 from ddp_equivalence.diagnosis.diagnose import Finding, NearestFault
-from ddp_equivalence.diagnosis.divisors import WhoseMean, whose_mean
-from ddp_equivalence.diagnosis.localisation import Clues, clues
-from ddp_equivalence.diagnosis.shares import Shares, shares_of
+from ddp_equivalence.diagnosis.divisors import WhoseMean
+from ddp_equivalence.diagnosis.localisation import Clues
+from ddp_equivalence.diagnosis.shares import Shares
+from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.observation import Observation
-from ddp_equivalence.measurement.on_rank import Evidence
 from ddp_equivalence.measurement.rerun import SecondLook
+from ddp_equivalence.measurement.work import Evidence
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.lanes import Lane
-from ddp_equivalence.report import render
 
 Outcome = Literal["same", "different", "unknown"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found. ``print(verdict)`` is the report that a failing test shows.
+    """The result of a check. ``print(verdict)`` is the report that a failing test shows.
 
-    ``outcome``: "same", "different" or "unknown" (then ``reason`` says why nothing was shown).
-    ``cause``: the public name of the accepted explanation, or None; ``causes``: where it takes two.
-    ``findings``: all explanations considered, best first. ``comparison``: per parameter and rank.
-    ``evidence``: rank -> what really ran; ``observed``: rank -> what a closer look at a second run
-    saw, ``repeated``: whether that left the same bits (None if not known). ``planted``: the fault
-    that was planted.
-    ``failure``: the ranks' failure, if they failed. ``second_look``: what a second try on fresh
-    ranks showed, where the first one hung or was aborted. ``output``: rank -> what it printed.
-    ``changed``: rank -> what the step changed in its process, or left running there.
+    ``outcome``: "same", "different", or "unknown" if nothing was shown; then ``reason`` says why in
+    words, and ``unknown_because`` as a value. ``cause``: the public name of the accepted
+    explanation, or None. ``findings``: all explanations considered, best first. ``comparison``:
+    error and limit by parameter and rank. ``evidence``: rank -> what really ran there.
+    ``observed``: rank -> what was seen of a second run of a step that differs; ``repeated``:
+    whether that run left the same bits; None if that is not known. ``planted``: the name of the fault that
+    was planted. ``examples``: the size of the big batch in each step. ``failure``: how the ranks
+    failed, if they did. ``second_look``: what a rerun on fresh ranks showed, after the first run
+    hung or was aborted. ``output``: rank -> what it printed. ``changed``: rank -> what the step changed
+    in its process, or left running there. ``repeat``: the command or call that repeats the check.
+    ``analysis``: computes the rest when it is asked for; None if there was nothing to analyse.
+    ``render``: writes the report.
     """
 
     case: Case
@@ -46,7 +48,9 @@ class Verdict:
     promise: str
     lane: Lane
     outcome: Outcome
+    render: Callable[[Verdict], str] = field(repr=False, compare=False)
     reason: str = ""
+    unknown_because: UnknownBecause | None = None
     cause: str | None = None
     findings: tuple[Finding, ...] = ()
     comparison: Comparison | None = None
@@ -63,79 +67,74 @@ class Verdict:
     second_look: SecondLook | None = None
     seconds: float = 0.0
     repeat: str = ""
-    around: Surroundings | None = field(default=None, repr=False, compare=False)
-    view: View | None = field(default=None, repr=False, compare=False)
-    no_view: str = field(default="", repr=False, compare=False)
-    _of_weights: Mapping[str, float] | None = field(default=None, repr=False, compare=False)
+    analysis: Analysis | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
-        return render(self)
+        return self.render(self)
 
     @property
     def causes(self) -> tuple[str, ...]:
-        """The names of all causes that it takes to explain what was measured."""
-        first = self.findings[0] if self.findings else None
-        return first.causes if first is not None and first.accepted else ()
+        """The names of all causes that it takes to explain the difference."""
+        best = self.findings[0] if self.findings else None
+        return best.causes if best is not None and best.accepted else ()
 
     @property
     def shares(self) -> Shares | None:
-        """How often each example entered what each rank holds; computed when asked for."""
-        found = self._shares_or_why
-        return None if isinstance(found, str) else found
+        """How often each example entered the gradient of each rank; None if that is not known."""
+        shares = None if self.analysis is None else self.analysis.shares
+        return None if isinstance(shares, str) else shares
 
     @property
     def why_no_shares(self) -> str:
         """Why there are none, in words; "" if there are."""
-        found = self._shares_or_why
-        return found if isinstance(found, str) else ""
+        shares = "" if self.analysis is None else self.analysis.shares
+        return shares if isinstance(shares, str) else ""
 
-    @cached_property
-    def _shares_or_why(self) -> Shares | str:
-        return self.no_view if self.view is None else shares_of(self.view)
-
-    @cached_property
+    @property
     def whose_mean(self) -> WhoseMean | None:
-        """What the loss, the ranks and the big batch divide by, where a count makes it plain."""
-        return None if self.view is None else whose_mean(self.view)
+        return None if self.analysis is None else self.analysis.divisors
 
-    @cached_property
+    @property
     def clues(self) -> Clues:
-        """What is known of the difference beside its cause; computed when asked for."""
-        if self.view is None or self.comparison is None:
-            return Clues(weights=self._of_weights)
-        return clues(self.view, self.comparison, named=self.cause is not None)
+        return Clues() if self.analysis is None else self.analysis.localisation
+
+    @property
+    def view(self) -> View | None:
+        """The difference as the hypotheses see it; None if nothing differs or can be fitted."""
+        return None if self.analysis is None else self.analysis.view
 
     @property
     def nearest(self) -> NearestFault | None:
         """The known fault that would be hardest to see on this case, and how far away it lies.
 
-        Computed when asked for; None where the model is too large to tell.
+        None if nothing was compared, or if the model is too large to tell.
         """
-        compared = self.comparison is not None and self.around is not None
-        return self.around.nearest if compared and self.around else None
+        if self.comparison is None or self.analysis is None:
+            return None
+        return self.analysis.nearest_fault
 
     @property
     def error(self) -> float | None:
-        """||measured - big batch|| / ||big batch|| of the parameter nearest to, or furthest
-        beyond, its limit, on its worst rank.
+        """||measured - big batch|| / ||big batch||, of the parameter nearest to its limit.
+
+        If parameters are beyond their limits, of the one furthest beyond. On its worst rank.
         """
         worst = self.comparison.worst if self.comparison else None
         return worst.error if worst else None
 
     @property
     def floor(self) -> float | None:
-        """What rounding alone does to that parameter on one device.
+        """How far rounding alone moves that parameter on one device, relative to its norm.
 
-        Measured when asked for, if the verdict did not depend on it; None where the model is too
-        large to be kept for that.
+        It is measured now if the verdict did not depend on it; None if the model is too large.
         """
         worst = self.comparison.worst if self.comparison else None
-        if worst is None or self.around is None:
+        if worst is None or self.analysis is None:
             return None
-        return worst.limit.floor or self.around.floor_of(worst)
+        return worst.limit.floor or self.analysis.floor_of(worst)
 
     @property
     def limit(self) -> float | None:
-        """The limit of that parameter."""
+        """The limit that this parameter is held to, relative to its norm."""
         worst = self.comparison.worst if self.comparison else None
         return worst.limit.relative if worst else None

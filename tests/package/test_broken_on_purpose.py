@@ -19,10 +19,11 @@ from ddp_equivalence import (
     assert_equivalent,
     check,
 )
-from ddp_equivalence.comparison.comparison import compare
+from ddp_equivalence.comparison.comparator import compare
 from ddp_equivalence.comparison.tolerance import Noise, Tolerance
 from ddp_equivalence.diagnosis import vacuity
 from ddp_equivalence.diagnosis.diagnose import NearestFault
+from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from tests.package.own_cases import build_model, loss, make_batch, own_case, right_step
 
 Gradients = dict[str, Tensor | None]
@@ -186,7 +187,10 @@ def test_a_limit_above_the_signal_is_no_pass() -> None:
     found = compare(truth, single, Tolerance(torch.float32))
     assert vacuity.against_a_pass(found, {}, lambda: NearestFault("sum_not_mean", 1.0)) is None
     hidden = vacuity.against_a_pass(found, {}, lambda: NearestFault("sum_not_mean", 5e-6))
-    assert hidden == "the limit lies above the signal: sum_not_mean would pass on this case"
+    assert hidden == Unknown(
+        UnknownBecause.LIMIT_ABOVE_SIGNAL,
+        "the limit lies above the signal: sum_not_mean would pass on this case",
+    )
     noise = {"weight": Noise(norm=1.0, element=1.0)}
     noisy = compare(truth, {0: {"weight": 2 * truth["weight"]}}, Tolerance(torch.float64), noise)
     assert noisy.same

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_equivalence import Case, check
+from ddp_equivalence import Case, Rank, check
 from ddp_equivalence.case.build import build_batches, build_model
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.models import MODELS
+from ddp_equivalence.comparison.rounding import measure_rounding
+from ddp_equivalence.diagnosis.unknown import UnknownBecause
+from ddp_equivalence.measurement.request import CheckOptions
 from ddp_equivalence.reference import big_batch
+from tests.package.own_cases import own_case, right_step
 
 
 def _linear(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -30,10 +35,10 @@ def test_the_gradient_of_a_linear_layer_is_the_one_worked_out_by_hand(
     inputs, targets, weight, bias = _linear(case)
     residual = 2 * (inputs @ weight.T + bias - targets) / (targets.size if divides else 1)
     expected = big_batch(case).expected
-    assert expected["weight"] is not None
-    assert expected["bias"] is not None
-    np.testing.assert_allclose(expected["weight"].numpy(), residual.T @ inputs, rtol=1e-13)
-    np.testing.assert_allclose(expected["bias"].numpy(), residual.sum(0), rtol=1e-13)
+    assert expected[0, "weight"] is not None
+    assert expected[0, "bias"] is not None
+    np.testing.assert_allclose(expected[0, "weight"].numpy(), residual.T @ inputs, rtol=1e-13)
+    np.testing.assert_allclose(expected[0, "bias"].numpy(), residual.sum(0), rtol=1e-13)
 
 
 def test_two_steps_move_the_weights_by_plain_sgd_as_worked_out_by_hand() -> None:
@@ -45,7 +50,7 @@ def test_two_steps_move_the_weights_by_plain_sgd_as_worked_out_by_hand() -> None
         inputs, targets = batch["inputs"].numpy(), batch["targets"].numpy()
         residual = 2 * (inputs @ weight.T + bias - targets) / targets.size
         weight, bias = weight - 0.1 * residual.T @ inputs, bias - 0.1 * residual.sum(0)
-    update = big_batch(case, compare="update", lr=0.1, steps=2).expected["weight"]
+    update = big_batch(case, compare="update", lr=0.1, steps=2).expected[0, "weight"]
     assert update is not None
     np.testing.assert_allclose(update.numpy(), weight - start, rtol=1e-12)
 
@@ -57,7 +62,7 @@ def test_the_token_mean_counts_valid_tokens_only() -> None:
     valid = targets >= 0
     chosen = logits.log_softmax(-1)[valid].gather(1, targets[valid][:, None])
     (-chosen.sum() / valid.sum()).backward()
-    expected = big_batch(case).expected["output.bias"]
+    expected = big_batch(case).expected[0, "output.bias"]
     measured = dict(model.named_parameters())["output.bias"].grad
     assert expected is not None
     assert measured is not None
@@ -89,10 +94,12 @@ def test_rounding_of_one_device_is_measured_in_the_precision_of_the_case() -> No
     relative = {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         found = big_batch(replace(case, dtype=dtype))
-        weight = found.expected["0.weight"]
+        weight = found.expected[0, "0.weight"]
         assert weight is not None
         relative[dtype] = (
-            found.rounding.noise["0.weight"].norm / float(weight.norm()) / torch.finfo(dtype).eps
+            measure_rounding(found).noise[0, "0.weight"].norm
+            / float(weight.norm())
+            / torch.finfo(dtype).eps
         )
     assert all(0.05 < in_eps < 20 for in_eps in relative.values()), relative
 
@@ -117,9 +124,13 @@ def test_inputs_are_rounded_before_the_truth_is_computed() -> None:
     assert torch.equal(seen[0], seen[0].bfloat16().double())
 
 
+def order_matters(model: str) -> bool:
+    return measure_rounding(big_batch(Case(model=model, loss="mse_mean"))).order_matters
+
+
 def test_a_model_that_depends_on_the_order_of_examples_is_noticed() -> None:
-    assert big_batch(Case(model="dropout", loss="mse_mean")).rounding.order_matters
-    assert not big_batch(Case(model="batch_norm", loss="mse_mean")).rounding.order_matters
+    assert order_matters("dropout")
+    assert not order_matters("batch_norm")
 
 
 def test_building_a_case_leaves_the_callers_random_state_alone() -> None:
@@ -129,17 +140,23 @@ def test_building_a_case_leaves_the_callers_random_state_alone() -> None:
     assert torch.equal(torch.get_rng_state(), torch_before)
 
 
+class WrongInStep:
+    """A right step, whose gradient is doubled in one of the steps."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.calls = number, 0
+
+    def __call__(self, model: nn.Module, shard: Any, rank: Rank) -> None:
+        self.calls += 1
+        right_step(model, shard, rank)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= 1 + (self.calls == self.number)
+
+
 def test_a_difference_after_the_big_batch_itself_diverges_is_not_judged() -> None:
-    case = Case(
-        model="attention_tied",
-        loss="token_sum",
-        layout="1x4",
-        shards="uneven",
-        dtype=torch.float32,
-        seed=81183,
-        examples=26,
-    )
-    verdict = check(case, "ddp_sum_hook", steps=3)
-    assert (verdict.outcome, "training diverges" in verdict.reason) == ("unknown", True), verdict
+    diverges: CheckOptions = {"steps": 3, "lr": 1e3}
+    after, before = (check(own_case(), WrongInStep(number), **diverges) for number in (3, 1))
+    assert after.unknown_because is UnknownBecause.REFERENCE_DIVERGES, after
     # What is wrong before it diverges is judged all the same.
-    assert check(case, "ddp_mean", steps=3).cause == "mean_not_sum"
+    assert before.outcome == "different", before

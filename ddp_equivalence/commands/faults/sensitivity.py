@@ -13,7 +13,7 @@ from torch import nn
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.check_equivalence import check
-from ddp_equivalence.measurement.on_rank import Step
+from ddp_equivalence.measurement.work import Step
 from ddp_equivalence.ranks import Rank
 from ddp_equivalence.strategies.manual_all_reduce import reduce_gradients
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ddp_equivalence.check_equivalence import check
 from ddp_equivalence.commands.faults.other_checks import OTHER_CHECKS
-from ddp_equivalence.diagnosis.vacuity import CANNOT_SHOW
+from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.faults.plant import planted
 from ddp_equivalence.faults.trials import FaultTrial
 from ddp_equivalence.report.verdict import Verdict
@@ -52,6 +52,7 @@ def judged(what: FaultTrial, verdict: Verdict) -> Planting:
     """Was it caught, and under which name?"""
     accepted = [name for one in verdict.findings if one.accepted for name in one.causes]
     first, *_ = *accepted, ""
+    because = verdict.unknown_because
     distance = 0.0
     noticed: frozenset[str] = frozenset()
     if verdict.outcome == "different":
@@ -67,10 +68,11 @@ def judged(what: FaultTrial, verdict: Verdict) -> Planting:
             noticed = frozenset(
                 name for name, noticed in OTHER_CHECKS.items() if noticed(verdict, view)
             )
-    elif what.hidden and CANNOT_SHOW in verdict.reason:
+    elif what.hidden and because is UnknownBecause.PLANTED_FAULT_CANNOT_SHOW:
         outcome = "hidden"
     else:
-        outcome = "idle" if "never came by" in verdict.reason else "missed"
+        never_fired = because is UnknownBecause.PLANTED_FAULT_NEVER_FIRED
+        outcome = "idle" if never_fired else "missed"
     return Planting(
         what,
         outcome,

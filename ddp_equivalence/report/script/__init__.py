@@ -6,15 +6,15 @@ import platform
 import re
 import shlex
 from pathlib import Path
+from typing import Unpack
 
 import torch
 
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.shards import OWN
-from ddp_equivalence.case.steps import Compare, Steps
-from ddp_equivalence.measurement.on_rank import Step
-from ddp_equivalence.measurement.request import Request, read_request
+from ddp_equivalence.measurement.request import CheckOptions, Request, read_request
+from ddp_equivalence.measurement.work import Step
 from ddp_equivalence.report.script.filling import filled
 from ddp_equivalence.report.script.literals import NoSource
 from ddp_equivalence.report.script.script import render, wrapped
@@ -26,25 +26,23 @@ def export(
     step: Step | str,
     directory: Path,
     *,
-    compare: Compare = "gradients",
-    lr: float = 0.1,
-    steps: Steps = 1,
-    backend: str | None = None,
     headline: str = "",
     name: str = "",
+    **options: Unpack[CheckOptions],
 ) -> Path:
     """Write a script that shows on its own what ``check(case, step, ...)`` compares.
 
     ``torchrun --nproc-per-node W script.py`` prints every parameter's relative error and ratio of
     norms by rank, and ends with exit code 1 if something differs, 0 if not. ``headline``: first
-    line of its docstring. ``name``: of the file, without ``.py``. The directory is made if it is
-    not there; a script of the same name is replaced.
+    line of its docstring. ``name``: of the file, without ``.py``. ``options``: those of ``check``. The
+    directory is made if it is not there; a script of the same name is replaced.
 
     Returns its path. Raises BadCase if an argument cannot be right, or a function of the case has
     no source that could stand in a file: nothing is written then.
     """
-    request = read_request(case, step, compare, lr, steps, backend, None, None, None, None, None)
-    return export_request(request, directory, headline=headline, name=name)
+    return export_request(
+        read_request(case, step, options), directory, headline=headline, name=name
+    )
 
 
 def export_request(

@@ -1,0 +1,267 @@
+"""Compare measured gradients with expected ones: by name, on every rank, as a stream of chunks.
+
+Nothing here raises for a difference and nothing prints: the result is data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from torch import Tensor
+
+from ddp_equivalence.case.errors import SuiteBug
+from ddp_equivalence.case.steps import GradientKey
+from ddp_equivalence.comparison.chunks import Chunk, chunks
+from ddp_equivalence.comparison.comparison import Comparison, ParameterComparison, RankError
+from ddp_equivalence.comparison.digest import hash_bytes
+from ddp_equivalence.comparison.gradients import Description, Gradients, dense, describe
+from ddp_equivalence.comparison.tolerance import Limit, Noise, Tolerance
+
+MOSTLY_ONE = 1.02
+"""If one element alone is off, the squares of all differences add up to less than this many times
+the square of the largest."""
+
+
+def compare(
+    expected: Mapping[str, Tensor | None],
+    measured: Mapping[int, Mapping[str, Tensor | None]],
+    tolerance: Tolerance,
+    noise: Mapping[str, Noise] | None = None,
+) -> Comparison:
+    """Compare the gradients of every rank, ``measured[rank][name]``, with the expected ones.
+
+    ``expected`` is the truth in float64. Raises SuiteBug if both are the same memory, since a
+    reference that is compared with itself shows nothing.
+    """
+    truth = _in_first_step(expected)
+    described = {
+        key: description and Description(description.shape, tolerance.dtype, description.layout)
+        for key, description in describe(truth).items()
+    }
+    comparator = Comparator(truth, described, tolerance)
+    for rank, by_name in measured.items():
+        gradients = _in_first_step(by_name)
+        for key, gradient in gradients.items():
+            _check_memory(rank, key, gradient, truth.get(key))
+        comparator.begin(rank, describe(gradients))
+        for chunk in chunks(gradients):
+            comparator.add(rank, chunk)
+    return comparator.finish({(0, name): value for name, value in (noise or {}).items()})
+
+
+def _in_first_step(by_name: Mapping[str, Tensor | None]) -> dict[GradientKey, Tensor | None]:
+    return {(0, name): gradient for name, gradient in by_name.items()}
+
+
+def _check_memory(
+    rank: int, key: GradientKey, gradient: Tensor | None, expected: Tensor | None
+) -> None:
+    if gradient is None or expected is None or not gradient.numel():
+        return
+    if gradient.is_sparse or expected.is_sparse:
+        return
+    if gradient.data_ptr() == expected.data_ptr():
+        raise SuiteBug(f"{key[1]} of rank {rank} is the reference itself: same memory")
+
+
+@dataclass
+class _Sums:
+    """The sums that are kept of one parameter on one rank while its chunks pass.
+
+    ``difference``, ``measured``: sums of squares of m - t and of m. ``product``: the sum of m t.
+    ``element``: the worst |m_i - t_i| / max(|t_i|, rms of t), at index ``place``. ``largest``: the
+    largest |m_i - t_i|. ``seen``: how many elements have passed.
+    """
+
+    difference: float = 0.0
+    measured: float = 0.0
+    product: float = 0.0
+    element: float = 0.0
+    largest: float = 0.0
+    place: int = 0
+    seen: int = 0
+    bits: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+
+class Comparator:
+    """Compares gradients as they arrive: it holds the expected ones once, and sums of the measured.
+
+    Call ``begin`` for every rank, ``add`` its chunks in any order, then ``finish``.
+    """
+
+    def __init__(
+        self,
+        expected: Gradients,
+        described: Mapping[GradientKey, Description | None],
+        tolerance: Tolerance,
+    ) -> None:
+        self._expected = {
+            key: None if value is None else dense(value).reshape(-1).numpy()
+            for key, value in expected.items()
+        }
+        self._described = described
+        self._several_steps = len({step for step, _ in expected}) > 1
+        self._norms = {
+            key: float(np.linalg.norm(value))
+            for key, value in self._expected.items()
+            if value is not None
+        }
+        self._tolerances = {
+            step: replace(tolerance, whole=math.sqrt(squares))
+            for step, squares in _squares_by_step(self._norms).items()
+        }
+        self._ranks: dict[int, Mapping[GradientKey, Description | None]] = {}
+        self._sums: dict[tuple[int, GradientKey], _Sums] = {}
+
+    def begin(self, rank: int, described: Mapping[GradientKey, Description | None]) -> None:
+        """Announce what the rank has. It need not send gradients that are not expected."""
+        self._ranks[rank] = described
+        for key, description in described.items():
+            expected = self._described.get(key)
+            if description is None or expected is None or description.shape != expected.shape:
+                continue
+            self._sums[rank, key] = _Sums()
+
+    def add(self, rank: int, chunk: Chunk) -> None:
+        """Take in one chunk. Chunks of parameters that are not expected are ignored."""
+        sums = self._sums.get((rank, chunk.key))
+        if sums is None:
+            return
+        sums.seen += chunk.values.numel()
+        flat = chunk.values.detach().cpu().contiguous()
+        sums.bits.update(chunk.offset.to_bytes(8, "little"))
+        hash_bytes(sums.bits, flat)
+        whole = self._expected.get(chunk.key)
+        if whole is None or chunk.offset + flat.numel() > whole.size:
+            return
+        # In numpy, since for small gradients a call into torch costs more than the arithmetic.
+        truth = whole[chunk.offset : chunk.offset + flat.numel()]
+        values = flat.double().numpy()
+        with np.errstate(all="ignore"):
+            difference = values - truth
+            sums.difference += float(difference @ difference)
+            sums.measured += float(values @ values)
+            sums.product += float(values @ truth)
+            if difference.any():
+                rms = self._norms[chunk.key] / math.sqrt(whole.size)
+                scale = np.maximum(np.abs(truth), rms)
+                np.abs(difference, out=difference)
+                sums.largest = max(sums.largest, _not_nan(float(difference.max())))
+                relative = difference / scale
+                place = int(relative.argmax())  # the first NaN, if there is one
+                if (worst := _not_nan(float(relative[place]))) > sums.element:
+                    sums.element, sums.place = worst, chunk.offset + place
+
+    def finish(self, noise: Mapping[GradientKey, Noise]) -> Comparison:
+        """The comparison of everything that was added. It may be called again with other ``noise``.
+
+        Raises SuiteBug if announced chunks are missing.
+        """
+        for (rank, key), sums in self._sums.items():
+            announced = self._ranks[rank][key]
+            if announced is not None and sums.seen != math.prod(announced.shape):
+                raise SuiteBug(
+                    f"{self._label(key)} of rank {rank}: {sums.seen} elements of {announced} came"
+                )
+        structure = tuple(line for rank in sorted(self._ranks) for line in self._structure_of(rank))
+        parameters = [self._parameter(key, noise.get(key, Noise())) for key in self._norms]
+        compared = tuple(parameter for parameter in parameters if parameter.by_rank)
+        return Comparison(
+            parameters=compared,
+            structure=structure,
+            ranks=tuple(sorted(self._ranks)),
+            elements=sum(math.prod(parameter.shape) for parameter in compared),
+        )
+
+    def _label(self, key: GradientKey) -> str:
+        step, name = key
+        return f"{name} (step {step + 1})" if self._several_steps else name
+
+    def _structure_of(self, rank: int) -> list[str]:
+        """Sentences about names, shapes, dtypes and missing gradients that differ on this rank."""
+        measured = self._ranks[rank]
+        sentences = []
+        for key in self._described.keys() - measured.keys():
+            sentences.append(f"rank {rank}: {self._label(key)} is missing")
+        for key in measured.keys() - self._described.keys():
+            sentences.append(f"rank {rank}: {self._label(key)} is not a parameter of the model")
+        for key in self._described.keys() & measured.keys():
+            if self._described[key] != measured[key]:
+                sentences.append(
+                    f"rank {rank}: {self._label(key)} is {measured[key]}, "
+                    f"expected {self._described[key]}"
+                )
+        return sorted(sentences)
+
+    def _parameter(self, key: GradientKey, noise: Noise) -> ParameterComparison:
+        norm, described = self._norms[key], self._described[key]
+        assert described is not None
+        limit = self._tolerances[key[0]].limit(
+            norm, noise, described.dtype, math.prod(described.shape)
+        )
+        by_rank, bits = [], set()
+        for rank, measured in sorted(self._ranks.items()):
+            description = measured.get(key)
+            if description is None or description.shape != described.shape:
+                bits.add(b"absent" if description is None else b"other shape")
+                continue
+            sums = self._sums[rank, key]
+            bits.add(sums.bits.digest())
+            by_rank.append(_rank_error(rank, sums, norm, limit, _index(sums, described.shape)))
+        return ParameterComparison(
+            self._label(key),
+            key,
+            described.shape,
+            norm,
+            limit,
+            tuple(by_rank),
+            ranks_agree=len(bits) <= 1,
+        )
+
+
+def _rank_error(
+    rank: int, sums: _Sums, norm: float, limit: Limit, place: tuple[int, ...]
+) -> RankError:
+    distance, size = math.sqrt(_not_nan(sums.difference)), math.sqrt(_not_nan(sums.measured))
+    factor = sums.product / norm**2 if norm**2 > 0 else math.nan
+    rest = sums.measured - factor * sums.product if norm**2 > 0 else sums.measured
+    return RankError(
+        rank=rank,
+        error=_over(distance, norm),
+        element=sums.element,
+        factor=factor,
+        unexplained=_over(math.sqrt(max(0.0, _not_nan(rest))), size),
+        ratio=_over(size, norm),
+        within=distance <= limit.absolute and sums.element <= limit.element,
+        place=place,
+        alone=0 < sums.difference < MOSTLY_ONE * sums.largest**2,
+    )
+
+
+def _squares_by_step(norms: Mapping[GradientKey, float]) -> dict[int, float]:
+    """The squared norm of all gradients of a step together.
+
+    Every step has its own, so that large gradients in one step cannot hide a fault in another.
+    """
+    squares: dict[int, float] = {}
+    for (step, _), norm in norms.items():
+        squares[step] = squares.get(step, 0.0) + norm**2
+    return squares
+
+
+def _index(sums: _Sums, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(int, np.unravel_index(sums.place, shape))) if all(shape) else ()
+
+
+def _not_nan(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _over(value: float, norm: float) -> float:
+    if norm > 0:
+        return value / norm
+    return 0.0 if value == 0 else math.inf

@@ -1,0 +1,212 @@
+"""How far rounding alone moves the gradient of the big batch on one device.
+
+The big batch is computed again in other, equally right ways: in the case's own precision, with the
+examples in reverse order, with weights and inputs moved by one eps, and with the loss scaled before
+backward. How far these results lie from the float64 reference is the rounding of one device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ddp_equivalence.case.batch import count_examples, take
+from ddp_equivalence.case.build import build_batches, build_model
+from ddp_equivalence.case.steps import GradientKey
+from ddp_equivalence.comparison.gradients import Gradients
+from ddp_equivalence.comparison.tolerance import Noise
+from ddp_equivalence.reference import Reference, in_dtype, loss_of_the_case, train
+
+SCALE = 3.0
+"""The loss is multiplied by this before backward, and the gradients are divided by it afterwards.
+It is no power of two, so every operation rounds differently, also in a part of the model or loss
+that computes in float32 inside a float64 model."""
+
+AMPLIFIED = 1e4
+"""Rounding of more than this many eps was amplified, by an ill-conditioned model or by training
+that diverges. How large it is then depends on luck, so it is measured several times."""
+
+NUDGES = 5
+"""How often amplified rounding is measured."""
+
+EPS = torch.finfo(torch.float64).eps
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far rounding alone moves the big batch on one device.
+
+    ``noise``: of every gradient. ``order_matters``: True if the examples in another order give
+    another gradient, beyond rounding.
+    """
+
+    noise: dict[GradientKey, Noise]
+    order_matters: bool
+
+
+def measure_rounding(reference: Reference) -> Rounding:
+    """Compute the big batch again in other, equally right ways, and compare with the reference."""
+    case, expected = reference.case, reference.expected
+    batches = build_batches(case, reference.steps)
+    reversed_batches = [take(batch, range(count_examples(batch))[::-1]) for batch in batches]
+    in_float64 = reference.lowest_dtype is torch.float64
+    if in_float64:
+        noise = noise_of_other_order = _noise(
+            expected, _train_again(reference, reversed_batches, torch.float64, nudge=1)
+        )
+        plausible = math.sqrt(EPS)
+    else:
+        noise = _noise(expected, _train_again(reference, batches, dtype=None, scaled=False))
+        noise_of_other_order = _noise(
+            expected, _train_again(reference, reversed_batches, dtype=None)
+        )
+        eps = torch.finfo(reference.lowest_dtype).eps
+        plausible = 100 * max(_relative(expected, noise), eps)
+    if _relative(expected, noise_of_other_order) > plausible:
+        if in_float64:
+            noise = _noise(expected, _train_again(reference, batches, torch.float64, nudge=1))
+        return Rounding(noise, order_matters=True)
+    noise = _worst(noise, noise_of_other_order)
+    if in_float64 and _largest(expected, noise) > AMPLIFIED * EPS:
+        for nudge in range(2, NUDGES + 1):
+            again = _train_again(reference, batches, torch.float64, nudge=nudge)
+            noise = _worst(noise, _noise(expected, again))
+    if reference.compare == "update":
+        noise = _worst(noise, _noise_of_weights(reference))
+    return Rounding(noise, order_matters=False)
+
+
+def _train_again(
+    reference: Reference,
+    batches: Sequence[Any],
+    dtype: torch.dtype | None,
+    nudge: int = 0,
+    scaled: bool = True,
+) -> Gradients:
+    """Train as the reference did, but with other rounding on the way.
+
+    ``dtype``: of model and batches; None keeps the case's own. ``nudge``: which random pattern of
+    one eps up or down is applied to weights and inputs; 0 for none. ``scaled``: multiply the loss
+    by SCALE and divide the gradients by it.
+    """
+    case = reference.case
+    model = build_model(case)
+    if dtype is not None:
+        model.to(dtype)
+    copies = [in_dtype(batch, dtype) for batch in batches]
+    if nudge:
+        _nudge(model.parameters(), nudge)
+        for batch in copies:
+            leaves = pytree.tree_leaves(batch)
+            _nudge((leaf for leaf in leaves if isinstance(leaf, Tensor)), nudge)
+    loss = loss_of_the_case(case)
+    if not scaled:
+        return train(case, model, copies, reference.compare, reference.lr, loss)[0]
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_divide_gradient)
+
+    def scaled_loss(model: nn.Module, batch: Any) -> Any:
+        return SCALE * loss(model, batch)
+
+    return train(case, model, copies, reference.compare, reference.lr, scaled_loss)[0]
+
+
+def _divide_gradient(parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad /= SCALE
+
+
+def _nudge(tensors: Iterable[Tensor], number: int) -> None:
+    """Move every value by one eps, up or down, as a differently rounded input would be.
+
+    Whole numbers stay as they are: they may be labels or flags, and are rarely rounded.
+    """
+    with torch.no_grad():
+        for place, tensor in enumerate(tensors, start=(number - 1) * PLACES):
+            if tensor.is_floating_point():
+                nudged = tensor * _factors(place, tensor.numel(), tensor.dtype).view(tensor.shape)
+                tensor.copy_(torch.where(tensor == tensor.round(), tensor, nudged))
+
+
+PLACES = 10_000
+"""The distance between the random seeds of one nudge and those of the next."""
+
+MOST_REMEMBERED = 4096
+"""The factors for at most this many values are kept for the next check."""
+
+
+def _factors(place: int, count: int, dtype: torch.dtype) -> Tensor:
+    """1 + eps or 1 - eps at random, for each of ``count`` values."""
+    return (_small_factors if count <= MOST_REMEMBERED else _random_factors)(place, count, dtype)
+
+
+def _random_factors(place: int, count: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(place)
+    signs = torch.randint(2, (count,), generator=generator, dtype=torch.int8).to(dtype)
+    return signs.mul_(2).sub_(1).mul_(torch.finfo(dtype).eps).add_(1)
+
+
+_small_factors = lru_cache(maxsize=64)(_random_factors)
+
+
+def _noise(truth: Gradients, other: Gradients) -> dict[GradientKey, Noise]:
+    """The distance of other gradients from the true ones, for each of them."""
+    noise = {}
+    for key, expected in truth.items():
+        value = other.get(key)
+        if expected is None or value is None or expected.numel() == 0:
+            noise[key] = Noise()
+            continue
+        expected = expected.to_dense()
+        difference = (value.to_dense().double() - expected).abs()
+        norm, rms = difference.norm().item(), expected.norm() / math.sqrt(expected.numel())
+        scale = expected.abs().clamp(min=rms.item())
+        element = (difference / scale).max().item() if norm > 0 else 0.0
+        noise[key] = Noise(norm, element)
+    return noise
+
+
+def _noise_of_weights(reference: Reference) -> dict[GradientKey, Noise]:
+    """The rounding of weights, at their own size: an update is the difference of two weights."""
+    noise = dict.fromkeys(reference.expected, Noise())
+    for name, weight in build_model(reference.case).named_parameters():
+        update = reference.expected.get((0, name))
+        if update is None or not update.numel():
+            continue
+        half = torch.finfo(weight.dtype).eps / 2 * weight.detach().double()
+        key = (0, name)
+        noise[key] = _noise({key: update}, {key: update.to_dense() + half})[key]
+    return noise
+
+
+def _worst(
+    noise: Mapping[GradientKey, Noise], other: Mapping[GradientKey, Noise]
+) -> dict[GradientKey, Noise]:
+    """The larger noise of each gradient."""
+    return {
+        key: Noise(
+            max(noise[key].norm, other[key].norm), max(noise[key].element, other[key].element)
+        )
+        for key in noise
+    }
+
+
+def _largest(truth: Gradients, noise: Mapping[GradientKey, Noise]) -> float:
+    """The largest noise of a gradient over its own norm."""
+    norms = {key: float(value.norm()) for key, value in truth.items() if value is not None}
+    return max((noise[key].norm / norm for key, norm in norms.items() if norm > 0), default=0.0)
+
+
+def _relative(truth: Gradients, noise: Mapping[GradientKey, Noise]) -> float:
+    """The noise of all gradients together over their norm."""
+    squares = [value.to_dense().norm().item() ** 2 for value in truth.values() if value is not None]
+    norm, moved = math.sqrt(sum(squares)), math.sqrt(sum(one.norm**2 for one in noise.values()))
+    return moved / norm if norm > 0 else 0.0

@@ -1,0 +1,36 @@
+"""Why a check showed nothing, as a value that other code can ask for, and as a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class UnknownBecause(Enum):
+    """Why nothing was shown. The values are written into JSON results."""
+
+    REFERENCE_NOT_FINITE = "reference_not_finite"
+    REFERENCE_IS_ZERO = "reference_is_zero"
+    RANK_DID_NOT_REPORT = "rank_did_not_report"
+    NO_GRADIENT_LEFT = "no_gradient_left"
+    STRATEGY_DID_NOT_RUN = "strategy_did_not_run"
+    PLANTED_FAULT_NEVER_FIRED = "planted_fault_never_fired"
+    PLANTED_FAULT_CANNOT_SHOW = "planted_fault_cannot_show"
+    RANKS_BUILD_OTHER_WEIGHTS = "ranks_build_other_weights"
+    REFERENCE_DIVERGES = "reference_diverges"
+    NOTHING_TO_COMPARE = "nothing_to_compare"
+    IDENTICAL_INPUTS = "identical_inputs"
+    ONLY_ROUNDING = "only_rounding"
+    LIMIT_ABOVE_SIGNAL = "limit_above_signal"
+    NOTHING_EXCHANGED = "nothing_exchanged"
+    RANK_FAILED = "rank_failed"
+    RANKS_TIMED_OUT = "ranks_timed_out"
+    PROCESS_CHANGED = "process_changed"
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Nothing was shown: ``because`` of this, which the ``reason`` says in words."""
+
+    because: UnknownBecause
+    reason: str

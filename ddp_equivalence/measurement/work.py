@@ -1,0 +1,63 @@
+"""The work that every rank is given, and the evidence that it sends back beside its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from ddp_equivalence.case.case import Case
+from ddp_equivalence.case.steps import Compare, GradientKey, Steps
+from ddp_equivalence.comparison.element_sample import ElementSample
+from ddp_equivalence.comparison.gradients import Description
+from ddp_equivalence.measurement.observation import Observation
+from ddp_equivalence.ranks.collectives import Collective
+from ddp_equivalence.ranks.rank import Rank
+
+Step = Callable[[nn.Module, Any, Rank], Mapping[str, Tensor | None] | None]
+"""A user's own step: (model, shard, rank) -> None, or gradients (weights, for updates) by name."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The case and the step as they travel to a rank: names, seeds and functions, no tensors.
+
+    ``plant``: the name of the fault to plant in the step; "" for none. ``observe``: if it is given,
+    the rank watches the step closely, and sends these elements of its gradients inside its evidence
+    instead of the gradients.
+    """
+
+    case: Case
+    step: Step | str
+    compare: Compare = "gradients"
+    lr: float = 0.1
+    steps: Steps = 1
+    plant: str = ""
+    observe: ElementSample[str] | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What happened on one rank.
+
+    ``examples``: for each step, the positions in the big batch of the examples that the rank was
+    given; None where the step takes its own. ``data``: a digest of those examples. ``inputs``: a
+    digest of everything that the model was called with; None if it was never called. ``start``: a
+    digest of the weights before the first step. ``collectives``: None if torch has no flight
+    recorder. ``gradients``: the description of every gradient that the rank left. ``notes``: what
+    the strategy wrote down to prove that it ran. ``planted``: how often a planted fault did its
+    damage; None if none was planted. ``observed``: what was seen of the step, if it was watched.
+    """
+
+    examples: tuple[tuple[int, ...], ...] | None
+    data: str
+    inputs: str | None
+    start: str
+    collectives: tuple[Collective, ...] | None
+    device: str
+    gradients: Mapping[GradientKey, Description | None]
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    planted: int | None = None
+    observed: Observation | None = None
