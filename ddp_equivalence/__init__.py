@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,8 +48,26 @@ _MODULE_OF = {
 }
 
 
+_PUBLIC_MODULES = {"explain": "commands.explain", "reproduction": "report.script"}
+"""Public modules that live in the folder of the flow to which they belong."""
+
+
+class _Alias(ModuleType):
+    """Stands for a public module under its short path, and imports it on first use."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        path = _PUBLIC_MODULES[self.__name__.rpartition(".")[2]]
+        return getattr(import_module(f"{__name__}.{path}"), name)
+
+
+for _name in _PUBLIC_MODULES:
+    globals()[_name] = sys.modules[f"{__name__}.{_name}"] = _Alias(f"{__name__}.{_name}")
+
+
 def __getattr__(name: str) -> object:
-    # On first use: pytest imports the plugin in every run, and torch is needed in few of them.
+    # On first use, because pytest imports the plugin in every run, and few runs need torch.
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

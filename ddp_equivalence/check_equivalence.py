@@ -32,7 +32,7 @@ from ddp_equivalence.measurement.measure import (
     wrong_collectives,
 )
 from ddp_equivalence.measurement.request import CheckOptions, Request, read_request, repeat_line
-from ddp_equivalence.measurement.rerun import second_look
+from ddp_equivalence.measurement.rerun import rerun
 from ddp_equivalence.measurement.work import Step
 from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
 from ddp_equivalence.ranks.server import start_early
@@ -118,7 +118,7 @@ def _judge(request: Request) -> Verdict:
                 )
                 wrong = wrong_collectives(ranks, request)
     except RankFailed as error:
-        again = second_look(request, error, began) if began else None
+        again = rerun(request, error, began) if began else None
         return replace(_failed(verdict, error), second_look=again)
     if nothing is not None:
         return _unknown(verdict, nothing)

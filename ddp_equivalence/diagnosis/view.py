@@ -277,7 +277,7 @@ class View:
         step, begin = len(self.before), sum(map(count_examples, self.before))
         known = []
         for rank in range(self.world_size):
-            found = self.observed[rank].read(step)
+            found = self.observed[rank].examples_read(step)
             if found is None:
                 return None
             known.append(tuple(tuple(i - begin for i in part) for part in found))

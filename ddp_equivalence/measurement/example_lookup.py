@@ -1,6 +1,8 @@
-"""Which rows of the big batch was a model called with?"""
+"""Recognises the examples of the big batch in the tensors that a model is called with."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import torch
 from torch import Tensor
@@ -8,35 +10,35 @@ from torch.utils import _pytree as pytree
 
 from ddp_equivalence.measurement.observation import Indices
 
-MOST_ROWS = 4096
-"""Examples of a batch beyond which no ledger is kept."""
+MOST_EXAMPLES = 4096
+"""Examples are not looked up in a larger batch."""
 
 
-class Rows:
-    """Finds the rows of the big batch in what a model is called with."""
+class ExampleLookup:
+    """Finds the positions, in the big batch, of the rows that a model is called with."""
 
     def __init__(self, batch: object) -> None:
-        self._places: list[tuple[tuple[int, ...], torch.dtype, dict[bytes, list[int]]]] = []
+        self._positions: list[tuple[tuple[int, ...], torch.dtype, dict[bytes, list[int]]]] = []
         leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-        # Those with most bytes a row first: labels are alike too often.
-        for leaf in sorted(leaves, key=lambda one: -one[:1].numel() * one.element_size()):
-            if not len(leaf) or len(leaf) > MOST_ROWS:
+        # The leaf with the largest rows comes first: small rows, such as labels, are often alike.
+        for leaf in sorted(leaves, key=lambda leaf: -leaf[:1].numel() * leaf.element_size()):
+            if not len(leaf) or len(leaf) > MOST_EXAMPLES:
                 continue
-            places: dict[bytes, list[int]] = {}
+            positions: dict[bytes, list[int]] = {}
             for index, row in enumerate(_bytes_of_rows(leaf)):
-                places.setdefault(row, []).append(index)
-            self._places.append((tuple(leaf.shape[1:]), leaf.dtype, places))
+                positions.setdefault(row, []).append(index)
+            self._positions.append((tuple(leaf.shape[1:]), leaf.dtype, positions))
 
-    def read(self, arguments: object) -> Indices | None:
-        """The positions of the rows of the first argument whose rows are the batch's."""
-        tensors = [one for one in pytree.tree_leaves(arguments) if isinstance(one, Tensor)]
-        for shape, dtype, places in self._places:
+    def positions_of(self, arguments: object) -> Indices | None:
+        """The positions of the rows of the first tensor that consists of rows of the batch."""
+        tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        for shape, dtype, positions in self._positions:
             for tensor in tensors:
                 if tensor.ndim == 0 or tuple(tensor.shape[1:]) != shape or tensor.dtype != dtype:
                     continue
-                found = [places.get(row) for row in _bytes_of_rows(tensor)]
-                if all(found):
-                    return _one_place_each([one for one in found if one])
+                candidates = [positions.get(row) for row in _bytes_of_rows(tensor)]
+                if all(candidates):
+                    return _one_position_each([places for places in candidates if places])
         return None
 
 
@@ -47,12 +49,12 @@ def _bytes_of_rows(tensor: Tensor) -> list[bytes]:
     return [row.tobytes() for row in flat.view(torch.uint8).numpy()]
 
 
-def _one_place_each(places: list[list[int]]) -> Indices:
-    """Rows that are alike in the batch are taken in turn."""
-    taken: dict[int, int] = {}
-    found = []
-    for options in places:
-        turn = taken.get(options[0], 0)
-        taken[options[0]] = turn + 1
-        found.append(options[turn % len(options)])
-    return tuple(found)
+def _one_position_each(candidates: list[list[int]]) -> Indices:
+    """One position for every row. Equal rows get the positions of the equal examples in turn."""
+    times_taken: Counter[int] = Counter()
+    chosen = []
+    for positions in candidates:
+        turn = times_taken[positions[0]]
+        times_taken[positions[0]] += 1
+        chosen.append(positions[turn % len(positions)])
+    return tuple(chosen)

@@ -1,4 +1,4 @@
-"""Send a case to the ranks and compare what they send back while it arrives."""
+"""Send a case to the ranks, and compare the gradients that they send back while they arrive."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from ddp_equivalence.ranks.warm_ranks import Environment, warm_ranks
 
 @dataclass
 class Measurement:
-    """What came back from the ranks.
+    """The comparison of what came back from the ranks, and all that came with it.
 
     ``measured``: rank -> the sampled elements of every gradient, flattened. ``output``: rank -> the
-    text that it printed. ``changed``: rank -> what the step changed in its process or left running there, as
-    phrases; ``left``: the same as an error with an entry for every rank.
+    text that it printed. ``changed``: rank -> phrases that say what the step changed in its process
+    or left running there; ``left``: the same as an error with an entry for every rank.
     """
 
     comparison: Comparison

@@ -1,4 +1,4 @@
-"""What a rank was seen to do while its step ran: what it read, from which weights, what it sent.
+"""What a rank was seen to do while its step ran: the examples that it read, what it reduced.
 
 Frozen data, which travels from the ranks to the process that judges.
 """
@@ -14,15 +14,17 @@ from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.ranks.collectives import Collective
 
 Indices = tuple[int, ...]
+"""Positions of examples in the big batch."""
 
 
 @dataclass(frozen=True)
 class Forward:
-    """One call of the model with gradients on, in ``step`` (from 0).
+    """One call of the model with gradients on.
 
-    ``examples``: positions in the big batch of the rows that it was called with, in their order;
-    None if they are none of the batch's rows. ``weights``: digest of the parameters at that moment.
-    ``generator``: state of torch's generator on the CPU; ``seed``: what it was last seeded with.
+    ``examples``: the positions in the big batch of the rows that the model was called with, in
+    their order; None if they are not rows of the batch. ``weights``: a digest of the parameters at
+    that moment. ``generator``: the state of torch's CPU generator. ``seed``: the seed that this
+    generator was last given. ``step``: the number of the step, from 0.
     """
 
     examples: Indices | None
@@ -34,13 +36,13 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """One call of backward, in ``step`` (from 0).
+    """One call of backward.
 
-    ``loss``: the value that it began at. ``gradient``: what it gave the parameters on this rank, as
-    the selection has it, before anything was reduced; None if it gave nothing. ``forwards``: how
-    many there had been before it.
-    ``issued``: how many collectives had been issued before it and when it ended; None if torch has
-    no flight recorder.
+    ``loss``: the value that it began at. ``forwards``: how many forward passes there had been.
+    ``issued``: how many collectives had been issued when it began and when it ended; None if torch
+    has no flight recorder. ``step``: the number of the step, from 0. ``gradient``: the sampled
+    elements of the gradient that it gave the parameters on this rank, before any reduction, shape
+    (elements,); None if it gave none.
     """
 
     loss: float | None
@@ -54,10 +56,11 @@ class Backward:
 class Wrapper:
     """One DistributedDataParallel around the model.
 
-    ``synchronised``: of each of its forward passes, whether it was to reduce gradients.
-    ``freed``: True if the wrapper was gone when a backward began that it had to reduce.
-    ``buckets``: names of the parameters in each bucket, as of the last forward pass.
-    ``ignored``: names that it was told not to reduce. ``logged``: what DDP logs of itself.
+    ``synchronised``: for each of its forward passes, whether backward was to reduce gradients.
+    ``freed``: True if the wrapper no longer existed when a backward began that it had to reduce.
+    ``buckets``: the names of the parameters in each bucket, as of the last forward pass.
+    ``ignored``: the names of parameters that it was told not to reduce. ``logged``: entries of
+    DDP's own logging data.
     """
 
     synchronised: tuple[bool, ...]
@@ -69,12 +72,12 @@ class Wrapper:
 
 @dataclass(frozen=True)
 class Observation:
-    """What one rank did in all steps.
+    """Everything that one rank did in all steps.
 
-    ``frozen``: parameters that required no gradient in the end. ``buffers``: digest of the model's
-    buffers in the end. ``collectives``: all it issued, None without a flight recorder.
-    ``gradients``: digest of what it left, by name. ``clipped``: norms that torch was told to clip
-    to.
+    ``frozen``: the parameters that required no gradient in the end. ``buffers``: a digest of the
+    model's buffers in the end. ``gradients``: a digest of every gradient that the step left.
+    ``clipped``: the norms that torch was told to clip gradients to. ``collectives``: all that the
+    rank issued; None without a flight recorder.
     """
 
     forwards: tuple[Forward, ...]
@@ -86,21 +89,22 @@ class Observation:
     clipped: tuple[float, ...] = ()
     collectives: tuple[Collective, ...] | None = None
 
-    def read(self, step: int) -> tuple[Indices, ...] | None:
-        """The micro-batches of one step: the examples of each backward, None if unknown.
+    def examples_read(self, step: int) -> tuple[Indices, ...] | None:
+        """The examples of each micro-batch of one step; None if they are not known.
 
-        A backward whose forward passes all read the same examples has read them once.
+        A micro-batch is what one backward goes through. If several forward passes before it read the
+        same examples, these were read once.
         """
-        found: list[Indices] = []
+        micro_batches: list[Indices] = []
         begin = 0
         for backward in self.backwards:
-            passes = [one.examples for one in self.forwards[begin : backward.forwards]]
+            passes = [forward.examples for forward in self.forwards[begin : backward.forwards]]
             begin = backward.forwards
             if backward.step != step:
                 continue
-            if any(one is None for one in passes):
+            if any(examples is None for examples in passes):
                 return None
-            distinct = dict.fromkeys(one for one in passes if one is not None)
+            distinct = dict.fromkeys(examples for examples in passes if examples is not None)
             if passes:
-                found.append(tuple(index for one in distinct for index in one))
-        return tuple(found) or None
+                micro_batches.append(tuple(index for examples in distinct for index in examples))
+        return tuple(micro_batches) or None

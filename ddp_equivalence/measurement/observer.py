@@ -1,6 +1,7 @@
 """Watches one rank's model while its step runs.
 
-Only when something differs: the step is then run once more under an ``Observer``.
+A step is watched only if its gradients differ: the ranks then run it a second time under an
+``Observer``.
 """
 
 from __future__ import annotations
@@ -18,31 +19,32 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.comparison.element_sample import ElementSample
-from ddp_equivalence.measurement.example_lookup import Rows
+from ddp_equivalence.measurement.example_lookup import ExampleLookup
 from ddp_equivalence.measurement.observation import Backward, Forward, Observation, Wrapper
 from ddp_equivalence.ranks.collectives import Collective, issued_so_far
 from ddp_equivalence.ranks.patches import patched
 
 MOST_BUCKET_ELEMENTS = 2_000_000
-"""Parameters of a model beyond which DDP is not asked for its buckets: it answers with tensors."""
+"""DDP is not asked for the buckets of a model with more elements, since it answers with tensors."""
 
 
 class Observer:
-    """Watches one rank's model. ``batch`` is the big batch (all steps joined) that is read;
-    ``selection`` says which elements of gradients are kept.
+    """Watches one rank's model.
 
-    ``step``: the step that it is at; whoever takes several says so.
+    ``batch``: the big batch, with the examples of all steps, in which examples are recognised.
+    ``sample``: the elements that are kept of gradients. ``step``: the number of the step that runs;
+    the caller sets it before each step.
     """
 
-    def __init__(self, model: nn.Module, batch: object, selection: ElementSample[str]) -> None:
+    def __init__(self, model: nn.Module, batch: object, sample: ElementSample[str]) -> None:
         self._model = model
-        self._selection = selection
-        self._own: dict[str, Tensor] = {}
+        self._sample = sample
+        self._local_gradient: dict[str, Tensor] = {}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._rows = Rows(batch)
+        self._lookup = ExampleLookup(batch)
         self._forwards: list[Forward] = []
         self._backwards: list[Backward] = []
-        self._wrappers: list[_Watched] = []
+        self._wrappers: list[_WrapperObserver] = []
         self._clipped: list[float] = []
         self._inside = False
         self.step = 0
@@ -53,15 +55,15 @@ class Observer:
         listen = torch.compiler.disable(self._on_forward)
         handles = [self._model.register_forward_pre_hook(listen, with_kwargs=True)]
         for name, parameter in self._model.named_parameters():
-            if parameter.requires_grad and name in self._selection.sizes:
-                # Before it is added to what is there, and before DDP sees it.
+            if parameter.requires_grad and name in self._sample.sizes:
+                # The hook sees the gradient before it is added to .grad, and before DDP sees it.
                 handles.append(parameter.register_hook(partial(self._on_gradient, name)))
         initialise = DistributedDataParallel.__init__
         clip = torch.nn.utils.clip_grad_norm_
 
         def wrapping(ddp: Any, *arguments: Any, **named: Any) -> None:
             initialise(ddp, *arguments, **named)
-            self._wrappers.append(_Watched(ddp, self._names))
+            self._wrappers.append(_WrapperObserver(ddp, self._names))
 
         def clipping(parameters: Any, max_norm: float, *arguments: Any, **named: Any) -> Tensor:
             self._clipped.append(float(max_norm))
@@ -71,8 +73,8 @@ class Observer:
             with (
                 patched(DistributedDataParallel, "__init__", wrapping),
                 patched(torch.nn.utils, "clip_grad_norm_", clipping),
-                patched(torch.autograd, "backward", self._from(torch.autograd.backward)),
-                patched(torch.autograd, "grad", self._from(torch.autograd.grad)),
+                patched(torch.autograd, "backward", self._observed(torch.autograd.backward)),
+                patched(torch.autograd, "grad", self._observed(torch.autograd.grad)),
             ):
                 yield
         finally:
@@ -84,16 +86,18 @@ class Observer:
         gradients: Mapping[GradientKey, Tensor | None],
         collectives: tuple[Collective, ...] | None,
     ) -> Observation:
-        """What was seen, with the ``gradients`` that the step left."""
+        """Everything that was seen; ``gradients`` are those that the step left."""
         return Observation(
             forwards=tuple(self._forwards),
             backwards=tuple(self._backwards),
-            wrappers=tuple(one.told() for one in self._wrappers),
+            wrappers=tuple(wrapper.observed() for wrapper in self._wrappers),
             frozen=tuple(
-                name for name, one in self._model.named_parameters() if not one.requires_grad
+                name
+                for name, parameter in self._model.named_parameters()
+                if not parameter.requires_grad
             ),
             buffers=digest(dict(self._model.named_buffers())),
-            gradients={key: digest({key[1]: one}) for key, one in gradients.items()},
+            gradients={key: digest({key[1]: gradient}) for key, gradient in gradients.items()},
             clipped=tuple(self._clipped),
             collectives=collectives,
         )
@@ -103,7 +107,7 @@ class Observer:
             return
         self._forwards.append(
             Forward(
-                examples=self._rows.read(arguments),
+                examples=self._lookup.positions_of(arguments),
                 weights=digest(dict(model.named_parameters())),
                 generator=torch.get_rng_state().numpy().tobytes(),
                 seed=torch.initial_seed(),
@@ -112,24 +116,26 @@ class Observer:
         )
 
     def _on_gradient(self, name: str, gradient: Tensor) -> None:
-        value = self._selection.of_one(name, gradient)
-        self._own[name] = self._own[name] + value if name in self._own else value
+        value = self._sample.of_one(name, gradient)
+        self._local_gradient[name] = (
+            self._local_gradient[name] + value if name in self._local_gradient else value
+        )
 
-    def _from(self, differentiate: Callable[..., Any]) -> Callable[..., Any]:
-        """``torch.autograd.backward`` or ``grad``, watched."""
+    def _observed(self, differentiate: Callable[..., Any]) -> Callable[..., Any]:
+        """``torch.autograd.backward`` or ``torch.autograd.grad``, with a record of each call."""
 
-        def watched(tensors: Any, *arguments: Any, **named: Any) -> Any:
-            if self._inside:  # activation checkpointing goes backward within backward
+        def observed(tensors: Any, *arguments: Any, **named: Any) -> Any:
+            if self._inside:  # activation checkpointing calls backward inside backward
                 return differentiate(tensors, *arguments, **named)
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             values = [root.detach() for root in roots if root.numel() == 1]
-            for one in self._wrappers:
-                one.backward_begins()
+            for wrapper in self._wrappers:
+                wrapper.backward_begins()
             before = issued_so_far()
-            self._own = {}
+            self._local_gradient = {}
             self._inside = True
             try:
-                found = differentiate(tensors, *arguments, **named)
+                result = differentiate(tensors, *arguments, **named)
             finally:
                 self._inside = False
             self._backwards.append(
@@ -138,17 +144,19 @@ class Observer:
                     forwards=len(self._forwards),
                     issued=(before, issued_so_far()),
                     step=self.step,
-                    gradient=self._selection.joined(self._own) if self._own else None,
+                    gradient=self._sample.joined(self._local_gradient)
+                    if self._local_gradient
+                    else None,
                 )
             )
-            self._own = {}
-            return found
+            self._local_gradient = {}
+            return result
 
-        return watched
+        return observed
 
 
-class _Watched:
-    """One wrapper; held weakly, since a wrapper that is dropped is what is looked for."""
+class _WrapperObserver:
+    """Watches one DDP wrapper. It holds it weakly, to notice that the step has dropped it."""
 
     def __init__(self, ddp: DistributedDataParallel, names: Mapping[int, str]) -> None:
         self._ddp = weakref.ref(ddp)
@@ -167,7 +175,7 @@ class _Watched:
         self._synchronised.append(bool(ddp.require_backward_grad_sync))
         self._waiting = True
         if sum(parameter.numel() for parameter in ddp.parameters()) <= MOST_BUCKET_ELEMENTS:
-            # No other way tells which parameter is in which bucket.
+            # Torch 2.13 has no public way to ask which parameter is in which bucket.
             self._buckets = tuple(
                 tuple(self._names.get(id(parameter), "?") for parameter in bucket.parameters())
                 for bucket in ddp.reducer._get_zeros_like_grad_buckets()
@@ -179,11 +187,11 @@ class _Watched:
         }
 
     def backward_begins(self) -> None:
-        """If a forward pass is waiting for it, is the wrapper still there?"""
+        """Note whether the wrapper was freed between its forward pass and this backward pass."""
         self._freed |= self._waiting and self._ddp() is None
         self._waiting = False
 
-    def told(self) -> Wrapper:
+    def observed(self) -> Wrapper:
         return Wrapper(
             synchronised=tuple(self._synchronised),
             freed=self._freed,
@@ -198,4 +206,4 @@ LOGGED = (
     *("static_graph", "gradient_as_bucket_view", "broadcast_buffers", "comm_hook"),
     *("has_sync_bn", "unused_parameter_size", "num_parameter_tensors", "world_size"),
 )
-"""Of what DDP logs of itself: what can explain a gradient."""
+"""The entries of DDP's own logging data that can explain a gradient."""

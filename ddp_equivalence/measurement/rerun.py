@@ -1,4 +1,4 @@
-"""A case whose ranks hung or were aborted is run once more, with torch telling more."""
+"""A case whose ranks hung or were aborted is run once more, with torch's detailed checks on."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from ddp_equivalence.ranks.environment import SECOND_LOOK
 from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
 
 DETAIL = ((SECOND_LOOK, "1"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"))
-"""Torch then compares op, shape and dtype of every collective between the ranks, at the price of
-a barrier each. Source: docs.pytorch.org/docs/stable/distributed.html, "TORCH_DISTRIBUTED_DEBUG".
+"""With this environment torch compares operation, shape and dtype of every collective between the
+ranks, at the price of a barrier each. Source: docs.pytorch.org/docs/stable/distributed.html,
+"TORCH_DISTRIBUTED_DEBUG".
 """
 
-LEAST = 1.0
-TIMES = 3.0
-"""Seconds that it gets: so many times what the first try took until it was stuck, and the least."""
+LEAST_SECONDS = 1.0
+TIMES_FIRST_RUN = 3.0
+"""The rerun gets this many times the seconds that the first run took until it was stuck, and the
+least on top."""
 
 
 @dataclass(frozen=True)
-class SecondLook:
-    """What the second try showed: ``failure`` is None if it did not fail again.
+class Rerun:
+    """The result of the rerun: ``failure`` is None if the ranks did not fail again.
 
-    ``ranks_began``: False if they could not even be started. ``cut_short``: it was not done by its
-    own deadline, which is below that of the case: it may be slow, or hang again.
+    ``ranks_began``: False if the ranks could not even be started. ``cut_short``: True if the rerun
+    was not done within its own deadline, which is below that of the case. It may be slow, or hang
+    again.
     """
 
     failure: RankFailed | None
@@ -34,18 +37,18 @@ class SecondLook:
     cut_short: bool = False
 
 
-def second_look(request: Request, first: RankFailed, began: float) -> SecondLook | None:
-    """Run the case again on fresh ranks; None where the first failure calls for no second.
+def rerun(request: Request, first: RankFailed, began: float) -> Rerun | None:
+    """Run the case again on fresh ranks; None if the ``first`` failure calls for no rerun.
 
-    ``began``: when the first try did, in seconds since the epoch.
+    ``began``: the time at which the first run began, in seconds since the epoch.
     """
     aborted = any(end.kind == "signal" and "SIGABRT" in end.what for end in first.ends)
     if not (aborted or isinstance(first, RanksTimedOut)) or not request.second_look:
         return None
     if request.in_process:
-        return None  # somebody is looking already
+        return None  # a debugger may be attached, and its user looks already
     stuck = max((end.last.at - began for end in first.ends if end.last is not None), default=0.0)
-    deadline = min(request.deadline, LEAST + TIMES * max(0.0, stuck))
+    deadline = min(request.deadline, LEAST_SECONDS + TIMES_FIRST_RUN * max(0.0, stuck))
     started = time.monotonic()
     failure, ranks_began = None, False
     try:
@@ -57,4 +60,4 @@ def second_look(request: Request, first: RankFailed, began: float) -> SecondLook
         failure = error
     late = isinstance(failure, RanksTimedOut) or "monitoredBarrier" in str(failure)
     cut_short = late and deadline < request.deadline
-    return SecondLook(failure, time.monotonic() - started, ranks_began, cut_short)
+    return Rerun(failure, time.monotonic() - started, ranks_began, cut_short)

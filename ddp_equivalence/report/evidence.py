@@ -118,14 +118,14 @@ def _closer_look(verdict: Verdict) -> Iterator[str]:
 
 def _read(verdict: Verdict) -> str:
     """Which examples went through the model."""
-    read = {rank: one.read(0) for rank, one in verdict.observed.items()}
+    read = {rank: one.examples_read(0) for rank, one in verdict.observed.items()}
     if any(one is None for one in read.values()):
         return "which examples the model was called with could not be recognised"
     total = sum(verdict.examples)
     if len(verdict.examples) > 1:
         steps = range(len(verdict.examples))
         read = {
-            rank: tuple(part for step in steps for part in one.read(step) or ())
+            rank: tuple(part for step in steps for part in one.examples_read(step) or ())
             for rank, one in verdict.observed.items()
         }
     counted = Counter(i for parts in read.values() for part in parts or () for i in part)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from ddp_equivalence.case import settings
-from ddp_equivalence.measurement.rerun import SecondLook
+from ddp_equivalence.measurement.rerun import Rerun
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed
 from ddp_equivalence.report.wrapping import plural, wrapped
 
@@ -23,7 +23,7 @@ CHANGED = (
 
 
 def failure_blocks(
-    failure: RankFailed, reason: str, second_look: SecondLook | None
+    failure: RankFailed, reason: str, second_look: Rerun | None
 ) -> Iterator[list[str]]:
     """What is known of the failure, in blocks of lines."""
     changed = bool(failure.ends) and failure.ends[0].kind == "changed"
@@ -63,7 +63,7 @@ def _rank_end(end: RankEnd, role: str) -> list[str]:
     return lines
 
 
-def _second_look(look: SecondLook) -> list[str]:
+def _second_look(look: Rerun) -> list[str]:
     how = f"Second look (fresh ranks, TORCH_DISTRIBUTED_DEBUG=DETAIL, {look.seconds:.1f} s):"
     if look.failure is None:
         return wrapped(f"{how} it did not fail again; all ranks finished.", "  ")

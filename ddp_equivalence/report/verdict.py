@@ -17,7 +17,7 @@ from ddp_equivalence.diagnosis.shares import Shares
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.observation import Observation
-from ddp_equivalence.measurement.rerun import SecondLook
+from ddp_equivalence.measurement.rerun import Rerun
 from ddp_equivalence.measurement.work import Evidence
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.lanes import Lane
@@ -64,7 +64,7 @@ class Verdict:
     failure: RankFailed | None = None
     output: Mapping[int, str] = field(default_factory=dict)
     changed: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    second_look: SecondLook | None = None
+    second_look: Rerun | None = None
     seconds: float = 0.0
     repeat: str = ""
     analysis: Analysis | None = field(default=None, repr=False, compare=False)

@@ -34,8 +34,8 @@ def export(
 
     ``torchrun --nproc-per-node W script.py`` prints every parameter's relative error and ratio of
     norms by rank, and ends with exit code 1 if something differs, 0 if not. ``headline``: first
-    line of its docstring. ``name``: of the file, without ``.py``. ``options``: those of ``check``. The
-    directory is made if it is not there; a script of the same name is replaced.
+    line of its docstring. ``name``: of the file, without ``.py``. ``options``: those of ``check``.
+    The directory is made if it is not there; a script of the same name is replaced.
 
     Returns its path. Raises BadCase if an argument cannot be right, or a function of the case has
     no source that could stand in a file: nothing is written then.
