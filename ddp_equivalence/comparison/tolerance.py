@@ -1,8 +1,8 @@
-"""How far from the float64 big batch is rounding, and from where on is it a fault.
+"""Limits: how far from the float64 big batch a gradient may be before the difference is a fault.
 
-One device in the case's precision is wrong too, by rounding alone. A data-parallel gradient may be
-a small multiple further from the truth than that, but never less than a few eps, since one device
-is sometimes lucky. (TTrace, arXiv 2506.09280, theorem 5.3, bounds the error the same way.)
+One device in the case's precision is off as well, by rounding alone. A data-parallel gradient may be
+a small multiple of that error away from the truth. It may always be a few eps away, since the one
+device is sometimes lucky. (TTrace, arXiv 2506.09280, theorem 5.3, bounds the error the same way.)
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ from dataclasses import dataclass
 import torch
 
 EPS_MULTIPLES = {torch.float64: 256.0, torch.float32: 64.0, torch.float16: 8.0, torch.bfloat16: 8.0}
-"""The least limit, in eps of the dtype. What sharding alone does to the catalogue is printed by
-``benchmarks/rounding.py``."""
+"""The least limit, in eps of the dtype. ``benchmarks/rounding.py`` prints how far sharding alone
+moves the gradients of the catalogue."""
 
 DEVICE_MULTIPLE = 8.0
-"""How much further from the truth than one device: sharded over single was at most 2.7 in float32;
-9.4 in bfloat16 only where the single device was lucky, which the least limit covers."""
+"""The limit, in errors of one device. The error of sharded training over that of one device was at
+most 2.7 in float32. It was up to 9.4 in bfloat16, but only where the one device was lucky, and there
+the least limit is larger."""
 
 ELEMENT_MULTIPLE = 8.0
-"""Single elements scatter more than their norm: 8 standard deviations."""
+"""Single elements scatter more than the norm of all: the limit allows 8 standard deviations."""
 
 WHOLE_MULTIPLES = {torch.float64: 4.0, torch.float32: 4.0, torch.float16: 1.0, torch.bfloat16: 1.0}
-"""In eps of the whole gradient: a parameter whose true gradient is zero (a bias before a
-normalisation) holds rounding of about this size, which no norm of its own could measure."""
+"""A limit in eps of the whole gradient's norm. A parameter whose true gradient is zero (a bias before
+a normalisation) holds rounding of about this size, and its own norm is no measure of that."""
 
 USELESS = 0.4
-"""A relative limit from here on nearly passes half a gradient, which is what averaging twice over
-two ranks leaves."""
+"""A relative limit of this size would nearly let half a gradient pass, which is what averaging
+twice over two ranks leaves."""
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What rounding alone did to one parameter's gradient on one device.
+    """How far rounding alone moved one parameter's gradient on one device.
 
     ``norm``: ||g - truth||, absolute. ``element``: the worst |g_i - truth_i| in units of
     max(|truth_i|, root mean square of truth).
@@ -58,17 +59,21 @@ class Limit:
     floor: float
     reason: str
     only_rounding: bool = False
-    """The true gradient is no larger than the rounding of the whole: nothing to compare."""
+    """True if the true gradient is no larger than the rounding of the whole gradient."""
 
     @property
     def is_useless(self) -> bool:
-        """A fault of the size of the gradient itself would pass."""
+        """True if a fault of about the size of the gradient itself would pass."""
         return self.relative >= USELESS and not self.only_rounding
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """From dtype and noise to a limit with its reason; ``whole`` is the norm of all gradients."""
+    """Turns dtype and noise into a limit with its reason.
+
+    ``dtype``: the least precise dtype of the case. ``exact``: compare bit for bit. ``whole``: the norm
+    of all gradients of the step together.
+    """
 
     dtype: torch.dtype
     exact: bool = False
@@ -78,7 +83,11 @@ class Tolerance:
     def limit(
         self, norm: float, noise: Noise, dtype: torch.dtype | None = None, elements: int = 1
     ) -> Limit:
-        """The limit for a parameter whose true gradient has this norm; ``dtype`` is its own."""
+        """The limit for a parameter.
+
+        ``norm``: of its true gradient. ``noise``: of rounding on one device. ``dtype``: its own.
+        ``elements``: how many it has.
+        """
         if self.exact:
             return Limit(0.0, 0.0, 0.0, 0.0, "exact: integer-valued data, bit for bit")
         dtype = dtype or self.dtype
@@ -100,7 +109,7 @@ class Tolerance:
             ELEMENT_MULTIPLE * multiple * eps, self.device_multiple * _finite(noise.element)
         )
         if norm > 0 and of_whole > max(least, measured):
-            # In units of the root mean square: what the absolute limit allows a single element.
+            # The absolute limit, all of it in one element, in units of the root mean square.
             element = max(element, of_whole / norm * math.sqrt(elements))
         return Limit(
             absolute=absolute,
