@@ -1,8 +1,9 @@
 """Limits: how far from the float64 big batch a gradient may be before the difference is a fault.
 
-One device in the case's precision is off as well, by rounding alone. A data-parallel gradient may be
-a small multiple of that error away from the truth. It may always be a few eps away, since the one
-device is sometimes lucky. (TTrace, arXiv 2506.09280, theorem 5.3, bounds the error the same way.)
+One device in the case's precision is off as well, by rounding alone. A data-parallel gradient may
+be a small multiple of that error away from the truth. It may always be a few eps away, since the
+one device is sometimes lucky. (TTrace, arXiv 2506.09280, theorem 5.3, bounds the error the same
+way.)
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ moves the gradients of the catalogue."""
 
 DEVICE_MULTIPLE = 8.0
 """The limit, in errors of one device. The error of sharded training over that of one device was at
-most 2.7 in float32. It was up to 9.4 in bfloat16, but only where the one device was lucky, and there
-the least limit is larger."""
+most 2.7 in float32. It was up to 9.4 in bfloat16, but only where the one device was lucky, and
+there the least limit is larger."""
 
 ELEMENT_MULTIPLE = 8.0
 """Single elements scatter more than the norm of all: the limit allows 8 standard deviations."""
 
 WHOLE_MULTIPLES = {torch.float64: 4.0, torch.float32: 4.0, torch.float16: 1.0, torch.bfloat16: 1.0}
-"""A limit in eps of the whole gradient's norm. A parameter whose true gradient is zero (a bias before
-a normalisation) holds rounding of about this size, and its own norm is no measure of that."""
+"""A limit in eps of the whole gradient's norm. A parameter whose true gradient is zero (a bias
+before a normalisation) holds rounding of about this size, and its own norm is no measure of
+that."""
 
 USELESS = 0.4
 """A relative limit of this size would nearly let half a gradient pass, which is what averaging
@@ -71,8 +73,8 @@ class Limit:
 class Tolerance:
     """Turns dtype and noise into a limit with its reason.
 
-    ``dtype``: the least precise dtype of the case. ``exact``: compare bit for bit. ``whole``: the norm
-    of all gradients of the step together.
+    ``dtype``: the least precise dtype of the case. ``exact``: compare bit for bit. ``whole``: the
+    norm of all gradients of the step together.
     """
 
     dtype: torch.dtype

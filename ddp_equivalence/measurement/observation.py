@@ -92,8 +92,8 @@ class Observation:
     def examples_read(self, step: int) -> tuple[Indices, ...] | None:
         """The examples of each micro-batch of one step; None if they are not known.
 
-        A micro-batch is what one backward goes through. If several forward passes before it read the
-        same examples, these were read once.
+        A micro-batch is what one backward goes through. If several forward passes before it read
+        the same examples, these were read once.
         """
         micro_batches: list[Indices] = []
         begin = 0

@@ -34,13 +34,13 @@ class Verdict:
     explanation, or None. ``findings``: all explanations considered, best first. ``comparison``:
     error and limit by parameter and rank. ``evidence``: rank -> what really ran there.
     ``observed``: rank -> what was seen of a second run of a step that differs; ``repeated``:
-    whether that run left the same bits; None if that is not known. ``planted``: the name of the fault that
-    was planted. ``examples``: the size of the big batch in each step. ``failure``: how the ranks
-    failed, if they did. ``second_look``: what a rerun on fresh ranks showed, after the first run
-    hung or was aborted. ``output``: rank -> what it printed. ``changed``: rank -> what the step changed
-    in its process, or left running there. ``repeat``: the command or call that repeats the check.
-    ``analysis``: computes the rest when it is asked for; None if there was nothing to analyse.
-    ``render``: writes the report.
+    whether that run left the same bits; None if that is not known. ``planted``: the name of the
+    fault that was planted. ``examples``: the size of the big batch in each step. ``failure``: how
+    the ranks failed, if they did. ``second_look``: what a rerun on fresh ranks showed, after the
+    first run hung or was aborted. ``output``: rank -> what it printed. ``changed``: rank -> what
+    the step changed in its process, or left running there. ``repeat``: the command or call that
+    repeats the check. ``analysis``: computes the rest when it is asked for; None if there was
+    nothing to analyse. ``render``: writes the report.
     """
 
     case: Case
