@@ -76,11 +76,7 @@ def held_by(pid: int) -> Held:
 
 def pids_of_ranks() -> list[int]:
     """The ranks that wait for the next check."""
-    return [
-        process.pid
-        for rank_set in warm_ranks()._idle.values()
-        for process in rank_set._processes.values()
-    ]
+    return [pid for rank_set in warm_ranks().idle() for pid in rank_set.process_ids()]
 
 
 def main() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 
 from ddp_equivalence.faults.fault import Fault, Fire
-from ddp_equivalence.ranks.patches import patched
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def as_it_comes(fire: Fire) -> Iterator[None]:
             fire()
         return forward(module, inputs)
 
-    with patched(kind, "forward", watched):
+    with patch.object(kind, "forward", watched):
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,7 +13,6 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # no stu
 
 from ddp_equivalence.faults.fault import Fault, Fire
 from ddp_equivalence.faults.in_ddp import averaged, reducing
-from ddp_equivalence.ranks.patches import patched
 
 BUCKETS = 3
 """About as many as this, so that some have several parameters and some are right."""
@@ -44,7 +44,7 @@ def one_left_out(fire: Fire) -> Iterator[None]:
         """The fault fires at one bucket only."""
 
     with (
-        patched(dist, "_compute_bucket_assignment_by_size", in_small_buckets),
+        patch.object(dist, "_compute_bucket_assignment_by_size", in_small_buckets),
         reducing(unnoticed, but_one),
     ):
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,6 @@ from torch import Tensor
 from torch.distributed.nn import functional as collectives
 
 from ddp_equivalence.faults.fault import Fault, Fire
-from ddp_equivalence.ranks.patches import patched
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def detached(fire: Fire) -> Iterator[None]:
         fire()
         return tuple(found)
 
-    with patched(collectives, "all_gather", all_gather):
+    with patch.object(collectives, "all_gather", all_gather):
         yield
 
 

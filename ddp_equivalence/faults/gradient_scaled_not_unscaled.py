@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from ddp_equivalence.faults.fault import Fault, Fire
-from ddp_equivalence.ranks.patches import patched
 
 SCALE = 1024.0
 
@@ -26,7 +26,7 @@ def scaled(fire: Fire) -> Iterator[None]:
             fire()
         backward(tensors, *arguments, **named)
 
-    with patched(torch.autograd, "backward", of_scaled):
+    with patch.object(torch.autograd, "backward", of_scaled):
         yield
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,6 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]  # no stu
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence.faults.fault import Fire
-from ddp_equivalence.ranks.patches import patched
 
 Reduce = Callable[[GradBucket], Tensor]
 """What a broken reduction leaves of a bucket."""
@@ -40,7 +40,7 @@ def reducing(fire: Fire, reduce: Reduce) -> Iterator[None]:
 
     with (
         after_making(after),
-        patched(DistributedDataParallel, "register_comm_hook", ignore),
+        patch.object(DistributedDataParallel, "register_comm_hook", ignore),
     ):
         yield
 
@@ -54,7 +54,7 @@ def after_making(change: Callable[[Any], None], **arguments: Any) -> Iterator[No
         initialise(ddp, module, *given, **(named | arguments))
         change(ddp)
 
-    with patched(DistributedDataParallel, "__init__", making):
+    with patch.object(DistributedDataParallel, "__init__", making):
         yield
 
 
@@ -66,7 +66,7 @@ def calling(change: Callable[..., Any]) -> Iterator[None]:
     def called(ddp: Any, *arguments: Any, **named: Any) -> Any:
         return change(ddp, partial(forward, ddp), *arguments, **named)
 
-    with patched(DistributedDataParallel, "forward", called):
+    with patch.object(DistributedDataParallel, "forward", called):
         yield
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_equivalence.faults.fault import Fault, Fire
-from ddp_equivalence.ranks.patches import patched
 
 
 @contextmanager
@@ -27,7 +27,7 @@ def averaging(fire: Fire) -> Iterator[None]:
             fire()
         return work
 
-    with patched(dist, "all_reduce", all_reduce):
+    with patch.object(dist, "all_reduce", all_reduce):
         yield
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence.faults.fault import Fault, Fire
-from ddp_equivalence.ranks.patches import patched
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def one_ignored(fire: Fire) -> Iterator[None]:
             fire()
         initialise(ddp, module, *given, **named)
 
-    with patched(DistributedDataParallel, "__init__", making):
+    with patch.object(DistributedDataParallel, "__init__", making):
         yield
 
 

@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.faults.fault import Fault
-from ddp_equivalence.ranks.patches import patched
 
 if TYPE_CHECKING:
     from ddp_equivalence.strategies.strategy import Task, TrainStep
@@ -110,7 +110,7 @@ def planted(name: str) -> Iterator[Planted]:
         found = Planted(fault, Path(file.name))
         with (
             settings.using(settings.replaced(plant=name)),
-            patched(BaseProcess, "__init__", _planting(found, BaseProcess.__init__)),
+            patch.object(BaseProcess, "__init__", _planting(found, BaseProcess.__init__)),
             found,
         ):
             try:

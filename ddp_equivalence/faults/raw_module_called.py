@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence.faults.fault import Fault, Fire
-from ddp_equivalence.ranks.patches import patched
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def past_the_wrapper(fire: Fire) -> Iterator[None]:
         fire()
         return ddp.module(*arguments, **named)
 
-    with patched(DistributedDataParallel, "__call__", call):
+    with patch.object(DistributedDataParallel, "__call__", call):
         yield
 
 

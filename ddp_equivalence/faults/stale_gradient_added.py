@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn, optim
 
 from ddp_equivalence.faults.fault import Fault, Fire
-from ddp_equivalence.ranks.patches import patched
 
 
 @contextmanager
@@ -24,8 +24,8 @@ def forgotten(fire: Fire) -> Iterator[None]:
         fire()
 
     with (
-        patched(nn.Module, "zero_grad", of_module),
-        patched(optim.Optimizer, "zero_grad", of_optimizer),
+        patch.object(nn.Module, "zero_grad", of_module),
+        patch.object(optim.Optimizer, "zero_grad", of_optimizer),
     ):
         yield
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence.faults.fault import Fault, Fire
-from ddp_equivalence.ranks.patches import patched
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def freed_early(fire: Fire) -> Iterator[None]:
         fire()
         return outputs  # and nobody holds the wrapper any more
 
-    with patched(DistributedDataParallel, "__call__", through_another):
+    with patch.object(DistributedDataParallel, "__call__", through_another):
         yield
 
 

@@ -24,7 +24,7 @@ from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.measurement.work import Evidence, Work
 from ddp_equivalence.ranks import pickling, root_cause
 from ddp_equivalence.ranks.failure import RankFailed
-from ddp_equivalence.ranks.probe import ask_once
+from ddp_equivalence.ranks.probe import probe_ranks_once
 from ddp_equivalence.ranks.rank_set import RankSet
 from ddp_equivalence.ranks.warm_ranks import Environment, warm_ranks
 
@@ -149,17 +149,17 @@ def wrong_collectives(ranks: RankSet, request: Request) -> tuple[str, ...]:
     if ranks.broken or request.in_process or request.processes.world_size == 1:
         return ()
     try:
-        answers = ask_once(ranks, request.processes, request.lane)
+        results = probe_ranks_once(ranks, request.processes, request.lane)
     except RankFailed as error:
         return (f"the ranks failed when their collectives were asked: {error}",)
-    return tuple(f"{one.what}: {one.detail}" for one in answers if one.wrong)
+    return tuple(f"{result.collective}: {result.detail}" for result in results if result.wrong)
 
 
 def _left(ranks: RankSet) -> RankFailed:
     ends = [
-        ranks.end(rank, "changed", "; ".join(ranks.changed[rank]))
+        ranks.rank_end(rank, "changed", "; ".join(ranks.changed[rank]))
         if rank in ranks.changed
-        else ranks.end(rank, "finished")
+        else ranks.rank_end(rank, "finished")
         for rank in range(ranks.layout.world_size)
     ]
     return root_cause.failure(ends, "")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.measurement.example_lookup import ExampleLookup
 from ddp_equivalence.measurement.observation import Backward, Forward, Observation, Wrapper
 from ddp_equivalence.ranks.collectives import Collective, issued_so_far
-from ddp_equivalence.ranks.patches import patched
 
 MOST_BUCKET_ELEMENTS = 2_000_000
 """DDP is not asked for the buckets of a model with more elements, since it answers with tensors."""
@@ -71,10 +71,10 @@ class Observer:
 
         try:
             with (
-                patched(DistributedDataParallel, "__init__", wrapping),
-                patched(torch.nn.utils, "clip_grad_norm_", clipping),
-                patched(torch.autograd, "backward", self._observed(torch.autograd.backward)),
-                patched(torch.autograd, "grad", self._observed(torch.autograd.grad)),
+                patch.object(DistributedDataParallel, "__init__", wrapping),
+                patch.object(torch.nn.utils, "clip_grad_norm_", clipping),
+                patch.object(torch.autograd, "backward", self._observed(torch.autograd.backward)),
+                patch.object(torch.autograd, "grad", self._observed(torch.autograd.grad)),
             ):
                 yield
         finally:

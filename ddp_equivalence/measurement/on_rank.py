@@ -204,7 +204,7 @@ def _seeded(seed: int) -> Iterator[None]:
     with seeded(seed):
         yield
         if torch.initial_seed() != seed:
-            process_state.remark(f"torch's seed set to {torch.initial_seed()}")
+            process_state.report_change(f"torch's seed set to {torch.initial_seed()}")
 
 
 def _put_on_parameters(model: nn.Module, gradients: Mapping[str, Tensor | None]) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from ddp_equivalence.measurement.measure import at_work
 from ddp_equivalence.measurement.request import Request
-from ddp_equivalence.ranks.environment import SECOND_LOOK
+from ddp_equivalence.ranks.environment import RERUN_VARIABLE
 from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
 
-DETAIL = ((SECOND_LOOK, "1"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"))
+DETAIL = ((RERUN_VARIABLE, "1"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"))
 """With this environment torch compares operation, shape and dtype of every collective between the
 ranks, at the price of a barrier each. Source: docs.pytorch.org/docs/stable/distributed.html,
 "TORCH_DISTRIBUTED_DEBUG".

@@ -1,4 +1,7 @@
-"""Start ranks, hand out work, attribute failure, clean up. Knows nothing of gradients."""
+"""Starts rank processes, hands out work to them, says which rank caused a failure, and cleans up.
+
+This package knows nothing of gradients.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,15 @@
-"""The names of backends and lanes. Imports no torch: pytest reads its options from here."""
+"""The names of backends and lanes.
+
+This module imports no torch, because pytest reads its command-line options from here.
+"""
 
 from __future__ import annotations
 
 NCCL_BACKENDS = ("nccl", "nccl2", "nccl-legacy")
-"""``nccl2`` is the backend that torch is moving its default to, ``nccl-legacy`` the way back; each
-only where the installed torch has it."""
+"""torch is moving its default from ``nccl`` to ``nccl2``; ``nccl-legacy`` keeps the old one.
+
+A lane exists for each of them only where the installed torch has that backend.
+"""
 
 BACKENDS = ("auto", "gloo", "gloo_cuda", *NCCL_BACKENDS)
 
@@ -18,4 +23,4 @@ LANES = (
     "nccl2",
     "nccl-legacy",
 )
-"""What ``--must-run`` can insist on."""
+"""The lanes that ``--must-run`` can require."""

@@ -1,7 +1,7 @@
-"""A file without a name that a rank writes and the judging process reads: output, stacks.
+"""A file without a name that a rank writes to and the judging process reads.
 
-It lives in memory where the system can do that: a full disk takes nothing from it, and whoever is
-killed, and however, nothing stays behind.
+It receives the rank's output or its stacks. On Linux the file lives in memory: a full disk does not
+matter, and nothing is left behind, however the processes are killed.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ import tempfile
 from multiprocessing.connection import Connection
 
 
-class Spool:
-    """The reading side; ``end()`` is what travels to the rank."""
+class CaptureFile:
+    """The judging process's side of the file; ``writer()`` makes the rank's side."""
 
     def __init__(self) -> None:
         if hasattr(os, "memfd_create"):
-            self._file = os.memfd_create("ddp_equivalence")
+            self._descriptor = os.memfd_create("ddp_equivalence")
         else:
-            with tempfile.TemporaryFile() as named:
-                self._file = os.dup(named.fileno())
-        fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)
+            with tempfile.TemporaryFile() as file:
+                self._descriptor = os.dup(file.fileno())
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, os.O_APPEND)
 
-    def end(self) -> Connection:
-        """The writing side, in the one form in which descriptors travel to a forked process."""
-        return Connection(os.dup(self._file), readable=False)
+    def writer(self) -> Connection:
+        """The rank's side: a Connection, since multiprocessing hands those to a forked process."""
+        return Connection(os.dup(self._descriptor), readable=False)
 
     def size(self) -> int:
-        """Bytes written since it was last emptied."""
-        return os.fstat(self._file).st_size
+        """The number of bytes written since the file was last cleared."""
+        return os.fstat(self._descriptor).st_size
 
-    def read(self, start: int = 0, most: int = 2**20) -> str:
-        """What was written from ``start`` on; the last ``most`` bytes of it."""
+    def read(self, max_bytes: int = 2**20) -> str:
+        """The last ``max_bytes`` bytes that were written."""
         size = self.size()
-        start = max(start, size - most)
-        return os.pread(self._file, size - start, start).decode(errors="replace")
+        start = max(0, size - max_bytes)
+        return os.pread(self._descriptor, size - start, start).decode(errors="replace")
 
-    def empty(self) -> None:
-        """Forget what was written."""
-        os.ftruncate(self._file, 0)
+    def clear(self) -> None:
+        """Delete everything that was written so far."""
+        os.ftruncate(self._descriptor, 0)
 
     def close(self) -> None:
-        """Give the memory back once the rank has gone as well."""
-        os.close(self._file)
+        """Close this side; the memory is freed once the rank has ended as well."""
+        os.close(self._descriptor)

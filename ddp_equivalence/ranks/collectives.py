@@ -1,8 +1,9 @@
-"""Which collectives really ran, as torch's flight recorder saw them.
+"""Reads from torch's flight recorder which collectives this rank has issued.
 
-The recorder is private in torch and differs by backend, so each rank proves at its start that it
-shows a collective just issued; where it does not the answer is None and nothing is concluded from
-it. gloo entries stay ``scheduled``; that they were issued is enough.
+The recorder is private in torch 2.13 and differs by backend. Each rank therefore issues one
+collective when it starts and checks that the recorder shows it. If it does not, the functions here
+return None, and nobody draws a conclusion from them. Entries of gloo stay in the state
+``scheduled``; it is enough that they were issued.
 """
 
 from __future__ import annotations
@@ -18,15 +19,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
-"""Where torch keeps its records: of gloo, and of NCCL where it is built in."""
+DUMP_FUNCTIONS = ("_dump_fr_trace", "_dump_nccl_trace")
+"""The functions of torch that return the records of gloo and, if it is built in, of NCCL."""
+
+DEFAULT_GROUP = "default_pg"
+"""Torch's name for the group of all ranks."""
+
+FORGOTTEN = "forgotten"
+"""Takes the place of an op for collectives that the recorder no longer holds."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective as issued by one rank, such as ``all_reduce`` of 66 elements.
+    """One collective as one rank issued it, such as ``all_reduce`` of 66 elements.
 
-    ``group``: torch's name for it, "" for the group of all ranks. ``dtype``: of its first input.
+    ``group``: torch's name for the group, "" for the group of all ranks. ``dtype``: of the first
+    input.
     """
 
     op: str
@@ -37,10 +45,10 @@ class Collective:
 
 @dataclass(frozen=True)
 class LastCollective:
-    """The newest collective of one rank: ``number`` in ``group`` since the work began (from 1).
+    """The newest collective of one rank.
 
-    ``line``: where the rank called it, outside torch; "" if it came from a thread of torch's own.
-    ``at``: seconds since the epoch.
+    ``number``: its number in ``group`` since the work began, from 1. ``line``: the line outside
+    torch that called it, "" if a thread of torch did. ``at``: seconds since the epoch.
     """
 
     number: int
@@ -53,110 +61,99 @@ class LastCollective:
 
     def __str__(self) -> str:
         shapes = f" of {', '.join(map(str, self.shapes))}" if self.shapes else ""
-        kind = f" {'/'.join(sorted(set(self.dtypes)))}" if self.dtypes else ""
-        group = "" if self.group in (ALL, "") else f" on group {self.group}"
-        return f"{self.op} #{self.number}{shapes}{kind}{group}"
+        dtypes = f" {'/'.join(sorted(set(self.dtypes)))}" if self.dtypes else ""
+        group = "" if self.group in (DEFAULT_GROUP, "") else f" on group {self.group}"
+        return f"{self.op} #{self.number}{shapes}{dtypes}{group}"
 
 
-_proved = False
-_newest: dict[str, int] = {}
-"""Of each recorder: the number of the newest record that was already looked at."""
+_recorder_works = False
 
-_issued: dict[str, int] = {}
-"""Of each group: how many collectives it had seen by then."""
+_newest_read: dict[str, int] = {}
+"""Dump function -> the number of the newest record that ``new_collectives`` has returned."""
+
+_issued_in_group: dict[str, int] = {}
+"""Group -> the number of its collectives, as of the last call of ``new_collectives``."""
+
+_sends: list[Collective] = []
+"""The point-to-point sends since the last call of ``new_collectives``."""
 
 
-def prove_recorder(device: torch.device) -> None:
-    """Issue one all-reduce, on all ranks, and see whether it is recorded."""
-    global _proved
+def check_recorder(device: torch.device) -> None:
+    """Issue one all_reduce and note whether the recorder shows it. All ranks must call this."""
+    global _recorder_works
     new_collectives()
     dist.all_reduce(torch.zeros(1, device=device))
-    _proved = True
-    _proved = bool(new_collectives())
+    _recorder_works = True
+    _recorder_works = bool(new_collectives())
 
 
 def new_collectives() -> tuple[Collective, ...] | None:
-    """The collectives since the last call, oldest first; None without a proved recorder.
+    """The collectives since the last call, oldest first; None if the recorder does not work.
 
-    The recorder holds the newest ``TORCH_FR_BUFFER_SIZE``; of those forgotten since the last call
-    a ``Collective("forgotten", n)`` tells how many there were.
+    The recorder holds only the newest ``TORCH_FR_BUFFER_SIZE`` collectives. If it has dropped n of
+    those since the last call, the result contains ``Collective("forgotten", n)``.
     """
-    found: list[Collective] = [*_sent]
-    _sent.clear()
-    for name in DUMPS:
-        entries = _entries(name, stacks=False)
+    collectives: list[Collective] = [*_sends]
+    _sends.clear()
+    for function in DUMP_FUNCTIONS:
+        entries = _entries(function, stacks=False)
         if not entries:
             continue
-        before = _newest.get(name, -1)
-        new = [one for one in entries if one["record_id"] > before]
+        before = _newest_read.get(function, -1)
+        new = [entry for entry in entries if entry["record_id"] > before]
         if new and (forgotten := new[0]["record_id"] - before - 1) > 0:
-            found.append(Collective(FORGOTTEN, forgotten))
-        _newest[name] = entries[-1]["record_id"]
-        _issued.update({_group(one): _number(one) for one in entries if not one.get("is_p2p")})
-        found += map(_collective, new)
-    return tuple(found) if _proved else None
-
-
-def _collective(entry: dict[str, Any]) -> Collective:
-    group, dtypes = _group(entry), entry["input_dtypes"]
-    return Collective(
-        op=_op(entry),
-        elements=sum(map(math.prod, entry["input_sizes"])),
-        group="" if group == ALL else group,
-        dtype=str(dtypes[0]) if dtypes else "",
-    )
+            collectives.append(Collective(FORGOTTEN, forgotten))
+        _newest_read[function] = entries[-1]["record_id"]
+        _issued_in_group.update({_group(e): _number(e) for e in entries if not e.get("is_p2p")})
+        collectives += map(_collective, new)
+    return tuple(collectives) if _recorder_works else None
 
 
 def issued_so_far() -> int | None:
-    """How many collectives this process has issued in its life; None without a proved recorder."""
-    if not _proved:
+    """The number of collectives that this process has issued since it started.
+
+    None if the recorder does not work.
+    """
+    if not _recorder_works:
         return None
-    entries = [_entries(name, stacks=False) for name in DUMPS]
-    return sum(int(found[-1]["record_id"]) + 1 for found in entries if found)
+    dumps = [_entries(function, stacks=False) for function in DUMP_FUNCTIONS]
+    return sum(int(entries[-1]["record_id"]) + 1 for entries in dumps if entries)
 
 
-def record_sent() -> None:
-    """Write down what is sent from rank to rank: torch's recorder has that of NCCL only."""
+def issued_in_default_group() -> int | None:
+    """The number of collectives that this rank has issued in the group of all ranks.
+
+    It is as of the last call of ``new_collectives``. None if the recorder does not work.
+    """
+    return _issued_in_group.get(DEFAULT_GROUP, 0) if _recorder_works else None
+
+
+def record_sends() -> None:
+    """Record point-to-point sends from now on: torch 2.13 records them for NCCL only."""
     send = dist.ProcessGroup.send
     if hasattr(send, "__wrapped__"):
         return
 
     @wraps(send)
-    def recorded(group: Any, tensors: Any, *more: Any, **named: Any) -> Any:
-        _sent.append(Collective("send", sum(tensor.numel() for tensor in tensors)))
-        return send(group, tensors, *more, **named)
+    def recorded(group: Any, tensors: Any, *arguments: Any, **keywords: Any) -> Any:
+        _sends.append(Collective("send", sum(tensor.numel() for tensor in tensors)))
+        return send(group, tensors, *arguments, **keywords)
 
     dist.ProcessGroup.send = recorded  # type: ignore[assignment]
 
 
-_sent: list[Collective] = []
-
-FORGOTTEN = "forgotten"
-"""Not an op: how many collectives the recorder no longer held."""
-
-
-def issued_by_all() -> int | None:
-    """How many collectives of the group of all ranks this rank has issued; None if not recorded.
-
-    As of the last call of ``new_collectives``.
-    """
-    return _issued.get(ALL, 0) if _proved else None
-
-
-ALL = "default_pg"
-"""What torch calls the group of all ranks."""
-
-
 def last_collective() -> LastCollective | None:
-    """The newest one of this process, with the line that called it; None if nothing is recorded.
+    """The newest collective of the current work, with the line that called it.
 
-    Symbolizing the stack takes seconds the first time: for a rank that hangs anyway.
+    None if nothing was recorded. The first call takes seconds, because torch then resolves the
+    symbols of the stack. That does not matter on a rank that hangs.
     """
     newest: dict[str, Any] | None = None
-    for name in DUMPS:
-        entries = _entries(name, stacks=True) if _proved else []
-        # What was issued before this work began says nothing about it.
-        entries = [one for one in entries if one["record_id"] > _newest.get(name, -1)]
+    for function in DUMP_FUNCTIONS:
+        entries = _entries(function, stacks=True) if _recorder_works else []
+        # Only collectives that were issued since this work began say anything about it.
+        before = _newest_read.get(function, -1)
+        entries = [entry for entry in entries if entry["record_id"] > before]
         if entries and (
             newest is None or entries[-1]["time_created_ns"] > newest["time_created_ns"]
         ):
@@ -164,7 +161,7 @@ def last_collective() -> LastCollective | None:
     if newest is None:
         return None
     return LastCollective(
-        number=_number(newest) - _issued.get(_group(newest), 0),
+        number=_number(newest) - _issued_in_group.get(_group(newest), 0),
         group=_group(newest),
         op=_op(newest),
         shapes=tuple(tuple(size) for size in newest["input_sizes"]),
@@ -174,13 +171,23 @@ def last_collective() -> LastCollective | None:
     )
 
 
-def _entries(name: str, stacks: bool) -> list[dict[str, Any]]:
-    """Every record still held, oldest first."""
-    dump = getattr(torch._C._distributed_c10d, name, None)
+def _entries(function: str, stacks: bool) -> list[dict[str, Any]]:
+    """All entries that the recorder still holds, oldest first."""
+    dump = getattr(torch._C._distributed_c10d, function, None)
     if dump is None:
         return []
     entries = pickle.loads(dump(includeStackTraces=stacks)).get("entries", [])
-    return sorted(entries, key=lambda one: int(one["record_id"]))
+    return sorted(entries, key=lambda entry: int(entry["record_id"]))
+
+
+def _collective(entry: dict[str, Any]) -> Collective:
+    group, dtypes = _group(entry), entry["input_dtypes"]
+    return Collective(
+        op=_op(entry),
+        elements=sum(map(math.prod, entry["input_sizes"])),
+        group="" if group == DEFAULT_GROUP else group,
+        dtype=str(dtypes[0]) if dtypes else "",
+    )
 
 
 def _number(entry: dict[str, Any]) -> int:

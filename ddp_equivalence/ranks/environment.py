@@ -1,7 +1,7 @@
-"""The environment variables of ranks: those of torchrun, and those that shape a process group.
+"""The environment variables of a rank: those that torchrun sets, and those of a process group.
 
-Source of the first: torch/distributed/elastic/agent/server/local_elastic_agent.py,
-``_start_workers``.
+Source of torchrun's variables: ``_start_workers`` in
+torch/distributed/elastic/agent/server/local_elastic_agent.py.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from ddp_equivalence.case.layouts import Row
 
 LOOPBACK = "127.0.0.1"
 
-OF_SET = "DDP_EQUIVALENCE_RANKS"
-"""Marks every rank of one set, and all that such a rank starts."""
+RANK_SET_VARIABLE = "DDP_EQUIVALENCE_RANKS"
+"""Holds the token of a rank set, on each of its ranks and in every process that these start."""
 
-SECOND_LOOK = "DDP_EQUIVALENCE_SECOND_LOOK"
-"""Set on ranks whose only purpose is to find out more."""
+RERUN_VARIABLE = "DDP_EQUIVALENCE_RERUN"
+"""Set on ranks that run a failed case again only to find out more about the failure."""
 
-OF_GROUPS = (
+PROCESS_GROUP_PREFIXES = (
     "NCCL_",
     "GLOO_",
     "TORCH_",
@@ -28,20 +28,30 @@ OF_GROUPS = (
     "MKL_",
     "KMP_",
     "UCC_",
-    SECOND_LOOK,
+    RERUN_VARIABLE,
 )
-"""Beginnings of the names of variables that are read once, when a process or its group begins."""
+"""Prefixes of variables that are read only once, when a process or its process group starts."""
 
 
-def group_environment() -> tuple[tuple[str, str], ...]:
-    """The variables of this process that a process group depends on: ranks are shared if equal."""
+def process_group_environment() -> tuple[tuple[str, str], ...]:
+    """The variables of this process that a process group depends on, as sorted (name, value) pairs.
+
+    Two cases can use the same ranks only if these are equal.
+    """
     return tuple(
-        sorted((name, value) for name, value in os.environ.items() if name.startswith(OF_GROUPS))
+        sorted(
+            (name, value)
+            for name, value in os.environ.items()
+            if name.startswith(PROCESS_GROUP_PREFIXES)
+        )
     )
 
 
 def torchrun_environment(row: Row, port: int) -> dict[str, str]:
-    """Name -> value for the rank in ``row``; ``port`` is where the rendezvous store listens."""
+    """The variables (name -> value) that torchrun would set for the rank in ``row``.
+
+    ``port``: the TCP port on which the rendezvous store listens.
+    """
     return {
         "LOCAL_RANK": str(row.local_rank),
         "RANK": str(row.rank),
@@ -57,7 +67,7 @@ def torchrun_environment(row: Row, port: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "ddp_equivalence",
-        # Every rank is a client of the store that is already there, as under torchrun.
+        # As under torchrun, every rank is a client of a store that already listens.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "OMP_NUM_THREADS": "1",
@@ -65,12 +75,13 @@ def torchrun_environment(row: Row, port: int) -> dict[str, str]:
 
 
 DEFAULTS = {
-    # Ranks of one host talk over loopback; a host name that resolves elsewhere would hang gloo.
+    # Ranks of one host talk over loopback. gloo would hang where the host's own name resolves to
+    # another machine.
     "GLOO_SOCKET_IFNAME": "lo",
-    # The flight recorder remembers the last collectives: evidence that they ran. Reading it
-    # costs 13 us for each that it holds, in every check.
+    # The flight recorder keeps this many collectives as evidence that they ran. Every check reads
+    # it, which takes 13 us per collective kept (torch 2.13).
     "TORCH_FR_BUFFER_SIZE": "32",
-    # float32 means float32: TF32 keeps 10 bits of the mantissa.
+    # float32 must mean float32: TF32 keeps only 10 bits of the mantissa.
     "NVIDIA_TF32_OVERRIDE": "0",
 }
-"""Set on every rank unless the user's environment says otherwise."""
+"""Variables that every rank gets unless the user's environment sets them."""

@@ -1,4 +1,4 @@
-"""How ranks failed: what every rank did, and the errors that say so."""
+"""The errors raised when ranks fail, and the record of how each rank ended its work."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended its work: the entry that every rank gets, whatever happened.
+    """How one rank ended its work. After a failure there is one for every rank.
 
-    ``kind`` is ``finished``, ``exception``, ``signal``, ``exit``, ``running``, ``output`` (it wrote
-    too much) or ``changed`` (it left its process changed); ``what`` one line; ``detail`` the
-    traceback or stack; ``line`` the source line concerned; ``at`` seconds on the machine's
-    monotonic clock; ``last`` its last collective, if it is known; ``waits`` True if it waited for
-    other ranks in it.
+    ``kind`` is one of:
+
+    - ``finished``: the rank finished its work;
+    - ``exception``: it raised;
+    - ``signal``: a signal killed it;
+    - ``exit``: its process ended;
+    - ``running``: it was still running at the deadline;
+    - ``output``: it wrote too much output;
+    - ``changed``: it finished but left its process changed.
+
+    ``what`` describes this in one line. ``detail`` is the traceback or the stack. ``line`` is the
+    source line concerned. ``at`` is the time in seconds of the machine's monotonic clock.
+    ``output`` is what the rank printed. ``last`` is its last collective, if known. ``waits`` is
+    True if the rank was waiting for other ranks in that collective.
     """
 
     rank: int
@@ -39,9 +48,10 @@ class RankEnd:
 
 
 class RankFailed(RuntimeError):
-    """A rank raised, exited or was killed. ``.ends`` has one entry a rank, root cause first.
+    """A rank raised, exited or was killed.
 
-    ``.waiting`` says in a sentence who waited for whom; "" where nobody did or nobody knows.
+    ``ends`` holds one RankEnd per rank, the root cause first. ``waiting`` is a sentence that says
+    which ranks waited for which; it is "" if none waited or if that is not known.
     """
 
     def __init__(self, message: str, ends: Sequence[RankEnd] = (), waiting: str = "") -> None:
@@ -50,4 +60,7 @@ class RankFailed(RuntimeError):
 
 
 class RanksTimedOut(RankFailed):
-    """No answer within the deadline. ``.ends`` holds the stack of every rank still running."""
+    """Ranks did not answer before the deadline.
+
+    ``ends`` holds the stack of every rank that was still running.
+    """

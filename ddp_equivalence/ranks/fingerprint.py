@@ -1,8 +1,9 @@
-"""Tell in microseconds that a function is what it was: pickling one by value takes milliseconds.
+"""Tells within microseconds whether a function has changed since it was last pickled.
 
-A stamp covers all that cloudpickle would send: code, defaults, closure, the globals that the code
-names, and what those lead to. Where anything in there could change without the stamp changing (a
-list, a dict, an object), there is none, and the function is pickled anew.
+Pickling a function by value takes milliseconds, so the result is kept and used again. A fingerprint
+covers everything that cloudpickle would send: code, defaults, closure, the globals that the code
+names, and whatever those refer to in turn. A list, a dict or any other object that can change in
+place cannot have a fingerprint. A function that refers to one is pickled anew each time.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from typing import Any
 
 import torch
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device)
+CONSTANT_TYPES = (
+    *(bool, int, float, complex, str, bytes, type(None), type(...)),
+    *(torch.dtype, torch.device),
+)
 
-NAMED = (
+PICKLED_BY_NAME = (
     FunctionType,
     type,
     ModuleType,
@@ -31,47 +35,51 @@ NAMED = (
     GetSetDescriptorType,
     MemberDescriptorType,
 )
-"""Travel as a name, so that being the same object is enough."""
+"""Types that are pickled as a name, so that two of them are equal only if they are identical."""
 
-Stamp = tuple[Hashable, ...]
-
-
-class Changeable(Exception):
-    """There is no stamp of something that leads to an object of this kind."""
+Fingerprint = tuple[Hashable, ...]
 
 
-def stamp(value: object, by_value: Callable[[Any], bool]) -> tuple[Stamp, tuple[object, ...]]:
-    """A stamp, and the objects that must be kept alive for as long as it is compared.
+class NoFingerprint(Exception):
+    """The value refers to an object of this type, which can change without a trace."""
 
-    ``by_value``: whether a function or class travels by value; others travel as a name.
-    Raises Changeable if there is none.
+
+def fingerprint(
+    value: object, by_value: Callable[[Any], bool]
+) -> tuple[Fingerprint, tuple[object, ...]]:
+    """A fingerprint, and the objects that the caller must keep alive as long as it uses it.
+
+    The objects are identified by ``id()``, which Python reuses once an object is freed.
+    ``by_value`` says of a function, class or module whether it is pickled by value.
+    Raises NoFingerprint.
     """
-    kept: list[object] = []
-    return tuple(_parts(value, by_value, kept, {})), tuple(kept)
+    identified: list[object] = []
+    return tuple(_parts(value, by_value, identified, {})), tuple(identified)
 
 
 def _parts(
-    value: Any, by_value: Callable[[Any], bool], kept: list[object], seen: dict[int, int]
+    value: Any, by_value: Callable[[Any], bool], identified: list[object], seen: dict[int, int]
 ) -> Iterator[Hashable]:
+    """Yield the parts of the fingerprint; ``seen`` numbers the functions and classes visited."""
     yield type(value).__name__
-    if isinstance(value, PLAIN):
+    if isinstance(value, CONSTANT_TYPES):
         yield repr(value) if isinstance(value, float | complex) else value
         return
     inner: Iterable[object]
     if isinstance(value, ModuleType) and by_value(value):
-        raise Changeable("module")  # travels with all that it holds
+        raise NoFingerprint("module")  # it is pickled with everything in it
     if isinstance(value, CodeType):
         yield value
-        yield value.co_filename  # not part of its equality
+        yield value.co_filename  # code objects compare equal without it
         inner = ()
     elif isinstance(value, FunctionType | type) and by_value(value):
         if id(value) in seen:
-            yield seen[id(value)]  # the same one as before, in this order
+            yield seen[id(value)]  # a recursive reference
             return
         seen[id(value)] = len(seen)
         inner = _of_function(value) if isinstance(value, FunctionType) else _of_class(value)
-    elif isinstance(value, NAMED):
-        kept.append(value)
+    elif isinstance(value, PICKLED_BY_NAME):
+        identified.append(value)
         yield id(value)
         inner = ()
     elif isinstance(value, tuple):
@@ -83,9 +91,9 @@ def _parts(
     elif isinstance(value, partial):
         inner = value.func, value.args, tuple(value.keywords.items())
     else:
-        raise Changeable(type(value).__name__)
+        raise NoFingerprint(type(value).__name__)
     for part in inner:
-        yield from _parts(part, by_value, kept, seen)
+        yield from _parts(part, by_value, identified, seen)
 
 
 def _of_function(function: FunctionType) -> Iterator[object]:
@@ -95,10 +103,10 @@ def _of_function(function: FunctionType) -> Iterator[object]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # not filled yet
+        except ValueError:  # the variable has no value yet
             yield "empty"
     yield tuple(sorted(vars(function).items()))
-    for name in _names(function.__code__):
+    for name in _global_names(function.__code__):
         if name in function.__globals__:
             yield name
             yield function.__globals__[name]
@@ -112,8 +120,8 @@ def _of_class(cls: type) -> Iterator[object]:
             yield value
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def _global_names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _global_names(constant)

@@ -1,6 +1,7 @@
-"""Ranks of which rank 0 is the judging process itself: a debugger works in its step.
+"""Ranks of which rank 0 is the judging process itself, so that a debugger works in its step.
 
-For looking into a step, never for judging one: the process that judges otherwise joins no group.
+They are for looking into a step. Verdicts come from ranks that are all processes of their own: the
+judging process otherwise never joins a process group.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ import torch.distributed as dist
 
 from ddp_equivalence.case.layouts import Layout, Row
 from ddp_equivalence.ranks import pickling, process_state
+from ddp_equivalence.ranks.join_group import join_group, rank_environment
 from ddp_equivalence.ranks.lanes import Lane
-from ddp_equivalence.ranks.process import join, own_environment
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.ranks.rank_set import RankSet
 
-PATIENCE = 24 * 3600.0
-"""Seconds that the other ranks wait in a collective while somebody looks around in rank 0."""
+COLLECTIVE_TIMEOUT = 24 * 3600.0
+"""Seconds that the other ranks wait in a collective while a user looks around on rank 0."""
 
-_left: list[object] = []
-"""Groups of ended sets: freeing one can deadlock a process that lives on (torch 2.13)."""
+_destroyed_groups: list[object] = []
+"""Groups of rank sets that were stopped. Freeing one can deadlock this process (torch 2.13)."""
 
 
-class RanksWithOneHere(RankSet):
-    """Rank 0 works in this process, without a deadline; what it raises is raised as it is."""
+class InProcessRankSet(RankSet):
+    """Rank 0 works in this process, without a deadline, and its exceptions are raised unchanged."""
 
     def __init__(
         self,
@@ -37,59 +38,59 @@ class RanksWithOneHere(RankSet):
         devices: tuple[str, ...] | None = None,
         method: str = "forkserver",
     ) -> None:
-        super().__init__(layout, lane, PATIENCE, environment, devices, method)
-        self._here: Rank | None = None
-        self._environment_here: dict[bytes, bytes] = {}
-        self._message = b""
+        super().__init__(layout, lane, COLLECTIVE_TIMEOUT, environment, devices, method)
+        self._rank_0: Rank | None = None
+        self._rank_0_environment: dict[bytes, bytes] = {}
+        self._work = b""
 
     def submit(self, work: bytes) -> None:
-        """Hand the work to the other ranks; this one begins in ``collect``."""
-        self._message = work
+        """Send the work to the other ranks; rank 0 begins with it in ``collect``."""
+        self._work = work
         super().submit(work)
 
     def collect(self, deadline: float) -> Iterator[tuple[int, Any]]:
-        """Work as rank 0, then listen to the others, who get ``deadline`` seconds from then on."""
-        _, apart, body = pickling.loads_around(self._message)
-        before = process_state.current()
-        process_state.set_environment({**before.environment, **self._environment_here})
-        in_it = process_state.current()
+        """Work as rank 0, then collect from the others within ``deadline`` seconds."""
+        _, by_value, body = pickling.split(self._work)
+        outside = process_state.capture()
+        process_state.set_environment({**outside.environment, **self._rank_0_environment})
+        before = process_state.capture()
         complete = False
         try:
-            function, argument = pickling.loads(apart, body)
-            for result in function(self._here, argument):
+            function, argument = pickling.loads(by_value, body)
+            for result in function(self._rank_0, argument):
                 yield 0, result
-            changed = process_state.put_back(in_it)
+            changed = process_state.restore(before)
             if changed:
                 self.changed[0] = changed
             complete = True
         finally:
-            process_state.put_back(before)
+            process_state.restore(outside)
             if not complete:
                 self.broken = True
         yield from super().collect(deadline)
 
     def stop(self) -> None:
-        """End the other ranks, and leave the group."""
+        """Stop the other ranks, and leave the process group."""
         super().stop()
-        gc.collect()  # a DDP object that lingers in a cycle
-        if self._here is not None and dist.is_initialized():
-            _left.append(dist.group.WORLD)
+        gc.collect()  # free a DDP object that is part of a reference cycle
+        if self._rank_0 is not None and dist.is_initialized():
+            _destroyed_groups.append(dist.group.WORLD)
             dist.destroy_process_group()
-        self._here = None
+        self._rank_0 = None
 
-    def _processes_of(self) -> Sequence[Row]:
+    def _rows_to_start(self) -> Sequence[Row]:
         return self.layout.rows[1:]
 
-    def _join(self) -> None:
-        before = process_state.current()
+    def _join_group(self) -> None:
+        before = process_state.capture()
         try:
-            self._here = join(self._birth(self.layout.rows[0]), self._agree)
-            self._environment_here = own_environment()
+            self._rank_0 = join_group(self._start_arguments(self.layout.rows[0]), self._pass_port)
+            self._rank_0_environment = rank_environment()
         finally:
-            process_state.put_back(before)
-        super()._join()
+            process_state.restore(before)
+        super()._join_group()
 
-    def _agree(self, port: int | None) -> int:
-        assert port is not None  # rank 0 opens the store
-        self._tell_port(port)
+    def _pass_port(self, port: int | None) -> int:
+        assert port is not None  # rank 0 has opened the store
+        self._send_port(port)
         return port

@@ -1,4 +1,7 @@
-"""A lane is a backend on a kind of device; which lanes this machine has, and why not the others."""
+"""A lane is a backend on a kind of device.
+
+This module says which lanes this machine has, and why it does not have the others.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,11 @@ from ddp_equivalence.ranks.backend_names import BACKENDS
 
 @dataclass(frozen=True)
 class Lane:
-    """Where a case runs. ``gloo_fallback`` is gloo on the CPU because there are too few GPUs."""
+    """The backend and the kind of device that a case runs on.
+
+    ``gloo_fallback`` is gloo on the CPU, chosen because there are too few GPUs. ``reason`` says why
+    this lane was chosen; it may be "".
+    """
 
     name: str
     backend: str
@@ -31,25 +38,25 @@ class Lane:
 def cuda_devices() -> tuple[str, ...]:
     """The CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES would name them.
 
-    Counts through NVML: the judging process does not initialise CUDA.
+    They are counted through NVML, because the judging process must not initialise CUDA.
     """
     if torch.version.cuda is None and torch.version.hip is None:
         return ()
     count = torch.cuda.device_count()
-    outer = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = outer.split(",") if outer else [str(index) for index in range(count)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(index) for index in range(count)]
     return tuple(name.strip() for name in names[:count])
 
 
 def missing(name: str, world_size: int) -> str | None:
-    """Why lane ``name`` cannot run ``world_size`` ranks on this machine; None if it can."""
+    """The reason why lane ``name`` cannot run ``world_size`` ranks here; None if it can."""
     found = len(cuda_devices())
     if name in ("gloo", "gloo_fallback"):
         return None if dist.is_gloo_available() else "this torch was built without gloo"
     if name == "gloo_cuda":
         return None if found else "needs 1 CUDA device, found 0"
     if name == "data_parallel":
-        # nn.DataParallel with one device just calls the module.
+        # With a single device nn.DataParallel only calls the module.
         wanted = max(2, world_size)
         return None if found >= wanted else f"needs {wanted} CUDA devices, found {found}"
     if found < world_size:
@@ -61,9 +68,10 @@ def missing(name: str, world_size: int) -> str | None:
 
 
 def choose(layout: Layout, backend: str = "auto") -> Lane:
-    """The lane for a layout: NCCL with one rank per GPU where there are enough, else gloo.
+    """The lane for a layout and a backend.
 
-    Raises BadCase for an unknown backend, or one that this machine cannot run the layout on.
+    ``auto`` is NCCL with one rank per GPU if there are enough GPUs, and gloo on the CPU otherwise.
+    Raises BadCase for an unknown backend, or for one that cannot run the layout on this machine.
     """
     if backend not in BACKENDS:
         raise BadCase("backend", backend, f"one of {', '.join(BACKENDS)}")
@@ -84,14 +92,14 @@ def choose(layout: Layout, backend: str = "auto") -> Lane:
 
 
 def visible_devices(layout: Layout, lane: Lane, devices: tuple[str, ...]) -> dict[int, str]:
-    """CUDA_VISIBLE_DEVICES of every rank: the GPUs of its own (simulated) node and no other.
+    """CUDA_VISIBLE_DEVICES for every rank: only the GPUs of its own simulated node.
 
-    ``cuda:{local_rank}`` is then the rank's own GPU, as it would be on real nodes. ``devices``: the
-    GPUs that these ranks may use.
+    ``cuda:{local_rank}`` is then the rank's own GPU, as it would be on real nodes. If there are
+    fewer GPUs than ranks, each rank sees one GPU. ``devices``: the GPUs that these ranks may use.
     """
     if lane.device_type != "cuda":
         return {row.rank: "" for row in layout.rows}
-    if lane.name == "data_parallel":  # one process drives all devices
+    if lane.name == "data_parallel":  # a single process drives all devices
         return {row.rank: ",".join(devices) for row in layout.rows}
     of_rank = {row.rank: devices[row.rank % len(devices)] for row in layout.rows}
     return {
@@ -103,7 +111,7 @@ def visible_devices(layout: Layout, lane: Lane, devices: tuple[str, ...]) -> dic
 
 
 def device_of(local_rank: int, lane: Lane, visible: str) -> torch.device:
-    """The device of a rank, given what it sees."""
+    """The device of a rank whose CUDA_VISIBLE_DEVICES is ``visible``."""
     if lane.device_type == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", local_rank % len(visible.split(",")))

@@ -1,4 +1,7 @@
-"""Messages between the judging process and a rank; large arrays go beside the pickle, uncopied."""
+"""The messages between the judging process and a rank.
+
+Large arrays are sent after the pickle, straight from their memory, so that nothing copies them.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,20 @@ from typing import Any
 from ddp_equivalence.ranks.collectives import LastCollective
 
 READY, PORT, WORK, STOP = "ready", "port", "work", "stop"
-SMALL = 4096
-"""Bytes of an array up to which copying it costs less than a message of its own."""
-
 RESULTS, FINISHED, RAISED = "results", "finished", "raised"
+
+SMALL_ARRAY = 4096
+"""Bytes up to which copying an array into the pickle is cheaper than a message of its own."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A rank's last word on its work: the last results, and what it left behind.
+    """The last message of a rank about its work: the last results, and what the work left behind.
 
-    ``same_groups``: its process groups are still those it began with. ``issued``: how many
-    collectives of the group of all ranks it has issued in its life, None if that is not known.
-    ``changed``: state that the work changed, put back since. ``running``: threads and processes
-    that it left running.
+    ``same_groups``: the rank's process groups are the same as before the work. ``issued``: the
+    number of collectives of the default group that the rank has issued since it started, or None if
+    it is not known. ``changed``: the state that the work changed and the rank has since restored.
+    ``running``: the threads and processes that the work left running.
     """
 
     results: list[object]
@@ -38,7 +41,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception on a rank, as text: the exception itself may not travel.
+    """An exception on a rank, as text, because the exception itself may not be picklable.
 
     ``at``: seconds of the machine's monotonic clock.
     """
@@ -50,41 +53,44 @@ class Raised:
     last: LastCollective | None
 
 
-def give_up_after(connection: Connection, seconds: float) -> None:
-    """Let no read or write take longer in which not a byte moves: then BlockingIOError.
+def set_timeout(connection: Connection, seconds: float) -> None:
+    """Make a read or write raise BlockingIOError after this time without a single byte.
 
-    A process may be stopped, or hang, in the middle of a message.
+    The other process may be stopped, or hang, in the middle of a message.
     """
     whole = int(seconds)
     limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+    with socket.socket(fileno=os.dup(connection.fileno())) as pipe:
         for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            end.setsockopt(socket.SOL_SOCKET, direction, limit)
+            pipe.setsockopt(socket.SOL_SOCKET, direction, limit)
 
 
 def send(connection: Connection, kind: str, payload: object = None) -> None:
-    """Send one message. Raises OSError if the other side is gone."""
-    beside: list[memoryview] = []
+    """Send one message. Raises OSError if the other process is gone."""
+    large_arrays: list[memoryview] = []
 
-    def is_small(buffer: pickle.PickleBuffer) -> bool:
+    def goes_into_pickle(buffer: pickle.PickleBuffer) -> bool:
         view = buffer.raw()
-        if view.nbytes > SMALL:
-            beside.append(view)
-        return view.nbytes <= SMALL
+        if view.nbytes > SMALL_ARRAY:
+            large_arrays.append(view)
+        return view.nbytes <= SMALL_ARRAY
 
-    body = pickle.dumps((kind, payload), protocol=5, buffer_callback=is_small)
-    connection.send_bytes(pickle.dumps((body, [view.nbytes for view in beside])))
-    for view in beside:
+    body = pickle.dumps((kind, payload), protocol=5, buffer_callback=goes_into_pickle)
+    connection.send_bytes(pickle.dumps((body, [view.nbytes for view in large_arrays])))
+    for view in large_arrays:
         connection.send_bytes(view)
 
 
 def receive(connection: Connection) -> tuple[str, Any]:
-    """Wait for one message: (kind, payload). Raises EOFError or OSError if nobody is there."""
+    """Wait for one message and return (kind, payload).
+
+    Raises EOFError or OSError if the other process is gone.
+    """
     body, sizes = pickle.loads(connection.recv_bytes())
-    buffers = []
+    large_arrays = []
     for size in sizes:
-        buffer = bytearray(size)
-        connection.recv_bytes_into(buffer)
-        buffers.append(buffer)
-    kind, payload = pickle.loads(body, buffers=buffers)
+        array = bytearray(size)
+        connection.recv_bytes_into(array)
+        large_arrays.append(array)
+    kind, payload = pickle.loads(body, buffers=large_arrays)
     return kind, payload

@@ -1,4 +1,4 @@
-"""Run any function on warm ranks, and have what each of them returns."""
+"""Calls any function on warm ranks and returns what it returned on each of them."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def on_ranks(
 ) -> tuple[Any, ...]:
     """Call ``function(rank, *arguments)`` on every rank of a layout such as "2x2".
 
-    Returns what each rank returned, in the order of ranks. ``deadline``: seconds for all of it,
-    ``collective_deadline`` for one collective; with those of a check, the same ranks serve both.
-    Raises BadCase for a layout or backend that there is not, RankFailed if a rank raises or dies,
-    RanksTimedOut at the deadline.
+    Returns a tuple with what each rank returned, in the order of ranks. ``deadline``: seconds for
+    the whole call. ``collective_deadline``: seconds for one collective; ranks started with the same
+    value for a check are used again. Raises BadCase for an unknown layout or backend, RankFailed if
+    a rank raises or dies, RanksTimedOut at the deadline.
     """
-    ranks = parse(layout)
-    lane = lanes.choose(ranks, backend)
-    with warm_ranks().acquire(ranks, lane, collective_deadline) as working:
-        working.submit(pickling.dumps(_call, _Call(function, arguments)))
-        by_rank = dict(working.collect(deadline))
+    parsed = parse(layout)
+    lane = lanes.choose(parsed, backend)
+    with warm_ranks().acquire(parsed, lane, collective_deadline) as rank_set:
+        rank_set.submit(pickling.dumps(_call, _Call(function, arguments)))
+        by_rank = dict(rank_set.collect(deadline))
     return tuple(by_rank[rank] for rank in sorted(by_rank))
 
 
@@ -45,4 +45,4 @@ def _call(rank: Rank, call: _Call) -> Iterator[Any]:
     try:
         yield call.function(rank, *call.arguments)
     finally:
-        new_collectives()  # what was issued here is no evidence of the next check
+        new_collectives()  # read these collectives now: they are no evidence of the next check

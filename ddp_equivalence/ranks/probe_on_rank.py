@@ -1,4 +1,7 @@
-"""What a rank asks of its collectives, with known answers: other values at each place and rank."""
+"""Runs collectives on a rank and compares what they return with results worked out beforehand.
+
+The inputs differ by rank and by position, so that a mix-up of either shows.
+"""
 
 from __future__ import annotations
 
@@ -16,87 +19,91 @@ from ddp_equivalence.ranks.collectives import new_collectives
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
 SIZES = (1, 1031)
-OVER_A_BUCKET = 300_007
-"""Float32 elements, more than DDP's first bucket of 1 MiB holds."""
+LARGER_THAN_A_BUCKET = 300_007
+"""Elements of float32 that need more than DDP's first bucket, which holds 1 MiB."""
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda of_ranks: of_ranks.sum(0),
-    "avg": lambda of_ranks: of_ranks.mean(0),
-    "max": lambda of_ranks: of_ranks.amax(0),
-    "min": lambda of_ranks: of_ranks.amin(0),
+    "sum": lambda inputs: inputs.sum(0),
+    "avg": lambda inputs: inputs.mean(0),
+    "max": lambda inputs: inputs.amax(0),
+    "min": lambda inputs: inputs.amin(0),
 }
-"""What an op makes of shape (ranks, elements) in float64."""
+"""Op -> the function that reduces inputs of shape (ranks, elements) in float64."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One collective: ``what`` was asked, and whether the answer was ``right``.
+class ProbeResult:
+    """One collective, in words such as ``broadcast of 1031 float32 on 2 ranks``.
 
-    ``refused``: the backend's own words, where it said that it cannot; that is no wrong answer.
-    ``detail``: of a wrong one, what it was instead.
+    ``correct``: it returned what it should. ``refused``: the backend's message if it said that it
+    cannot do this; that does not count as wrong. ``detail``: what a wrong one returned instead.
     """
 
-    what: str
-    right: bool
+    collective: str
+    correct: bool
     refused: str = ""
     detail: str = ""
 
     @property
     def wrong(self) -> bool:
-        return not self.right and not self.refused
+        return not self.correct and not self.refused
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Some of the ranks, seen from one of them: ``place`` is its own in ``size``."""
+    """A group of ranks as one of them sees it: it is number ``group_rank`` of ``size``."""
 
     group: dist.ProcessGroup | None
-    place: int
+    group_rank: int
     size: int
     device: torch.device
 
-    def mine(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """What this rank brings."""
-        return brought(self.size, elements)[self.place].to(self.device, dtype, copy=True)
+    def own_input(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """The input of this rank."""
+        return inputs(self.size, elements)[self.group_rank].to(self.device, dtype, copy=True)
 
-    def right(self, op: str, elements: int) -> Tensor:
-        """What an op makes of what all ranks bring."""
+    def reduced(self, op: str, elements: int) -> Tensor:
+        """The correct result of reducing the inputs of all ranks."""
         return _reduced(op, self.size, elements)
 
 
 @lru_cache(maxsize=16)
-def brought(ranks: int, elements: int) -> Tensor:
-    """What each rank brings: float64, shape (ranks, elements).
+def inputs(ranks: int, elements: int) -> Tensor:
+    """The input of each rank: float64, shape (ranks, elements), integers from -3 to 3.
 
-    From -3 to 3, differing by rank and by position: sums over 64 ranks are exact in bfloat16.
+    They are so small that a sum over 64 ranks is exact in bfloat16.
     """
-    position, place = torch.arange(elements), torch.arange(ranks)[:, None]
-    return ((position * (place + 1) + 2 * place) % 7 - 3).double()
+    position, rank = torch.arange(elements), torch.arange(ranks)[:, None]
+    return ((position * (rank + 1) + 2 * rank) % 7 - 3).double()
 
 
 @lru_cache(maxsize=64)
 def _reduced(op: str, ranks: int, elements: int) -> Tensor:
-    return REDUCTIONS[op](brought(ranks, elements))
+    return REDUCTIONS[op](inputs(ranks, elements))
 
 
-def run(rank: Rank, payload: object) -> Iterator[object]:
-    """On one rank: yield a tuple of Answers, the same questions in the same order on every rank."""
-    everybody = _Group(dist.group.WORLD, rank.rank, rank.world_size, rank.device)
-    answers = [answer for dtype in DTYPES for answer in _of_dtype(everybody, dtype)]
-    answers += [_all_reduce(everybody, op, OVER_A_BUCKET, torch.float32) for op in ("sum", "avg")]
-    for size, group in _parts(rank.world_size, dist.group.WORLD):
+def run(rank: Rank, argument: object) -> Iterator[object]:
+    """The work of one rank: yields a tuple of ProbeResults, in the same order on every rank."""
+    all_ranks = _Group(dist.group.WORLD, rank.rank, rank.world_size, rank.device)
+    results = [result for dtype in DTYPES for result in _with_dtype(all_ranks, dtype)]
+    for op in ("sum", "avg"):
+        results.append(_all_reduce(all_ranks, op, LARGER_THAN_A_BUCKET, torch.float32))
+    for size, process_group in _subgroups(rank.world_size, dist.group.WORLD):
         if rank.rank < size:
-            part = _Group(group, rank.rank, size, rank.device)
+            subgroup = _Group(process_group, rank.rank, size, rank.device)
             for op in ("sum", "avg"):
-                answers.append(_all_reduce(part, op, SIZES[-1], torch.float32))
-                answers.append(_reduce_scatter(part, op, SIZES[-1], torch.float32))
-    new_collectives()  # they are none of the next work's
-    yield tuple(answers)
+                results.append(_all_reduce(subgroup, op, SIZES[-1], torch.float32))
+                results.append(_reduce_scatter(subgroup, op, SIZES[-1], torch.float32))
+    new_collectives()  # read these collectives now: they do not belong to the next work
+    yield tuple(results)
 
 
 @cache
-def _parts(world_size: int, _: object) -> tuple[tuple[int, dist.ProcessGroup], ...]:
-    """The first rank alone, and the first half of the ranks; made once in the life of the ranks."""
+def _subgroups(world_size: int, _: object) -> tuple[tuple[int, dist.ProcessGroup], ...]:
+    """A group of the first rank alone, and one of the first half of the ranks.
+
+    They are made only once for each default group, the second argument.
+    """
     sizes = sorted({1, max(1, world_size // 2)} - {world_size})
     groups = tuple((size, dist.new_group(list(range(size)))) for size in sizes)
     for _, group in groups:
@@ -104,12 +111,12 @@ def _parts(world_size: int, _: object) -> tuple[tuple[int, dist.ProcessGroup], .
     return groups
 
 
-def _of_dtype(group: _Group, dtype: torch.dtype) -> Iterator[Answer]:
-    # An average of integers has no right answer.
+def _with_dtype(group: _Group, dtype: torch.dtype) -> Iterator[ProbeResult]:
+    # The average of integers is not defined.
     ops = ["sum", "avg"] if dtype.is_floating_point else ["sum"]
     if dtype in (torch.float32, torch.int64):
         ops += ["max", "min"]
-    # A single element is another path in some libraries, whatever its dtype.
+    # Some libraries treat a single element differently; one dtype is enough to see that.
     for size in SIZES if dtype is torch.float32 else SIZES[1:]:
         for op in ops:
             yield _all_reduce(group, op, size, dtype)
@@ -119,75 +126,82 @@ def _of_dtype(group: _Group, dtype: torch.dtype) -> Iterator[Answer]:
         yield _broadcast(group, size, dtype)
 
 
-def _all_reduce(group: _Group, op: str, size: int, dtype: torch.dtype) -> Answer:
-    def ask() -> Tensor:
-        values = group.mine(size, dtype)
-        dist.all_reduce(values, op=_op(op), group=group.group)
+def _all_reduce(group: _Group, op: str, size: int, dtype: torch.dtype) -> ProbeResult:
+    def call() -> Tensor:
+        values = group.own_input(size, dtype)
+        dist.all_reduce(values, op=_reduce_op(op), group=group.group)
         return values
 
-    return _asked(f"all_reduce {op}", group, ask, group.right(op, size), dtype)
+    return _result(f"all_reduce {op}", group, call, group.reduced(op, size), dtype)
 
 
-def _reduce_scatter(group: _Group, op: str, size: int, dtype: torch.dtype) -> Answer:
-    def ask() -> Tensor:
-        found = torch.zeros(size, dtype=dtype, device=group.device)
-        values = group.mine(size * group.size, dtype)
-        dist.reduce_scatter_tensor(found, values, op=_op(op), group=group.group)
-        return found
+def _reduce_scatter(group: _Group, op: str, size: int, dtype: torch.dtype) -> ProbeResult:
+    def call() -> Tensor:
+        output = torch.zeros(size, dtype=dtype, device=group.device)
+        values = group.own_input(size * group.size, dtype)
+        dist.reduce_scatter_tensor(output, values, op=_reduce_op(op), group=group.group)
+        return output
 
-    own = group.right(op, size * group.size).chunk(group.size)[group.place]
-    return _asked(f"reduce_scatter {op}", group, ask, own, dtype)
-
-
-def _all_gather(group: _Group, size: int, dtype: torch.dtype) -> Answer:
-    def ask() -> Tensor:
-        found = [torch.zeros(size, dtype=dtype, device=group.device) for _ in range(group.size)]
-        dist.all_gather(found, group.mine(size, dtype), group=group.group)
-        return torch.cat(found)
-
-    return _asked("all_gather", group, ask, brought(group.size, size).flatten(), dtype)
+    own_part = group.reduced(op, size * group.size).chunk(group.size)[group.group_rank]
+    return _result(f"reduce_scatter {op}", group, call, own_part, dtype)
 
 
-def _broadcast(group: _Group, size: int, dtype: torch.dtype) -> Answer:
-    """From the last rank, which in a group of all is the last one of the layout."""
+def _all_gather(group: _Group, size: int, dtype: torch.dtype) -> ProbeResult:
+    def call() -> Tensor:
+        outputs = [torch.zeros(size, dtype=dtype, device=group.device) for _ in range(group.size)]
+        dist.all_gather(outputs, group.own_input(size, dtype), group=group.group)
+        return torch.cat(outputs)
 
-    def ask() -> Tensor:
-        values = group.mine(size, dtype)
+    return _result("all_gather", group, call, inputs(group.size, size).flatten(), dtype)
+
+
+def _broadcast(group: _Group, size: int, dtype: torch.dtype) -> ProbeResult:
+    """Broadcast from the last rank of the group, whose number in the layout is the same."""
+
+    def call() -> Tensor:
+        values = group.own_input(size, dtype)
         dist.broadcast(values, src=group.size - 1, group=group.group)
         return values
 
-    return _asked("broadcast", group, ask, brought(group.size, size)[-1], dtype)
+    return _result("broadcast", group, call, inputs(group.size, size)[-1], dtype)
 
 
-def _op(name: str) -> Any:
+def _reduce_op(name: str) -> Any:
     return getattr(dist.ReduceOp, name.upper())
 
 
-def _asked(
-    what: str, group: _Group, ask: Callable[[], Tensor], right: Tensor, dtype: torch.dtype
-) -> Answer:
-    elements = len(right) // (group.size if what == "all_gather" else 1)
-    kind = str(dtype).removeprefix("torch.")
+def _result(
+    name: str, group: _Group, call: Callable[[], Tensor], expected: Tensor, dtype: torch.dtype
+) -> ProbeResult:
+    """Call the collective and compare what it returns with ``expected``.
+
+    Raises what the collective raises if it lost a connection or timed out: that is no refusal.
+    """
+    elements = len(expected) // (group.size if name == "all_gather" else 1)
+    dtype_name = str(dtype).removeprefix("torch.")
     ranks = "1 rank" if group.size == 1 else f"{group.size} ranks"
-    what = f"{what} of {elements} {kind} on {ranks}"
+    collective = f"{name} of {elements} {dtype_name} on {ranks}"
     try:
-        found = ask().double().cpu()
+        output = call().double().cpu()
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         if isinstance(error, dist.DistNetworkError) or "timed out" in str(error).lower():
-            raise  # that is no refusal
-        return Answer(what, right=False, refused=str(error).splitlines()[0])
-    # Integers over a power of two are exact; other averages are rounded, once a rank at most.
+            raise
+        return ProbeResult(collective, correct=False, refused=str(error).splitlines()[0])
+    # Dividing an integer by a power of two is exact. Any other average may be rounded on each rank.
     exact = not dtype.is_floating_point or group.size & (group.size - 1) == 0
-    allowed = 0.0 if exact else 4 * group.size * torch.finfo(dtype).eps
-    wrong = ~((found - right).abs() <= allowed)  # NaN is not within anything
+    limit = 0.0 if exact else 4 * group.size * torch.finfo(dtype).eps
+    wrong = ~((output - expected).abs() <= limit)  # written so that NaN is wrong
     if not bool(wrong.any()):
-        return Answer(what, right=True)
-    return Answer(what, right=False, detail=_instead(found, right, first=int(wrong.int().argmax())))
+        return ProbeResult(collective, correct=True)
+    detail = _difference(output, expected, first_wrong=int(wrong.int().argmax()))
+    return ProbeResult(collective, correct=False, detail=detail)
 
 
-def _instead(found: Tensor, right: Tensor, first: int) -> str:
-    """What it is, where ``first`` is the first element that is wrong."""
-    factor = float((found * right).sum() / (right * right).sum())
-    if bool(((found - factor * right).abs() <= 1e-2 * abs(factor)).all()):
+def _difference(output: Tensor, expected: Tensor, first_wrong: int) -> str:
+    """How the output differs: by a factor, if that explains it, else at the first wrong element."""
+    factor = float((output * expected).sum() / (expected * expected).sum())
+    if bool(((output - factor * expected).abs() <= 1e-2 * abs(factor)).all()):
         return f"{factor:.4g} times the right answer"
-    return f"element {first} is {float(found[first]):g}, not {float(right[first]):g}"
+    return f"element {first_wrong} is {float(output[first_wrong]):g}, not " + (
+        f"{float(expected[first_wrong]):g}"
+    )

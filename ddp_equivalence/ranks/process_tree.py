@@ -1,4 +1,4 @@
-"""Processes that a rank has started, theirs too, and how to end them (through Linux's /proc)."""
+"""Finds and kills the processes that a rank has started, and those that these have started."""
 
 from __future__ import annotations
 
@@ -8,26 +8,33 @@ import signal
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
+
+import psutil
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+"""Options of prctl(2), which psutil does not offer."""
 
-_PROC = Path("/proc")
+GONE = (psutil.Error, OSError)
+"""The errors of psutil for a process that has ended or belongs to somebody else."""
 
 
 def die_with_parent() -> None:
-    """SIGKILL for this process when its parent goes (Linux)."""
+    """Ask Linux to send this process SIGKILL when its parent ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """A descendant whose own parent ends becomes a child of this process: none gets away."""
+    """Ask Linux to make this process the parent of every descendant whose own parent ends."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def has_children() -> bool:
-    """True if this process has any child, ended ones that nobody waited for too; takes 1 us."""
+    """True if this process has any child, including one that has ended but was not waited for.
+
+    Every rank asks this after every case. The system call takes less than 1 us. psutil reads the
+    state of all processes of the machine, which takes 600 us with 80 processes.
+    """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -36,70 +43,55 @@ def has_children() -> bool:
 
 
 def children(pid: int) -> dict[int, str]:
-    """The child processes of a process, with their command lines ("" once they have ended)."""
-    return {child: _command(child) for child in _by_parent().get(pid, [])}
+    """The child processes of a process: pid -> command line, "" if the child has ended."""
+    return {child.pid: _command_line(child) for child in _below(pid, recursive=False)}
 
 
-def descendants(pid: int) -> list[int]:
-    """All processes below a process, the nearest first."""
-    of_parent = _by_parent()
-    found: list[int] = []
-    waiting = [pid]
-    while waiting:
-        below = of_parent.get(waiting.pop(0), [])
-        found += below
-        waiting += below
-    return found
+def descendants(pid: int) -> list[psutil.Process]:
+    """The children of a process, their children, and so on."""
+    return _below(pid, recursive=True)
 
 
-def with_variable(name: str, value: str) -> list[int]:
+def with_variable(name: str, value: str) -> list[psutil.Process]:
     """The processes that were started with this variable in their environment."""
-    wanted = f"{name}={value}".encode()
     found = []
-    for entry in _PROC.iterdir() if _PROC.is_dir() else ():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
+    # psutil 7.2 raises IndexError where /proc is empty.
+    with suppress(*GONE, IndexError):
+        for process in psutil.process_iter():
+            with suppress(*GONE):
+                if process.environ().get(name) == value:
+                    found.append(process)
     return found
 
 
 def is_stopped(pid: int) -> bool:
-    """True if a signal has stopped it (SIGSTOP), so that it cannot even tell its stack."""
-    return _state_and_parent(pid)[0] in ("T", "t")
+    """True if a signal such as SIGSTOP has stopped the process, which then cannot write a stack."""
+    with suppress(*GONE):
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return False
 
 
-def kill(pids: Iterable[int]) -> None:
-    """SIGKILL to each that is still there."""
-    for pid in pids:
-        with suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+def kill(processes: Iterable[psutil.Process]) -> None:
+    """Send SIGKILL to each process that still exists.
+
+    psutil compares start times, so it never kills a new process with the same pid.
+    """
+    for process in processes:
+        with suppress(*GONE):
+            process.kill()
 
 
-def _by_parent() -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for entry in _PROC.iterdir() if _PROC.is_dir() else ():
-        if entry.name.isdigit():
-            found.setdefault(_state_and_parent(int(entry.name))[1], []).append(int(entry.name))
-    return found
+def _below(pid: int, recursive: bool) -> list[psutil.Process]:
+    processes: list[psutil.Process] = []
+    with suppress(*GONE):
+        processes = psutil.Process(pid).children(recursive=recursive)
+    return processes
 
 
-def _state_and_parent(pid: int) -> tuple[str, int]:
-    try:
-        text = (_PROC / str(pid) / "stat").read_text()
-    except OSError:
-        return "", 0
-    # Both follow the command's name, which may hold anything but is in parentheses.
-    state, parent = text.rpartition(")")[2].split()[:2]
-    return state, int(parent)
-
-
-def _command(pid: int) -> str:
-    try:
-        raw = (_PROC / str(pid) / "cmdline").read_bytes()
-    except OSError:
-        return ""
-    return raw.replace(b"\0", b" ").decode(errors="replace").strip()
+def _command_line(process: psutil.Process) -> str:
+    with suppress(*GONE):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def _prctl(option: int, value: int) -> None:

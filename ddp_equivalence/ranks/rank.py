@@ -1,4 +1,4 @@
-"""What a rank knows of itself; this is what a step receives as its third argument."""
+"""A rank's position among the others, which a step receives as its third argument."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rank:
-    """``rank`` of ``world_size``; ``local_rank`` of ``local_world_size`` on ``node`` of ``nodes``.
+    """Rank ``rank`` of ``world_size``, which is ``local_rank`` of ``local_world_size`` on its node.
 
-    Nodes are simulated on one host. ``device`` is where the model and the shard already are, and
-    ``backend`` what the default process group was made with.
+    The node is ``node`` of ``nodes``; nodes are simulated on one host. ``device`` is where the
+    model and the shard already are. ``backend`` is that of the default process group.
     """
 
     rank: int

@@ -1,4 +1,7 @@
-"""How ranks are started: forked from a server that has imported torch once. Imports no torch."""
+"""Starts the fork server, which imports torch once and from which all ranks are forked.
+
+This module itself does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -13,46 +16,51 @@ from typing import Any
 
 from ddp_equivalence.case.errors import BadCase
 
-METHOD = "DDP_EQUIVALENCE_START_METHOD"
+START_METHOD_VARIABLE = "DDP_EQUIVALENCE_START_METHOD"
 """The environment variable that chooses how ranks are started."""
 
-METHODS = ("forkserver", "spawn")
+START_METHODS = ("forkserver", "spawn")
 
-PRELOAD = ("ddp_equivalence.ranks.server_cleanup", "ddp_equivalence.measurement.measure.preload")
+PRELOAD = ("ddp_equivalence.ranks.server_cleanup", "ddp_equivalence.measurement.preload")
+"""The modules that the server imports. multiprocessing ignores a name that does not exist."""
 
-COMPILERS = "TORCHINDUCTOR_COMPILE_THREADS"
+COMPILE_THREADS_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
 
-FOLDER = "DDP_EQUIVALENCE_SERVER_FOLDER"
-"""Tells the server the folder that holds its socket."""
+FOLDER_VARIABLE = "DDP_EQUIVALENCE_SERVER_FOLDER"
+"""The environment variable that tells the server in which folder its socket is."""
 
 
 def start_method() -> str:
-    """``forkserver``, or ``spawn`` where that is asked for or the platform has nothing else: each
-    rank then imports torch itself.
+    """``forkserver``, or ``spawn`` if the user asks for it or the platform has no fork server.
 
-    Raises BadCase if the environment asks for another one.
+    With ``spawn`` every rank imports torch itself. Raises BadCase if the user asks for another one.
     """
-    wanted = os.environ.get(METHOD) or METHODS[0]
-    if wanted not in METHODS:
-        raise BadCase(METHOD, wanted, "forkserver (torch imported once) or spawn (by each rank)")
+    wanted = os.environ.get(START_METHOD_VARIABLE) or START_METHODS[0]
+    if wanted not in START_METHODS:
+        right = "forkserver (torch imported once) or spawn (by each rank)"
+        raise BadCase(START_METHOD_VARIABLE, wanted, right)
     return wanted if wanted in multiprocessing.get_all_start_methods() else "spawn"
 
 
 def start_server() -> None:
-    """Start the server if it does not run; returns at once, while it imports.
+    """Start the server unless it is running. Returns at once, while the server still imports.
 
     Raises OSError if the system has no room for it.
     """
     forkserver.set_forkserver_preload(list(PRELOAD))
-    # One thread a rank, and no pool of compilers for each; the server hands its environment on.
-    more = {"OMP_NUM_THREADS": "1", COMPILERS: os.environ.get(COMPILERS, "1")}
-    with own_main(), _environment(more | {FOLDER: util.get_temp_dir()}):
+    # Ranks inherit the server's environment: one thread each, and no pool of compile threads.
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        COMPILE_THREADS_VARIABLE: os.environ.get(COMPILE_THREADS_VARIABLE, "1"),
+        FOLDER_VARIABLE: util.get_temp_dir(),
+    }
+    with empty_main_module(), _environment(variables):
         forkserver.ensure_running()
 
 
 def _forget_server() -> None:
-    """In a fork of this process: the server is the parent's, which it serves until that ends."""
-    server: Any = getattr(forkserver, "_forkserver", None)  # private: a test says if it goes
+    """In a fork of this process: forget the server, which lives and dies with the parent."""
+    server: Any = getattr(forkserver, "_forkserver", None)  # private: a test fails if it changes
     if server is None or getattr(server, "_forkserver_pid", None) is None:
         return
     with suppress(OSError):
@@ -64,9 +72,9 @@ os.register_at_fork(after_in_child=_forget_server)
 
 
 def start_early() -> None:
-    """Start the server before anybody needs it; the first ranks then wait less for it.
+    """Start the server before anybody needs it, so that the first ranks wait less for it.
 
-    Where that fails, they say why.
+    An error is ignored here: it occurs again, and is reported, when the first ranks start.
     """
     with suppress(OSError, BadCase):
         if start_method() == "forkserver":
@@ -74,10 +82,10 @@ def start_early() -> None:
 
 
 @contextmanager
-def _environment(more: Mapping[str, str]) -> Iterator[None]:
-    """Inside, these variables are set."""
-    before = {name: os.environ.get(name) for name in more}
-    os.environ.update(more)
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set these environment variables inside the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -89,11 +97,15 @@ def _environment(more: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def own_main() -> Iterator[None]:
-    """Inside, children do not run the caller's ``__main__`` again, which may have no guard."""
-    outer = sys.modules["__main__"]
+def empty_main_module() -> Iterator[None]:
+    """Replace the caller's ``__main__`` by an empty module inside the block.
+
+    multiprocessing would otherwise run the caller's script again in every child process, and the
+    script may have no ``if __name__ == "__main__"``.
+    """
+    main_module = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:
-        sys.modules["__main__"] = outer
+        sys.modules["__main__"] = main_module

@@ -1,7 +1,8 @@
-"""What the fork server does last: end all that ranks have started, remove the file of its socket.
+"""Cleans up when the fork server ends: kills what ranks have started, deletes its socket's file.
 
-It ends when the judging process does, however that ends: a process that is killed cleans up
-nothing itself. To be imported in the server alone, and first: torch takes seconds.
+The server ends when the judging process does. A judging process that is killed cannot clean up
+itself, so the server does it. Only the server imports this module, and before anything else,
+because importing torch takes seconds in which the judging process may be killed.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ import sys
 from multiprocessing import util
 
 from ddp_equivalence.ranks import process_tree
-from ddp_equivalence.ranks.server import FOLDER
+from ddp_equivalence.ranks.server import FOLDER_VARIABLE
 
 
-def _leave_nothing() -> None:
+def _clean_up() -> None:
     process_tree.kill(process_tree.descendants(os.getpid()))
-    if not hasattr(sys, "last_value"):  # a server that failed leaves the folder to the next one
-        shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
+    if not hasattr(sys, "last_value"):  # after a server that failed, the next one uses the folder
+        shutil.rmtree(os.environ[FOLDER_VARIABLE], ignore_errors=True)
 
 
-if FOLDER in os.environ:
-    os.setpgrp()  # what ends the judging process and all of its group is not for the server
-    util.Finalize(None, _leave_nothing, exitpriority=0)
+if FOLDER_VARIABLE in os.environ:
+    # A signal to the process group of the judging process must not end the server.
+    os.setpgrp()
+    util.Finalize(None, _clean_up, exitpriority=0)

@@ -1,7 +1,7 @@
-"""A thread on every rank that still answers while the rank's own work hangs.
+"""A thread on every rank that answers the judging process even while the rank's work hangs.
 
-It can tell the rank's last collective unless something holds the interpreter's lock; stacks come
-through a signal (faulthandler) and need no thread.
+It reports the rank's last collective. It cannot answer while something holds Python's global
+interpreter lock. Stacks do not need this thread: faulthandler writes them on a signal.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from multiprocessing.connection import Connection, wait
 
 from ddp_equivalence.ranks.collectives import LastCollective, last_collective
 
-THREAD = "ddp_equivalence witness"
+THREAD_NAME = "ddp_equivalence status"
 
 
 def start(connection: Connection) -> None:
-    """Answer every question on this connection with the rank's last collective."""
+    """On a rank: answer every request on this connection with the rank's last collective."""
 
     def answer() -> None:
         with suppress(EOFError, OSError):
@@ -27,22 +27,25 @@ def start(connection: Connection) -> None:
                 connection.recv_bytes()
                 connection.send_bytes(pickle.dumps(last_collective()))
 
-    threading.Thread(target=answer, name=THREAD, daemon=True).start()
+    threading.Thread(target=answer, name=THREAD_NAME, daemon=True).start()
 
 
 def ask(connections: Mapping[int, Connection], seconds: float) -> dict[int, LastCollective | None]:
-    """Rank -> its last collective, of the ranks that answer in time; None if it has none."""
+    """In the judging process: the last collective of every rank that answers within ``seconds``.
+
+    The value is None for a rank that answers but has recorded no collective.
+    """
     waiting = {}
     for rank, connection in connections.items():
         with suppress(OSError):
             connection.send_bytes(b"?")
             waiting[connection] = rank
-    found: dict[int, LastCollective | None] = {}
+    answers: dict[int, LastCollective | None] = {}
     until = time.monotonic() + seconds
     while waiting and (left := until - time.monotonic()) > 0:
         for ready in wait(list(waiting), left):
             assert isinstance(ready, Connection)
             rank = waiting.pop(ready)
             with suppress(EOFError, OSError):
-                found[rank] = pickle.loads(ready.recv_bytes())
-    return found
+                answers[rank] = pickle.loads(ready.recv_bytes())
+    return answers

@@ -1,4 +1,4 @@
-"""How many threads torch takes beside ranks that work."""
+"""Limits the number of threads that torch uses in the judging process."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ from contextlib import contextmanager
 
 import torch
 
-LARGE = 2_000_000
-"""Parameters from which on a model is worth several threads, though they have to be waited for."""
+LARGE_MODEL = 2_000_000
+"""Number of parameters from which several threads save more time than they cost."""
 
 
 @contextmanager
 def threads_beside(ranks: int) -> Iterator[None]:
-    """Leave a core to each rank: more threads than cores make all of them slower, by up to 4."""
+    """Leave one core to each of the ranks that work at the same time.
+
+    More threads than cores slow all of them down, by up to a factor of 4.
+    """
     with _threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - ranks))):
         yield
 
 
 @contextmanager
 def threads_for(parameters: int) -> Iterator[None]:
-    """One for a small model: others only wait, or take a core from the ranks."""
-    with _threads(1 if parameters < LARGE else torch.get_num_threads()):
+    """Use a single thread for a model with few parameters.
+
+    More threads would only wait for each other, or take a core from the ranks.
+    """
+    with _threads(1 if parameters < LARGE_MODEL else torch.get_num_threads()):
         yield
 
 

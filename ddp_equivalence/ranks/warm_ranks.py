@@ -1,4 +1,7 @@
-"""Warm ranks: one set per layout, lane and environment, kept over the run, new after trouble."""
+"""Warm ranks: sets of ranks that are kept running and used again, and replaced after any failure.
+
+There is one set for each layout, lane and environment.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +15,34 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ddp_equivalence.case.layouts import Layout
-from ddp_equivalence.ranks.environment import group_environment
+from ddp_equivalence.ranks.environment import process_group_environment
 from ddp_equivalence.ranks.failure import RankFailed
-from ddp_equivalence.ranks.in_process import RanksWithOneHere
+from ddp_equivalence.ranks.in_process import InProcessRankSet
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices
 from ddp_equivalence.ranks.rank_set import RankSet
 from ddp_equivalence.ranks.server import start_method
-from ddp_equivalence.ranks.xdist_locks import Devices, broker
+from ddp_equivalence.ranks.xdist_locks import Devices, xdist_locks
 
 MAX_IDLE_RANKS = 48
-"""Processes kept in waiting; the set that was idle longest goes first."""
+"""Processes that are kept idle. Beyond that, the sets that were idle longest are stopped."""
 
-DESCRIPTORS = 6
-"""Of the judging process for each rank: its connections, output, stacks, sentinel; one to spare."""
+DESCRIPTORS_PER_RANK = 6
+"""File descriptors of the judging process: two pipes, two files, a sentinel, and one to spare."""
 
-STARTING = 16
-"""More of them, until all ranks have started."""
+DESCRIPTORS_TO_START = 16
+"""File descriptors needed in addition until all ranks of a set have started."""
 
-ASKS_FOR_SPAWN = "CUDA in forked subprocess"
-"""What torch says on a rank whose server has already used CUDA, whatever made it."""
+CUDA_NEEDS_SPAWN = "CUDA in forked subprocess"
+"""Part of torch's error on a rank that was forked from a process that has used CUDA."""
 
 Environment = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Cases that ask for the same kind of ranks can have the same ranks.
+class RankSetKey:
+    """Cases with equal keys can use the same set of ranks.
 
-    ``method``: how they are started. ``in_process``: rank 0 is the judging process.
+    ``method``: how the ranks are started. ``in_process``: rank 0 is the judging process.
     """
 
     layout: Layout
@@ -51,12 +54,12 @@ class Kind:
 
 
 class WarmRanks:
-    """Hands out sets of ranks and keeps them for the next case."""
+    """Lends sets of ranks and keeps them for the next case. ``started``: sets started so far."""
 
     def __init__(self) -> None:
-        self._idle: dict[tuple[Kind, Devices], RankSet] = {}
+        self._idle: dict[tuple[RankSetKey, Devices], RankSet] = {}
         self.started = 0
-        self._cuda_asks_for_spawn = False
+        self._cuda_needs_spawn = False
 
     @contextmanager
     def acquire(
@@ -66,30 +69,33 @@ class WarmRanks:
         collective_timeout: float,
         fresh: bool = False,
         in_process: bool = False,
-        more: Environment = (),
+        extra_environment: Environment = (),
     ) -> Iterator[RankSet]:
-        """A started set of ranks; new processes, ended afterwards, if ``fresh``.
+        """A set of ranks, started, for use inside the block.
 
-        ``in_process``: with rank 0 in this process. ``more``: environment variables that their
-        process group begins with, beside the caller's.
-        Raises RankFailed or RanksTimedOut if they do not start, BadCase if the environment asks for
-        a start method that there is not.
+        ``fresh``: start new processes and stop them afterwards. ``in_process``: rank 0 is this
+        process. ``extra_environment``: variables that their process group depends on, beside the
+        caller's. Raises RankFailed or RanksTimedOut if the ranks do not start, BadCase if the
+        environment asks for an unknown start method.
         """
-        environment = tuple(sorted((dict(group_environment()) | dict(more)).items()))
-        kind = Kind(layout, lane, collective_timeout, environment, start_method(), in_process)
-        with self._devices(kind) as devices:
-            rank_set = None if fresh else self._idle.pop((kind, devices), None)
-            if rank_set is not None and not rank_set.is_alive():  # since its last case ended well
-                rank_set.broken = True
-                rank_set.stop()
-                rank_set = None
+        environment = dict(process_group_environment()) | dict(extra_environment)
+        key = RankSetKey(
+            layout,
+            lane,
+            collective_timeout,
+            tuple(sorted(environment.items())),
+            start_method(),
+            in_process,
+        )
+        with self._devices(key) as devices:
+            rank_set = None if fresh else self._take_idle(key, devices)
             try:
                 if rank_set is None:
-                    self._make_room(kind)
-                    rank_set = self._start(kind, devices)
+                    self._make_room(key)
+                    rank_set = self._start(key, devices)
                 yield rank_set
             except BaseException:
-                # Ctrl-C too: what these ranks are doing now nobody knows.
+                # After an interrupt too nobody knows what these ranks are doing.
                 if rank_set is not None:
                     rank_set.broken = True
                 raise
@@ -98,87 +104,109 @@ class WarmRanks:
                     if fresh or rank_set.broken:
                         rank_set.stop()
                     else:
-                        self._idle[kind, devices] = rank_set
+                        self._idle[key, devices] = rank_set
 
     def forget(self) -> None:
-        """In a fork of the judging process, which must neither use nor end its ranks."""
+        """In a fork of the judging process, which must neither use nor stop its parent's ranks."""
         self._idle.clear()
 
     def stop(self) -> None:
-        """End all ranks that this process started."""
+        """Stop all idle ranks."""
         while self._idle:
             _, rank_set = self._idle.popitem()
             rank_set.stop()
 
+    def idle(self) -> list[RankSet]:
+        """The sets that are idle now."""
+        return list(self._idle.values())
+
     @contextmanager
-    def _devices(self, kind: Kind) -> Iterator[Devices]:
-        """The GPUs for ranks of this kind, shared with the other workers of the run."""
-        shared = broker()
-        if shared is None:
-            yield cuda_devices() if kind.lane.device_type == "cuda" else ()
+    def _devices(self, key: RankSetKey) -> Iterator[Devices]:
+        """The GPUs for these ranks, held against the other workers of the run inside the block."""
+        locks = xdist_locks()
+        if locks is None:
+            yield cuda_devices() if key.lane.device_type == "cuda" else ()
             return
-        prefer = [devices for other, devices in self._idle if other == kind]
-        with shared.share(kind.layout, kind.lane, prefer) as devices:
+        preferred = [devices for idle_key, devices in self._idle if idle_key == key]
+        with locks.hold(key.layout, key.lane, preferred) as devices:
             yield devices
 
-    def _start(self, kind: Kind, devices: Devices) -> RankSet:
-        make = RanksWithOneHere if kind.in_process else RankSet
+    def _take_idle(self, key: RankSetKey, devices: Devices) -> RankSet | None:
+        rank_set = self._idle.pop((key, devices), None)
+        if rank_set is not None and not rank_set.is_alive():  # a rank died while it was idle
+            rank_set.broken = True
+            rank_set.stop()
+            return None
+        return rank_set
+
+    def _start(self, key: RankSetKey, devices: Devices) -> RankSet:
+        """Start a set, and try again where another start method or more room may help."""
+        rank_set_type = InProcessRankSet if key.in_process else RankSet
         while True:
-            on_cuda = kind.lane.device_type == "cuda"
-            method = "spawn" if on_cuda and self._cuda_asks_for_spawn else kind.method
-            rank_set = make(
-                kind.layout, kind.lane, kind.collective_timeout, kind.environment, devices, method
+            on_cuda = key.lane.device_type == "cuda"
+            method = "spawn" if on_cuda and self._cuda_needs_spawn else key.method
+            rank_set = rank_set_type(
+                key.layout, key.lane, key.collective_timeout, key.environment, devices, method
             )
             try:
-                _look_for_room(kind.layout.world_size)
+                _check_descriptors(key.layout.world_size)
                 rank_set.start()
             except BaseException as error:
                 rank_set.broken = True
                 rank_set.stop()
                 forked = method != "spawn"
-                if isinstance(error, RankFailed) and forked and ASKS_FOR_SPAWN in str(error):
-                    self._cuda_asks_for_spawn = True
+                if isinstance(error, RankFailed) and forked and CUDA_NEEDS_SPAWN in str(error):
+                    self._cuda_needs_spawn = True
                     continue
                 if not isinstance(error, OSError):
                     raise
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN) and self._idle:
-                    self._idle.pop(next(iter(self._idle))).stop()  # and try again without it
+                    self._stop_oldest()
                     continue
-                what = f"{kind.layout.world_size} ranks could not be started: {error}"
+                what = f"{key.layout.world_size} ranks could not be started: {error}"
                 raise RankFailed(what) from error
             self.started += 1
             return rank_set
 
-    def _make_room(self, kind: Kind) -> None:
-        most = min(MAX_IDLE_RANKS, _room())
-        while self._idle and self._count() + kind.layout.world_size > most:
-            self._idle.pop(next(iter(self._idle))).stop()  # the one that was idle longest
-        for other in [other for other in self._idle if kind.in_process and other[0].in_process]:
-            self._idle.pop(other).stop()  # one process is in one world at a time
+    def _make_room(self, key: RankSetKey) -> None:
+        """Stop idle sets that would be too many with the new one."""
+        most = min(MAX_IDLE_RANKS, _max_ranks())
+        while self._idle and self._count() + key.layout.world_size > most:
+            self._stop_oldest()
+        if key.in_process:  # this process can be in one process group at a time
+            for idle_key in [idle_key for idle_key in self._idle if idle_key[0].in_process]:
+                self._idle.pop(idle_key).stop()
+
+    def _stop_oldest(self) -> None:
+        """Stop the set that was idle longest."""
+        self._idle.pop(next(iter(self._idle))).stop()
 
     def _count(self) -> int:
         return sum(rank_set.layout.world_size for rank_set in self._idle.values())
 
 
-def _room() -> int:
-    """How many ranks this process has descriptors for; half of them are left to others."""
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_IDLE_RANKS if allowed == resource.RLIM_INFINITY else allowed // 2 // DESCRIPTORS
+def _max_ranks() -> int:
+    """The number of ranks for which half of this process's file descriptors suffice."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return MAX_IDLE_RANKS
+    return limit // 2 // DESCRIPTORS_PER_RANK
 
 
-def _look_for_room(ranks: int) -> None:
-    """Raises OSError where the descriptors for so many ranks are not there.
+def _check_descriptors(ranks: int) -> None:
+    """Raise OSError unless there are enough file descriptors for so many ranks.
 
-    The fork server, and every rank with it, would not survive that in the middle of a start.
+    Without this check they could run out in the middle of a start, which ends the fork server and
+    with it every other rank.
     """
-    with ExitStack() as taken:
-        for _ in range(ranks * DESCRIPTORS + STARTING):
-            taken.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+    with ExitStack() as opened:
+        for _ in range(ranks * DESCRIPTORS_PER_RANK + DESCRIPTORS_TO_START):
+            opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
 
 
 @lru_cache(maxsize=1)
 def warm_ranks() -> WarmRanks:
-    """The ranks of this process, ended with it."""
+    """The warm ranks of this process, which are stopped when it ends."""
     ranks = WarmRanks()
     atexit.register(ranks.stop)
     os.register_at_fork(after_in_child=ranks.forget)

@@ -1,9 +1,10 @@
-"""Shares out CPU cores and GPUs between the workers of one pytest-xdist run, by rank count.
+"""Shares out CPU cores and GPUs between the workers of one pytest-xdist run, one per rank.
 
-A core or GPU is taken by binding a name in the system's abstract socket namespace: nobody else can
-bind it, and it is free again as soon as its holder ends, however that happens. Nothing is sent,
-and no file is left. Who waits holds the turn, so that a case with many ranks is not overtaken for
-ever by cases with few.
+A worker takes a core or a GPU by binding a name in Linux's abstract socket namespace. No other
+process can bind the same name, and it is free again as soon as the worker ends, however it ends.
+Nothing is sent through the socket, and no file is left. A worker that waits holds a lock called
+"turn" until it has everything it needs. A case with many ranks is thus not overtaken forever by
+cases with few.
 """
 
 from __future__ import annotations
@@ -19,93 +20,98 @@ from functools import lru_cache
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices
 
-PAUSE = 0.003
-"""Seconds between two looks whether something has become free."""
+POLL_INTERVAL = 0.003
+"""Seconds between two attempts to take a lock."""
 
-RUN = "PYTEST_XDIST_TESTRUNUID"
-"""Set by pytest-xdist in its workers, the same for all of one run."""
+RUN_ID_VARIABLE = "PYTEST_XDIST_TESTRUNUID"
+"""pytest-xdist sets this variable in its workers, to the same value for all workers of a run."""
 
 Devices = tuple[str, ...]
 
 
-class Broker:
-    """``run`` names what shares; ``cores`` and ``devices`` are what there is."""
+class XdistLocks:
+    """The locks of one run. ``run_id`` is the same in all processes that share them."""
 
-    def __init__(self, run: str, cores: int, devices: Devices) -> None:
-        self._run = run
+    def __init__(self, run_id: str, cores: int, devices: Devices) -> None:
+        self._run_id = run_id
         self._cores = tuple(f"core {number}" for number in range(cores))
         self._devices = devices
 
     @contextmanager
-    def share(
-        self, layout: Layout, lane: Lane, prefer: Sequence[Devices] = ()
+    def hold(
+        self, layout: Layout, lane: Lane, preferred: Sequence[Devices] = ()
     ) -> Iterator[Devices]:
-        """Wait for a core or a GPU for each rank, or for all there are; hold them inside.
+        """Wait for one core or GPU per rank, or for all that there are; hold them inside the block.
 
-        Yields the GPUs, as CUDA_VISIBLE_DEVICES names them: one of the ``prefer``red tuples if
-        it is free, since warm ranks have it; () on the CPU.
+        Yields the GPUs, as CUDA_VISIBLE_DEVICES names them, or () on the CPU. ``preferred``: the
+        GPUs of ranks that are already running, which are taken first if they are free.
         """
         on_gpu = lane.device_type == "cuda"
         names = self._devices if on_gpu else self._cores
-        # nn.DataParallel is one process that drives several GPUs: it gets them all.
-        alone = lane.name == "data_parallel"
-        wanted = len(names) if alone else min(layout.world_size, len(names))
-        with ExitStack() as held:
+        # nn.DataParallel is a single process that drives several GPUs, so it takes all of them.
+        takes_all = lane.name == "data_parallel"
+        wanted = len(names) if takes_all else min(layout.world_size, len(names))
+        with ExitStack() as locks:
             with self._turn():
-                liked = [name for devices in prefer for name in devices]
-                ordered = sorted(names, key=lambda name: (name not in liked, names.index(name)))
-                taken = self._take(held, ordered, wanted)
+                first = [name for devices in preferred for name in devices]
+                ordered = sorted(names, key=lambda name: (name not in first, names.index(name)))
+                taken = self._take(locks, ordered, wanted)
             yield tuple(name for name in names if name in taken) if on_gpu else ()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        with ExitStack() as held:
-            self._take(held, ["turn"], 1)
+        with ExitStack() as locks:
+            self._take(locks, ["turn"], 1)
             yield
 
-    def _take(self, held: ExitStack, names: Sequence[str], wanted: int) -> set[str]:
+    def _take(self, locks: ExitStack, names: Sequence[str], wanted: int) -> set[str]:
+        """Wait until ``wanted`` of these names are locked; ``locks`` releases them on exit."""
         taken: set[str] = set()
         while True:
             for name in names:
-                if name not in taken and len(taken) < wanted and self._bound(held, name):
+                if name not in taken and len(taken) < wanted and self._lock(locks, name):
                     taken.add(name)
             if len(taken) == wanted:
                 return taken
-            time.sleep(PAUSE)
+            time.sleep(POLL_INTERVAL)
 
-    def _bound(self, held: ExitStack, name: str) -> bool:
-        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    def _lock(self, locks: ExitStack, name: str) -> bool:
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            claim.bind(f"\0ddp_equivalence {self._run} {name}")
+            lock.bind(f"\0ddp_equivalence {self._run_id} {name}")
         except OSError:
-            claim.close()
+            lock.close()
             return False
-        _claims.add(claim)
-        held.callback(_give_up, claim)
+        _held.add(lock)
+        locks.callback(_release, lock)
         return True
 
 
-_claims: set[socket.socket] = set()
+_held: set[socket.socket] = set()
+"""The locks that this process holds."""
 
 
-def _give_up(claim: socket.socket) -> None:
-    _claims.discard(claim)
-    claim.close()
+def _release(lock: socket.socket) -> None:
+    _held.discard(lock)
+    lock.close()
 
 
-def _forget_claims() -> None:
-    """In a fork of this process, which would hold on to them: workers of a DataLoader."""
-    while _claims:
-        _claims.pop().close()
+def _close_inherited_locks() -> None:
+    """In a fork of this process, such as a DataLoader's worker, which would keep the locks held."""
+    while _held:
+        _held.pop().close()
 
 
-os.register_at_fork(after_in_child=_forget_claims)
+os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
 @lru_cache(maxsize=1)
-def broker() -> Broker | None:
-    """The broker of this run; None where nobody shares, or the system has no such names."""
-    run = os.environ.get(RUN)
-    if run is None or sys.platform != "linux":
+def xdist_locks() -> XdistLocks | None:
+    """The locks of this run.
+
+    None outside of pytest-xdist, or where the system has no abstract socket names.
+    """
+    run_id = os.environ.get(RUN_ID_VARIABLE)
+    if run_id is None or sys.platform != "linux":
         return None
-    return Broker(run, len(os.sched_getaffinity(0)), cuda_devices())
+    return XdistLocks(run_id, len(os.sched_getaffinity(0)), cuda_devices())

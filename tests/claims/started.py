@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # no stubs
 
-from ddp_equivalence.ranks.server import own_main, start_server
+from ddp_equivalence.ranks.server import empty_main_module, start_server
 
 NO_RANK = -1
 """As init_process_group has it by default: it asks the environment, which torchrun would set."""
@@ -42,7 +42,7 @@ def ends_of(*ranks: int, seconds: float) -> list[str]:
     context = multiprocessing.get_context("forkserver")
     started: list[tuple[BaseProcess, Connection]] = []
     port = 0  # the system gives rank 0 a free one
-    with own_main():
+    with empty_main_module():
         for rank in ranks:
             mine, theirs = context.Pipe()
             arguments = (rank, port, seconds, theirs)

@@ -74,13 +74,13 @@ def _probe(name: str) -> LaneState:
     try:
         with warm_ranks().acquire(layout, lane, DEADLINE / 2) as ranks:
             start = time.monotonic() - started
-            answers = probe.ask(ranks, DEADLINE)
+            results = probe.probe_ranks(ranks, DEADLINE)
     except RankFailed as error:
         return LaneState(name, False, str(error))
-    wrong = [f"{one.what} ({one.detail})" for one in answers if one.wrong]
+    wrong = [f"{result.collective} ({result.detail})" for result in results if result.wrong]
     if wrong:
         return LaneState(name, False, f"wrong answers: {', '.join(wrong)}")
-    right = sum(one.right for one in answers)
+    right = sum(result.correct for result in results)
     text = f"{right} answers right, ranks started in {start:.1f} s"
-    refused = probe.refused_in_short(answers)
+    refused = probe.summarise_refusals(results)
     return LaneState(name, True, f"{text}; refuses {refused}" if refused else text)

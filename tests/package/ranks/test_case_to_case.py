@@ -1,11 +1,10 @@
-"""Warm ranks: what one case leaves does not reach the next, and what is right is not blamed."""
+"""What one case changes in its process is reported and does not reach the next case."""
 
 from __future__ import annotations
 
 import _thread
 import importlib
 import os
-import signal
 import sys
 import threading
 import time
@@ -19,8 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence import Case, Rank, RankFailed, assert_equivalent, check
-from ddp_equivalence.ranks import process_state
+from ddp_equivalence import Rank, RankFailed, assert_equivalent, check
+from ddp_equivalence.ranks import process_settings
+from ddp_equivalence.ranks.left_running import current_threads, left_running
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 from tests.package.own_cases import loss, own_case, right_step
 
@@ -51,7 +51,7 @@ CHANGES = (
 )
 
 
-def test_what_a_case_changes_is_named_and_does_not_reach_the_next() -> None:
+def test_every_change_that_a_case_makes_is_reported_and_does_not_reach_the_next() -> None:
     started = warm_ranks().started
     with pytest.raises(RankFailed) as caught:
         assert_equivalent(own_case(), leaves_everything_changed)
@@ -64,7 +64,7 @@ def test_what_a_case_changes_is_named_and_does_not_reach_the_next() -> None:
     after = check(own_case(), right_step)
     assert after.outcome == "same"
     assert not after.changed
-    assert warm_ranks().started <= started + 1  # all of it was put back in the same ranks
+    assert warm_ranks().started <= started + 1  # the same ranks go on
 
 
 def test_a_step_that_means_to_change_its_process_says_so() -> None:
@@ -90,7 +90,9 @@ def compiled_step(model: nn.Module, shard: Any, rank: Rank) -> None:
     loss(compiled, shard).backward()
 
 
-def test_a_compiled_step_leaves_nothing_that_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_step_is_not_blamed_for_what_the_compiler_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The compiler keeps threads, processes and environment variables for its next work."""
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
     for _ in range(2):
@@ -99,30 +101,30 @@ def test_a_compiled_step_leaves_nothing_that_is_its_own(monkeypatch: pytest.Monk
         assert not verdict.changed
 
 
-def test_the_pool_of_torchs_compiler_is_kept_and_a_pool_of_the_steps_own_is_named(
+def test_the_pool_of_torchs_compiler_is_ignored_and_a_pool_of_the_step_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ranks have such a pool where TORCHINDUCTOR_COMPILE_THREADS asks for it."""
+    """Ranks have the compiler's pool only if TORCHINDUCTOR_COMPILE_THREADS is more than 1."""
     from torch._inductor.async_compile import AsyncCompile
 
     monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: 2)
     AsyncCompile.pool.cache_clear()
-    before = process_state.current()
+    before = current_threads()
     with AsyncCompile.pool() as compilers:
         compilers.submit(int).result()
-        assert not _threads_left(before)
-        with ThreadPoolExecutor(1, thread_name_prefix="own") as own:
-            own.submit(int).result()
-            assert _threads_left(before) == ["thread 'own_0' left running"]
+        assert not threads_left(before)
+        with ThreadPoolExecutor(1, thread_name_prefix="own") as own_pool:
+            own_pool.submit(int).result()
+            assert threads_left(before) == ["thread 'own_0' left running"]
     AsyncCompile.pool.cache_clear()
 
 
-def _threads_left(before: process_state.State) -> list[str]:
-    """Without child processes, of which the judging one has its ranks' server."""
-    return [one for one in process_state.left_running(before) if one.startswith("thread")]
+def threads_left(before: frozenset[int | None]) -> list[str]:
+    """The new threads. Child processes are left out: this process has the fork server."""
+    return [phrase for phrase in left_running(before) if phrase.startswith("thread")]
 
 
-TRAINS = """
+TRAINS_WITH_TF32 = """
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -136,12 +138,12 @@ def step(model, shard, rank):
 """
 
 
-def test_what_a_module_sets_at_import_holds_on_the_ranks_in_every_case(
+def test_settings_that_a_module_makes_at_import_hold_on_the_ranks_in_every_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "trains_with_tf32.py").write_text(TRAINS)
+    (tmp_path / "trains_with_tf32.py").write_text(TRAINS_WITH_TF32)
     monkeypatch.syspath_prepend(str(tmp_path))
-    before = process_state.settings()
+    before = process_settings.read_training_settings()
     try:
         train = importlib.import_module("trains_with_tf32")
         for _ in range(2):
@@ -149,11 +151,11 @@ def test_what_a_module_sets_at_import_holds_on_the_ranks_in_every_case(
             assert verdict.outcome == "same", str(verdict)
             assert [text.split() for text in verdict.output.values()] == [["high", "True"]] * 2
     finally:
-        process_state.take_over(before)
-    assert check(own_case(), tells_its_precision).output[1].split() == ["highest"]
+        process_settings.apply(before)
+    assert check(own_case(), prints_its_precision).output[1].split() == ["highest"]
 
 
-def tells_its_precision(model: nn.Module, shard: Any, rank: Rank) -> None:
+def prints_its_precision(model: nn.Module, shard: Any, rank: Rank) -> None:
     print(torch.get_float32_matmul_precision())
     right_step(model, shard, rank)
 
@@ -163,23 +165,23 @@ def sets_precisions(model: nn.Module, shard: Any, rank: Rank) -> None:
     right_step(model, shard, rank)
 
 
-def test_a_precision_set_for_one_backend_is_named_and_put_back() -> None:
+def test_a_precision_set_for_one_backend_is_reported_and_restored() -> None:
     for _ in range(2):
         verdict = check(own_case(), sets_precisions)
         change = "backends.cuda.matmul.fp32_precision changed from none to tf32"
         assert verdict.changed == {0: (change,), 1: (change,)}
         assert verdict.outcome == "unknown"
-    assert check(own_case(), tells_its_precision).output[1].split() == ["highest"]
+    assert check(own_case(), prints_its_precision).output[1].split() == ["highest"]
 
 
 def test_a_precision_set_in_the_test_holds_on_the_ranks() -> None:
-    before = process_state.settings()
+    before = process_settings.read_training_settings()
     torch.set_float32_matmul_precision("high")
     try:
-        assert check(own_case(), tells_its_precision).output[1].split() == ["high"]
+        assert check(own_case(), prints_its_precision).output[1].split() == ["high"]
     finally:
-        process_state.take_over(before)
-    assert check(own_case(), tells_its_precision).output[1].split() == ["highest"]
+        process_settings.apply(before)
+    assert check(own_case(), prints_its_precision).output[1].split() == ["highest"]
 
 
 def does_not_wait(model: nn.Module, shard: Any, rank: Rank) -> None:
@@ -188,7 +190,7 @@ def does_not_wait(model: nn.Module, shard: Any, rank: Rank) -> None:
         dist.all_reduce(torch.zeros(3), async_op=True)
 
 
-def test_a_collective_that_nobody_else_calls_or_waits_for_is_named() -> None:
+def test_a_collective_that_no_other_rank_calls_is_reported() -> None:
     verdict = check(own_case(layout="1x3"), does_not_wait)
     text = " ".join(str(verdict).split())
     assert verdict.outcome == "unknown", text
@@ -197,70 +199,16 @@ def test_a_collective_that_nobody_else_calls_or_waits_for_is_named() -> None:
     assert check(own_case(layout="1x3"), right_step).outcome == "same"
 
 
-def makes_a_group(model: nn.Module, shard: Any, rank: Rank) -> None:
-    everybody = dist.new_group()
-    ddp = DistributedDataParallel(model, process_group=everybody)
-    loss(ddp, shard).backward()
-
-
-def test_groups_that_a_step_makes_end_with_its_ranks() -> None:
-    assert check(own_case(), right_step).outcome == "same"
-    started = warm_ranks().started
-    assert check(own_case(), makes_a_group).outcome == "same"
-    assert check(own_case(), right_step).outcome == "same"
-    assert warm_ranks().started == started + 1
-
-
-def test_groups_of_the_catalogue_are_made_once() -> None:
-    case = Case(model="mlp", loss="mse_mean", layout="2x2")
-    assert check(case, "hybrid").outcome == "same"
-    started = warm_ranks().started
-    for _ in range(3):
-        assert check(case, "hybrid").outcome == "same"
-    assert warm_ranks().started == started
-
-
-def test_a_rank_that_has_died_while_idle_is_replaced() -> None:
-    verdict = check(own_case(), tells_its_process)
-    pid = int(verdict.output[1])
-    os.kill(pid, signal.SIGKILL)
-    until = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:
-        time.sleep(0.01)
-    verdict = check(own_case(), tells_its_process)
-    assert verdict.outcome == "same", str(verdict)
-    assert int(verdict.output[1]) != pid
-
-
-def tells_its_process(model: nn.Module, shard: Any, rank: Rank) -> None:
-    print(os.getpid())
-    right_step(model, shard, rank)
-
-
-def test_a_thread_of_torchs_own_that_has_run_python_is_not_the_steps() -> None:
-    def is_seen(model: nn.Module, shard: Any, rank: Rank) -> None:
-        def logs() -> None:
-            threading.current_thread()  # as any call of logging does
+def test_a_thread_of_torch_that_has_run_python_is_not_blamed_on_the_step() -> None:
+    def starts_a_thread(model: nn.Module, shard: Any, rank: Rank) -> None:
+        def log() -> None:
+            threading.current_thread()  # every call of logging does this
             time.sleep(1000)
 
-        _thread.start_new_thread(logs, ())
+        _thread.start_new_thread(log, ())
         while threading.active_count() < 3:
             time.sleep(0.01)
         right_step(model, shard, rank)
 
-    verdict = check(own_case(), is_seen, fresh_ranks=True)
+    verdict = check(own_case(), starts_a_thread, fresh_ranks=True)
     assert verdict.outcome == "same", str(verdict)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_last_line_without_an_end_is_in_the_output(fails: bool) -> None:
-    def speaks(model: nn.Module, shard: Any, rank: Rank) -> None:
-        print("rank", rank.rank, "was here", end="")
-        right_step(model, shard, rank)
-        if fails:
-            raise ValueError("no such thing")
-
-    assert check(own_case(), right_step).output == {0: "", 1: ""}
-    verdict = check(own_case(), speaks)
-    assert verdict.output == {0: "rank 0 was here", 1: "rank 1 was here"}
-    assert check(own_case(), right_step).output == {0: "", 1: ""}

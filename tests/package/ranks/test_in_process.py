@@ -1,4 +1,4 @@
-"""Rank 0 in the process of the test: a debugger works in the step, and the result is the same."""
+"""With rank 0 in the process of the test a debugger works in the step; the verdict is the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.package.someone_elses_run import run
 HERE = os.getpid()
 
 
-def tells(model: nn.Module, shard: Any, rank: Rank) -> None:
+def prints(model: nn.Module, shard: Any, rank: Rank) -> None:
     print(rank.rank, rank.world_size, os.environ["RANK"], os.getpid())
     right_step(model, shard, rank)
 
@@ -31,7 +31,7 @@ def wrong_on_all(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 
 @pytest.fixture(autouse=True)
-def leaves_the_group() -> Any:
+def group_is_left_afterwards() -> Any:
     yield
     from ddp_equivalence.ranks.warm_ranks import warm_ranks
 
@@ -47,7 +47,7 @@ def test_rank_0_is_this_process_and_the_others_are_not(
     case = own_case(layout=layout)
     world_size = str(case.ranks.world_size)
     for _ in range(2):
-        verdict = check(case, tells, in_process=True)
+        verdict = check(case, prints, in_process=True)
         assert verdict.outcome == "same"
         assert capfd.readouterr().out.split() == ["0", world_size, "0", str(HERE)]
         others = [text.split() for rank, text in verdict.output.items() if rank > 0]
@@ -55,11 +55,11 @@ def test_rank_0_is_this_process_and_the_others_are_not(
         assert str(HERE) not in [text[3] for text in others]
 
 
-def test_what_differs_is_named_as_ever() -> None:
+def test_a_difference_is_named_as_it_is_without() -> None:
     assert check(own_case(), wrong_on_all, in_process=True).cause == "sum_not_mean"
 
 
-def test_what_rank_0_raises_reaches_the_debugger_as_it_is() -> None:
+def test_an_exception_of_rank_0_is_raised_unchanged() -> None:
     def raises(model: nn.Module, shard: Any, rank: Rank) -> None:
         raise KeyError("colour")
 
@@ -69,7 +69,7 @@ def test_what_rank_0_raises_reaches_the_debugger_as_it_is() -> None:
     assert check(own_case(), right_step).outcome == "same"
 
 
-def test_groups_of_a_world_that_has_ended_are_not_used_again() -> None:
+def test_process_groups_of_ranks_that_have_stopped_are_not_used_again() -> None:
     for layout in ("2x2", "1x2", "2x2"):
         strategy = "hybrid" if layout == "2x2" else "ddp_mean"
         case = Case(model="mlp", loss="mse_mean", layout=layout)
@@ -78,7 +78,7 @@ def test_groups_of_a_world_that_has_ended_are_not_used_again() -> None:
 
 STOPS = """
 def stops(model, rows, rank):
-    there = "rank " + str(rank.rank) + " of " + str(rank.world_size)
+    place = "rank " + str(rank.rank) + " of " + str(rank.world_size)
     if rank.rank == 0:
         breakpoint()
     step(model, rows, rank)
@@ -91,13 +91,13 @@ def test_stops(equivalence):
 def test_breakpoint_stops_in_the_step(tmp_path: Path) -> None:
     (tmp_path / "test_stops.py").write_text(THEIR_TEST + STOPS)
     arguments = ("--in-process", "--ddp-deadline=2", "-k", "test_stops")
-    code, text = run(tmp_path, *arguments, says="p there\nc\n")
+    code, text = run(tmp_path, *arguments, says="p place\nc\n")
     assert code == 0, text
     assert "'rank 0 of 2'" in text
     assert "step(model, rows, rank)" in text
 
 
-def test_workers_of_xdist_have_no_terminal(tmp_path: Path) -> None:
+def test_in_process_is_refused_with_xdist_whose_workers_have_no_terminal(tmp_path: Path) -> None:
     code, text = run(tmp_path, "--in-process", "-n", "2")
     assert code == 4
     assert "--in-process: not with -n, whose workers have no terminal" in text

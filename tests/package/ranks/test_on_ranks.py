@@ -1,4 +1,4 @@
-"""Any function on warm ranks: what it returns, how it fails, and that no check sees of it."""
+"""Any function can be called on warm ranks, and no later check sees its collectives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def fails_on_rank_1(rank: Rank) -> None:
         raise ValueError("no such file: rows.csv")
 
 
-def test_what_the_ranks_return_is_in_their_order() -> None:
+def test_results_are_in_the_order_of_the_ranks() -> None:
     assert on_ranks("1+2", summed, 1) == ((0, 3.0), (1, 3.0), (2, 3.0))
 
 
@@ -32,7 +32,7 @@ def test_a_rank_that_raises_is_named() -> None:
         on_ranks("1x2", fails_on_rank_1)
 
 
-def test_a_layout_that_is_none_is_refused() -> None:
+def test_an_unknown_layout_is_refused() -> None:
     with pytest.raises(BadCase, match="layout"):
         on_ranks("two", summed, 1)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from ddp_equivalence import Rank, check
 from ddp_equivalence.ranks import pickling
-from ddp_equivalence.ranks.fingerprint import Changeable, stamp
+from ddp_equivalence.ranks.fingerprint import NoFingerprint, fingerprint
 from tests.package.own_cases import own_case, right_step
 
 CONSTANT = 1.0
@@ -56,17 +56,16 @@ def nested() -> float:
     return inner()
 
 
-def there(function: Callable[[], Any]) -> Any:
-    """What the function returns where it is opened, as a rank would open it."""
-    _, apart, body = pickling.loads_around(pickling.dumps(function, None))
-    opened, _ = pickling.loads(apart, body)
-    return opened()
+def unpickled(function: Callable[[], Any]) -> Callable[[], Any]:
+    """The function as a rank receives it."""
+    _, by_value, body = pickling.split(pickling.dumps(function, None))
+    received, _ = pickling.loads(by_value, body)
+    return received
 
 
-def there_itself(function: Callable[[], Any]) -> Any:
-    """The function as it is opened there."""
-    _, apart, body = pickling.loads_around(pickling.dumps(function, None))
-    return pickling.loads(apart, body)[0]
+def result_on_rank(function: Callable[[], Any]) -> Any:
+    """The result of the function after it was pickled and unpickled."""
+    return unpickled(function)()
 
 
 def set_constant(patch: pytest.MonkeyPatch) -> None:
@@ -106,54 +105,58 @@ def set_default(patch: pytest.MonkeyPatch) -> None:
         (from_a_default, set_default),
     ],
 )
-def test_what_has_changed_arrives_changed(
+def test_a_function_that_has_changed_arrives_changed(
     function: Callable[[], float],
     change: Callable[[pytest.MonkeyPatch], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert there(function) == there(function) == 1.0
+    assert result_on_rank(function) == result_on_rank(function) == 1.0
     change(monkeypatch)
-    assert there(function) == 2.0
+    assert result_on_rank(function) == 2.0
     monkeypatch.undo()
-    assert there(function) == 1.0
+    assert result_on_rank(function) == 1.0
 
 
 def test_a_partial_arrives_with_its_arguments() -> None:
-    assert [there(partial(from_a_default, value=value)) for value in (1.0, 2.0, 1.0)] == [1, 2, 1]
+    assert [result_on_rank(partial(from_a_default, value=value)) for value in (1.0, 2.0, 1.0)] == [
+        1,
+        2,
+        1,
+    ]
 
 
 def test_a_list_that_changes_in_place_arrives_changed() -> None:
-    assert there(from_a_list) == 1.0
+    assert result_on_rank(from_a_list) == 1.0
     LIST[0] = 2.0
     try:
-        assert there(from_a_list) == 2.0
+        assert result_on_rank(from_a_list) == 2.0
     finally:
         LIST[0] = 1.0
 
 
-def test_a_closure_arrives_with_what_is_in_it_now() -> None:
+def test_a_closure_arrives_with_its_present_values() -> None:
     value = 1.0
 
     def read() -> float:
         return value
 
-    assert there(read) == 1.0
+    assert result_on_rank(read) == 1.0
     value = 2.0
-    assert there(read) == 2.0
+    assert result_on_rank(read) == 2.0
 
 
-def test_what_has_not_changed_is_pickled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    there(through_another)
-    monkeypatch.setattr(pickling, "_pickled", None)
-    assert there(through_another) == 1.0
+def test_a_function_that_has_not_changed_is_pickled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    result_on_rank(through_another)
+    monkeypatch.setattr(pickling, "_cloudpickle", None)
+    assert result_on_rank(through_another) == 1.0
     with pytest.raises(TypeError):
-        there(from_a_list)  # a list may change without a trace: pickled each time
+        result_on_rank(from_a_list)  # it is pickled each time, since a list can change in place
 
 
-def test_a_module_that_travels_with_its_contents_arrives_as_it_is_now(
+def test_a_module_that_is_pickled_by_value_arrives_with_its_present_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A helper that the ranks could not import: under no name that leads to its file."""
+    """The ranks cannot import the module, because no import path leads to its file."""
     path = tmp_path / "helper.py"
     path.write_text("SCALE = 1.0\ndef scale():\n    return SCALE\n")
     spec = spec_from_file_location("helper_that_nobody_can_import", path)
@@ -162,40 +165,40 @@ def test_a_module_that_travels_with_its_contents_arrives_as_it_is_now(
     helper = module_from_spec(spec)
     monkeypatch.setitem(sys.modules, helper.__name__, helper)
     spec.loader.exec_module(helper)
-    assert there(lambda: helper.SCALE) == there(lambda: helper.scale()) == 1.0
+    assert result_on_rank(lambda: helper.SCALE) == result_on_rank(lambda: helper.scale()) == 1.0
     read = lambda: (helper.SCALE, helper.scale())  # noqa: E731
-    assert there(read) == (1.0, 1.0)
+    assert result_on_rank(read) == (1.0, 1.0)
     monkeypatch.setattr(helper, "SCALE", 0.0)
-    assert there(read) == (0.0, 0.0)
+    assert result_on_rank(read) == (0.0, 0.0)
 
 
-def test_torchs_own_kinds_of_modules_travel_by_name() -> None:
-    """A script that sets cuDNN's benchmark or a precision in its step."""
+def test_modules_of_torch_with_a_class_of_their_own_are_pickled_by_name() -> None:
+    """A script uses them to set cuDNN's benchmark or a precision in its step."""
 
     def read() -> tuple[bool, str]:
         return torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.fp32_precision
 
-    assert there(read) == read()
+    assert result_on_rank(read) == read()
 
 
-def test_a_function_of_another_file_is_another_one() -> None:
-    """Though it is the same to the letter: tracebacks name its file."""
-    found = []
+def test_the_same_function_in_another_file_is_another_function() -> None:
+    """Their code is equal, but tracebacks name the file."""
+    files = []
     for name in ("one.py", "other.py"):
         namespace: dict[str, Any] = {"__name__": "__main__"}
         exec(compile("def where():\n    return 1", name, "exec"), namespace)
-        found.append(there_itself(namespace["where"]).__code__.co_filename)
-    assert found == ["one.py", "other.py"]
+        files.append(unpickled(namespace["where"]).__code__.co_filename)
+    assert files == ["one.py", "other.py"]
 
 
 @pytest.mark.parametrize("value", [[1], {"a": 1}, {1}, object(), torch.zeros(1), nn.Linear(1, 1)])
-def test_what_can_change_without_a_trace_has_no_stamp(value: Any) -> None:
-    with pytest.raises(Changeable):
-        stamp(lambda: value, lambda _: True)
+def test_a_value_that_can_change_in_place_has_no_fingerprint(value: Any) -> None:
+    with pytest.raises(NoFingerprint):
+        fingerprint(lambda: value, lambda _: True)
 
 
-def test_what_the_ranks_open_stays_apart_from_check_to_check() -> None:
-    """A rank gets its own copy each time: what a step writes into its globals is gone."""
+def test_globals_that_a_step_changes_are_as_before_in_the_next_check() -> None:
+    """A rank unpickles the function anew for each check."""
     seen = 0
 
     def counts(model: nn.Module, shard: Any, rank: Rank) -> None:

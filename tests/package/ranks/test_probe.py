@@ -1,9 +1,10 @@
-"""Collectives that answer wrongly are found and named before anybody blames a loss."""
+"""Collectives that return wrong results are found and named."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,47 +12,42 @@ import torch.distributed as dist
 
 from ddp_equivalence import Rank
 from ddp_equivalence.case.layouts import parse
-from ddp_equivalence.ranks import probe as collective_probe
+from ddp_equivalence.ranks import probe as probe_module
 from ddp_equivalence.ranks import probe_on_rank
 from ddp_equivalence.ranks.lanes import choose
-from ddp_equivalence.ranks.probe import Answer, ask, probe, refused_in_short
+from ddp_equivalence.ranks.probe import ProbeResult, probe, probe_ranks, summarise_refusals
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 
 Work = Callable[[Rank, object], Iterator[object]]
 Collective = Callable[..., Any]
 
 
-def with_another(name: str, make: Callable[[Collective, Rank], Collective]) -> Work:
-    """The questions, asked of ranks on which ``dist.<name>`` is another function."""
+def probe_with(name: str, make_wrong: Callable[[Collective, Rank], Collective]) -> Work:
+    """The probe, while ``dist.<name>`` is replaced by ``make_wrong(dist.<name>, rank)``."""
 
-    def work(rank: Rank, payload: object) -> Iterator[object]:
-        right = getattr(dist, name)
-        setattr(dist, name, make(right, rank))
-        try:
-            yield from probe_on_rank.run(rank, payload)
-        finally:
-            setattr(dist, name, right)
+    def work(rank: Rank, argument: object) -> Iterator[object]:
+        with patch.object(dist, name, make_wrong(getattr(dist, name), rank)):
+            yield from probe_on_rank.run(rank, argument)
 
     return work
 
 
-def asked(layout: str, work: Work = probe_on_rank.run) -> tuple[Answer, ...]:
+def results(layout: str, work: Work = probe_on_rank.run) -> tuple[ProbeResult, ...]:
     parsed = parse(layout)
     with warm_ranks().acquire(parsed, choose(parsed, "gloo"), 15.0) as ranks:
-        return ask(ranks, work=work)
+        return probe_ranks(ranks, work=work)
 
 
 @pytest.mark.parametrize("layout", ["1x1", "1x2", "1+2"])
-def test_the_collectives_of_this_torch_answer_right(layout: str) -> None:
-    answers = asked(layout)
-    assert [one for one in answers if one.wrong] == []
-    assert {"all_reduce", "reduce_scatter", "all_gather", "broadcast"} == {
-        one.what.split()[0] for one in answers if one.right
-    }
+def test_the_collectives_of_this_torch_are_correct(layout: str) -> None:
+    probed = results(layout)
+    assert [result for result in probed if result.wrong] == []
+    correct = {result.collective.split()[0] for result in probed if result.correct}
+    assert correct == {"all_reduce", "reduce_scatter", "all_gather", "broadcast"}
 
 
-def test_the_groups_asked_are_all_ranks_one_rank_and_half_of_them() -> None:
-    sizes = {one.what.partition(" on ")[2] for one in asked("2x2")}
+def test_groups_of_all_ranks_of_one_rank_and_of_half_of_them_are_probed() -> None:
+    sizes = {result.collective.partition(" on ")[2] for result in results("2x2")}
     assert sizes == {"1 rank", "2 ranks", "4 ranks"}
 
 
@@ -93,7 +89,7 @@ def halved_on_the_last_rank(right: Collective, rank: Rank) -> Collective:
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "what", "detail"),
+    ("name", "make_wrong", "collective", "detail"),
     [
         (
             "all_reduce",
@@ -128,11 +124,15 @@ def halved_on_the_last_rank(right: Collective, rank: Rank) -> Collective:
     ],
 )
 def test_a_wrong_collective_is_found_and_named(
-    name: str, make: Callable[[Collective, Rank], Collective], what: str, detail: str
+    name: str,
+    make_wrong: Callable[[Collective, Rank], Collective],
+    collective: str,
+    detail: str,
 ) -> None:
-    wrong = {one.what: one.detail for one in asked("1x2", with_another(name, make)) if one.wrong}
-    assert wrong[what].startswith(detail), wrong
-    assert {one.split()[0] for one in wrong} == {name.removesuffix("_tensor")}
+    probed = results("1x2", probe_with(name, make_wrong))
+    wrong = {result.collective: result.detail for result in probed if result.wrong}
+    assert wrong[collective].startswith(detail), wrong
+    assert {each.split()[0] for each in wrong} == {name.removesuffix("_tensor")}
 
 
 def no_float16(right: Collective, rank: Rank) -> Collective:
@@ -153,29 +153,30 @@ def not_on_rank_1(right: Collective, rank: Rank) -> Collective:
     return all_reduce
 
 
-def test_what_a_backend_refuses_is_not_wrong() -> None:
-    answers = asked("1x2", with_another("all_reduce", no_float16))
-    assert [one for one in answers if one.wrong] == []
+def test_a_collective_that_the_backend_refuses_is_not_wrong() -> None:
+    probed = results("1x2", probe_with("all_reduce", no_float16))
+    assert [result for result in probed if result.wrong] == []
     kinds = "all_reduce sum of float16, all_reduce avg of float16"
-    assert refused_in_short(answers) == f"{kinds} (float16 is not for me)"
+    assert summarise_refusals(probed) == f"{kinds} (float16 is not for me)"
 
 
-def test_what_only_some_ranks_refuse_is_wrong() -> None:
-    answers = asked("1x2", with_another("all_reduce", not_on_rank_1))
-    wrong = {one.what: one.detail for one in answers if one.wrong}
+def test_a_collective_that_only_some_ranks_refuse_is_wrong() -> None:
+    probed = results("1x2", probe_with("all_reduce", not_on_rank_1))
+    wrong = {result.collective: result.detail for result in probed if result.wrong}
     assert wrong["all_reduce sum of 1031 float64 on 2 ranks"] == "refused on some ranks only"
 
 
-def test_a_lane_is_asked_once_for_each_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked_for: list[object] = []
+def test_a_lane_is_probed_once_for_each_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[object] = []
+    result = ProbeResult("all_reduce", correct=True)
 
-    def count(ranks: Any) -> tuple[Answer, ...]:
-        asked_for.append(ranks.layout.name)
-        return (Answer("all_reduce", right=True),)
+    def count(ranks: Any) -> tuple[ProbeResult, ...]:
+        probed.append(ranks.layout.name)
+        return (result,)
 
-    monkeypatch.setattr(collective_probe, "_known", {})
-    monkeypatch.setattr(collective_probe, "ask", count)
+    monkeypatch.setattr(probe_module, "_known", {})
+    monkeypatch.setattr(probe_module, "probe_ranks", count)
     for layout in ("1x2", "2x1", "1x2", "1+2"):
         parsed = parse(layout)
-        assert probe(parsed, choose(parsed, "gloo"), 15.0) == (Answer("all_reduce", right=True),)
-    assert asked_for == ["1x2", "1+2"]
+        assert probe(parsed, choose(parsed, "gloo"), 15.0) == (result,)
+    assert probed == ["1x2", "1+2"]

@@ -1,4 +1,4 @@
-"""Whose fault it is: who failed by itself comes before those who waited for it."""
+"""A rank that failed by itself is the root cause, not the ranks that waited for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from ddp_equivalence import Rank, RanksTimedOut, check
 from tests.package.own_cases import own_case, right_step
 
-OWN_TROUBLE = (
+OWN_ERRORS = (
     TimeoutError("timed out"),
     RuntimeError("DataLoader timed out after 5 seconds"),
     BrokenPipeError(32, "Broken pipe"),
@@ -22,15 +22,15 @@ OWN_TROUBLE = (
 )
 
 
-@pytest.mark.parametrize("error", OWN_TROUBLE, ids=lambda error: type(error).__name__)
-def test_a_time_out_of_the_users_own_is_no_wait_for_another_rank(error: Exception) -> None:
-    def reads(model: nn.Module, shard: Any, rank: Rank) -> None:
+@pytest.mark.parametrize("error", OWN_ERRORS, ids=lambda error: type(error).__name__)
+def test_a_timeout_of_the_users_code_is_not_a_wait_for_another_rank(error: Exception) -> None:
+    def raises(model: nn.Module, shard: Any, rank: Rank) -> None:
         dist.all_reduce(torch.zeros(2))
         if rank.rank == 0:
             raise error
         right_step(model, shard, rank)
 
-    verdict = check(own_case(), reads, deadline=20.0)
+    verdict = check(own_case(), raises, deadline=20.0)
     text = " ".join(str(verdict).split())
     assert f"Root cause: rank 0 (node 0, local rank 0) {type(error).__name__}" in text
     assert "Rank 1 waits in" in text
@@ -39,14 +39,14 @@ def test_a_time_out_of_the_users_own_is_no_wait_for_another_rank(error: Exceptio
 
 
 def ended_by_the_watchdog(model: nn.Module, shard: Any, rank: Rank) -> None:
-    """What NCCL's watchdog does to the ranks that wait, and says."""
+    """Do what NCCL's watchdog does to a rank that waits: print its message and abort."""
     if rank.rank == 2:
         time.sleep(1000)
     os.write(2, b"[PG ID 0 Rank 0] Watchdog caught collective operation timeout: WorkNCCL(...)\n")
     os.abort()
 
 
-def test_a_rank_that_nccls_watchdog_has_ended_is_not_the_root_cause() -> None:
+def test_a_rank_that_the_watchdog_of_nccl_has_ended_is_not_the_root_cause() -> None:
     verdict = check(own_case(layout="1x3"), ended_by_the_watchdog, deadline=3.0)
     assert isinstance(verdict.failure, RanksTimedOut)
     assert verdict.failure.ends[0].rank == 2
@@ -55,7 +55,7 @@ def test_a_rank_that_nccls_watchdog_has_ended_is_not_the_root_cause() -> None:
     assert "rank 0 (node 0, local rank 0) killed by SIGABRT by NCCL's watchdog" in text
 
 
-def test_an_abort_without_the_watchdogs_words_is_the_root_cause() -> None:
+def test_an_abort_without_the_message_of_the_watchdog_is_the_root_cause() -> None:
     def aborts(model: nn.Module, shard: Any, rank: Rank) -> None:
         if rank.rank == 1:
             os.abort()
@@ -73,27 +73,27 @@ def never_comes(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 
 @pytest.mark.parametrize(
-    ("deadline", "says"),
+    ("deadline", "message"),
     [
         (1.5, "ranks 1, 0 did not come back within the 1.5 s of the deadline"),
         (2.5, "ranks 1, 0 did not come back within 1 s of the first failure"),
     ],
 )
-def test_a_time_out_says_what_time_was_over(deadline: float, says: str) -> None:
+def test_a_timeout_says_which_time_was_over(deadline: float, message: str) -> None:
     verdict = check(own_case(), never_comes, deadline=deadline, collective_deadline=1.0)
-    assert str(verdict.failure) == says
+    assert str(verdict.failure) == message
 
 
 def test_joining_the_group_has_a_deadline_of_its_own() -> None:
-    """The collective's is for collectives: GPUs and many ranks take seconds to connect."""
+    """GPUs and many ranks take seconds to connect, longer than a collective may take."""
 
-    def talks_to_nobody(model: nn.Module, shard: Any, rank: Rank) -> None:
+    def calls_no_collective(model: nn.Module, shard: Any, rank: Rank) -> None:
         assert dist.get_world_size() == 4
         model(shard["rows"]).sum().backward()
 
     case = own_case(layout="1x4")
     verdict = check(
-        case, talks_to_nobody, deadline=20.0, collective_deadline=0.001, fresh_ranks=True
+        case, calls_no_collective, deadline=20.0, collective_deadline=0.001, fresh_ranks=True
     )
     assert verdict.failure is None, str(verdict)
 

@@ -1,4 +1,7 @@
-"""Many checks on one set of ranks: nothing grows. ``python benchmarks/soak.py`` makes thousands."""
+"""Nothing grows over many checks on one set of ranks.
+
+``python benchmarks/soak.py`` makes thousands of checks.
+"""
 
 from __future__ import annotations
 

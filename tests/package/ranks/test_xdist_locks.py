@@ -1,4 +1,4 @@
-"""Workers of one run share cores and GPUs by rank count: packed, never twice, none left out."""
+"""xdist workers share cores and GPUs by rank count: each is used once at a time, none is idle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.ranks.lanes import Lane
-from ddp_equivalence.ranks.xdist_locks import RUN, Broker, broker
+from ddp_equivalence.ranks.xdist_locks import RUN_ID_VARIABLE, XdistLocks, xdist_locks
 from tests.package.pytest_plugin.test_pytest_plugin import THEIR_TEST
 from tests.package.someone_elses_run import run
 
@@ -26,22 +26,24 @@ EIGHT = tuple(map(str, range(8)))
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs abstract socket names")
 
 
-def a_broker(devices: tuple[str, ...] = EIGHT, run: str | None = None, cores: int = 8) -> Broker:
-    return Broker(run or uuid.uuid4().hex, cores, devices)
+def new_locks(
+    devices: tuple[str, ...] = EIGHT, run_id: str | None = None, cores: int = 8
+) -> XdistLocks:
+    return XdistLocks(run_id or uuid.uuid4().hex, cores, devices)
 
 
 def test_gpus_of_cases_that_run_at_once_are_never_the_same() -> None:
     """As ``-n 8`` on a box with 8 GPUs: 2-rank cases are packed, and 8-rank ones still run."""
-    run, lock = uuid.uuid4().hex, threading.Lock()
+    run_id, lock = uuid.uuid4().hex, threading.Lock()
     held: list[str] = []
     most, granted = 0, []
 
     def worker(number: int) -> None:
         nonlocal most
-        mine = a_broker(run=run)
+        locks = new_locks(run_id=run_id)
         for turn in range(4):
             layout = parse("1x8" if (number + turn) % 4 == 0 else "1x2")
-            with mine.share(layout, ON_GPU) as devices:
+            with locks.hold(layout, ON_GPU) as devices:
                 with lock:
                     assert not set(devices) & set(held)
                     held.extend(devices)
@@ -62,28 +64,28 @@ def test_gpus_of_cases_that_run_at_once_are_never_the_same() -> None:
 
 
 def test_only_the_gpus_that_are_visible_are_shared() -> None:
-    with a_broker(("5", "7")).share(parse("1x2"), ON_GPU) as devices:
+    with new_locks(("5", "7")).hold(parse("1x2"), ON_GPU) as devices:
         assert devices == ("5", "7")
 
 
 def test_warm_ranks_get_the_gpus_that_they_have() -> None:
-    run = uuid.uuid4().hex
-    with a_broker(run=run).share(parse("1x2"), ON_GPU, [("4", "5")]) as devices:
+    run_id = uuid.uuid4().hex
+    with new_locks(run_id=run_id).hold(parse("1x2"), ON_GPU, [("4", "5")]) as devices:
         assert devices == ("4", "5")
-        with a_broker(run=run).share(parse("1x2"), ON_GPU, [("4", "5")]) as others:
+        with new_locks(run_id=run_id).hold(parse("1x2"), ON_GPU, [("4", "5")]) as others:
             assert others == ("0", "1")
 
 
 def test_a_case_with_more_ranks_than_cores_takes_them_all() -> None:
-    run = uuid.uuid4().hex
+    run_id = uuid.uuid4().hex
     waited = threading.Event()
 
     def next_case() -> None:
-        with a_broker(run=run, cores=2).share(parse("1x1"), ON_CPU) as devices:
+        with new_locks(run_id=run_id, cores=2).hold(parse("1x1"), ON_CPU) as devices:
             assert devices == ()
             waited.set()
 
-    with a_broker(run=run, cores=2).share(parse("2x4"), ON_CPU):
+    with new_locks(run_id=run_id, cores=2).hold(parse("2x4"), ON_CPU):
         other = threading.Thread(target=next_case)
         other.start()
         assert not waited.wait(0.1)
@@ -93,14 +95,14 @@ def test_a_case_with_more_ranks_than_cores_takes_them_all() -> None:
 
 def test_the_next_in_turn_is_not_overtaken() -> None:
     """An 8-rank case waits for one that runs; a 2-rank case that comes later waits for it."""
-    run, order = uuid.uuid4().hex, []
+    run_id, order = uuid.uuid4().hex, []
 
     def case(layout: str) -> None:
-        with a_broker(run=run).share(parse(layout), ON_GPU):
+        with new_locks(run_id=run_id).hold(parse(layout), ON_GPU):
             order.append(layout)
             time.sleep(0.05)
 
-    with a_broker(run=run).share(parse("1x2"), ON_GPU):
+    with new_locks(run_id=run_id).hold(parse("1x2"), ON_GPU):
         large = threading.Thread(target=case, args=("1x8",))
         large.start()
         time.sleep(0.1)
@@ -114,9 +116,9 @@ def test_the_next_in_turn_is_not_overtaken() -> None:
 
 HOLDER = """
 import sys, time
-from tests.suite.test_broker import EIGHT, ON_GPU, a_broker
-from ddp_equivalence.layouts import parse
-with a_broker(run=sys.argv[1]).share(parse("1x8"), ON_GPU):
+from tests.package.ranks.test_xdist_locks import ON_GPU, new_locks
+from ddp_equivalence.case.layouts import parse
+with new_locks(run_id=sys.argv[1]).hold(parse("1x8"), ON_GPU):
     print("held", flush=True)
     time.sleep(100)
 """
@@ -124,43 +126,43 @@ with a_broker(run=sys.argv[1]).share(parse("1x8"), ON_GPU):
 
 def test_a_forked_child_does_not_hold_on_to_what_its_parent_had() -> None:
     """As the workers of a DataLoader, which live longer than the case that forked them."""
-    mine = a_broker(cores=1)
-    with mine.share(parse("1x1"), ON_CPU):
+    locks = new_locks(cores=1)
+    with locks.hold(parse("1x1"), ON_CPU):
         child = os.fork()
         if child == 0:
             time.sleep(60)
             os._exit(0)
     try:
         got = threading.Event()
-        threading.Thread(target=_takes, args=(mine, got), daemon=True).start()
+        threading.Thread(target=_takes, args=(locks, got), daemon=True).start()
         assert got.wait(10)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
 
-def _takes(mine: Broker, got: threading.Event) -> None:
-    with mine.share(parse("1x1"), ON_CPU):
+def _takes(locks: XdistLocks, got: threading.Event) -> None:
+    with locks.hold(parse("1x1"), ON_CPU):
         got.set()
 
 
 def test_what_a_killed_worker_held_is_free() -> None:
-    run = uuid.uuid4().hex
+    run_id = uuid.uuid4().hex
     root = Path(__file__).parents[3]
-    command = [sys.executable, "-c", HOLDER, run]
+    command = [sys.executable, "-c", HOLDER, run_id]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         holder.kill()
-    with a_broker(run=run).share(parse("1x8"), ON_GPU) as devices:
+    with new_locks(run_id=run_id).hold(parse("1x8"), ON_GPU) as devices:
         assert devices == EIGHT
 
 
 def test_nobody_shares_outside_of_xdist(monkeypatch: pytest.MonkeyPatch) -> None:
-    broker.cache_clear()
-    monkeypatch.delenv(RUN, raising=False)
-    assert broker() is None
-    broker.cache_clear()
+    xdist_locks.cache_clear()
+    monkeypatch.delenv(RUN_ID_VARIABLE, raising=False)
+    assert xdist_locks() is None
+    xdist_locks.cache_clear()
 
 
 COUNTS = """
@@ -168,12 +170,12 @@ import os, pathlib, time, pytest
 
 def counted(model, rows, rank):
     at_work = pathlib.Path(os.environ["AT_WORK"])
-    mine = at_work / f"{os.getpid()}"
-    mine.touch()
+    locks = at_work / f"{os.getpid()}"
+    locks.touch()
     time.sleep(0.05)
     count = len(list(at_work.iterdir()))
     step(model, rows, rank)
-    mine.unlink()
+    locks.unlink()
     print("at work:", count)
 
 @pytest.mark.parametrize("number", range(8))

@@ -1,0 +1,35 @@
+"""Describes an exception on a rank as text that can be sent to the judging process."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import time
+import traceback
+
+from ddp_equivalence.ranks.collectives import last_collective
+from ddp_equivalence.ranks.messages import Raised
+
+
+def describe_exception(error: BaseException) -> Raised:
+    """The traceback, and the innermost line outside torch."""
+    text = "".join(traceback.format_exception(error))
+    outside_torch = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if f"{os.sep}torch{os.sep}" not in frame.filename
+    ]
+    line = ""
+    if outside_torch:
+        frame = outside_torch[-1]
+        source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
+        line = f"{frame.filename}:{frame.lineno}: {source}"
+    what = "".join(traceback.format_exception_only(error)).strip()
+    return Raised(what, text, line, time.monotonic(), last_collective())
+
+
+def is_describing_exception(stack: str) -> bool:
+    """True if a stack of faulthandler shows that the rank was inside ``describe_exception``."""
+    frame = r'exception_text\.py", line \d+ in describe_exception$'
+    return re.search(frame, stack, re.MULTILINE) is not None

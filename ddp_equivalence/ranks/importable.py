@@ -1,0 +1,101 @@
+"""Decides which functions, classes and modules the ranks cannot import under their name."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from fnmatch import fnmatch
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+TEST_FILES = ("test_*.py", "*_test.py", "conftest.py")
+"""Files that are never imported on ranks, since importing a test module has side effects."""
+
+_INSTALLED = tuple(
+    os.path.join(path, "")
+    for path in {os.path.realpath(path) for path in sysconfig.get_paths().values() if path}
+    - {os.path.realpath(sys.prefix)}
+)
+_PACKAGE = os.path.join(Path(__file__).resolve().parent.parent, "")
+
+_by_file: dict[tuple[str, str], bool] = {}
+"""(Module name, file) -> whether it is pickled by value. Finding this out takes milliseconds."""
+
+_by_module: dict[str, tuple[ModuleType, bool]] = {}
+"""Module name -> the module, and whether it is pickled by value."""
+
+
+def is_pickled_by_value(value: Any) -> bool:
+    """True if the ranks would not find this function, class or module under its name."""
+    if isinstance(value, ModuleType):
+        return _module_by_value(value)
+    name, module_name = getattr(value, "__qualname__", ""), getattr(value, "__module__", None)
+    if module_name == "__main__" or "<" in name:
+        return True
+    module = sys.modules.get(module_name or "")
+    if module is None:
+        return module_name is not None and module_name not in sys.builtin_module_names
+    if _module_by_value(module):
+        return True
+    attribute: Any = module
+    for part in name.split("."):
+        attribute = getattr(attribute, part, None)
+    return attribute is not value  # it was replaced, or was never an attribute of its module
+
+
+def modules_pickled_by_value() -> list[ModuleType]:
+    """All imported modules that the ranks could not import."""
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    return [module for module in modules if _module_by_value(module)]
+
+
+def _module_by_value(module: ModuleType) -> bool:
+    known = _by_module.get(module.__name__)
+    if known is None or known[0] is not module:
+        known = _by_module[module.__name__] = module, _decide(module)
+    return known[1]
+
+
+def _decide(module: ModuleType) -> bool:
+    if module.__name__ == "__main__":
+        return False  # cloudpickle pickles __main__ by value anyway
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or sys.modules.get(module.__name__) is not module:
+        return False
+    key = module.__name__, file
+    if key not in _by_file:
+        _by_file[key] = _belongs_to_user(file) and (
+            any(fnmatch(Path(file).name, pattern) for pattern in TEST_FILES)
+            or not _is_importable(module.__name__, file)
+        )
+    return _by_file[key]
+
+
+def _belongs_to_user(file: str) -> bool:
+    """True if the file is neither part of an installed package nor of this one."""
+    others = (*_INSTALLED, _PACKAGE)
+    return not file.startswith(others) and not os.path.realpath(file).startswith(others)
+
+
+def _is_importable(name: str, file: str) -> bool:
+    """True if a new interpreter with this import path would find this file under this name."""
+    path: list[str] | None = None
+    spec = None
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        spec = _find_spec(".".join(parts[:depth]), path)
+        if spec is None:
+            return False
+        path = list(spec.submodule_search_locations or [])
+    return spec is not None and spec.origin is not None and Path(spec.origin) == Path(file)
+
+
+def _find_spec(name: str, path: list[str] | None) -> Any:
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec = find(name, path, None) if find else None
+        if spec is not None:
+            return spec
+    return None

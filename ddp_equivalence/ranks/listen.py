@@ -1,0 +1,106 @@
+"""Listens to all ranks at once until each of them has sent its last message.
+
+Every wait has a deadline, and watches the processes as well as the pipes. A rank that dies or hangs
+therefore becomes part of an error and never makes the run hang.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from multiprocessing.connection import wait
+from typing import Any
+
+from ddp_equivalence.ranks import messages, rank_ends, root_cause
+from ddp_equivalence.ranks.exception_text import is_describing_exception
+from ddp_equivalence.ranks.failure import RankEnd, RankFailed
+from ddp_equivalence.ranks.rank_process import RankProcess
+
+GRACE = 1.0
+"""Seconds that the other ranks get after the first failure, to report what happened to them."""
+
+POLL_INTERVAL = 0.25
+"""Seconds between two checks of how much output the ranks have written."""
+
+
+def listen(
+    ranks: Mapping[int, RankProcess], last_message: str, until: float, deadline: str
+) -> Iterator[tuple[int, str, Any]]:
+    """Yield (rank, kind, payload) of every message, until each rank has sent ``last_message``.
+
+    ``until``: the deadline by ``time.monotonic()``. ``deadline``: the deadline in words, for the
+    error. Raises RankFailed or RanksTimedOut.
+    """
+    ends: dict[int, RankEnd] = {}
+    waiting = dict(ranks)
+    while waiting:
+        if not _wait(waiting, until):
+            raise _failure(ends, waiting, deadline)
+        for number, rank in list(waiting.items()):
+            message, end = _next_message(rank)
+            if message is not None:
+                kind, payload = message
+                if kind == messages.RAISED:
+                    end = rank_ends.raised(rank, payload)
+                else:
+                    yield number, kind, payload
+                    end = rank_ends.finished(rank) if kind == last_message else None
+            if end is not None:
+                ends[number] = end
+                del waiting[number]
+                if end.failed and time.monotonic() + GRACE < until:
+                    until = time.monotonic() + GRACE
+                    deadline = f"within {GRACE:g} s of the first failure"
+    if any(end.failed for end in ends.values()):
+        raise _failure(ends, waiting, deadline)
+
+
+def _wait(waiting: Mapping[int, RankProcess], until: float) -> bool:
+    """Wait until one of these ranks sends, ends, or writes too much; False at the deadline."""
+    watched = [rank.connection for rank in waiting.values()]
+    watched += [rank.process.sentinel for rank in waiting.values()]
+    while (left := until - time.monotonic()) > 0:
+        if wait(watched, min(left, POLL_INTERVAL)):
+            return True
+        if any(rank.wrote_too_much() for rank in waiting.values()):
+            return True
+    return False
+
+
+def _next_message(rank: RankProcess) -> tuple[tuple[str, Any] | None, RankEnd | None]:
+    """The rank's next message, if there is one, and its end, if it can send none any more."""
+    try:
+        if rank.connection.poll():
+            return messages.receive(rank.connection), None
+        if rank.wrote_too_much():
+            return None, rank_ends.wrote_too_much(rank)
+        if rank.is_alive() or rank.connection.poll():
+            return None, None
+    except BlockingIOError:  # it hangs in the middle of a message
+        return None, rank_ends.still_running([rank])[rank.row.rank]
+    except (EOFError, OSError):
+        pass
+    return None, rank_ends.died(rank)
+
+
+def _failure(
+    ends: Mapping[int, RankEnd], waiting: Mapping[int, RankProcess], deadline: str
+) -> RankFailed:
+    """The error, with the end of every rank; those in ``waiting`` are asked where they are."""
+    running = rank_ends.still_running(waiting.values())
+    for number, end in running.items():
+        # A rank that has raised needs a moment to read the source lines of its traceback.
+        if is_describing_exception(end.detail):
+            running[number] = _wait_for_exception(waiting[number]) or end
+    return root_cause.failure({**ends, **running}.values(), deadline)
+
+
+def _wait_for_exception(rank: RankProcess) -> RankEnd | None:
+    """Wait for a rank that is about to report what it has raised."""
+    with suppress(OSError):
+        rank.connection.poll(GRACE)
+    message, end = _next_message(rank)
+    if message is not None and message[0] == messages.RAISED:
+        end = rank_ends.raised(rank, message[1])
+    return end

@@ -1,0 +1,144 @@
+"""The settings of a process that a case could hand on to the next one, such as the default dtype.
+
+A rank compares them before and after its work and restores them. Some of them it also takes over
+from the judging process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+PRECISION_MODULES = (
+    "backends",
+    *(f"backends.{name}" for name in ("cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn")),
+    *(f"backends.{name}" for name in ("mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")),
+)
+"""The modules of torch with a float32 precision. Source: torch/backends/__init__.py."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How to read one setting and how to write it."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+
+
+def read_all() -> dict[str, Any]:
+    """The value of every setting, by name."""
+    return {name: setting.read() for name, setting in SETTINGS.items()}
+
+
+def read_training_settings() -> dict[str, Any]:
+    """The settings in ``TRAINING_SETTINGS``, by name."""
+    return {name: SETTINGS[name].read() for name in TRAINING_SETTINGS}
+
+
+def apply(settings: Mapping[str, Any]) -> None:
+    """Give this process these settings."""
+    for name, value in settings.items():
+        if SETTINGS[name].read() != value:
+            SETTINGS[name].write(value)
+
+
+def restore(before: Mapping[str, Any]) -> list[str]:
+    """Give this process these settings and return, as phrases, those that were different."""
+    now = {name: SETTINGS[name].read() for name in before}
+    changed = [
+        f"{name} changed from {old} to {now[name]}"
+        for name, old in before.items()
+        if now[name] not in (old, "")  # "" means that the change shows in another setting
+    ]
+    if now != before:
+        apply(before)
+    return changed
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "(deleted)"
+
+
+def _cuda_device() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+def _set_cuda_device(device: int | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)
+
+
+def _matmul_precision() -> str:
+    """The precision by torch's older interface.
+
+    "" if it raises, as it does where the setting of a single backend contradicts it.
+    """
+    try:
+        precision: str = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        precision = ""
+    return precision
+
+
+def _set_matmul_precision(precision: str) -> None:
+    if precision:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _precision_of(module: str) -> Setting:
+    """The float32 precision of one backend and operation."""
+    get_module = attrgetter(module)
+
+    def write(value: str) -> None:
+        get_module(torch).fp32_precision = value
+
+    return Setting(lambda: get_module(torch).fp32_precision, write)
+
+
+def _set_default_device(device: torch.device) -> None:
+    # None means the CPU too, but without a mode that slows down every call of torch.
+    torch.set_default_device(None if device == torch.device("cpu") else device)
+
+
+SETTINGS: dict[str, Setting] = {
+    "working folder": Setting(_working_folder, os.chdir),
+    "torch's default dtype": Setting(torch.get_default_dtype, torch.set_default_dtype),
+    "torch's default device": Setting(torch.get_default_device, _set_default_device),
+    "torch's threads": Setting(torch.get_num_threads, torch.set_num_threads),
+    "torch's deterministic algorithms": Setting(
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+    "torch's grad mode": Setting(torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch's precision of float32 products": Setting(_matmul_precision, _set_matmul_precision),
+    **{f"{name}.fp32_precision": _precision_of(name) for name in PRECISION_MODULES},
+    "cuDNN's benchmark": Setting(
+        lambda: torch.backends.cudnn.benchmark,
+        lambda value: setattr(torch.backends.cudnn, "benchmark", value),
+    ),
+    "autocast on the CPU": Setting(
+        lambda: torch.is_autocast_enabled("cpu"),
+        lambda value: torch.set_autocast_enabled("cpu", value),
+    ),
+    "current CUDA device": Setting(_cuda_device, _set_cuda_device),
+}
+
+TRAINING_SETTINGS = (
+    "torch's default dtype",
+    "torch's deterministic algorithms",
+    "torch's precision of float32 products",
+    *(f"{name}.fp32_precision" for name in PRECISION_MODULES),
+    "cuDNN's benchmark",
+)
+"""The settings that a user's module makes once, at its import, in every process of a training run.
+
+Ranks take them over from the judging process, so that they train as it would.
+"""

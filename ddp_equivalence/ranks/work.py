@@ -1,0 +1,106 @@
+"""Does one piece of work on a rank: receives it, runs it, sends the results, cleans up after it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import torch
+
+from ddp_equivalence.ranks import messages, pickling, process_settings, process_state
+from ddp_equivalence.ranks.collectives import issued_in_default_group
+from ddp_equivalence.ranks.exception_text import describe_exception
+from ddp_equivalence.ranks.join_group import rank_environment
+from ddp_equivalence.ranks.left_running import left_running
+from ddp_equivalence.ranks.process_groups import existing_groups
+from ddp_equivalence.ranks.rank import Rank
+
+MAX_RESULTS = 2
+"""Results that are sent in one message. A small model needs no more for the whole work."""
+
+
+def do_next_work(rank: Rank, connection: Connection) -> bool:
+    """Wait for work and do it; False if the message was to stop."""
+    kind, payload = messages.receive(connection)
+    if kind == messages.STOP:
+        return False
+    try:
+        messages.send(connection, messages.FINISHED, _run(rank, connection, payload))
+    except BaseException as error:  # SystemExit too: every rank's end must be reported
+        if isinstance(error, OSError) and connection.closed:
+            raise
+        flush_output()  # the output must be complete when the judging process gets the message
+        messages.send(connection, messages.RAISED, describe_exception(error))
+        traceback.clear_frames(error.__traceback__)
+        del error
+    return True
+
+
+def _run(rank: Rank, connection: Connection, work: bytes) -> messages.Finished:
+    """Run the work and send its results, all but the last ones, which are returned."""
+    groups = existing_groups()
+    results: list[object] = []
+    caller, by_value, body = pickling.split(work)
+    _adopt_caller_state(caller)
+    function, argument = pickling.loads(by_value, body)
+    # Apply the settings only now: unpickling imports the step's modules, which may change them.
+    process_settings.apply(caller.settings)
+    before = process_state.capture()
+    for result in function(rank, argument):
+        if len(results) == MAX_RESULTS:
+            messages.send(connection, messages.RESULTS, results)
+            results = []
+        results.append(result)
+    del function, argument
+    _collect_garbage()
+    kept = process_state.kept_groups()
+    finished = messages.Finished(
+        results=results,
+        # Without its own group a rank cannot go on, and groups that a step makes would add up.
+        same_groups=existing_groups().keys() - kept == groups.keys() - kept,
+        issued=issued_in_default_group(),
+        changed=process_state.restore(before),
+        running=left_running(before.threads),
+    )
+    flush_output()
+    return finished
+
+
+def flush_output() -> None:
+    """Write out what Python has buffered of the output."""
+    with suppress(OSError, ValueError):  # a step may have closed or replaced the streams
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _adopt_caller_state(caller: pickling.CallerState) -> None:
+    """Take over environment, import path and working folder of the judging process.
+
+    The variables that make this process a rank stay.
+    """
+    process_state.set_environment(caller.environment | rank_environment())
+    sys.path[:] = caller.import_path
+    os.chdir(caller.working_folder)
+
+
+def _collect_garbage() -> None:
+    """Free everything that the work has left behind.
+
+    A DDP object in a reference cycle would otherwise keep its reducer alive. Modules that the work
+    has imported stay in memory anyway. They are frozen, because walking through them after every
+    case would take longer than the work.
+    """
+    global _frozen_modules
+    gc.collect()
+    if len(sys.modules) > _frozen_modules:
+        _frozen_modules = len(sys.modules)
+        gc.freeze()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # leave the memory to ranks of other layouts on the same GPU
+
+
+_frozen_modules = 0
