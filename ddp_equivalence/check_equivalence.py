@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ddp_equivalence.case.case import Case, name_of
-from ddp_equivalence.case.random_state import random_numbers_kept
+from ddp_equivalence.case.random_state import restored_random_state
 from ddp_equivalence.case.shards import OWN, split
 from ddp_equivalence.case.steps import Compare, Steps
 from ddp_equivalence.diagnosis import vacuity
@@ -82,7 +82,7 @@ def check(
     )
     started = time.monotonic()
     start_early()  # imports while the reference is computed
-    with random_numbers_kept(), intact():
+    with restored_random_state(), intact():
         verdict = _judge(request)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))
     listeners.tell(verdict, request)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ddp_equivalence.case.batch import concatenate, count_examples, move, take
 from ddp_equivalence.case.build import build_batches, build_model
 from ddp_equivalence.case.case import Case
-from ddp_equivalence.case.random_state import random_numbers_kept_outside, seeded, step_seed
+from ddp_equivalence.case.random_state import seeded, step_seed, without_restoring_random_state
 from ddp_equivalence.case.shards import OWN, Shards, split
 from ddp_equivalence.case.steps import Compare, Steps, in_step
 from ddp_equivalence.comparison.chunks import raw_messages
@@ -87,7 +87,7 @@ class Evidence:
 
 def run(rank: Rank, work: Work) -> Iterator[object]:
     """Yield the Evidence, then the gradients as lists of RawChunk."""
-    with random_numbers_kept_outside():  # nothing else in this process draws any
+    with without_restoring_random_state():  # nothing else here draws random numbers
         model = build_model(work.case).to(rank.device)
         shapes = {
             in_step(name, step, work.count): parameter.shape

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from ddp_equivalence.case.layouts import Row
+from ddp_equivalence.case.layouts import RankPlace
 
 LOOPBACK = "127.0.0.1"
 
@@ -40,7 +40,7 @@ def group_environment() -> tuple[tuple[str, str], ...]:
     )
 
 
-def torchrun_environment(row: Row, port: int) -> dict[str, str]:
+def torchrun_environment(row: RankPlace, port: int) -> dict[str, str]:
     """Name -> value for the rank in ``row``; ``port`` is where the rendezvous store listens."""
     return {
         "LOCAL_RANK": str(row.local_rank),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp_equivalence.case.layouts import Layout, Row
+from ddp_equivalence.case.layouts import Layout, RankPlace
 from ddp_equivalence.ranks import pickling, process_state
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.process import join, own_environment
@@ -77,7 +77,7 @@ class RanksWithOneHere(RankSet):
             dist.destroy_process_group()
         self._here = None
 
-    def _processes_of(self) -> Sequence[Row]:
+    def _processes_of(self) -> Sequence[RankPlace]:
         return self.layout.rows[1:]
 
     def _join(self) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no stubs
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence.case.layouts import Row
+from ddp_equivalence.case.layouts import RankPlace
 from ddp_equivalence.ranks import messages, pickling, process_state, process_tree, status_thread
 from ddp_equivalence.ranks.collectives import (
     issued_by_all,
@@ -55,7 +55,7 @@ class Birth:
     to join it, ``collective_timeout``: for each collective from then on. ``token``: of the set.
     """
 
-    row: Row
+    row: RankPlace
     lane: Lane
     visible: str
     environment: tuple[tuple[str, str], ...]

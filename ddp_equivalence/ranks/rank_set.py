@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch.multiprocessing as multiprocessing
 
-from ddp_equivalence.case.layouts import Layout, Row
+from ddp_equivalence.case.layouts import Layout, RankPlace
 from ddp_equivalence.ranks import messages, process_tree, root_cause, status_thread
 from ddp_equivalence.ranks.capture_file import Spool
 from ddp_equivalence.ranks.environment import OF_SET, group_environment
@@ -108,11 +108,11 @@ class RankSet:
                 self._give_birth(self._birth(row))
         self._join()
 
-    def _processes_of(self) -> Sequence[Row]:
+    def _processes_of(self) -> Sequence[RankPlace]:
         """The ranks that are processes of their own."""
         return self.layout.rows
 
-    def _birth(self, row: Row) -> Birth:
+    def _birth(self, row: RankPlace) -> Birth:
         return Birth(
             row=row,
             lane=self.lane,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.agent.server import local_elastic_agent
 
 from ddp_equivalence import BadCase, Case, Rank
-from ddp_equivalence.case.layouts import Row, parse
+from ddp_equivalence.case.layouts import RankPlace, parse
 from ddp_equivalence.ranks import pickling
 from ddp_equivalence.ranks.environment import torchrun_environment
 from ddp_equivalence.ranks.lanes import choose
@@ -59,7 +59,7 @@ def test_a_layout_of_too_many_ranks_is_refused() -> None:
 
 
 def test_the_environment_is_the_one_that_torchrun_sets() -> None:
-    row = Row(rank=2, node=1, local_rank=1, local_world_size=3, world_size=4, nodes=2)
+    row = RankPlace(rank=2, node=1, local_rank=1, local_world_size=3, world_size=4, nodes=2)
     environment = torchrun_environment(row, port=1234)
     expected = {
         "RANK": "2",
