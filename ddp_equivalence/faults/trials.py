@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ddp_equivalence.case.case import Case
 from ddp_equivalence.faults import FAULTS
 from ddp_equivalence.faults.fault import Fault
 from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.catalogue import LAYOUTS, Trial, case_of
+from ddp_equivalence.strategies.sharded_batch import sharded_batches
 
 DTYPES = (torch.float64, torch.float32)
 MAIN_LAYOUT = "2x2"
@@ -26,12 +28,20 @@ class FaultTrial:
     @property
     def hidden(self) -> str | None:
         case, fault = self.trial.case, self.fault
-        if fault.of_counts and Trial(case, "ddp_mean").cause is None:
+        if fault.of_counts and _divide_by_one_number(case):
             return "every rank's loss divides by the same number"
         return fault.hidden(case.ranks)
 
     def __str__(self) -> str:
         return f"{self.fault.name}-{self.trial.strategy}-{self.trial}"
+
+
+def _divide_by_one_number(case: Case) -> bool:
+    """True if the losses of all ranks divide by the same number."""
+    return all(
+        sharded_batch.cause_if_averaged(sharded_batch.shards.indices) is None
+        for sharded_batch in sharded_batches(case)
+    )
 
 
 def fault_trials(
