@@ -15,7 +15,7 @@ from ddp_equivalence.diagnosis import vacuity
 from ddp_equivalence.diagnosis.analysis import Surroundings, without_ranks
 from ddp_equivalence.diagnosis.diagnose import Finding, diagnose
 from ddp_equivalence.diagnosis.measured_view import first_wrong_step, repeats, taken_apart
-from ddp_equivalence.faults.plant import intact
+from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import (
     Measurement,
     at_work,
@@ -82,7 +82,7 @@ def check(
     )
     started = time.monotonic()
     start_early()  # imports while the reference is computed
-    with restored_random_state(), intact():
+    with restored_random_state(), without_planted_faults():
         verdict = _judge(request)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))
     listeners.tell(verdict, request)

@@ -9,7 +9,7 @@ from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.diagnosis.diagnose import NearestFault
 from ddp_equivalence.diagnosis.view import NEAR
-from ddp_equivalence.faults.plant import fault_of
+from ddp_equivalence.faults.plant import fault_named
 from ddp_equivalence.measurement.on_rank import Evidence
 from ddp_equivalence.ranks.collectives import FORGOTTEN
 from ddp_equivalence.reference import Reference
@@ -59,7 +59,7 @@ def against_an_idle_plant(
     """A fault that never fired shows nothing."""
     if not fault or any(one.planted for one in evidence.values()):
         return None
-    if (why := fault_of(fault).hidden(layout)) is not None:
+    if (why := fault_named(fault).why_it_cannot_show(layout)) is not None:
         return f"{fault} was planted, but {why}: {CANNOT_SHOW}"
     return f"{fault} was planted, but the step never came by where it fires"
 
@@ -68,7 +68,7 @@ def against_a_hidden_plant(fault: str, layout: Layout) -> str | None:
     """A fault that fired and left the gradient of the big batch cannot show on this case."""
     if not fault:
         return None
-    why = fault_of(fault).hidden(layout) or "left the gradient of the big batch"
+    why = fault_named(fault).why_it_cannot_show(layout) or "left the gradient of the big batch"
     return f"{fault} was planted and fired, but {why}: {CANNOT_SHOW}"
 
 

@@ -28,7 +28,7 @@ from ddp_equivalence.comparison.gradients import (
     updates_of,
     weights_of,
 )
-from ddp_equivalence.faults.plant import Planted, plant
+from ddp_equivalence.faults.plant import PlantedFault, plant_here
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.ranks import Rank, process_state
@@ -120,7 +120,7 @@ def _done(rank: Rank, work: Work, model: nn.Module) -> tuple[dict[str, Tensor | 
     del batches
     notes: dict[str, Any] = {}
     called = _CalledWith(model)
-    planted = plant(work.plant) if work.plant else None
+    planted = plant_here(work.plant) if work.plant else None
     with observer.watching() if observer else nullcontext(), planted or nullcontext():
         found = _train(rank, work, model, given, deals, notes, planted, observer)
     if rank.device.type == "cuda":
@@ -177,7 +177,7 @@ def _train(
     given: list[Any],
     deals: list[Shards],
     notes: dict[str, Any],
-    planted: Planted | None,
+    planted: PlantedFault | None,
     observer: Observer | None,
 ) -> dict[str, Tensor | None]:
     before = weights_of(model) if work.compare == "update" else {}
@@ -192,7 +192,7 @@ def _train(
             return own(model, shard, rank)
 
     if planted:
-        step = planted.in_step(task, step)
+        step = planted.break_step(task, step)
     if work.compare == "update" and not isinstance(work.step, str):
         with _seeded(step_seed(work.case, 0)):
             return _own_update(model, before, step(concatenate(given)))
