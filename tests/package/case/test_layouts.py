@@ -94,12 +94,12 @@ def test_every_rank_finds_itself_where_the_table_says() -> None:
     names = tuple(torchrun_environment(layout.rows[0], 0))
     with warm_ranks().acquire(layout, choose(layout, "gloo"), 30.0) as ranks:
         ranks.submit(pickling.dumps(look_around, names))
-        found = dict(ranks.collect(60.0))
-    assert sorted(found) == [0, 1, 2, 3]
-    ports = {environment["MASTER_PORT"] for _, _, environment in found.values()}
+        answers = dict(ranks.collect(60.0))
+    assert sorted(answers) == [0, 1, 2, 3]
+    ports = {environment["MASTER_PORT"] for _, _, environment in answers.values()}
     assert len(ports) == 1
     for row in layout.rows:
-        rank, group, environment = found[row.rank]
+        rank, group, environment = answers[row.rank]
         assert group == (row.rank, 4, "gloo")
         assert (rank.node, rank.local_rank, rank.nodes) == (row.node, row.local_rank, 2)
         assert environment == torchrun_environment(row, int(ports.copy().pop()))
