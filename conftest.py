@@ -1,4 +1,4 @@
-"""Deals the catalogue to the tests that ask for a ``trial``, with its lane in the test's id."""
+"""Parametrize tests that take a ``trial`` with trials of the catalogue, on the lane of each."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ pytest_plugins = ("ddp_equivalence.pytest_plugin",)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let the server of ranks import torch while tests are collected; under xdist, the workers'."""
+    """Start the server of ranks early: it imports torch while pytest collects the tests.
+
+    Under xdist every worker starts its own server, and the controlling process needs none.
+    """
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         start_early()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``@pytest.mark.promise_of("ddp_mean")`` gives a test every trial on which that promise holds,
-    ``@pytest.mark.known_differences_of("ddp_mean")`` the others.
+    """Give a marked test its trials.
+
+    ``@pytest.mark.promise_of("ddp_mean")`` gives it every trial on which the promise of ddp_mean
+    holds. ``@pytest.mark.known_differences_of("ddp_mean")`` gives it all other trials of ddp_mean.
     """
     for marker in metafunc.definition.iter_markers("promise_of"):
         _parametrize(metafunc, catalogue.cases(promise_of=marker.args[0]))
@@ -34,7 +39,8 @@ def _parametrize(metafunc: pytest.Metafunc, trials: tuple[catalogue.Trial, ...])
 
 
 def _with_lane(config: pytest.Config, trial: catalogue.Trial) -> object:
-    lane, reason = _lane(config, trial)
+    """The trial as a test parameter: its lane is in the test's id, its marks, or its skip."""
+    lane, reason = _lane_of(config, trial)
     marks = [
         getattr(pytest.mark, "nccl" if lane in NCCL_BACKENDS else lane),
         pytest.mark.trial(trial.strategy, trial.case.layout, lane),
@@ -44,8 +50,8 @@ def _with_lane(config: pytest.Config, trial: catalogue.Trial) -> object:
     return pytest.param(trial, id=f"{trial}-{lane}", marks=marks)
 
 
-def _lane(config: pytest.Config, trial: catalogue.Trial) -> tuple[str, str]:
-    """The lane that the trial runs on, and why it cannot."""
+def _lane_of(config: pytest.Config, trial: catalogue.Trial) -> tuple[str, str]:
+    """The lane that the trial runs on, and the reason why it cannot run there; "" if it can."""
     strategy, layout = STRATEGIES[trial.strategy], trial.case.ranks
     must_run = config.getoption("--must-run")
     if strategy.lane is not None:

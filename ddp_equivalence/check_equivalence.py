@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Unpack
 
 from ddp_equivalence.case.case import Case, name_of
-from ddp_equivalence.case.random_state import random_numbers_kept
+from ddp_equivalence.case.random_state import restored_random_state
 from ddp_equivalence.case.shards import OWN, split
 from ddp_equivalence.case.steps import Compare, Steps
 from ddp_equivalence.comparison.expected import Expected
@@ -23,7 +23,7 @@ from ddp_equivalence.diagnosis import vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis, without_ranks
 from ddp_equivalence.diagnosis.diagnose import Finding
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
-from ddp_equivalence.faults.plant import intact
+from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import (
     Measurement,
     at_work,
@@ -56,7 +56,7 @@ def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verd
     request = read_request(case, step, options)
     started = time.monotonic()
     start_early()  # the server of ranks imports torch while the reference is computed
-    with random_numbers_kept(), intact():
+    with restored_random_state(), without_planted_faults():
         verdict = _judge(request)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))
     listeners.tell(verdict, request)

@@ -1,1 +1,1 @@
-"""What is compared: model, loss, batch, shards and layout, and how each process rebuilds them."""
+"""A case names what is trained and how its batch is split; every process rebuilds it alike."""

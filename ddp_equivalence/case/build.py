@@ -1,4 +1,4 @@
-"""Rebuild model and batch from a case: the same, to the last bit, in every process."""
+"""Build a case's model, batches and loss. Every process gets the same ones, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ from ddp_equivalence.case.shards import split
 from ddp_equivalence.case.steps import Steps
 
 LARGEST_INTEGER = 3
-
-"""Weights and inputs of the exact lane are integers from -3 to 3: sums stay far below 2^24."""
+"""Weights and inputs of an exact case are integers from -3 to 3, so that sums stay far below 2^24,
+the largest number up to which float32 holds every integer."""
 
 _BUILT = "_ddp_equivalence_built"
-
-"""Marks a model that was handed out once."""
+"""The attribute that marks a model as built before. A builder must return a new model each time."""
 
 
 def build_model(case: Case) -> nn.Module:
-    """The model at its start, on the CPU, in the case's dtype. Raises BadCase if it has none."""
+    """Build the untrained model, on the CPU, in the case's dtype.
+
+    Raises BadCase if the builder raises, returns no new nn.Module, or returns a model that cannot
+    be compared: with lazy or complex tensors, or without any parameter to train.
+    """
     builder = MODELS[case.model].build if isinstance(case.model, str) else case.model
     try:
         with seeded(case.seed):
             model: object = builder()
     except Exception as error:
-        raise BadCase("model", name_of(case.model), _raised(error)) from error
+        raise BadCase("model", name_of(case.model), _must_not_raise(error)) from error
     if not isinstance(model, nn.Module):
         right = f"a builder that returns an nn.Module, not {type(model).__name__}"
         raise BadCase("model", name_of(case.model), right)
@@ -70,14 +73,14 @@ def _check_tensors(case: Case, model: nn.Module) -> None:
 
 
 def build_batches(case: Case, steps: Steps = 1) -> list[Any]:
-    """The big batches, one for every step, on the CPU, floating-point leaves in the case's dtype.
+    """Build the big batch of every step, on the CPU, floating-point leaves in the case's dtype.
 
-    Raises BadCase if the batch holds no tensor, its leaves disagree in length, or it cannot be
-    read as that many big batches.
+    Raises BadCase if the batch holds no tensor, if its leaves differ in length, or if its examples
+    cannot be divided into that many big batches.
     """
-    batch = _catalogue_batch(case, steps) if case.batch is None else _own_batch(case)
+    batch = _catalogue_batch(case, steps) if case.batch is None else _batch_of_the_user(case)
     batch = pytree.tree_map_only(Tensor, lambda leaf: _cast(leaf, case), batch)
-    sizes = _sizes(count_examples(batch), steps)
+    sizes = _examples_by_step(count_examples(batch), steps)
     if len(sizes) == 1:
         return [batch]
     starts = [sum(sizes[:step]) for step in range(len(sizes))]
@@ -87,14 +90,15 @@ def build_batches(case: Case, steps: Steps = 1) -> list[Any]:
 
 
 def loss_of(case: Case) -> Any:
-    """The loss as a callable (model, batch) -> scalar."""
+    """The case's loss: a function (model, batch) -> scalar tensor."""
     return LOSSES[case.loss] if isinstance(case.loss, str) else case.loss
 
 
 def catalogue_loss_of(case: Case, needed_by: str) -> CatalogueLoss:
-    """The catalogue's loss, which knows its own normalisers.
+    """The case's loss as an entry of the catalogue, which says what each of its terms divides by.
 
-    Raises BadCase for a loss of the user's own, since only its value is known.
+    ``needed_by`` is named in the error. Raises BadCase for a loss of the user's own, which has a
+    value and nothing else.
     """
     if isinstance(case.loss, str):
         return LOSSES[case.loss]
@@ -102,7 +106,7 @@ def catalogue_loss_of(case: Case, needed_by: str) -> CatalogueLoss:
     raise BadCase("loss", name_of(case.loss), f"one of {names}: {needed_by} needs its normaliser")
 
 
-def _sizes(examples: int, steps: Steps) -> tuple[int, ...]:
+def _examples_by_step(examples: int, steps: Steps) -> tuple[int, ...]:
     right = f"steps that divide the {examples} examples of the batch, or the examples of each step"
     if isinstance(steps, tuple):
         whole = all(isinstance(size, int) and size > 0 for size in steps)
@@ -114,13 +118,13 @@ def _sizes(examples: int, steps: Steps) -> tuple[int, ...]:
     return (examples // steps,) * steps
 
 
-def _own_batch(case: Case) -> Any:
+def _batch_of_the_user(case: Case) -> Any:
     assert case.batch is not None
     try:
         with seeded(case.seed):
             return case.batch(torch.Generator().manual_seed(case.seed))
     except Exception as error:
-        raise BadCase("batch", name_of(case.batch), _raised(error)) from error
+        raise BadCase("batch", name_of(case.batch), _must_not_raise(error)) from error
 
 
 def _catalogue_batch(case: Case, steps: Steps) -> Batch:
@@ -128,15 +132,15 @@ def _catalogue_batch(case: Case, steps: Steps) -> Batch:
     assert isinstance(case.loss, str)
     generator = torch.Generator().manual_seed(case.seed)
     model, loss = MODELS[case.model], LOSSES[case.loss]
-    each = case.catalogue_examples
-    total = sum(steps) if isinstance(steps, tuple) else steps * each
+    examples = case.catalogue_examples
+    total = sum(steps) if isinstance(steps, tuple) else steps * examples
     inputs = model.inputs(generator, total)
     targets = loss.targets(generator, inputs, model)
     if case.shards == "no_valid_token":
         if loss.output != "tokens":
             raise BadCase("shards", case.shards, f"a loss over tokens; {loss.name} has none")
-        last = list(split(case.shards, each, case.ranks.world_size).indices[-1])
-        targets[last] = PADDING
+        last_shard = list(split(case.shards, examples, case.ranks.world_size).indices[-1])
+        targets[last_shard] = PADDING
     return {"inputs": inputs, "targets": targets}
 
 
@@ -152,5 +156,5 @@ def _integers(values: Tensor) -> Tensor:
     return (values / largest * LARGEST_INTEGER).round()
 
 
-def _raised(error: Exception) -> str:
+def _must_not_raise(error: Exception) -> str:
     return f"a function that returns; it raised {type(error).__name__}: {error}"

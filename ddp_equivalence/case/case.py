@@ -1,4 +1,4 @@
-"""Case: what is trained, on which layout, with which examples on which rank."""
+"""A case: what is trained, on which layout, and which examples each rank gets."""
 
 from __future__ import annotations
 
@@ -19,28 +19,33 @@ ModelBuilder = Callable[[], nn.Module]
 BatchBuilder = Callable[[torch.Generator], Any]
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
-ROWS_PER_RANK = 5
-"""Examples per rank of a catalogue batch; coprime to every world size and to 3 micro-batches."""
+EXAMPLES_PER_RANK = 5
+"""The examples per rank in a catalogue batch. The number is coprime to the catalogue's world sizes
+and to its 3 micro-batches, so that a factor in a wrong gradient can have only one origin."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One big batch and the way it is dealt to ranks. Frozen; ``str()`` is its test id.
+    """A model, a loss, one big batch, and how its examples are split over ranks.
 
-    ``model``: () -> nn.Module, or a name of ``ddp_equivalence.case.case.models``.
-    ``batch``: (torch.Generator) -> pytree of tensors, examples along dim 0. None takes the
-    catalogue's, which needs catalogue names for model and loss.
-    ``loss``: (model, batch) -> scalar tensor, or a name of ``ddp_equivalence.case.case.losses``.
+    ``str()`` is its test id.
+
+    ``model``: () -> nn.Module, or a name in ``ddp_equivalence.case.models.MODELS``.
+    ``batch``: (torch.Generator) -> pytree of tensors, examples along dim 0. With None, the
+    catalogue makes one; then model and loss must be names of the catalogue.
+    ``loss``: (model, batch) -> scalar tensor, or a name in
+    ``ddp_equivalence.case.losses.LOSSES``.
     ``layout``: nodes x ranks per node, ``"2x2"``; ranks of each node, ``"1+3"``;
     ``"2x2-round-robin"``.
     ``shards``: ``"equal"``, ``"interleaved"``, ``"uneven"``, ``"one_example"``, ``"empty"``,
     ``"5+3"`` (examples per rank), or ``"own"``: every rank receives the whole batch.
-    ``dtype``: the model and the floating-point leaves of the batch are cast to it; None keeps them.
-    ``seed``: builds the same model and batch in every process.
-    ``examples``: size of a catalogue batch (default 5 per rank).
-    ``exact``: round weights and batch to small integers, and compare bit for bit.
+    ``dtype``: the model and the floating-point leaves of the batch are cast to it. None: they
+    keep theirs.
+    ``seed``: is set before model and batch are built, so that all processes build the same.
+    ``examples``: the number of examples in a catalogue batch (default: 5 per rank).
+    ``exact``: weights and batch are rounded to small integers, and gradients compared bit for bit.
 
-    Raises BadCase for a field that cannot be right.
+    Raises BadCase for a field that cannot be right, and says what would be.
     """
 
     model: ModelBuilder | str
@@ -54,8 +59,8 @@ class Case:
     exact: bool = False
 
     def __post_init__(self) -> None:
-        _known(self.model, "model", MODELS)
-        _known(self.loss, "loss", LOSSES)
+        _check_name(self.model, "model", MODELS)
+        _check_name(self.loss, "loss", LOSSES)
         world_size = self.ranks.world_size
         sizes = shards.explicit_sizes(self.shards, world_size)
         self._check_dtype()
@@ -65,7 +70,7 @@ class Case:
             raise BadCase("seed", self.seed, "an integer from 0, below 2**62")
         if self.shards == "no_valid_token" and self.batch is not None:
             raise BadCase(
-                "shards", self.shards, "another deal: only the catalogue pads its batch so"
+                "shards", self.shards, "other shards: only the catalogue pads its batch so"
             )
 
     def _check_dtype(self) -> None:
@@ -100,19 +105,19 @@ class Case:
 
     @property
     def ranks(self) -> Layout:
-        """The layout's table."""
+        """The table of ranks that the layout names."""
         return layouts.parse(self.layout)
 
     @property
     def is_catalogue(self) -> bool:
-        """True if names alone rebuild it."""
+        """True if model, loss and batch are of the catalogue, so that names describe the case."""
         return isinstance(self.model, str) and isinstance(self.loss, str) and self.batch is None
 
     @property
     def catalogue_examples(self) -> int:
-        """Examples of one big catalogue batch."""
+        """The number of examples in one big batch of the catalogue."""
         sizes = shards.explicit_sizes(self.shards, self.ranks.world_size)
-        return self.examples or (sum(sizes) if sizes else ROWS_PER_RANK * self.ranks.world_size)
+        return self.examples or (sum(sizes) if sizes else EXAMPLES_PER_RANK * self.ranks.world_size)
 
     @property
     def dtype_name(self) -> str:
@@ -131,7 +136,7 @@ def name_of(subject: object) -> str:
     return str(getattr(subject, "__name__", type(subject).__name__)).strip("<>")
 
 
-def _known(value: object, field: str, names: dict[str, Any]) -> None:
+def _check_name(value: object, field: str, names: dict[str, Any]) -> None:
     if isinstance(value, str):
         if value not in names:
             raise BadCase(field, value, f"a function, or one of {', '.join(names)}")

@@ -1,17 +1,13 @@
-"""Every error the package raises, by who is at fault."""
+"""Errors for a case that the caller must change, and for a mistake in this package."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 
 class BadCase(ValueError):
     """The caller asked for something that cannot be checked.
 
-    Names the ``field``, its ``value`` and what would be ``right``.
+    ``field`` is the argument at fault, ``value`` is what the caller gave, and ``right`` says what
+    would be accepted instead.
     """
 
     def __init__(self, field: str, value: object, right: str) -> None:
@@ -19,9 +15,10 @@ class BadCase(ValueError):
         super().__init__(f"{field} = {value!r}: {right}")
 
     def __reduce__(self) -> tuple[type[BadCase], tuple[str, str, str]]:
-        # The value may be anything, an unpicklable function too: its text travels.
+        # Errors cross processes by pickle, and the value may be an unpicklable function. So only
+        # the text of the value is pickled.
         return type(self), (self.field, str(self.value), self.right)
 
 
 class SuiteBug(RuntimeError):
-    """The suite itself is wrong; please report it."""
+    """This package itself has made a mistake. Please report it."""

@@ -1,4 +1,4 @@
-"""Some examples of somebody's own big batch, without touching the code that builds it."""
+"""Take a case with some examples of its big batch only, whatever code builds that batch."""
 
 from __future__ import annotations
 
@@ -12,61 +12,67 @@ from ddp_equivalence.case.build import build_batches
 from ddp_equivalence.case.case import BatchBuilder, Case, name_of
 from ddp_equivalence.case.errors import BadCase
 
-Selection = int | tuple[int, ...]
-"""The first so many examples, or their positions."""
+ExampleSubset = int | tuple[int, ...]
+"""Examples of a big batch: a number n for the first n of them, or a tuple of their positions."""
 
-RIGHT = "a number of examples from 1, or their positions as in 0,1,5"
+ACCEPTED = "a number of examples from 1, or their positions as in 0,1,5"
 
 
 @dataclass(frozen=True)
-class Selected:
-    """Builds the batch and keeps these examples, in this order. Travels to the ranks."""
+class SubsetBuilder:
+    """A batch builder that calls another one and keeps the examples at ``positions``, in order.
+
+    It can be pickled if the other builder can, so that every rank builds the same subset.
+    """
 
     builder: BatchBuilder
-    examples: tuple[int, ...]
+    positions: tuple[int, ...]
 
     def __call__(self, generator: torch.Generator) -> Any:
-        return take(self.builder(generator), self.examples)
+        return take(self.builder(generator), self.positions)
 
     @property
     def __name__(self) -> str:
         return name_of(self.builder)
 
 
-def with_examples(case: Case, selection: Selection) -> Case:
-    """The case with these examples of its big batch only.
+def with_examples(case: Case, subset: ExampleSubset) -> Case:
+    """The case with only these examples in its big batch.
 
-    Raises BadCase for a number or position beyond the batch, a position given twice, or positions
-    in a batch of the catalogue, which is made in the size that is asked for.
+    Raises BadCase for a number or position beyond the batch, for a position given twice, and for
+    positions in a batch of the catalogue, which is made in any size that is asked for.
     """
-    positions = tuple(range(selection)) if isinstance(selection, int) else selection
+    positions = tuple(range(subset)) if isinstance(subset, int) else subset
     if not positions or min(positions) < 0 or len(set(positions)) < len(positions):
-        raise BadCase("examples", selection, RIGHT)
+        raise BadCase("examples", subset, ACCEPTED)
     if case.batch is None:
-        if not isinstance(selection, int):
-            raise BadCase("examples", selection, "a number: the catalogue makes its own batch")
-        return replace(case, examples=selection)
-    has = size_of(case)
-    if max(positions) >= has:
-        raise BadCase("examples", selection, f"at most the {has} examples of the batch")
-    return replace(case, batch=Selected(case.batch, positions))
+        if not isinstance(subset, int):
+            raise BadCase("examples", subset, "a number: the catalogue makes its own batch")
+        return replace(case, examples=subset)
+    size = examples_in(case)
+    if max(positions) >= size:
+        raise BadCase("examples", subset, f"at most the {size} examples of the batch")
+    return replace(case, batch=SubsetBuilder(case.batch, positions))
 
 
-def size_of(case: Case) -> int:
-    """How many examples the case's batch has. Raises BadCase as building it does."""
+def examples_in(case: Case) -> int:
+    """The number of examples in the case's batch. Raises BadCase if the batch cannot be built."""
     return count_examples(build_batches(case)[0])
 
 
-def read(text: str) -> Selection:
-    """``"12"`` is the first twelve, ``"0,1,5"`` or ``"7,"`` positions. Raises BadCase."""
+def parse(text: str) -> ExampleSubset:
+    """Read ``"12"`` as the first twelve examples, and ``"0,1,5"`` or ``"7,"`` as positions.
+
+    Raises BadCase for any other text.
+    """
     parts = [part.strip() for part in text.removesuffix(",").split(",")]
     if not all(part.isascii() and part.isdigit() for part in parts):
-        raise BadCase("examples", text, RIGHT)
+        raise BadCase("examples", text, ACCEPTED)
     return tuple(map(int, parts)) if "," in text else int(text)
 
 
-def write(selection: Selection) -> str:
-    """What ``read`` reads."""
-    if isinstance(selection, int):
-        return str(selection)
-    return ",".join(map(str, selection)) + ("," if len(selection) == 1 else "")
+def as_text(subset: ExampleSubset) -> str:
+    """The text that ``parse`` reads back as this subset."""
+    if isinstance(subset, int):
+        return str(subset)
+    return ",".join(map(str, subset)) + ("," if len(subset) == 1 else "")

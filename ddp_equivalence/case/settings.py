@@ -1,4 +1,4 @@
-"""Defaults that a run sets once for all its checks. Imports no torch."""
+"""Settings that hold for all checks of a run. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -10,30 +10,36 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Settings:
-    """Defaults of ``check`` for a run.
-
-    ``deadline``: seconds of a case, ``collective_deadline`` of one collective (None: half of the
-    case's), ``run_until`` of the whole run, on the machine's monotonic clock. ``second_look``: run
-    a case that hung, was aborted or differed once more. ``repeat``: the command that repeats what
-    runs now. ``plant``: the fault that is planted in every step; "" for none. ``width``: of
-    reports, in columns.
-    """
+    """What ``check`` uses where its caller gives no argument."""
 
     backend: str = "auto"
+    """The backend of the ranks. "auto" is NCCL with one GPU for each rank, else gloo on the CPU."""
     deadline: float = 60.0
+    """Seconds after which a case is stopped."""
     collective_deadline: float | None = None
+    """Seconds after which one collective is stopped. None stands for half of ``deadline``."""
     run_until: float | None = None
+    """The time at which the whole run must end, on the machine's monotonic clock."""
     fresh_ranks: bool = False
+    """Every check starts new processes; otherwise checks reuse them."""
     in_process: bool = False
+    """Rank 0 works in the calling process, without a deadline, so that breakpoint() works."""
     allow_changes: bool = False
+    """A step may leave its process changed: its seed, environment, default dtype or threads."""
     second_look: bool = True
+    """A case that hung, was aborted or differed is run once more, to find out more."""
     must_run: tuple[str, ...] = ()
+    """Lanes on which the run must compare something. "nccl" also forbids gloo in its place."""
     repeat: str = ""
+    """The command that repeats the check. Reports print it."""
     plant: str = ""
+    """The name of the fault that is planted in every step; "" for none."""
     width: int = 96
+    """The width of reports, in columns."""
 
 
 _settings: list[Settings] = [Settings()]
+"""The settings in force are the last; each ``using`` adds one while its block runs."""
 
 
 def current() -> Settings:
@@ -42,13 +48,13 @@ def current() -> Settings:
 
 
 def replaced(**changes: Any) -> Settings:
-    """The settings in force with some of them changed."""
+    """A copy of the settings in force with these fields changed."""
     return replace(_settings[-1], **changes)
 
 
 @contextmanager
 def using(new: Settings) -> Iterator[None]:
-    """Use these settings for all checks inside."""
+    """Inside the block, all checks use the settings ``new``."""
     _settings.append(new)
     try:
         yield

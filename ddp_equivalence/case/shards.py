@@ -1,4 +1,4 @@
-"""Which rank gets which examples, and whether that is a partition of the big batch."""
+"""Split the examples of a big batch into one shard for each rank."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from ddp_equivalence.case.errors import BadCase
 
 OWN = "own"
-"""Every rank receives the whole batch and takes its examples itself."""
+"""With these shards, every rank receives the whole batch and chooses its examples itself."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """``indices[r]`` are the examples of rank r, as positions in the big batch of ``examples``."""
+    """The examples assigned to every rank.
+
+    ``indices[r]`` are the positions of rank r's examples in the big batch, which has ``examples``.
+    """
 
     indices: tuple[tuple[int, ...], ...]
     examples: int
@@ -38,7 +41,7 @@ def _equal(examples: int, world_size: int) -> tuple[int, ...]:
 
 
 def _uneven(examples: int, world_size: int) -> tuple[int, ...]:
-    """Rank r gets about r + 1 parts: no two neighbours are alike."""
+    """Rank r gets examples in proportion to r + 1; the last rank gets what is left over."""
     parts = world_size * (world_size + 1) // 2
     sizes = [examples * (rank + 1) // parts for rank in range(world_size)]
     sizes[-1] += examples - sum(sizes)
@@ -46,7 +49,7 @@ def _uneven(examples: int, world_size: int) -> tuple[int, ...]:
 
 
 def _one_example(examples: int, world_size: int) -> tuple[int, ...]:
-    """Rank 0 gets a single example; the last rank takes what does not divide."""
+    """Rank 0 gets one example, the others equally many; the last gets what is left over."""
     if world_size == 1:
         return (examples,)
     each = (examples - 1) // (world_size - 1)
@@ -54,11 +57,11 @@ def _one_example(examples: int, world_size: int) -> tuple[int, ...]:
 
 
 def _empty(examples: int, world_size: int) -> tuple[int, ...]:
-    """The last rank gets no example, the others as even as it goes."""
+    """The last rank gets no example; the numbers of the others differ by at most one."""
     if world_size == 1:
         return (examples,)
-    each, left = divmod(examples, world_size - 1)
-    return (*[each + (rank < left) for rank in range(world_size - 1)], 0)
+    each, left_over = divmod(examples, world_size - 1)
+    return (*[each + (rank < left_over) for rank in range(world_size - 1)], 0)
 
 
 NAMED_SIZES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
@@ -69,14 +72,14 @@ NAMED_SIZES: dict[str, Callable[[int, int], tuple[int, ...]]] = {
     "one_example": _one_example,
     "empty": _empty,
 }
-"""(examples, world size) -> examples per rank. ``no_valid_token`` is about what is in the shard:
-the catalogue's batch pads every target of the last rank."""
+"""Each name's function (examples, world size) -> examples per rank. With ``no_valid_token`` the
+shards are equal, and the catalogue's batch pads every target in the shard of the last rank."""
 
 
 def explicit_sizes(text: str, world_size: int) -> tuple[int, ...] | None:
-    """The sizes in ``"5+3"``, or None for one of the names.
+    """The examples per rank that ``"5+3"`` spells out, or None if ``text`` is a name.
 
-    Raises BadCase where the text is neither, or has another number of shards than ranks.
+    Raises BadCase if the text is neither, or if it has more or fewer shards than there are ranks.
     """
     if text == OWN or text in NAMED_SIZES:
         return None
@@ -93,9 +96,9 @@ def explicit_sizes(text: str, world_size: int) -> tuple[int, ...] | None:
 
 
 def split(text: str, examples: int, world_size: int) -> Shards:
-    """Deal ``examples`` to ``world_size`` ranks as ``text`` says.
+    """Assign ``examples`` examples to ``world_size`` ranks as ``text`` says.
 
-    Raises BadCase if the sizes do not add up to the batch.
+    Raises BadCase if the shards' sizes do not add up to ``examples``.
     """
     if text == OWN:
         return Shards((tuple(range(examples)),) * world_size, examples)

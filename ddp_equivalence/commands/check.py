@@ -110,7 +110,7 @@ def run(known: argparse.Namespace) -> int:
         inspect.signature(check).bind(found.case, found.step, **options)
     except TypeError as error:
         raise BadCase("options", options, f"arguments of check(); {error}") from error
-    examples = None if known.examples is None else example_subset.read(known.examples)
+    examples = None if known.examples is None else example_subset.parse(known.examples)
     if known.explore is not None:
         from ddp_equivalence.commands.explore.step_command import explore_step
 

@@ -30,7 +30,7 @@ from ddp_equivalence.diagnosis.view import Piece, View
 from ddp_equivalence.measurement.measure import Measurement
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.request import Request
-from ddp_equivalence.strategies.sharded_batch import Indices, facts_of
+from ddp_equivalence.strategies.sharded_batch import Indices, sharded_batches
 
 MAX_ELEMENTS = 2_000_000
 """Ranks x elements that are kept to take a difference apart; of more, a selection is."""
@@ -176,7 +176,7 @@ class Analysis:
         if dealt is not None:
             parts = tuple((indices,) for indices in dealt)
         if request.strategy is not None and case.is_catalogue:
-            parts = request.strategy.contributions(facts_of(case, request.steps)[step])
+            parts = request.strategy.parts_by_rank(sharded_batches(case, request.steps)[step])
         return View(
             case=case,
             layout=case.ranks,

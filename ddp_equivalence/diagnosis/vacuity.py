@@ -12,7 +12,7 @@ from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.diagnosis.diagnose import NearestFault
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.diagnosis.view import NEAR
-from ddp_equivalence.faults.plant import fault_of
+from ddp_equivalence.faults.plant import fault_named
 from ddp_equivalence.measurement.work import Evidence
 from ddp_equivalence.ranks.collectives import FORGOTTEN
 from ddp_equivalence.reference import Reference
@@ -72,7 +72,7 @@ def against_an_idle_plant(
     """A planted fault that never did its damage shows nothing."""
     if not fault or any(one.planted for one in evidence.values()):
         return None
-    if (why := fault_of(fault).hidden(layout)) is not None:
+    if (why := fault_named(fault).why_it_cannot_show(layout)) is not None:
         return _cannot_show(f"{fault} was planted, but {why}")
     return Unknown(
         UnknownBecause.PLANTED_FAULT_NEVER_FIRED,
@@ -84,7 +84,7 @@ def against_a_hidden_plant(fault: str, layout: Layout) -> Unknown | None:
     """A planted fault that did its damage, and yet left the gradient of the big batch."""
     if not fault:
         return None
-    why = fault_of(fault).hidden(layout) or "left the gradient of the big batch"
+    why = fault_named(fault).why_it_cannot_show(layout) or "left the gradient of the big batch"
     return _cannot_show(f"{fault} was planted and fired, but {why}")
 
 

@@ -1,4 +1,4 @@
-"""Strategies broken on purpose, each named like the diagnosis that must catch it."""
+"""Fault injection: training broken on purpose, once for each cause that the diagnosis knows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last micro-batch but one reduces; what comes after it stays local."""
+"""The last micro-batch but one reduces, and the last one stays local."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from contextlib import nullcontext
 from typing import Any
 
 from ddp_equivalence.case.batch import count_examples, take
-from ddp_equivalence.faults.fault import Fault, Fire
+from ddp_equivalence.faults.fault import Fault, RecordFiring
 from ddp_equivalence.strategies.sharded_batch import micro_batches
 from ddp_equivalence.strategies.strategy import Task, TrainStep
 
 
-def one_early(task: Task, step: TrainStep, fire: Fire) -> TrainStep:
-    """DDP's loop over micro-batches, reducing one too early."""
+def reduce_one_too_early(task: Task, step: TrainStep, record_firing: RecordFiring) -> TrainStep:
+    """A loop over micro-batches in which DDP reduces one micro-batch too early."""
     ddp = task.wrap()
     full_window = len(task.shards[0].indices[task.rank.rank])
 
@@ -21,7 +21,7 @@ def one_early(task: Task, step: TrainStep, fire: Fire) -> TrainStep:
         for number, indices in enumerate(window, start=1):
             with nullcontext() if number == len(window) - 1 else ddp.no_sync():
                 (task.loss(ddp, take(shard, indices)) / len(window)).backward()
-        fire()
+        record_firing()
 
     return broken
 
@@ -29,6 +29,6 @@ def one_early(task: Task, step: TrainStep, fire: Fire) -> TrainStep:
 FAULT = Fault(
     name="accumulation_boundary_off_by_one",
     sentence="no_sync is left for the last micro-batch but one, and entered again for the last.",
-    in_step=one_early,
+    break_step=reduce_one_too_early,
     strategies=("ddp_accumulation",),
 )

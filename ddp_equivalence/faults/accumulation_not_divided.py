@@ -1,4 +1,4 @@
-"""Losses of micro-batches are not divided by their number."""
+"""The losses of micro-batches are not divided by the number of micro-batches."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from contextlib import nullcontext
 from typing import Any
 
 from ddp_equivalence.case.batch import count_examples, take
-from ddp_equivalence.faults.fault import Fault, Fire
+from ddp_equivalence.faults.fault import Fault, RecordFiring, shows_everywhere
 from ddp_equivalence.strategies.sharded_batch import micro_batches
 from ddp_equivalence.strategies.strategy import Task, TrainStep
 
 
-def not_divided(task: Task, step: TrainStep, fire: Fire) -> TrainStep:
-    """DDP's loop over micro-batches, without the division."""
+def add_undivided_losses(task: Task, step: TrainStep, record_firing: RecordFiring) -> TrainStep:
+    """A loop over micro-batches that adds up their losses as they are."""
     ddp = task.wrap()
     full_window = len(task.shards[0].indices[task.rank.rank])
 
@@ -21,15 +21,15 @@ def not_divided(task: Task, step: TrainStep, fire: Fire) -> TrainStep:
         for number, indices in enumerate(window, start=1):
             with nullcontext() if number == len(window) else ddp.no_sync():
                 task.loss(ddp, take(shard, indices)).backward()
-                fire()
+                record_firing()
 
     return broken
 
 
 FAULT = Fault(
     name="accumulation_not_divided",
-    sentence="A loop over micro-batches adds up their mean losses, and divides by nothing.",
-    in_step=not_divided,
-    hidden=lambda layout: None,
+    sentence="A loop over micro-batches adds up their mean losses, and does not divide the sum.",
+    break_step=add_undivided_losses,
+    why_it_cannot_show=shows_everywhere,
     strategies=("ddp_accumulation",),
 )

@@ -1,23 +1,23 @@
-"""The sum over all ranks is divided by the ranks of one node."""
+"""The sum over all ranks is divided by the number of ranks on one node."""
 
 from __future__ import annotations
 
 from ddp_equivalence.case.layouts import Layout
+from ddp_equivalence.faults.changed_ddp import all_reduce_sum, ddp_hook
 from ddp_equivalence.faults.fault import Fault
-from ddp_equivalence.faults.in_ddp import reducing, summed
-from ddp_equivalence.faults.nodes import local_world_size
+from ddp_equivalence.faults.rank_and_node import local_world_size
 
 
-def hidden(layout: Layout) -> str | None:
-    """On one node its ranks are all there are."""
+def why_it_cannot_show(layout: Layout) -> str | None:
+    """On a single node, the local world size is the world size."""
     return "all ranks are on one node" if layout.nodes == 1 else None
 
 
 FAULT = Fault(
     name="divided_by_local_world_size",
     sentence="DDP's communication hook divides the sum by LOCAL_WORLD_SIZE.",
-    in_torch=lambda fire: reducing(
-        fire, lambda bucket: summed(bucket.buffer()).div_(local_world_size())
+    break_torch=lambda record_firing: ddp_hook(
+        record_firing, lambda bucket: all_reduce_sum(bucket.buffer()).div_(local_world_size())
     ),
-    hidden=hidden,
+    why_it_cannot_show=why_it_cannot_show,
 )

@@ -1,4 +1,4 @@
-"""A fault: a known cause, planted on purpose, so that it can be seen to be caught and named."""
+"""Fault injection: a fault breaks training on purpose, to see whether the suite names the cause."""
 
 from __future__ import annotations
 
@@ -13,37 +13,43 @@ if TYPE_CHECKING:
     from ddp_equivalence.strategies.strategy import Task, TrainStep
 
 
-class Fire(Protocol):
-    """Called each time that the damage is done: a plant that never fires shows nothing."""
+class RecordFiring(Protocol):
+    """A fault calls this each time it does its damage. A fault that never fires shows nothing."""
 
     def __call__(self) -> None: ...
 
 
-def _intact(fire: Fire) -> AbstractContextManager[Any]:
+def _leave_torch_intact(record_firing: RecordFiring) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _one_rank(layout: Layout) -> str | None:
+def shows_everywhere(layout: Layout) -> None:
+    """For faults that show on every layout."""
+
+
+def needs_two_ranks(layout: Layout) -> str | None:
+    """For faults that show wherever there are at least two ranks."""
     return "there is one rank alone" if layout.world_size == 1 else None
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, named like the diagnosis that must catch it.
+    """One fault. It has the name of the cause that the diagnosis must find.
 
-    ``sentence``: what is broken, and where. ``in_torch(fire)``: breaks torch in this process while
-    the block lasts, so that any code that runs in it is concerned. ``in_step(task, step, fire)``: a
-    broken train step instead, where the fault is one of the step itself. ``hidden(layout)``: why
-    it cannot show on this layout, None if it can. ``strategies``: those in which it is planted by
-    the suite. ``pairs``: models and losses that it is met on; ``shards``: deals, ``steps``: big
-    batches.
+    A fault breaks torch, or it replaces the train step; a new fault is one file that makes a
+    ``Fault``, and one line in ``FAULTS``. The fields after ``why_it_cannot_show`` say where the
+    suite plants it: in these strategies, with each of these pairs of model and loss.
     """
 
     name: str
     sentence: str
-    in_torch: Callable[[Fire], AbstractContextManager[Any]] = _intact
-    in_step: Callable[[Task, TrainStep, Fire], TrainStep] | None = None
-    hidden: Callable[[Layout], str | None] = _one_rank
+    """One sentence for users: what is broken, and where."""
+    break_torch: Callable[[RecordFiring], AbstractContextManager[Any]] = _leave_torch_intact
+    """Breaks torch in this process until its block ends, for all code that runs in the block."""
+    break_step: Callable[[Task, TrainStep, RecordFiring], TrainStep] | None = None
+    """Makes a broken train step from the right one, for a fault that lies in the step itself."""
+    why_it_cannot_show: Callable[[Layout], str | None] = needs_two_ranks
+    """The reason why the fault cannot change gradients on a layout; None if it can."""
     strategies: tuple[str, ...] = ("ddp_mean", "ddp_global_mean")
     pairs: tuple[tuple[str, str], ...] = (
         ("mlp", "mse_mean"),
@@ -53,9 +59,10 @@ class Fault:
     )
     shards: tuple[str, ...] = ("equal",)
     steps: int = 1
+    """The number of big batches, one for each step."""
     extra_examples: int = 0
-    """Examples in the big batch beyond what the ranks divide evenly."""
-    of_counts: bool = False
-    """It shows only where the ranks' losses divide by different numbers."""
-    by_design: bool = False
-    """The strategy differs without the plant too: the fault is in model, loss or data."""
+    """The examples that the big batch has beyond a multiple of the ranks."""
+    needs_unequal_divisors: bool = False
+    """The fault shows only where the losses of the ranks divide by different numbers."""
+    strategy_differs_anyway: bool = False
+    """The strategy differs without the fault too: the cause lies in the model, loss or data."""

@@ -1,4 +1,4 @@
-"""Outputs of the other ranks come without their gradient."""
+"""The outputs of other ranks are gathered, and no gradient flows back to them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn import functional as collectives
 
-from ddp_equivalence.faults.fault import Fault, Fire
+from ddp_equivalence.faults.fault import Fault, RecordFiring
 
 
 @contextmanager
-def detached(fire: Fire) -> Iterator[None]:
-    """``dist.all_gather`` in the place of the one that passes gradients on."""
+def gather_detached(record_firing: RecordFiring) -> Iterator[None]:
+    """``dist.all_gather`` replaces the gather through which gradients flow back."""
 
     def all_gather(tensor: Tensor, group: Any = None) -> tuple[Tensor, ...]:
-        found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(found, tensor.detach(), group=group)
-        found[dist.get_rank(group)] = tensor
-        fire()
-        return tuple(found)
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, tensor.detach(), group=group)
+        gathered[dist.get_rank(group)] = tensor
+        record_firing()
+        return tuple(gathered)
 
     with patch.object(collectives, "all_gather", all_gather):
         yield
@@ -33,7 +33,7 @@ def detached(fire: Fire) -> Iterator[None]:
 FAULT = Fault(
     name="gather_without_gradient",
     sentence="dist.all_gather gathers the outputs, and only the rank's own keep their gradient.",
-    in_torch=detached,
+    break_torch=gather_detached,
     strategies=("ddp_gathered",),
     pairs=(("mlp", "contrastive"), ("mlp", "mse_mean"), ("gru_tied", "token_mean")),
 )

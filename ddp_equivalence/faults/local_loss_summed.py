@@ -1,4 +1,4 @@
-"""Torch's losses take the sum where the mean is asked for."""
+"""Torch's losses return the sum where the caller asks for the mean."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from unittest.mock import patch
 
 from torch.nn import functional
 
-from ddp_equivalence.faults.fault import Fault, Fire
+from ddp_equivalence.faults.fault import Fault, RecordFiring, shows_everywhere
 
 LOSSES = ("mse_loss", "l1_loss", "cross_entropy", "nll_loss", "binary_cross_entropy_with_logits")
 
 
 @contextmanager
-def summing(fire: Fire) -> Iterator[None]:
-    """A mean that is asked for is a sum."""
+def sum_losses(record_firing: RecordFiring) -> Iterator[None]:
+    """The losses of torch.nn.functional return a sum where the caller asks for the mean."""
 
     def broken(loss: Callable[..., Any]) -> Callable[..., Any]:
         def total(*arguments: Any, **named: Any) -> Any:
             if named.get("reduction", "mean") == "mean":
                 named["reduction"] = "sum"
-                fire()
+                record_firing()
             return loss(*arguments, **named)
 
         return total
@@ -36,8 +36,8 @@ def summing(fire: Fire) -> Iterator[None]:
 FAULT = Fault(
     name="local_loss_summed",
     sentence="torch.nn.functional's losses take the sum over the rank's examples, not the mean.",
-    in_torch=summing,
-    hidden=lambda layout: None,
+    break_torch=sum_losses,
+    why_it_cannot_show=shows_everywhere,
     strategies=("ddp_mean",),
     pairs=(("mlp", "mse_mean"), ("conv", "cross_entropy_mean")),
 )

@@ -1,4 +1,4 @@
-"""The mean inside every node, then the mean of these."""
+"""Gradients are averaged inside each node, and then the nodes' means are averaged."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # no stubs
 
 from ddp_equivalence.case.layouts import Layout
+from ddp_equivalence.faults.changed_ddp import ddp_hook
 from ddp_equivalence.faults.fault import Fault
-from ddp_equivalence.faults.in_ddp import reducing
-from ddp_equivalence.faults.nodes import nodes_of_all
+from ddp_equivalence.faults.rank_and_node import node_of_every_rank
 
 
-def of_node_means(bucket: GradBucket) -> Tensor:
-    """Gathered, averaged inside each node, and then over the nodes."""
+def average_node_means(bucket: GradBucket) -> Tensor:
+    """The mean over nodes of the means over the ranks of each node."""
     values: Tensor = bucket.buffer()
-    every = [torch.zeros_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, values)
-    nodes = nodes_of_all(values)
+    by_rank = [torch.zeros_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(by_rank, values)
+    node_of_rank = node_of_every_rank(values.device)
     means = [
-        torch.stack([one for one, of in zip(every, nodes, strict=True) if of == node]).mean(0)
-        for node in sorted(set(nodes))
+        torch.stack(
+            [by_rank[rank] for rank, rank_node in enumerate(node_of_rank) if rank_node == node]
+        ).mean(0)
+        for node in sorted(set(node_of_rank))
     ]
     return torch.stack(means).mean(0)
 
 
-def hidden(layout: Layout) -> str | None:
-    """Of equal nodes the mean of means is the mean."""
+def why_it_cannot_show(layout: Layout) -> str | None:
+    """If all nodes have equally many ranks, the mean of their means is the mean over all ranks."""
     sizes = {len(layout.ranks_on(node)) for node in range(layout.nodes)}
     return "all nodes have equally many ranks" if len(sizes) == 1 else None
 
@@ -35,6 +37,6 @@ def hidden(layout: Layout) -> str | None:
 FAULT = Fault(
     name="mean_of_node_means",
     sentence="DDP's communication hook averages inside each node and then over the nodes.",
-    in_torch=lambda fire: reducing(fire, of_node_means),
-    hidden=hidden,
+    break_torch=lambda record_firing: ddp_hook(record_firing, average_node_means),
+    why_it_cannot_show=why_it_cannot_show,
 )

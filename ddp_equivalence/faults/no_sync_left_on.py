@@ -1,26 +1,26 @@
-"""Synchronisation is switched off when DDP is made, and stays off."""
+"""DDP's gradient synchronisation is switched off when DDP is made, and stays off."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ddp_equivalence.faults.fault import Fault, Fire
-from ddp_equivalence.faults.in_ddp import after_making
+from ddp_equivalence.faults.changed_ddp import after_ddp_init
+from ddp_equivalence.faults.fault import Fault, RecordFiring
 
 
-def switched_off(fire: Fire) -> Any:
-    """Synchronisation off from the start."""
+def switch_sync_off(record_firing: RecordFiring) -> Any:
+    """Switch synchronisation off as soon as DDP is made."""
 
     def change(ddp: Any) -> None:
         ddp.require_backward_grad_sync = False
-        fire()
+        record_firing()
 
-    return after_making(change)
+    return after_ddp_init(change)
 
 
 FAULT = Fault(
     name="no_sync_left_on",
     sentence="no_sync is entered when DistributedDataParallel is made, and never left.",
-    in_torch=switched_off,
+    break_torch=switch_sync_off,
     strategies=("ddp_mean", "ddp_global_mean", "ddp_accumulation"),
 )

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddp_equivalence.faults.fault import Fault, Fire
-from ddp_equivalence.faults.in_ddp import after_making
-from ddp_equivalence.faults.nodes import last_rank
+from ddp_equivalence.faults.changed_ddp import after_ddp_init
+from ddp_equivalence.faults.fault import Fault, RecordFiring
+from ddp_equivalence.faults.rank_and_node import is_last_rank
 
 
-def frozen(fire: Fire) -> Any:
-    """Freeze the first parameter on the last rank."""
+def freeze_on_last_rank(record_firing: RecordFiring) -> Any:
+    """Freeze the first parameter on the last rank, after DDP was made."""
 
     def change(ddp: Any) -> None:
-        trained = [one for one in ddp.module.parameters() if one.requires_grad]
-        if last_rank():
+        trained = [p for p in ddp.module.parameters() if p.requires_grad]
+        if is_last_rank():
             trained[0].requires_grad_(False)
-            fire()
+            record_firing()
 
-    # Without that, the other ranks would wait for its bucket for ever.
-    return after_making(change, find_unused_parameters=True)
+    # Without find_unused_parameters, the other ranks would wait for ever for its bucket.
+    return after_ddp_init(change, find_unused_parameters=True)
 
 
 FAULT = Fault(
     name="parameter_frozen_on_one_rank",
     sentence="The last rank sets requires_grad of the first parameter to False.",
-    in_torch=frozen,
+    break_torch=freeze_on_last_rank,
 )

@@ -1,4 +1,4 @@
-"""DDP is told to ignore one parameter."""
+"""DDP ignores one parameter, so that its gradient is not reduced."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from unittest.mock import patch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence.faults.fault import Fault, Fire
+from ddp_equivalence.faults.fault import Fault, RecordFiring
 
 
 @contextmanager
-def one_ignored(fire: Fire) -> Iterator[None]:
-    """The first of several parameters is ignored."""
+def ignore_first_parameter(record_firing: RecordFiring) -> Iterator[None]:
+    """Every DDP with several parameters ignores the first one."""
     initialise = DistributedDataParallel.__init__
 
     def making(ddp: Any, module: nn.Module, *given: Any, **named: Any) -> None:
-        first, *others = [one for one in module.parameters() if one.requires_grad]
+        first, *others = [p for p in module.parameters() if p.requires_grad]
         if others:
-            # A shared one under all its names.
-            every = module.named_parameters(remove_duplicate=False)
-            names = [name for name, one in every if one is first]
+            # A shared parameter has several names, and is ignored under all of them.
+            named_parameters = module.named_parameters(remove_duplicate=False)
+            names = [name for name, parameter in named_parameters if parameter is first]
             ddp._set_params_and_buffers_to_ignore_for_model(module, names)
-            fire()
+            record_firing()
         initialise(ddp, module, *given, **named)
 
     with patch.object(DistributedDataParallel, "__init__", making):
@@ -35,5 +35,5 @@ def one_ignored(fire: Fire) -> Iterator[None]:
 FAULT = Fault(
     name="parameter_not_reduced",
     sentence="DistributedDataParallel is told to ignore the first parameter.",
-    in_torch=one_ignored,
+    break_torch=ignore_first_parameter,
 )

@@ -1,4 +1,4 @@
-"""The parameters of a bucket are averaged, and its gradients left alone."""
+"""DDP averages the parameters of a bucket, and not its gradients."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # no stubs
 
+from ddp_equivalence.faults.changed_ddp import all_reduce_mean, ddp_hook
 from ddp_equivalence.faults.fault import Fault
-from ddp_equivalence.faults.in_ddp import averaged, reducing
 
 
-def of_parameters(bucket: GradBucket) -> Tensor:
-    """All-reduces parameters and returns the bucket as it came."""
+def average_parameters(bucket: GradBucket) -> Tensor:
+    """All-reduce the bucket's parameters, and return its gradients as they are."""
     for parameter in bucket.parameters():
         with torch.no_grad():
-            averaged(parameter.detach().clone())
+            all_reduce_mean(parameter.detach().clone())
     values: Tensor = bucket.buffer()
     return values
 
@@ -22,5 +22,5 @@ def of_parameters(bucket: GradBucket) -> Tensor:
 FAULT = Fault(
     name="parameters_reduced_not_gradients",
     sentence="DDP's communication hook averages the parameters of a bucket, not its gradients.",
-    in_torch=lambda fire: reducing(fire, of_parameters),
+    break_torch=lambda record_firing: ddp_hook(record_firing, average_parameters),
 )

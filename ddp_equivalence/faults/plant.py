@@ -1,4 +1,4 @@
-"""Plant a fault: on the suite's ranks, in this process, and in the processes that it starts."""
+"""Plant a fault: on the suite's ranks, in this process, and in processes that this one starts."""
 
 from __future__ import annotations
 
@@ -18,74 +18,77 @@ if TYPE_CHECKING:
     from ddp_equivalence.strategies.strategy import Task, TrainStep
 
 
-class Planted(AbstractContextManager["Planted"]):
-    """One fault in this process, and in those that it starts.
+class PlantedFault(AbstractContextManager["PlantedFault"]):
+    """A fault that breaks this process while the block lasts, and counts how often it fired.
 
-    ``ledger``: the file in which other processes note that it fired there.
+    Other processes that have the same fault add one byte each to the file ``fired_elsewhere``.
     """
 
-    def __init__(self, fault: Fault, ledger: Path | None = None) -> None:
+    def __init__(self, fault: Fault, fired_elsewhere: Path | None = None) -> None:
         self.fault = fault
-        self.ledger = ledger
-        self._fired = 0
-        self._broken: AbstractContextManager[Any] | None = None
+        self.fired_elsewhere = fired_elsewhere
+        self._fired_here = 0
+        self._broken_torch: AbstractContextManager[Any] | None = None
 
     @property
     def fired(self) -> int:
-        """How often it has done its damage here, and in how many other processes it has."""
-        elsewhere = self.ledger.stat().st_size if self.ledger and self.ledger.exists() else 0
-        return self._fired + elsewhere
+        """How often the fault fired here, plus the number of other processes in which it fired."""
+        path = self.fired_elsewhere
+        return self._fired_here + (path.stat().st_size if path and path.exists() else 0)
 
-    def fire(self) -> None:
-        """The fault has done its damage once more."""
-        self._fired += 1
+    def record_firing(self) -> None:
+        """Count that the fault has done its damage once more in this process."""
+        self._fired_here += 1
 
-    def in_step(self, task: Task, step: TrainStep) -> TrainStep:
-        """The step as the fault leaves it."""
-        return self.fault.in_step(task, step, self.fire) if self.fault.in_step else step
+    def keep_count(self) -> None:
+        """Keep the count as it is now, so that the file can be removed."""
+        self._fired_here, self.fired_elsewhere = self.fired, None
 
-    def __enter__(self) -> Planted:
-        self._break()
-        _here.append(self)
+    def break_step(self, task: Task, step: TrainStep) -> TrainStep:
+        """The train step with the fault in it; the step itself if the fault lies in torch."""
+        if self.fault.break_step is None:
+            return step
+        return self.fault.break_step(task, step, self.record_firing)
+
+    def break_torch(self) -> None:
+        """Break torch in this process."""
+        self._broken_torch = self.fault.break_torch(self.record_firing)
+        self._broken_torch.__enter__()
+
+    def mend_torch(self) -> None:
+        """Undo ``break_torch``."""
+        assert self._broken_torch is not None
+        self._broken_torch.__exit__(None, None, None)
+
+    def __enter__(self) -> PlantedFault:
+        self.break_torch()
+        _planted_here.append(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _here.remove(self)
-        self._mend()
-
-    def _break(self) -> None:
-        self._broken = self.fault.in_torch(self.fire)
-        self._broken.__enter__()
-
-    def _mend(self) -> None:
-        assert self._broken is not None
-        self._broken.__exit__(None, None, None)
+        _planted_here.remove(self)
+        self.mend_torch()
 
 
-_here: list[Planted] = []
-"""What is planted in this process."""
+_planted_here: list[PlantedFault] = []
+"""The faults that are planted in this process."""
 
 
 @contextmanager
-def intact() -> Iterator[None]:
-    """Torch as it was, inside the block: what judges must not be broken itself."""
-    planted_here = list(_here)
-    for one in reversed(planted_here):
-        one._mend()
+def without_planted_faults() -> Iterator[None]:
+    """Inside the block, torch is intact: the code that judges must not be broken itself."""
+    faults = list(_planted_here)
+    for fault in reversed(faults):
+        fault.mend_torch()
     try:
         yield
     finally:
-        for one in planted_here:
-            one._break()
+        for fault in faults:
+            fault.break_torch()
 
 
-def plant(name: str) -> Planted:
-    """The fault of this name, to be entered. Raises BadCase for an unknown one."""
-    return Planted(fault_of(name))
-
-
-def fault_of(name: str) -> Fault:
-    """Raises BadCase for an unknown one."""
+def fault_named(name: str) -> Fault:
+    """The fault of this name. Raises BadCase for an unknown name."""
     from ddp_equivalence.faults import FAULTS
 
     if name not in FAULTS:
@@ -93,56 +96,73 @@ def fault_of(name: str) -> Fault:
     return FAULTS[name]
 
 
-@contextmanager
-def planted(name: str) -> Iterator[Planted]:
-    """Break training in a known way inside the block: which of your own tests notice?
-
-    ``check`` and ``assert_equivalent`` plant it on their ranks. Everything else in this process
-    that uses torch's DistributedDataParallel or torch.distributed is broken too, and so is every
-    process that multiprocessing starts inside the block (``torch.multiprocessing.spawn`` as well).
-    The value counts, as ``fired``, how often the damage was done: a test that passes though it was
-    done has not noticed.
+def plant_here(name: str) -> PlantedFault:
+    """A context manager that plants a fault in this process only.
 
     Raises BadCase for an unknown name.
     """
-    fault = fault_of(name)
+    return PlantedFault(fault_named(name))
+
+
+@contextmanager
+def planted(name: str) -> Iterator[PlantedFault]:
+    """Break training in a known way inside the block, to see which of your own tests notice.
+
+    ``check`` and ``assert_equivalent`` plant the fault on their ranks. All other code in this
+    process that uses torch's DistributedDataParallel or torch.distributed is broken too, and so is
+    every process that multiprocessing starts inside the block, also through
+    ``torch.multiprocessing.spawn``.
+
+    The value that the block gets counts in ``fired`` how often the fault did its damage. A test
+    that passes although the fault fired has not noticed it.
+
+    Raises BadCase for an unknown name.
+    """
+    fault = fault_named(name)
     with tempfile.NamedTemporaryFile(prefix="ddp_equivalence-planted-") as file:
-        found = Planted(fault, Path(file.name))
+        planted_fault = PlantedFault(fault, Path(file.name))
+        initialise = _plant_in_new_processes(planted_fault, BaseProcess.__init__)
         with (
             settings.using(settings.replaced(plant=name)),
-            patch.object(BaseProcess, "__init__", _planting(found, BaseProcess.__init__)),
-            found,
+            patch.object(BaseProcess, "__init__", initialise),
+            planted_fault,
         ):
             try:
-                yield found
+                yield planted_fault
             finally:
-                found._fired, found.ledger = found.fired, None
+                planted_fault.keep_count()
 
 
-def _planting(found: Planted, initialise: Any) -> Any:
-    def started(
+def _plant_in_new_processes(planted_fault: PlantedFault, initialise: Any) -> Any:
+    """``BaseProcess.__init__`` for processes whose target is to run with the fault planted."""
+
+    def initialise_broken(
         process: BaseProcess, group: None = None, target: Any = None, *more: Any, **named: Any
     ) -> None:
-        # The suite's own ranks plant by themselves, and only around a step.
-        ours = getattr(target, "__module__", "").startswith("ddp_equivalence.")
-        if target is not None and not ours:
-            target = InPlanted(found.fault.name, found.ledger, target)
+        # The suite's own ranks plant the fault themselves, and only around a step.
+        is_own = getattr(target, "__module__", "").startswith("ddp_equivalence.")
+        if target is not None and not is_own:
+            name, fired_elsewhere = planted_fault.fault.name, planted_fault.fired_elsewhere
+            target = TargetWithFault(name, fired_elsewhere, target)
         initialise(process, group, target, *more, **named)
 
-    return started
+    return initialise_broken
 
 
-class InPlanted:
-    """A process's target, run with the fault planted."""
+class TargetWithFault:
+    """The target of a new process, run with a fault planted.
 
-    def __init__(self, name: str, ledger: Path | None, target: Any) -> None:
-        self._name, self._ledger, self._target = name, ledger, target
+    If the fault fired, the process adds one byte to the file ``fired_elsewhere``.
+    """
+
+    def __init__(self, name: str, fired_elsewhere: Path | None, target: Any) -> None:
+        self._name, self._fired_elsewhere, self._target = name, fired_elsewhere, target
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        with plant(self._name) as found:
+        with plant_here(self._name) as planted_fault:
             try:
                 return self._target(*arguments, **named)
             finally:
-                if found.fired and self._ledger is not None:
-                    with self._ledger.open("ab") as ledger:
-                        ledger.write(b"!")
+                if planted_fault.fired and self._fired_elsewhere is not None:
+                    with self._fired_elsewhere.open("ab") as file:
+                        file.write(b"!")

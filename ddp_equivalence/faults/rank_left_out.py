@@ -1,23 +1,23 @@
-"""The last rank brings zeros to every sum."""
+"""The last rank contributes zeros to the average."""
 
 from __future__ import annotations
 
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # no stubs
 
+from ddp_equivalence.faults.changed_ddp import all_reduce_mean, ddp_hook
 from ddp_equivalence.faults.fault import Fault
-from ddp_equivalence.faults.in_ddp import averaged, reducing
-from ddp_equivalence.faults.nodes import last_rank
+from ddp_equivalence.faults.rank_and_node import is_last_rank
 
 
-def without_the_last(bucket: GradBucket) -> Tensor:
-    """Averaged with zeros from the last rank."""
+def average_without_last_rank(bucket: GradBucket) -> Tensor:
+    """The mean over all ranks, with zeros in place of the last rank's gradients."""
     values: Tensor = bucket.buffer()
-    return averaged(values.zero_() if last_rank() else values)
+    return all_reduce_mean(values.zero_() if is_last_rank() else values)
 
 
 FAULT = Fault(
     name="rank_left_out",
     sentence="The last rank's gradients are zero before they are averaged.",
-    in_torch=lambda fire: reducing(fire, without_the_last),
+    break_torch=lambda record_firing: ddp_hook(record_firing, average_without_last_rank),
 )

@@ -1,4 +1,4 @@
-"""Calls go past the wrapper to the module in it."""
+"""Calls of DDP go directly to the module inside it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from unittest.mock import patch
 
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence.faults.fault import Fault, Fire
+from ddp_equivalence.faults.fault import Fault, RecordFiring
 
 
 @contextmanager
-def past_the_wrapper(fire: Fire) -> Iterator[None]:
-    """Calls of a wrapper reach the module without it."""
+def call_module(record_firing: RecordFiring) -> Iterator[None]:
+    """A call of DDP calls its module, so that DDP prepares no all-reduce."""
 
     def call(ddp: Any, *arguments: Any, **named: Any) -> Any:
-        fire()
+        record_firing()
         return ddp.module(*arguments, **named)
 
     with patch.object(DistributedDataParallel, "__call__", call):
@@ -27,5 +27,5 @@ def past_the_wrapper(fire: Fire) -> Iterator[None]:
 FAULT = Fault(
     name="raw_module_called",
     sentence="A call of DistributedDataParallel calls the module in it instead.",
-    in_torch=past_the_wrapper,
+    break_torch=call_module,
 )

@@ -1,4 +1,4 @@
-"""All gradients are reduced as soon as the first of them is ready."""
+"""All gradients are reduced as soon as the first gradient is ready."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from typing import Any
 
 from torch import Tensor
 
-from ddp_equivalence.faults.fault import Fault, Fire
+from ddp_equivalence.faults.fault import Fault, RecordFiring
 from ddp_equivalence.strategies.manual_all_reduce import reduce_gradients
 from ddp_equivalence.strategies.strategy import Task, TrainStep
 
 
-def too_early(task: Task, step: TrainStep, fire: Fire) -> TrainStep:
-    """The reduction runs inside backward."""
-    trained = [one for one in task.model.parameters() if one.requires_grad]
-    waiting: list[bool] = []
+def reduce_too_early(task: Task, step: TrainStep, record_firing: RecordFiring) -> TrainStep:
+    """A step that reduces gradients inside backward."""
+    trained = [p for p in task.model.parameters() if p.requires_grad]
+    not_reduced: list[bool] = []
 
-    def ready(parameter: Tensor) -> None:
-        if waiting:
-            waiting.clear()
+    def reduce_all(parameter: Tensor) -> None:
+        if not_reduced:
+            not_reduced.clear()
             reduce_gradients(task.model, task.rank.world_size)
-            fire()
+            record_firing()
 
     for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(ready)
+        parameter.register_post_accumulate_grad_hook(reduce_all)
 
     def broken(shard: Any) -> None:
-        waiting.append(True)
+        not_reduced.append(True)
         task.loss(task.model, shard).backward()
 
     return broken
@@ -35,7 +35,7 @@ def too_early(task: Task, step: TrainStep, fire: Fire) -> TrainStep:
 FAULT = Fault(
     name="reduced_before_backward_finished",
     sentence="A hook of the first gradient that is ready reduces all of them.",
-    in_step=too_early,
+    break_step=reduce_too_early,
     strategies=("manual_all_reduce_mean",),
     pairs=(("mlp", "mse_mean"), ("conv", "cross_entropy_mean")),
 )

@@ -1,4 +1,4 @@
-"""Each rank scales by another number, and unscales the average by its own."""
+"""Each rank scales its gradients by another number, and unscales the average by its own."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # no stubs
 
-from ddp_equivalence.faults.fault import Fault, Fire
-from ddp_equivalence.faults.in_ddp import averaged, reducing
+from ddp_equivalence.faults.changed_ddp import all_reduce_mean, ddp_hook
+from ddp_equivalence.faults.fault import Fault, RecordFiring
 
 SCALE = 256.0
 
 
-def own_scale(fire: Fire) -> Any:
-    """Scaled by 256 times two to the rank, and unscaled by the same."""
+def scale_by_rank(record_firing: RecordFiring) -> Any:
+    """Rank r scales by SCALE times 2^r, averages, and divides by its own scale."""
 
     def reduce(bucket: GradBucket) -> Tensor:
         scale = SCALE * 2 ** dist.get_rank()
-        return averaged(bucket.buffer().mul_(scale)).div_(scale)
+        return all_reduce_mean(bucket.buffer().mul_(scale)).div_(scale)
 
-    return reducing(fire, reduce)
+    return ddp_hook(record_firing, reduce)
 
 
 FAULT = Fault(
     name="scaler_differs_between_ranks",
     sentence="Every rank scales by another loss scale, and unscales the average by it.",
-    in_torch=own_scale,
+    break_torch=scale_by_rank,
 )

@@ -1,4 +1,4 @@
-"""zero_grad does nothing."""
+"""``zero_grad`` does nothing, so that old gradients are added to new ones."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from unittest.mock import patch
 
 from torch import nn, optim
 
-from ddp_equivalence.faults.fault import Fault, Fire
+from ddp_equivalence.faults.fault import Fault, RecordFiring, shows_everywhere
 
 
 @contextmanager
-def forgotten(fire: Fire) -> Iterator[None]:
-    """Nobody's zero_grad clears anything."""
+def ignore_zero_grad(record_firing: RecordFiring) -> Iterator[None]:
+    """``zero_grad`` of modules and optimizers clears nothing."""
 
     def of_module(module: nn.Module, *arguments: Any, **named: Any) -> None:
-        if any(one.grad is not None for one in module.parameters()):
-            fire()
+        if any(parameter.grad is not None for parameter in module.parameters()):
+            record_firing()
 
     def of_optimizer(optimizer: optim.Optimizer, *arguments: Any, **named: Any) -> None:
-        fire()
+        record_firing()
 
     with (
         patch.object(nn.Module, "zero_grad", of_module),
@@ -33,7 +33,7 @@ def forgotten(fire: Fire) -> Iterator[None]:
 FAULT = Fault(
     name="stale_gradient_added",
     sentence="zero_grad leaves gradients as they are.",
-    in_torch=forgotten,
-    hidden=lambda layout: None,
+    break_torch=ignore_zero_grad,
+    why_it_cannot_show=shows_everywhere,
     steps=2,
 )

@@ -1,16 +1,16 @@
-"""The loss divides by the rank's own tokens, weights or positives."""
+"""Each rank's loss divides by its own number of tokens, or of weights or positives."""
 
 from __future__ import annotations
 
 from ddp_equivalence.faults.fault import Fault
-from ddp_equivalence.faults.uneven_shards_weighted_equally import own_divisor
+from ddp_equivalence.faults.uneven_shards_weighted_equally import divide_by_own_count
 
 FAULT = Fault(
     name="token_counts_weighted_equally",
     sentence="The global count of tokens is replaced by each rank's own.",
-    in_step=own_divisor,
+    break_step=divide_by_own_count,
     strategies=("ddp_global_mean",),
-    of_counts=True,
+    needs_unequal_divisors=True,
     pairs=(
         ("gru_tied", "token_mean"),
         ("attention_tied", "token_mean"),

@@ -1,4 +1,4 @@
-"""Where each fault is planted: every layout, and every model, loss and type that it is met on."""
+"""The trials of fault injection: every fault, in the strategies and on the cases that it names."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ddp_equivalence.case.case import Case
 from ddp_equivalence.faults import FAULTS
 from ddp_equivalence.faults.fault import Fault
 from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.catalogue import LAYOUTS, Trial, case_of
+from ddp_equivalence.strategies.sharded_batch import sharded_batches
 
 DTYPES = (torch.float64, torch.float32)
 MAIN_LAYOUT = "2x2"
@@ -18,17 +20,18 @@ MAIN_LAYOUT = "2x2"
 
 @dataclass(frozen=True)
 class FaultTrial:
-    """One fault, planted in a strategy on one case. ``hidden``: why it cannot show there."""
+    """One fault that is planted in one trial of the catalogue. ``str()`` is its test id."""
 
     fault: Fault
     trial: Trial
 
     @property
-    def hidden(self) -> str | None:
-        case, fault = self.trial.case, self.fault
-        if fault.of_counts and Trial(case, "ddp_mean").cause is None:
+    def why_it_cannot_show(self) -> str | None:
+        """The reason why the fault cannot change the gradients of this trial; None if it can."""
+        case = self.trial.case
+        if self.fault.needs_unequal_divisors and _ranks_divide_by_one_number(case):
             return "every rank's loss divides by the same number"
-        return fault.hidden(case.ranks)
+        return self.fault.why_it_cannot_show(case.ranks)
 
     def __str__(self) -> str:
         return f"{self.fault.name}-{self.trial.strategy}-{self.trial}"
@@ -39,32 +42,52 @@ def fault_trials(
     layouts: Sequence[str] = LAYOUTS,
     every: bool = True,
 ) -> tuple[FaultTrial, ...]:
-    """The trials of these faults (all, if none are named), by layout.
+    """The trials of the faults with these ``names``, or of all faults, by layout.
 
-    ``every``: all strategies, pairs and types on all layouts. Without it each fault is met on all
-    layouts with the first of them, and with the others on one layout.
+    With ``every``, each fault is tried with all its strategies, pairs, shards and dtypes on all
+    layouts. Without it, only the first combination of these is tried on all layouts, and the
+    others on one layout.
     """
-    found: list[FaultTrial] = []
+    chosen: list[FaultTrial] = []
     for name in names or FAULTS:
-        found += _trials(FAULTS[name], layouts, every)
-    # In the order of layouts, so that few sets of ranks are alive at a time.
-    return tuple(sorted(found, key=lambda one: layouts.index(one.trial.case.layout)))
+        chosen += _trials_of(FAULTS[name], layouts, every)
+    # Trials of one layout share their ranks, so in this order few ranks are alive at a time.
+    return tuple(sorted(chosen, key=lambda trial: layouts.index(trial.trial.case.layout)))
 
 
-def _trials(fault: Fault, layouts: Sequence[str], every: bool) -> Iterator[FaultTrial]:
-    for number, strategy in enumerate(fault.strategies):
-        for pair, (model, loss) in enumerate(fault.pairs):
-            for deal, shards in enumerate(fault.shards):
+def _trials_of(fault: Fault, layouts: Sequence[str], every: bool) -> Iterator[FaultTrial]:
+    first = (fault.strategies[0], fault.pairs[0], fault.shards[0], DTYPES[0])
+    for strategy in fault.strategies:
+        for pair in fault.pairs:
+            for shards in fault.shards:
                 for dtype in DTYPES:
-                    first = number == pair == deal == 0 and dtype is torch.float64
+                    is_first = (strategy, pair, shards, dtype) == first
                     for layout in layouts:
-                        if not (every or first or layout == MAIN_LAYOUT):
+                        if not (every or is_first or layout == MAIN_LAYOUT):
                             continue
-                        case = case_of(STRATEGIES[strategy], model, loss, layout, shards, dtype)
-                        if fault.extra_examples:
-                            more = case.catalogue_examples + fault.extra_examples
-                            case = replace(case, examples=more)
-                        trial = Trial(case, strategy, steps=fault.steps)
-                        # Where the strategy differs anyway, two things would be wrong.
-                        if fault.by_design or trial.cause is None:
+                        trial = _trial(fault, strategy, pair, layout, shards, dtype)
+                        # Where the strategy differs anyway, there would be two causes.
+                        if fault.strategy_differs_anyway or trial.cause is None:
                             yield FaultTrial(fault, trial)
+
+
+def _trial(
+    fault: Fault,
+    strategy: str,
+    pair: tuple[str, str],
+    layout: str,
+    shards: str,
+    dtype: torch.dtype,
+) -> Trial:
+    case = case_of(STRATEGIES[strategy], *pair, layout, shards, dtype)
+    if fault.extra_examples:
+        case = replace(case, examples=case.catalogue_examples + fault.extra_examples)
+    return Trial(case, strategy, steps=fault.steps)
+
+
+def _ranks_divide_by_one_number(case: Case) -> bool:
+    """True if the losses of all ranks divide by the same number, so that their mean is right."""
+    return all(
+        sharded_batch.cause_if_averaged(sharded_batch.shards.indices) is None
+        for sharded_batch in sharded_batches(case)
+    )

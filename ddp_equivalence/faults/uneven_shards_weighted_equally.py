@@ -1,20 +1,20 @@
-"""The loss divides by the rank's own examples, of which each has another number."""
+"""Each rank's loss divides by its own number of examples, though shards are uneven."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ddp_equivalence.faults.fault import Fault, Fire
+from ddp_equivalence.faults.fault import Fault, RecordFiring
 from ddp_equivalence.strategies.strategy import Task, TrainStep
 
 
-def own_divisor(task: Task, step: TrainStep, fire: Fire) -> TrainStep:
-    """DDP with the loss as its user wrote it, over the rank's own examples."""
+def divide_by_own_count(task: Task, step: TrainStep, record_firing: RecordFiring) -> TrainStep:
+    """A step with DDP and the mean loss over the rank's own examples."""
     ddp = task.wrap()
 
     def broken(shard: Any) -> None:
         task.loss(ddp, shard).backward()
-        fire()
+        record_firing()
 
     return broken
 
@@ -22,9 +22,9 @@ def own_divisor(task: Task, step: TrainStep, fire: Fire) -> TrainStep:
 FAULT = Fault(
     name="uneven_shards_weighted_equally",
     sentence="The global mean is replaced by the mean over each rank's own examples.",
-    in_step=own_divisor,
+    break_step=divide_by_own_count,
     strategies=("ddp_global_mean",),
-    of_counts=True,
+    needs_unequal_divisors=True,
     pairs=(("mlp", "mse_mean"), ("conv", "cross_entropy_mean")),
     shards=("uneven", "one_example"),
 )

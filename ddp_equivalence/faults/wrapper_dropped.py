@@ -1,4 +1,4 @@
-"""The wrapper that runs forward is freed before backward."""
+"""The DDP that runs the forward pass is freed before backward."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from unittest.mock import patch
 
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence.faults.fault import Fault, Fire
+from ddp_equivalence.faults.fault import Fault, RecordFiring
 
 
 @contextmanager
-def freed_early(fire: Fire) -> Iterator[None]:
-    """Each call goes through a new wrapper, which is freed when it returns."""
+def free_wrapper_early(record_firing: RecordFiring) -> Iterator[None]:
+    """Each call of DDP goes through a new DDP, which is freed when the call returns."""
     call = DistributedDataParallel.__call__
 
     def through_another(ddp: Any, *arguments: Any, **named: Any) -> Any:
         another = DistributedDataParallel(ddp.module)
         outputs = call(another, *arguments, **named)
-        fire()
-        return outputs  # and nobody holds the wrapper any more
+        record_firing()
+        return outputs  # Here nobody holds the new DDP any more, so it is freed.
 
     with patch.object(DistributedDataParallel, "__call__", through_another):
         yield
@@ -30,5 +30,5 @@ def freed_early(fire: Fire) -> Iterator[None]:
 FAULT = Fault(
     name="wrapper_dropped",
     sentence="A call goes through a wrapper that nobody holds until backward.",
-    in_torch=freed_early,
+    break_torch=free_wrapper_early,
 )

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ddp_equivalence.case.batch import concatenate, count_examples, move, take
 from ddp_equivalence.case.build import build_batches, build_model
-from ddp_equivalence.case.random_state import random_numbers_kept_outside, seeded, step_seed
+from ddp_equivalence.case.random_state import seeded, step_seed, without_restoring_random_state
 from ddp_equivalence.case.shards import OWN, Shards, split
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.chunks import raw_messages
@@ -24,7 +24,7 @@ from ddp_equivalence.comparison.gradients import (
     updates_of,
     weights_of,
 )
-from ddp_equivalence.faults.plant import Planted, plant
+from ddp_equivalence.faults.plant import PlantedFault, plant_here
 from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.measurement.work import Evidence, Work
 from ddp_equivalence.ranks import process_state
@@ -36,7 +36,7 @@ from ddp_equivalence.strategies.strategy import Task, TrainStep
 
 def run(rank: Rank, work: Work) -> Iterator[object]:
     """Yield the Evidence, then the gradients as lists of RawChunk."""
-    with random_numbers_kept_outside():  # nothing else in this process draws random numbers
+    with without_restoring_random_state():  # nothing else in this process draws random numbers
         model = build_model(work.case).to(rank.device)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         gradients, evidence = _run_step(rank, work, model)
@@ -72,7 +72,7 @@ def _run_step(
     del batches
     notes: dict[str, Any] = {}
     called = _CalledWith(model)
-    planted = plant(work.plant) if work.plant else None
+    planted = plant_here(work.plant) if work.plant else None
     with observer.watching() if observer else nullcontext(), planted or nullcontext():
         gradients = _train(rank, work, model, given, shards, notes, planted, observer)
     if rank.device.type == "cuda":
@@ -129,7 +129,7 @@ def _train(
     given: list[Any],
     shards: list[Shards],
     notes: dict[str, Any],
-    planted: Planted | None,
+    planted: PlantedFault | None,
     observer: Observer | None,
 ) -> dict[GradientKey, Tensor | None]:
     """The gradients that each step leaves, or the update that all steps together leave."""
@@ -145,7 +145,7 @@ def _train(
             return own(model, shard, rank)
 
     if planted:
-        step = planted.in_step(task, step)
+        step = planted.break_step(task, step)
     if work.compare == "update" and not isinstance(work.step, str):
         with _seeded(step_seed(work.case, 0)):
             return _in_first_step(_own_update(model, before, step(concatenate(given))))

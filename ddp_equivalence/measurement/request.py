@@ -121,7 +121,7 @@ def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request
             raise BadCase("layout", case.layout, f"{lane.reason}; --must-run nccl allows no other")
     if strategy is not None and case.shards == OWN:
         raise BadCase("shards", OWN, f"a deal of examples: {strategy.name} takes none by itself")
-    if strategy is not None and strategy.name in ("ddp_global_mean", "hybrid"):
+    if strategy is not None and strategy.needs_normalisers:
         catalogue_loss_of(case, needed_by=strategy.name)
     return Request(
         case=case,

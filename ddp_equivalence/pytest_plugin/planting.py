@@ -12,7 +12,7 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.report import listeners
 
 if TYPE_CHECKING:
-    from ddp_equivalence.faults.plant import Planted
+    from ddp_equivalence.faults.plant import PlantedFault
     from ddp_equivalence.measurement.request import Request
     from ddp_equivalence.report.verdict import Verdict
 
@@ -34,10 +34,10 @@ class Planting:
     """Registered for a run with ``--plant``. Raises UsageError for a fault that is not known."""
 
     def __init__(self, name: str) -> None:
-        from ddp_equivalence.faults.plant import fault_of
+        from ddp_equivalence.faults.plant import fault_named
 
         try:
-            self._fault = fault_of(name)
+            self._fault = fault_named(name)
         except BadCase as error:
             raise pytest.UsageError(f"--plant {name}: {error}") from error
         self._found: list[Noticed] = []
@@ -52,7 +52,7 @@ class Planting:
         def remember(verdict: Verdict, request: Request) -> None:
             on_ranks.extend(one.planted or 0 for one in verdict.evidence.values())
 
-        here: Planted | None = None
+        here: PlantedFault | None = None
         try:
             with planted(self._fault.name) as here, listeners.listening(remember):
                 return (yield)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from ddp_equivalence.case.layouts import Row
+from ddp_equivalence.case.layouts import RankPlace
 
 LOOPBACK = "127.0.0.1"
 
@@ -47,7 +47,7 @@ def process_group_environment() -> tuple[tuple[str, str], ...]:
     )
 
 
-def torchrun_environment(row: Row, port: int) -> dict[str, str]:
+def torchrun_environment(row: RankPlace, port: int) -> dict[str, str]:
     """The variables (name -> value) that torchrun would set for the rank in ``row``.
 
     ``port``: the TCP port on which the rendezvous store listens.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ddp_equivalence.case.layouts import Layout, Row
+from ddp_equivalence.case.layouts import Layout, RankPlace
 from ddp_equivalence.ranks import pickling, process_state
 from ddp_equivalence.ranks.join_group import join_group, rank_environment
 from ddp_equivalence.ranks.lanes import Lane
@@ -78,7 +78,7 @@ class InProcessRankSet(RankSet):
             dist.destroy_process_group()
         self._rank_0 = None
 
-    def _rows_to_start(self) -> Sequence[Row]:
+    def _rows_to_start(self) -> Sequence[RankPlace]:
         return self.layout.rows[1:]
 
     def _join_group(self) -> None:

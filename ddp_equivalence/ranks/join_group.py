@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no stubs
 
-from ddp_equivalence.case.layouts import Row
+from ddp_equivalence.case.layouts import RankPlace
 from ddp_equivalence.ranks.collectives import check_recorder, record_sends
 from ddp_equivalence.ranks.environment import (
     DEFAULTS,
@@ -36,7 +36,7 @@ class StartArguments:
     set.
     """
 
-    row: Row
+    row: RankPlace
     lane: Lane
     visible: str
     environment: tuple[tuple[str, str], ...]
@@ -103,7 +103,7 @@ def _set_environment(start: StartArguments) -> None:
 
 
 def _open_store(
-    row: Row, timeout: timedelta, exchange_port: Callable[[int | None], int]
+    row: RankPlace, timeout: timedelta, exchange_port: Callable[[int | None], int]
 ) -> TCPStore:
     """Set torchrun's variables and open the rendezvous store; ranks other than 0 connect to it."""
     store = None

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.multiprocessing as multiprocessing
 
-from ddp_equivalence.case.layouts import Row
+from ddp_equivalence.case.layouts import RankPlace
 from ddp_equivalence.ranks import messages
 from ddp_equivalence.ranks.capture_file import CaptureFile
 from ddp_equivalence.ranks.join_group import StartArguments
@@ -34,7 +34,7 @@ class RankProcess:
     ``output_file``: what the rank prints. ``stacks_file``: its stacks, when it is asked for them.
     """
 
-    def __init__(self, row: Row, method: str) -> None:
+    def __init__(self, row: RankPlace, method: str) -> None:
         self.row = row
         self.process: Any = None
         self._context: Any = multiprocessing.get_context(method)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from ddp_equivalence.case.layouts import Layout, Row
+from ddp_equivalence.case.layouts import Layout, RankPlace
 from ddp_equivalence.ranks import messages, process_tree
 from ddp_equivalence.ranks.environment import RANK_SET_VARIABLE, process_group_environment
 from ddp_equivalence.ranks.failure import RankEnd
@@ -150,11 +150,11 @@ class RankSet:
         for rank in self._ranks.values():
             rank.close()
 
-    def _rows_to_start(self) -> Sequence[Row]:
+    def _rows_to_start(self) -> Sequence[RankPlace]:
         """The ranks that are processes of their own."""
         return self.layout.rows
 
-    def _start_arguments(self, row: Row) -> StartArguments:
+    def _start_arguments(self, row: RankPlace) -> StartArguments:
         return StartArguments(
             row=row,
             lane=self.lane,

@@ -1,4 +1,4 @@
-"""What is compared with the big batch, by name."""
+"""The strategies that are compared with the big batch. A new one is a file and a line here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every case of the suite: what is compared with one big batch, by which strategy.
+"""The catalogue: every trial of the suite, chosen from what each strategy says of itself.
 
-``tests/equivalence`` takes ``trials(strategy)`` that keep the promise, ``tests/difference`` the
-others; the two together are the whole catalogue.
+``tests/equivalence`` runs the trials on which a strategy keeps its promise, and
+``tests/difference`` runs all others. Together they are the whole catalogue.
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.case.models.model import CatalogueModel
 from ddp_equivalence.case.steps import Compare, Steps
 from ddp_equivalence.strategies import STRATEGIES
-from ddp_equivalence.strategies.sharded_batch import MICRO_BATCHES, facts_of
+from ddp_equivalence.strategies.sharded_batch import MICRO_BATCHES, sharded_batches
 from ddp_equivalence.strategies.strategy import Strategy
 
 LAYOUTS = ("1x1", "1x2", "1x4", "2x2", "4x1", "2x4", "1+3", "3+1", "2x2-round-robin")
+
+ONE_PROCESS_LAYOUTS = ("1x2", "1x4")
+"""The layouts for strategies of one process, which is one node. With a single replica,
+nn.DataParallel would only call the module."""
+
 SHARDS = {
     "interleaved": ("1x2", "1+3"),
     "uneven": ("1x2", "1+3"),
     "one_example": ("1x2", "1+3"),
-    # On two ranks all data would be on one, and every rule the big batch.
+    # On two ranks, one rank would hold all data, and every rule would give the big batch.
     "empty": ("1x4", "1+3"),
     "no_valid_token": ("1x4", "1+3"),
 }
-"""Every deal of examples, and where it is met."""
+"""Shards other than equal ones, and the layouts on which they are tried."""
 
 CORE = (
     ("mlp", "mse_mean"),
@@ -40,31 +45,39 @@ CORE = (
     ("mlp", "two_normalisers"),
     ("gru_tied", "token_mean"),
 )
-"""Met on every layout and every deal of examples; all other pairs on one layout."""
+"""Models and losses that are tried on every layout and with all shards. Other pairs are tried on
+one layout."""
 
-GATHERED_CORE = (("mlp", "contrastive"), ("gru_tied", "token_mean"))
-"""The same for ``ddp_gathered``: its rule knows nothing of the loss, which two can show."""
+FEW_CORE = (("mlp", "contrastive"), ("gru_tied", "token_mean"))
+"""The core for strategies that try few pairs."""
+
+FEW_LOSSES = ("mse_mean", "token_mean")
+"""Losses these strategies try with models outside their core: one for each kind of output."""
 
 WITH_COUPLED_LOSSES = ("mlp", "conv")
-"""Models met with losses that couple examples."""
+"""Models that are tried with losses that couple examples."""
 
-PRECISE = (
+LOW_PRECISION = (
     ("mlp", "mse_mean", "equal"),
     ("mlp", "mse_sum", "equal"),
     ("conv", "cross_entropy_mean", "equal"),
-    # Uneven, so that a mean of means stands above the rounding of bfloat16.
+    # Uneven shards, so that a mean of means stands above the rounding of bfloat16.
     ("attention_tied", "token_mean", "uneven"),
 )
-"""Met in float32 and bfloat16 as well."""
+"""Models, losses and shards that are tried in float32 and bfloat16 as well."""
+
+EXACT = (("linear_8", "mse_mean"), ("linear_8", "mse_sum"), ("mlp", "mse_sum"))
+"""Models and losses that are tried with integer values, and compared bit for bit."""
 
 EXACT_EXAMPLES_PER_RANK = 4
-"""A power of two: with eight outputs every division in a mean is exact."""
+"""A power of two: with eight outputs, every division in a mean is exact."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One case, met by one strategy. ``cause``: the name of its known difference, None if the
-    strategy promises the big batch here. ``str()`` is its test id.
+    """A trial is one case on which one strategy is compared with the big batch.
+
+    ``backend`` None takes the backend of the run. ``str()`` is the trial's test id.
     """
 
     case: Case
@@ -75,11 +88,12 @@ class Trial:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of ``check`` for this trial; ``backend`` None is the run's own."""
+        """The keyword arguments of ``check`` for this trial."""
         return {"compare": self.compare, "steps": self.steps, "backend": self.backend}
 
     @property
     def cause(self) -> str | None:
+        """The cause's name if the strategy is known to differ here, None if it promises not to."""
         return _cause(self)
 
     def __str__(self) -> str:
@@ -96,134 +110,33 @@ class Trial:
 
 
 def trials(strategy: str) -> tuple[Trial, ...]:
-    """All trials of one strategy, by layout. Raises BadCase for an unknown one."""
+    """All trials of one strategy, by layout. Raises BadCase for an unknown strategy."""
     if strategy not in STRATEGIES:
         raise BadCase("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
-    found = dict.fromkeys(_select(STRATEGIES[strategy]))
-    # In the order of layouts, so that few sets of ranks are alive at a time.
-    return tuple(sorted(found, key=lambda trial: LAYOUTS.index(trial.case.layout)))
+    chosen = dict.fromkeys(_chosen(STRATEGIES[strategy]))
+    # Trials of one layout share their ranks, so in this order few ranks are alive at a time.
+    return tuple(sorted(chosen, key=lambda trial: LAYOUTS.index(trial.case.layout)))
 
 
 def cases(promise_of: str) -> tuple[Trial, ...]:
-    """The trials on which the strategy promises the gradient of one big batch."""
+    """The trials on which the strategy promises the gradient of the big batch."""
     return tuple(trial for trial in trials(promise_of) if trial.cause is None)
 
 
 def known_differences(of: str) -> tuple[Trial, ...]:
-    """The complement: the trials on which it is known to differ, each with its cause."""
+    """All other trials of the strategy: it is known to differ there, and the cause is known too."""
     return tuple(trial for trial in trials(of) if trial.cause is not None)
 
 
-@cache
-def _cause(trial: Trial) -> str | None:
-    breaks = STRATEGIES[trial.strategy].breaks
-    return next(filter(None, map(breaks, facts_of(trial.case, trial.steps))), None)
-
-
-def _select(strategy: Strategy) -> Iterator[Trial]:
-    name = strategy.name
-    main = "1x4" if strategy.one_process else "2x2"
-    if strategy.lane is not None:
-        main = "1x2"  # as few devices as it takes
-    layouts = [layout for layout in LAYOUTS if _fits(strategy, layout)]
-    gathered = strategy.name == "ddp_gathered"
-    core = GATHERED_CORE if gathered else CORE
-    small = ("1x2",) if strategy.one_process or gathered else ("1x2", "2x2")
-    for model, loss in _pairs(strategy):
-        yield Trial(case_of(strategy, model, loss, main), name)
-        if MODELS[model].batch_coupled and "1x1" in layouts and name != "ddp_accumulation":
-            yield Trial(case_of(strategy, model, loss, "1x1"), name)  # alone there is no difference
-    for model, loss in core:
-        for layout in layouts:
-            yield Trial(case_of(strategy, model, loss, layout), name)
-        # The real nn.DataParallel deals the examples itself.
-        for shards, dealt in SHARDS.items() if strategy.lane is None else ():
-            if shards == "no_valid_token" and LOSSES[loss].output != "tokens":
-                continue
-            for layout in (main,) if strategy.one_process else dealt:
-                yield Trial(case_of(strategy, model, loss, layout, shards), name)
-        for layout in small:
-            case = case_of(strategy, model, loss, layout)
-            yield Trial(case, name, steps=2)
-            yield Trial(case, name, compare="update")
-            if Trial(case, name, steps=2).cause is None:
-                # Where the first update is wrong, the second shows nothing more.
-                yield Trial(case, name, steps=2, compare="update")
-            if not strategy.one_process:
-                yield Trial(case, name, backend="gloo_cuda")
-    for model, loss, shards in PRECISE:
-        if shards != "equal" and strategy.lane is not None:
-            continue
-        for dtype in (torch.float32, torch.bfloat16):
-            for layout in small:
-                yield Trial(case_of(strategy, model, loss, layout, shards, dtype), name)
-    for layout in small:
-        yield from _exact(strategy, layout)
-    yield from _only_here(strategy)
-
-
-def _pairs(strategy: Strategy) -> Iterator[tuple[str, str]]:
-    """Every model with every loss that fits it."""
-    for model in MODELS.values():
-        in_turn = strategy.one_process or strategy.name == "ddp_accumulation"
-        if model.name == "dropout" and in_turn:
-            continue  # what draws in turn from one generator may meet the big batch's mask
-        for loss in LOSSES.values():
-            # What couples examples is met with two plain means, so that one thing differs.
-            plain = not model.batch_coupled or loss.name in ("mse_mean", "cross_entropy_mean")
-            if loss.batch_coupled and model.name not in WITH_COUPLED_LOSSES:
-                continue
-            if strategy.name == "ddp_gathered" and _says_nothing_new(model, loss):
-                continue
-            # DDP that looks for unused parameters refuses one that only a penalty uses: it is
-            # marked ready twice.
-            refused = model.unused_on_some_ranks and loss.name.endswith("l2_penalty")
-            if refused or model.name == "linear_8":
-                continue
-            if model.output == loss.output and plain:
-                yield model.name, loss.name
-
-
-def _says_nothing_new(model: CatalogueModel, loss: CatalogueLoss) -> bool:
-    """True if other pairs show the same of a rule that does not look into the loss."""
-    few = model.name not in [name for name, _ in GATHERED_CORE] and not loss.batch_coupled
-    return few and loss.name not in ("mse_mean", "token_mean")
-
-
-def _exact(strategy: Strategy, layout: str) -> Iterator[Trial]:
-    """Integer-valued data, compared bit for bit."""
-    if strategy.name == "ddp_accumulation":
-        return  # three micro-batches divide nothing exactly
-    for model, loss in (("linear_8", "mse_mean"), ("linear_8", "mse_sum"), ("mlp", "mse_sum")):
-        for dtype in (torch.float64, torch.float32):
-            case = case_of(strategy, model, loss, layout, dtype=dtype)
-            examples = EXACT_EXAMPLES_PER_RANK * case.ranks.world_size
-            yield Trial(
-                Case(
-                    model=model,
-                    loss=loss,
-                    layout=layout,
-                    dtype=dtype,
-                    examples=examples,
-                    exact=True,
-                ),
-                strategy.name,
-            )
-
-
-def _only_here(strategy: Strategy) -> Iterator[Trial]:
-    """What only one strategy has: a shorter last window, nodes of equal weight on 1+3."""
-    if strategy.name == "ddp_accumulation":
-        for model, loss in CORE:
-            for layout in ("1x2", "2x2"):
-                case = case_of(strategy, model, loss, layout)
-                window = case.catalogue_examples
-                shorter = window // MICRO_BATCHES * (MICRO_BATCHES - 1)
-                yield Trial(case, strategy.name, steps=(window, shorter))
-    if strategy.name == "hybrid":
-        for model, loss in CORE:
-            yield Trial(case_of(strategy, model, loss, "1+3", "9+3+3+3"), strategy.name)
-            yield Trial(case_of(strategy, model, loss, "3+1", "3+3+3+9"), strategy.name)
+def go_together(model: CatalogueModel, loss: CatalogueLoss) -> bool:
+    """True if the loss takes the model's outputs, and a difference has one cause only."""
+    if model.output != loss.output:
+        return False
+    if model.batch_coupled and not loss.plain_mean:
+        return False  # Model and loss could both be the cause.
+    # DDP that looks for unused parameters raises an error for one that the forward pass left out
+    # and the loss uses after all: "marked ready twice".
+    return not (model.unused_on_some_ranks and loss.uses_all_parameters)
 
 
 def case_of(
@@ -234,19 +147,142 @@ def case_of(
     shards: str = "equal",
     dtype: torch.dtype = torch.float64,
 ) -> Case:
-    """The catalogue's case of this strategy: micro-batches take more examples."""
+    """The case on which the catalogue tries this strategy with this model and loss.
+
+    A strategy that accumulates gets as many examples for each micro-batch as others for a shard.
+    """
     case = Case(model=model, loss=loss, layout=layout, shards=shards, dtype=dtype)
-    if strategy.name != "ddp_accumulation" or "+" in shards:
+    if not strategy.accumulates or "+" in shards:
         return case
-    # Five rows for each of three micro-batches.
     examples = MICRO_BATCHES * case.catalogue_examples
     return Case(
         model=model, loss=loss, layout=layout, shards=shards, dtype=dtype, examples=examples
     )
 
 
-def _fits(strategy: Strategy, layout: str) -> bool:
-    if not strategy.one_process:
-        return True
-    # One process has one node, and with one replica the module is just called.
-    return layout in ("1x2", "1x4")
+@cache
+def _cause(trial: Trial) -> str | None:
+    """The cause in the first step that has one."""
+    cause_of_difference = STRATEGIES[trial.strategy].cause_of_difference
+    batches = sharded_batches(trial.case, trial.steps)
+    return next(filter(None, map(cause_of_difference, batches)), None)
+
+
+def _chosen(strategy: Strategy) -> Iterator[Trial]:
+    """The strategy's trials; some may come twice."""
+    core = FEW_CORE if strategy.tries_few_pairs else CORE
+    yield from _with_every_pair(strategy)
+    for model, loss in core:
+        yield from _on_every_layout(strategy, model, loss)
+        yield from _with_other_shards(strategy, model, loss)
+        yield from _over_several_steps(strategy, model, loss)
+    yield from _in_low_precision(strategy)
+    yield from _exact(strategy)
+    if strategy.accumulates:
+        yield from _with_a_shorter_last_window(strategy)
+    for model, loss in core:
+        for layout, shards in strategy.more_shards:
+            yield Trial(case_of(strategy, model, loss, layout, shards), strategy.name)
+
+
+def _main_layout(strategy: Strategy) -> str:
+    if strategy.lane is not None:
+        return "1x2"  # This needs the fewest devices.
+    return "1x4" if strategy.one_process else "2x2"
+
+
+def _layouts(strategy: Strategy) -> tuple[str, ...]:
+    return ONE_PROCESS_LAYOUTS if strategy.one_process else LAYOUTS
+
+
+def _few_layouts(strategy: Strategy) -> tuple[str, ...]:
+    return ("1x2",) if strategy.one_process or strategy.tries_few_pairs else ("1x2", "2x2")
+
+
+def _with_every_pair(strategy: Strategy) -> Iterator[Trial]:
+    for model in MODELS.values():
+        for loss in LOSSES.values():
+            if not _is_tried(strategy, model, loss):
+                continue
+            main = case_of(strategy, model.name, loss.name, _main_layout(strategy))
+            yield Trial(main, strategy.name)
+            if model.batch_coupled and "1x1" in _layouts(strategy) and not strategy.accumulates:
+                # A single rank has the whole batch, so that nothing differs.
+                yield Trial(case_of(strategy, model.name, loss.name, "1x1"), strategy.name)
+
+
+def _is_tried(strategy: Strategy, model: CatalogueModel, loss: CatalogueLoss) -> bool:
+    if model.only_exact or not go_together(model, loss):
+        return False
+    if model.draws_random_numbers and strategy.runs_forward_in_turn:
+        return False  # It may happen to draw the same masks as the big batch.
+    if loss.batch_coupled:
+        return model.name in WITH_COUPLED_LOSSES
+    in_core = model.name in [name for name, _ in FEW_CORE]
+    return not strategy.tries_few_pairs or in_core or loss.name in FEW_LOSSES
+
+
+def _on_every_layout(strategy: Strategy, model: str, loss: str) -> Iterator[Trial]:
+    for layout in _layouts(strategy):
+        yield Trial(case_of(strategy, model, loss, layout), strategy.name)
+
+
+def _with_other_shards(strategy: Strategy, model: str, loss: str) -> Iterator[Trial]:
+    if strategy.splits_the_batch_itself:
+        return
+    for shards, layouts in SHARDS.items():
+        if shards == "no_valid_token" and LOSSES[loss].output != "tokens":
+            continue
+        for layout in (_main_layout(strategy),) if strategy.one_process else layouts:
+            yield Trial(case_of(strategy, model, loss, layout, shards), strategy.name)
+
+
+def _over_several_steps(strategy: Strategy, model: str, loss: str) -> Iterator[Trial]:
+    """Two steps, updates in place of gradients, and gloo with CUDA tensors."""
+    for layout in _few_layouts(strategy):
+        case = case_of(strategy, model, loss, layout)
+        yield Trial(case, strategy.name, steps=2)
+        yield Trial(case, strategy.name, compare="update")
+        if Trial(case, strategy.name, steps=2).cause is None:
+            # Where the first update is wrong, the second shows nothing more.
+            yield Trial(case, strategy.name, steps=2, compare="update")
+        if not strategy.one_process:
+            yield Trial(case, strategy.name, backend="gloo_cuda")
+
+
+def _in_low_precision(strategy: Strategy) -> Iterator[Trial]:
+    for model, loss, shards in LOW_PRECISION:
+        if shards != "equal" and strategy.splits_the_batch_itself:
+            continue
+        for dtype in (torch.float32, torch.bfloat16):
+            for layout in _few_layouts(strategy):
+                case = case_of(strategy, model, loss, layout, shards, dtype)
+                yield Trial(case, strategy.name)
+
+
+def _exact(strategy: Strategy) -> Iterator[Trial]:
+    if strategy.accumulates:
+        return  # The mean over three micro-batches is not exact.
+    for layout in _few_layouts(strategy):
+        for model, loss in EXACT:
+            for dtype in (torch.float64, torch.float32):
+                world_size = case_of(strategy, model, loss, layout).ranks.world_size
+                case = Case(
+                    model=model,
+                    loss=loss,
+                    layout=layout,
+                    dtype=dtype,
+                    examples=EXACT_EXAMPLES_PER_RANK * world_size,
+                    exact=True,
+                )
+                yield Trial(case, strategy.name)
+
+
+def _with_a_shorter_last_window(strategy: Strategy) -> Iterator[Trial]:
+    """Two steps, of which the second has one micro-batch less."""
+    for model, loss in CORE:
+        for layout in ("1x2", "2x2"):
+            case = case_of(strategy, model, loss, layout)
+            window = case.catalogue_examples
+            shorter = window // MICRO_BATCHES * (MICRO_BATCHES - 1)
+            yield Trial(case, strategy.name, steps=(window, shorter))

@@ -8,30 +8,30 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ddp_equivalence.strategies.sharded_batch import Facts
+from ddp_equivalence.strategies.sharded_batch import ShardedBatch
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 
-def breaks(facts: Facts) -> str | None:
-    return facts.apart()
+def cause_of_difference(sharded_batch: ShardedBatch) -> str | None:
+    return sharded_batch.cause_if_outputs_are_gathered()
 
 
 def prepare(task: Task) -> TrainStep:
     devices = list(range(min(torch.cuda.device_count(), task.case.ranks.world_size)))
     parallel = nn.DataParallel(task.model, device_ids=devices)
-    ran: set[str] = set()
+    devices_used: set[str] = set()
 
-    def saw(module: nn.Module, *arguments: Any) -> None:
-        # Replicas share the module's hooks: each tells on which device it was called.
+    def note_device(module: nn.Module, *arguments: Any) -> None:
+        # Replicas share the module's hooks, so each replica that is called adds its own device.
         leaves = pytree.tree_leaves(arguments)
-        ran.update(str(leaf.device) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        devices_used.update(str(leaf.device) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
-    task.model.register_forward_pre_hook(saw, with_kwargs=True)
+    task.model.register_forward_pre_hook(note_device, with_kwargs=True)
 
     def step(batch: Any) -> None:
-        ran.clear()
+        devices_used.clear()
         task.loss(parallel, batch).backward()
-        task.notes["replicas"] = len(ran)
+        task.notes["replicas"] = len(devices_used)
 
     return step
 
@@ -39,8 +39,9 @@ def prepare(task: Task) -> TrainStep:
 STRATEGY = Strategy(
     name="data_parallel",
     promise="One loss over the gathered outputs is the big batch: the replicas' gradients add up.",
-    breaks=breaks,
+    cause_of_difference=cause_of_difference,
     prepare=prepare,
     one_process=True,
     lane="data_parallel",
+    splits_the_batch_itself=True,
 )

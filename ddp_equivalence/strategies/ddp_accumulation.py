@@ -1,4 +1,4 @@
-"""DDP with gradient accumulation: micro-batches under no_sync, the last one reduces."""
+"""DDP with gradient accumulation: micro-batches run under no_sync, except for the last."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from contextlib import nullcontext
 from typing import Any
 
 from ddp_equivalence.case.batch import count_examples, take
-from ddp_equivalence.strategies.sharded_batch import Facts, Indices, micro_batches
+from ddp_equivalence.strategies.sharded_batch import Indices, ShardedBatch, micro_batches
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 
-def breaks(facts: Facts) -> str | None:
-    parts = facts.micro_shards
-    wrong = facts.mean_over([part for of_rank in parts for part in of_rank])
-    as_many_each = len({len(of_rank) for of_rank in parts}) == 1
-    return wrong if wrong or as_many_each else "uneven_shards_weighted_equally"
+def cause_of_difference(sharded_batch: ShardedBatch) -> str | None:
+    windows = sharded_batch.micro_batches_by_rank
+    cause = sharded_batch.cause_if_averaged([part for window in windows for part in window])
+    equally_many = len({len(window) for window in windows}) == 1
+    return cause if cause or equally_many else "uneven_shards_weighted_equally"
 
 
-def contributions(facts: Facts) -> tuple[tuple[Indices, ...], ...]:
-    return facts.micro_shards
+def parts_by_rank(sharded_batch: ShardedBatch) -> tuple[tuple[Indices, ...], ...]:
+    return sharded_batch.micro_batches_by_rank
 
 
 def prepare(task: Task) -> TrainStep:
@@ -28,9 +28,9 @@ def prepare(task: Task) -> TrainStep:
     def step(shard: Any) -> None:
         window = micro_batches(tuple(range(count_examples(shard))), full_window)
         for number, indices in enumerate(window, start=1):
-            # The forward pass decides whether this backward reduces, so it is inside as well.
+            # DDP decides in the forward pass whether backward reduces, so both are in the block.
             with nullcontext() if number == len(window) else ddp.no_sync():
-                # Divided by the micro-batches of this window: the last one may be shorter.
+                # The last window may be shorter, so the divisor is the length of this one.
                 (task.loss(ddp, take(shard, indices)) / len(window)).backward()
 
     return step
@@ -40,7 +40,8 @@ STRATEGY = Strategy(
     name="ddp_accumulation",
     promise="Micro-batch losses divided by the number of micro-batches in the window, reduced "
     "once, are the big batch if every micro-batch's loss divides by the same number.",
-    breaks=breaks,
+    cause_of_difference=cause_of_difference,
     prepare=prepare,
-    contributions=contributions,
+    accumulates=True,
+    parts_by_rank=parts_by_rank,
 )

@@ -1,4 +1,4 @@
-"""DDP with one loss over the outputs of all ranks, gathered with their gradient."""
+"""DDP with one loss over the outputs of all ranks, gathered so that gradients flow back."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.distributed.nn import functional as collectives
 from torch.utils import _pytree as pytree
 
 from ddp_equivalence.case.batch import count_examples
-from ddp_equivalence.strategies.sharded_batch import Facts
+from ddp_equivalence.strategies.sharded_batch import ShardedBatch
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 
 class Gathered(nn.Module):
-    """Takes the inputs of all ranks, runs DDP on the own ones, and gives the outputs of all.
+    """Takes the inputs of all ranks, runs DDP on this rank's inputs, and gathers all outputs.
 
-    ``sizes``: the examples of every rank.
+    The caller sets ``sizes``, the number of examples on every rank, before each call.
     """
 
     def __init__(self, ddp: nn.Module, rank: int) -> None:
@@ -36,8 +36,8 @@ class Gathered(nn.Module):
         return pytree.tree_map_only(Tensor, lambda leaf: gather(leaf, self.sizes), outputs)
 
 
-def breaks(facts: Facts) -> str | None:
-    return facts.apart()
+def cause_of_difference(sharded_batch: ShardedBatch) -> str | None:
+    return sharded_batch.cause_if_outputs_are_gathered()
 
 
 def prepare(task: Task) -> TrainStep:
@@ -47,24 +47,26 @@ def prepare(task: Task) -> TrainStep:
         own = torch.tensor([count_examples(shard)], device=task.rank.device)
         gathered.sizes = gather(own, [1] * task.rank.world_size).tolist()
         batch = pytree.tree_map_only(Tensor, lambda leaf: gather(leaf, gathered.sizes), shard)
-        # Every rank has the whole loss. Backward adds up what all of them say of the own outputs,
-        # which is world size times its gradient, and DDP's average divides by that.
+        # Every rank computes the loss of the big batch. In backward, each rank's outputs get the
+        # sum of the gradients from all ranks, which is world size times the gradient. DDP's
+        # average divides by the world size again.
         task.loss(gathered, batch).backward()
 
     return step
 
 
 def gather(values: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The rows of all ranks, in the order of ranks, with their gradient; ``sizes``: of each rank.
+    """Join the values of all ranks along dim 0, in the order of ranks, so that gradients flow back.
 
-    The collective takes equally many rows from each, so that shorter shards are filled up.
+    Rank r has ``sizes[r]`` of them. The collective needs equally many from each rank, so that
+    shorter ones are padded with zeros, which are removed afterwards.
     """
     missing = max(sizes) - len(values)
-    filled = torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
+    padded = torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
     with warnings.catch_warnings():
-        # torch 2.13 advises another one, which the oldest supported torch does not have.
+        # torch 2.13 advises another function, which the oldest supported torch does not have.
         warnings.simplefilter("ignore", FutureWarning)
-        parts = collectives.all_gather(filled, group=dist.group.WORLD)
+        parts = collectives.all_gather(padded, group=dist.group.WORLD)
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
@@ -72,6 +74,7 @@ STRATEGY = Strategy(
     name="ddp_gathered",
     promise="One loss over outputs gathered with their gradient is the big batch, for any loss "
     "and any shards.",
-    breaks=breaks,
+    cause_of_difference=cause_of_difference,
     prepare=prepare,
+    tries_few_pairs=True,
 )

@@ -1,4 +1,4 @@
-"""DDP with the mean over all ranks: summed loss times world size over the global count."""
+"""DDP with the mean over all ranks: the summed loss, times world size, over the global count."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from ddp_equivalence.case.build import catalogue_loss_of
-from ddp_equivalence.strategies.sharded_batch import Facts
+from ddp_equivalence.strategies.sharded_batch import ShardedBatch
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 
-def breaks(facts: Facts) -> str | None:
-    return facts.locally()
+def cause_of_difference(sharded_batch: ShardedBatch) -> str | None:
+    return sharded_batch.cause_if_divided_globally()
 
 
 def prepare(task: Task) -> TrainStep:
@@ -45,6 +45,7 @@ STRATEGY = Strategy(
     name="ddp_global_mean",
     promise="The summed loss times world size over the global count is the big batch for any "
     "shards, empty ones too, if the loss adds up over examples.",
-    breaks=breaks,
+    cause_of_difference=cause_of_difference,
     prepare=prepare,
+    needs_normalisers=True,
 )

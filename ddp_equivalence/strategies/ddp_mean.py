@@ -1,15 +1,15 @@
-"""DistributedDataParallel as it comes: the loss of the own shard, gradients averaged over ranks."""
+"""Plain DistributedDataParallel: the loss of each rank's shard, gradients averaged over ranks."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ddp_equivalence.strategies.sharded_batch import Facts
+from ddp_equivalence.strategies.sharded_batch import ShardedBatch
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 
-def breaks(facts: Facts) -> str | None:
-    return facts.mean_over(facts.shards.indices)
+def cause_of_difference(sharded_batch: ShardedBatch) -> str | None:
+    return sharded_batch.cause_if_averaged(sharded_batch.shards.indices)
 
 
 def prepare(task: Task) -> TrainStep:
@@ -25,6 +25,6 @@ STRATEGY = Strategy(
     name="ddp_mean",
     promise="The average over ranks is the big batch if the loss is a mean and every rank's loss "
     "divides by the same number.",
-    breaks=breaks,
+    cause_of_difference=cause_of_difference,
     prepare=prepare,
 )

@@ -1,4 +1,4 @@
-"""DDP with a sum-reduced loss: times the world size, which cancels DDP's average."""
+"""DDP with a sum-reduced loss, times the world size, which cancels the divisor of DDP's average."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ddp_equivalence.case.losses import LOSSES
-from ddp_equivalence.strategies.sharded_batch import Facts
+from ddp_equivalence.strategies.sharded_batch import ShardedBatch
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 
-def breaks(facts: Facts) -> str | None:
-    return facts.sum_over(facts.shards.indices, once=False)
+def cause_of_difference(sharded_batch: ShardedBatch) -> str | None:
+    return sharded_batch.cause_if_summed(sharded_batch.shards.indices, sums_constants=False)
 
 
 def prepare(task: Task) -> TrainStep:
@@ -25,8 +25,10 @@ def prepare(task: Task) -> TrainStep:
 
 
 def scaled_loss(task: Task, ddp: nn.Module, shard: Any) -> Tensor:
-    """World size times the loss; a term that does not depend on the data stays as it is, since
-    the average over ranks already leaves it once.
+    """World size times every term of the loss that depends on the data.
+
+    Other terms are not multiplied: they are the same on all ranks, so that DDP's average leaves
+    them as they are.
     """
     world_size = task.rank.world_size
     loss = LOSSES[task.case.loss] if isinstance(task.case.loss, str) else None
@@ -44,6 +46,6 @@ STRATEGY = Strategy(
     name="ddp_sum",
     promise="World size times a sum-reduced loss, averaged over ranks, is the sum over the big "
     "batch, however uneven the shards.",
-    breaks=breaks,
+    cause_of_difference=cause_of_difference,
     prepare=prepare,
 )

@@ -1,6 +1,7 @@
-"""DDP with a communication hook that sums: gradients are added up and never divided."""
+"""DDP with a communication hook that adds up gradients and does not divide."""
 
-# No "from __future__ import annotations": DDP compares a hook's annotations with classes, not text.
+# DDP compares the annotations of a hook with classes. So this file must not import annotations from
+# __future__, which turns them into strings.
 
 from typing import Any
 
@@ -9,16 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # no stubs
 
-from ddp_equivalence.strategies.sharded_batch import Facts
+from ddp_equivalence.strategies.sharded_batch import ShardedBatch
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 
-def breaks(facts: Facts) -> str | None:
-    return facts.sum_over(facts.shards.indices)
+def cause_of_difference(sharded_batch: ShardedBatch) -> str | None:
+    return sharded_batch.cause_if_summed(sharded_batch.shards.indices)
 
 
 def sum_over_ranks(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """A hook replaces DDP's own all-reduce, and with it the division by the world size.
+    """All-reduce the bucket. A hook replaces DDP's own all-reduce and its division by world size.
 
     Source: torch documentation, "DDP Communication Hooks".
     """
@@ -44,6 +45,6 @@ def prepare(task: Task) -> TrainStep:
 STRATEGY = Strategy(
     name="ddp_sum_hook",
     promise="The sum over ranks is the big batch if every term of the loss is a sum over examples.",
-    breaks=breaks,
+    cause_of_difference=cause_of_difference,
     prepare=prepare,
 )

@@ -1,8 +1,8 @@
 """nn.DataParallel's rule on any device: scatter, replicate, and add up the replicas' gradients.
 
-On the CPU, and with one device, nn.DataParallel itself just calls the module. This emulation does
-what it does on several GPUs, in one process: every replica has weights of its own, and its
-gradients are added to the model's by hand.
+On the CPU, and with one device, nn.DataParallel itself only calls the module. This emulation does
+in one process what nn.DataParallel does on several GPUs: every replica has its own copy of the
+weights, and its gradients are added to those of the model.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from ddp_equivalence.case.batch import concatenate, take
-from ddp_equivalence.strategies.sharded_batch import Facts
+from ddp_equivalence.strategies.sharded_batch import ShardedBatch
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 
 class Replicas(nn.Module):
-    """Scatters its input by ``sizes``, runs a replica on each part, gathers the outputs."""
+    """Scatters its inputs, runs one replica of the model on each part, and gathers the outputs.
+
+    The caller sets ``sizes``, the number of examples in each part, before a call. After a call,
+    ``ran`` has the weights of every replica that ran, by name.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -41,7 +45,7 @@ class Replicas(nn.Module):
         return concatenate(outputs)
 
     def _scatter(self, arguments: Any) -> list[Any]:
-        """Every tensor split along dim 0, everything else to all."""
+        """The arguments of every part: tensors are split along dim 0, all else is given to each."""
         ends = list(accumulate(self.sizes))
         starts = [0, *ends[:-1]]
         return [
@@ -50,12 +54,13 @@ class Replicas(nn.Module):
         ]
 
     def add_gradients(self) -> None:
-        """Add what every replica found to the gradient of the model's own parameters."""
+        """After backward: add the gradients of every replica to those of the model's parameters."""
         for weights in self.ran:
             for name, parameter in self.model.named_parameters():
-                found = weights[name].grad if name in weights else None
-                if found is not None:
-                    parameter.grad = found if parameter.grad is None else parameter.grad + found
+                gradient = weights[name].grad if name in weights else None
+                if gradient is not None:
+                    before = parameter.grad
+                    parameter.grad = gradient if before is None else before + gradient
 
     def _replica(self) -> dict[str, Tensor]:
         return {
@@ -65,22 +70,23 @@ class Replicas(nn.Module):
         }
 
 
-def whole_loss_breaks(facts: Facts) -> str | None:
-    return facts.apart()
+def cause_with_whole_loss(sharded_batch: ShardedBatch) -> str | None:
+    return sharded_batch.cause_if_outputs_are_gathered()
 
 
-def loss_inside_breaks(facts: Facts) -> str | None:
-    return facts.mean_over(facts.shards.indices)
+def cause_with_loss_inside(sharded_batch: ShardedBatch) -> str | None:
+    return sharded_batch.cause_if_averaged(sharded_batch.shards.indices)
 
 
 def prepare_whole_loss(task: Task) -> TrainStep:
-    replicas, steps = Replicas(task.model), iter(task.shards)
+    replicas, shards_by_step = Replicas(task.model), iter(task.shards)
 
     def step(batch: Any) -> None:
-        deal = next(steps)
-        replicas.sizes = deal.sizes
-        # Scatter deals consecutive examples; another deal is the same batch in another order.
-        order = [index for indices in deal.indices for index in indices]
+        shards = next(shards_by_step)
+        replicas.sizes = shards.sizes
+        # Scatter splits a batch into consecutive examples. Sorting the batch by shards first gives
+        # every replica its shard.
+        order = [index for indices in shards.indices for index in indices]
         task.loss(replicas, take(batch, order)).backward()
         replicas.add_gradients()
         task.notes["replicas"] = len(replicas.ran)
@@ -89,17 +95,16 @@ def prepare_whole_loss(task: Task) -> TrainStep:
 
 
 def prepare_loss_inside(task: Task) -> TrainStep:
-    replicas, steps = Replicas(task.model), iter(task.shards)
+    replicas, shards_by_step = Replicas(task.model), iter(task.shards)
 
     def step(batch: Any) -> None:
-        deal = next(steps)
         ran = []
         losses = []
-        for indices in deal.indices:
+        for indices in next(shards_by_step).indices:
             replicas.sizes = (len(indices),)
             losses.append(task.loss(replicas, take(batch, indices)))
             ran += replicas.ran
-        # nn.DataParallel gathers one loss a replica; the caller takes their mean.
+        # nn.DataParallel gathers one loss from each replica, and its caller takes their mean.
         torch.stack(losses).mean().backward()
         replicas.ran = ran
         replicas.add_gradients()
@@ -112,7 +117,7 @@ WHOLE_LOSS = Strategy(
     name="emulated_data_parallel",
     promise="One loss over the gathered outputs is the big batch, for any loss and any shards: "
     "the replicas' gradients add up.",
-    breaks=whole_loss_breaks,
+    cause_of_difference=cause_with_whole_loss,
     prepare=prepare_whole_loss,
     one_process=True,
 )
@@ -121,7 +126,7 @@ LOSS_INSIDE = Strategy(
     name="emulated_data_parallel_loss_inside",
     promise="The mean of the replicas' own losses is the big batch if the loss is a mean and "
     "every replica's loss divides by the same number.",
-    breaks=loss_inside_breaks,
+    cause_of_difference=cause_with_loss_inside,
     prepare=prepare_loss_inside,
     one_process=True,
 )

@@ -1,7 +1,8 @@
 """DataParallel's sum inside a node, DDP's average between nodes.
 
-What one process per node that drives several GPUs used to do: inside the node one loss over the
-node's batch, whose replicas' gradients add up; between the nodes an average.
+DDP with one process per node, which drives several GPUs through nn.DataParallel, works like this.
+Inside a node there is one loss over the node's examples, and the gradients of its replicas add up.
+Between nodes, gradients are averaged.
 """
 
 from __future__ import annotations
@@ -16,22 +17,26 @@ from ddp_equivalence.case.build import catalogue_loss_of
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.ranks import process_state
 from ddp_equivalence.strategies.manual_all_reduce import reduce_gradients
-from ddp_equivalence.strategies.sharded_batch import Facts
+from ddp_equivalence.strategies.sharded_batch import ShardedBatch
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 
-def breaks(facts: Facts) -> str | None:
-    if facts.layout.world_size > 1 and facts.batch_coupled:
-        return facts.batch_coupled
-    one_each = facts.layout.nodes == facts.layout.world_size
-    return facts.mean_over(facts.node_shards, uneven="" if one_each else "mean_of_node_means")
+def cause_of_difference(sharded_batch: ShardedBatch) -> str | None:
+    layout = sharded_batch.layout
+    if layout.world_size > 1 and sharded_batch.batch_coupled:
+        return sharded_batch.batch_coupled
+    one_rank_per_node = layout.nodes == layout.world_size
+    return sharded_batch.cause_if_averaged(
+        sharded_batch.shards_by_node,
+        if_uneven="" if one_rank_per_node else "mean_of_node_means",
+    )
 
 
 def prepare(task: Task) -> TrainStep:
     layout, rank = task.case.ranks, task.rank
     loss = catalogue_loss_of(task.case, needed_by="hybrid")
-    nodes, leaders = process_groups(layout)
-    node, leader = nodes[rank.node], layout.ranks_on(rank.node)[0]
+    node_groups, leaders = process_groups(layout)
+    node, leader = node_groups[rank.node], layout.ranks_on(rank.node)[0]
 
     def step(shard: Any) -> None:
         terms = loss.normalisers(shard)
@@ -56,7 +61,7 @@ def prepare(task: Task) -> TrainStep:
 
 
 def process_groups(layout: Layout) -> tuple[tuple[dist.ProcessGroup, ...], dist.ProcessGroup]:
-    """One group a node, and one of the first rank of every node."""
+    """One group of ranks for each node, and one group of leaders: the first ranks of all nodes."""
     return _process_groups(layout, dist.group.WORLD)
 
 
@@ -64,24 +69,25 @@ def process_groups(layout: Layout) -> tuple[tuple[dist.ProcessGroup, ...], dist.
 def _process_groups(
     layout: Layout, _: object
 ) -> tuple[tuple[dist.ProcessGroup, ...], dist.ProcessGroup]:
-    """Made once in the life of the ranks: made and destroyed in a loop, they hang torch 2.13."""
-    ranks = [layout.ranks_on(node) for node in range(layout.nodes)]
-    groups = tuple(dist.new_group(list(of_node)) for of_node in ranks)
-    leaders = dist.new_group([of_node[0] for of_node in ranks])
+    """Make the groups once for these ranks: torch 2.13 hangs where they are remade in a loop."""
+    nodes = [layout.ranks_on(node) for node in range(layout.nodes)]
+    groups = tuple(dist.new_group(list(ranks)) for ranks in nodes)
+    leaders = dist.new_group([ranks[0] for ranks in nodes])
     for group in (*groups, leaders):
         process_state.keep_group(group)
     return groups, leaders
 
 
 def _take_from_leader(task: Task, leader: int, node: dist.ProcessGroup) -> None:
-    parameters = [one for one in task.model.parameters() if one.requires_grad]
-    used = torch.tensor([float(one.grad is not None) for one in parameters])
-    used = used.to(task.rank.device)
-    dist.broadcast(used, src=leader, group=node)
-    for parameter, wanted in zip(parameters, used.tolist(), strict=True):
-        if not wanted:
+    """Broadcast the leader's gradients to the other ranks of the node."""
+    trained = [parameter for parameter in task.model.parameters() if parameter.requires_grad]
+    has_gradient = torch.tensor([float(parameter.grad is not None) for parameter in trained])
+    has_gradient = has_gradient.to(task.rank.device)
+    dist.broadcast(has_gradient, src=leader, group=node)
+    for parameter, leader_has_gradient in zip(trained, has_gradient.tolist(), strict=True):
+        if not leader_has_gradient:
             continue
-        # Sparse gradients cannot be broadcast; the layout is restored afterwards.
+        # Sparse gradients cannot be broadcast, so they travel dense and are made sparse again.
         sparse = parameter.grad is not None and parameter.grad.is_sparse
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradient = gradient.to_dense() if sparse else gradient
@@ -93,7 +99,10 @@ STRATEGY = Strategy(
     name="hybrid",
     promise="The sum inside a node, averaged between nodes, is the big batch if the loss is a "
     "mean and every node's loss divides by the same number.",
-    breaks=breaks,
+    cause_of_difference=cause_of_difference,
     prepare=prepare,
     sums_in_nodes=True,
+    needs_normalisers=True,
+    # With these shards, nodes with different numbers of ranks have equally many examples.
+    more_shards=(("1+3", "9+3+3+3"), ("3+1", "3+3+3+9")),
 )

@@ -1,4 +1,4 @@
-"""No wrapper: gradients reduced by hand between backward and optimizer, averaged or summed."""
+"""No wrapper: the step all-reduces gradients itself after backward, to their mean or their sum."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_equivalence.strategies.sharded_batch import Facts
+from ddp_equivalence.strategies.sharded_batch import ShardedBatch
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
 
-def mean_breaks(facts: Facts) -> str | None:
-    return facts.mean_over(facts.shards.indices)
+def cause_if_averaged(sharded_batch: ShardedBatch) -> str | None:
+    return sharded_batch.cause_if_averaged(sharded_batch.shards.indices)
 
 
-def sum_breaks(facts: Facts) -> str | None:
-    return facts.sum_over(facts.shards.indices)
+def cause_if_summed(sharded_batch: ShardedBatch) -> str | None:
+    return sharded_batch.cause_if_summed(sharded_batch.shards.indices)
 
 
 def prepare(task: Task, divide_by_world_size: bool) -> TrainStep:
@@ -34,16 +34,17 @@ def prepare(task: Task, divide_by_world_size: bool) -> TrainStep:
 def reduce_gradients(
     model: nn.Module, divisor: int, group: dist.ProcessGroup | None = None
 ) -> None:
-    """All-reduce every gradient in place and divide it.
+    """All-reduce every gradient in place to the sum over the group, and divide it by ``divisor``.
 
-    A parameter that some ranks did not use counts as zero there; one that no rank used keeps None.
+    A gradient that is None on some ranks counts as zero there. If it is None on all ranks, it stays
+    None.
     """
-    parameters = [one for one in model.parameters() if one.requires_grad]
-    used = torch.tensor([float(one.grad is not None) for one in parameters])
-    used = used.to(parameters[0].device)
-    dist.all_reduce(used, group=group)
-    for parameter, ranks in zip(parameters, used.tolist(), strict=True):
-        if not ranks:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    has_gradient = torch.tensor([float(parameter.grad is not None) for parameter in trained])
+    has_gradient = has_gradient.to(trained[0].device)
+    dist.all_reduce(has_gradient, group=group)
+    for parameter, ranks_with_gradient in zip(trained, has_gradient.tolist(), strict=True):
+        if not ranks_with_gradient:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -57,7 +58,7 @@ MEAN = Strategy(
     name="manual_all_reduce_mean",
     promise="Gradients summed over ranks and divided by their number are the big batch where "
     "DDP's average is.",
-    breaks=mean_breaks,
+    cause_of_difference=cause_if_averaged,
     prepare=partial(prepare, divide_by_world_size=True),
 )
 
@@ -65,6 +66,6 @@ SUM = Strategy(
     name="manual_all_reduce_sum",
     promise="Gradients summed over ranks are the big batch if every term of the loss is a sum "
     "over examples.",
-    breaks=sum_breaks,
+    cause_of_difference=cause_if_summed,
     prepare=partial(prepare, divide_by_world_size=False),
 )

@@ -1,4 +1,4 @@
-"""What a strategy's promise may depend on: who holds what, and what the loss divides by there."""
+"""One big batch and its shards: what a promise depends on, and which cause breaks it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,21 @@ from ddp_equivalence.case.shards import Shards, split
 from ddp_equivalence.case.steps import Steps
 
 MICRO_BATCHES = 3
-"""Accumulation steps of a full window; coprime to every world size."""
+"""The micro-batches of a full accumulation window. Coprime to every world size of the catalogue."""
 
 Indices = tuple[int, ...]
+"""Positions of examples in the big batch."""
 
 
 @dataclass(frozen=True)
-class Facts:
-    """One big batch of a catalogue case, dealt to ranks.
+class ShardedBatch:
+    """One big batch of a catalogue case, and the examples that every rank is assigned.
 
-    ``first_shards`` is the deal of the first step, which fixes the size of a micro-batch.
+    ``first_shards`` are the shards of the first step. They fix the size of a micro-batch for all
+    steps. ``model_coupled`` is the ``batch_coupled`` of the case's model.
+
+    The methods named ``cause_if_...`` each answer for one rule of computing gradients. They return
+    None if the rule gives the gradient of the big batch, else the public name of the cause.
     """
 
     layout: Layout
@@ -38,30 +43,31 @@ class Facts:
 
     @property
     def batch_coupled(self) -> str | None:
-        """The cause's name, if model or loss make an example's gradient depend on the others."""
+        """The cause's name if model or loss make an example's gradient depend on the others."""
         return self.model_coupled or self.loss.batch_coupled
 
     @property
-    def node_shards(self) -> tuple[Indices, ...]:
+    def shards_by_node(self) -> tuple[Indices, ...]:
         """The examples of every node."""
         return tuple(
-            tuple(i for rank in self.layout.ranks_on(node) for i in self.shards.indices[rank])
+            tuple(
+                index for rank in self.layout.ranks_on(node) for index in self.shards.indices[rank]
+            )
             for node in range(self.layout.nodes)
         )
 
     @property
-    def micro_shards(self) -> tuple[tuple[Indices, ...], ...]:
+    def micro_batches_by_rank(self) -> tuple[tuple[Indices, ...], ...]:
         """The micro-batches of every rank."""
         return tuple(
             micro_batches(indices, len(first))
             for indices, first in zip(self.shards.indices, self.first_shards.indices, strict=True)
         )
 
-    def mean_over(self, parts: Sequence[Indices], uneven: str = "") -> str | None:
-        """What is wrong if the gradients of these parts are averaged with equal weights.
+    def cause_if_averaged(self, parts: Sequence[Indices], if_uneven: str = "") -> str | None:
+        """The cause if gradients of these parts are averaged with equal weights.
 
-        The cause's name (``uneven`` if given, where the parts count unequally), or None if that
-        is the big batch.
+        ``if_uneven``: the cause to return where the parts should have unequal weights.
         """
         if len(parts) == 1:
             return None
@@ -69,61 +75,78 @@ class Facts:
             return self.batch_coupled
         normalisers = [self.loss.normalisers(take(self.batch, part)) for part in parts]
         terms = list(zip(*normalisers, strict=True))
-        if any(of_term[0].kind == "sum" for of_term in terms):
+        if any(term[0].kind == "sum" for term in terms):
             return "mean_not_sum"
-        if all(len({one.count for one in of_term}) == 1 for of_term in terms):
+        if all(_divides_by_one_number(term) for term in terms):
             return None
+        if if_uneven:
+            return if_uneven
         sizes = [len(part) for part in parts]
-        by_examples = all(_proportional(of_term, sizes) for of_term in terms)
-        named = "uneven_shards" if by_examples else "token_counts"
-        return uneven or f"{named}_weighted_equally"
+        if all(_divides_by_examples(term, sizes) for term in terms):
+            return "uneven_shards_weighted_equally"
+        return "token_counts_weighted_equally"
 
-    def sum_over(self, parts: Sequence[Indices], once: bool = True) -> str | None:
-        """What is wrong if the gradients of these parts are added up.
+    def cause_if_summed(self, parts: Sequence[Indices], sums_constants: bool = True) -> str | None:
+        """The cause if gradients of these parts are added up.
 
-        ``once``: terms that do not depend on the data are added up as well.
+        ``sums_constants``: terms that do not depend on the data are added up as well.
         """
         if len(parts) == 1:
             return None
         kinds = {term.kind for term in self.loss.normalisers(self.batch)}
-        if "mean" in kinds or (once and "once" in kinds):
+        if "mean" in kinds or (sums_constants and "once" in kinds):
             return "sum_not_mean"
         return self.batch_coupled
 
-    def apart(self) -> str | None:
-        """What is wrong if only the forward pass is split, and the loss sees all outputs."""
+    def cause_if_outputs_are_gathered(self) -> str | None:
+        """The cause if only the forward pass is split, and one loss is given all outputs."""
         return self.model_coupled if self.layout.world_size > 1 else None
 
-    def locally(self) -> str | None:
-        """What is wrong if each rank's terms come from its own examples, however divided."""
+    def cause_if_divided_globally(self) -> str | None:
+        """The cause if every rank computes its terms alone, and divides them by global counts."""
         return self.batch_coupled if self.layout.world_size > 1 else None
 
 
-def _proportional(term: Sequence[Normaliser], sizes: Sequence[int]) -> bool:
-    """True if the term divides by the examples of each part, but for a constant factor."""
-    total, examples = sum(one.count for one in term), sum(sizes)
-    pairs = zip(term, sizes, strict=True)
-    return term[0].kind == "once" or all(one.count * examples == total * n for one, n in pairs)
+def _divides_by_one_number(term: Sequence[Normaliser]) -> bool:
+    """True if the term divides by the same number on every part."""
+    return len({part.count for part in term}) == 1
+
+
+def _divides_by_examples(term: Sequence[Normaliser], sizes: Sequence[int]) -> bool:
+    """True if the term divides by the examples of each part, up to a constant factor.
+
+    Also True for a term that does not depend on the data: it divides by nothing.
+    """
+    if term[0].kind == "once":
+        return True
+    total, examples = sum(part.count for part in term), sum(sizes)
+    return all(
+        part.count * examples == total * size for part, size in zip(term, sizes, strict=True)
+    )
 
 
 def micro_batches(indices: Indices, full_window: int) -> tuple[Indices, ...]:
-    """Cut a rank's examples into micro-batches of the size that a full window has.
+    """Cut a rank's examples into micro-batches.
 
-    A window with fewer examples than ``full_window`` has fewer micro-batches; one without any
-    example has one empty micro-batch, since every rank takes part in the all-reduce.
+    ``full_window`` examples would make ``MICRO_BATCHES`` of them; fewer examples make fewer, of the
+    same size. A rank without examples has one empty micro-batch, since every rank must take part
+    in the all-reduce.
     """
     size = max(1, ceil(full_window / MICRO_BATCHES))
     cut = tuple(indices[start : start + size] for start in range(0, len(indices), size))
     return cut or ((),)
 
 
-def facts_of(case: Case, steps: Steps = 1) -> list[Facts]:
-    """The facts of every step of a catalogue case. Raises BadCase for a loss of the user's own."""
+def sharded_batches(case: Case, steps: Steps = 1) -> list[ShardedBatch]:
+    """The sharded batch of every step of a catalogue case.
+
+    Raises BadCase for a loss of the user's own.
+    """
     loss = catalogue_loss_of(case, needed_by="a promise")
-    coupled = MODELS[case.model].batch_coupled if isinstance(case.model, str) else None
+    model_coupled = MODELS[case.model].batch_coupled if isinstance(case.model, str) else None
     batches = build_batches(case, steps)
-    deals = [split(case.shards, count_examples(b), case.ranks.world_size) for b in batches]
+    shards = [split(case.shards, count_examples(batch), case.ranks.world_size) for batch in batches]
     return [
-        Facts(case.ranks, deal, deals[0], batch, loss, coupled)
-        for deal, batch in zip(deals, batches, strict=True)
+        ShardedBatch(case.ranks, step_shards, shards[0], batch, loss, model_coupled)
+        for step_shards, batch in zip(shards, batches, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""A strategy: a way to leave the gradient of the big batch on every rank, and its promise."""
+"""A strategy is one way of training data-parallel, with a promise about the gradients it leaves."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.case.shards import Shards
 from ddp_equivalence.case.steps import Steps
 from ddp_equivalence.ranks import Rank
-from ddp_equivalence.strategies.sharded_batch import Facts, Indices
+from ddp_equivalence.strategies.sharded_batch import Indices, ShardedBatch
 
 TrainStep = Callable[[Any], Mapping[str, Tensor | None] | None]
-"""Takes the rank's examples of one step and leaves gradients on the model's parameters, or returns
-them by name."""
+"""A train step takes the rank's examples of one step. It leaves gradients on the parameters of the
+model, or returns them by name."""
 
 
 @dataclass
 class Task:
-    """What a strategy gets on a rank.
+    """A task is everything that a strategy is given on one rank to make its train step from.
 
-    ``shards`` has the deal of every step, of as many big batches as ``steps`` says. A strategy that
-    proves it ran writes into ``notes``.
+    ``shards`` has one entry for every step: the examples that each rank is assigned in it.
+    ``steps`` says how the case's batch is read as the big batches of these steps. Into ``notes`` a
+    strategy writes evidence that it really ran, such as the number of its replicas.
     """
 
     case: Case
@@ -38,13 +39,15 @@ class Task:
     steps: Steps = 1
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The case's loss as its user wrote it."""
+        """The value of the case's loss, as its user wrote it."""
         value: Tensor = loss_of(self.case)(model, batch)
         return value
 
     def wrap(self) -> DistributedDataParallel:
-        """The model in DistributedDataParallel. Hold it until after backward: without it nothing
-        is reduced, and without an error.
+        """Wrap the model in DistributedDataParallel.
+
+        The caller must hold the wrapper until backward has ended: when it is freed, its hooks go
+        with it, and nothing is reduced. Torch raises no error then.
         """
         model = self.case.model
         unused = isinstance(model, str) and MODELS[model].unused_on_some_ranks
@@ -54,28 +57,46 @@ class Task:
         )
 
 
-def each_rank(facts: Facts) -> tuple[tuple[Indices, ...], ...]:
-    """Every rank contributes one gradient, of its whole shard."""
-    return tuple((indices,) for indices in facts.shards.indices)
+def whole_shards(sharded_batch: ShardedBatch) -> tuple[tuple[Indices, ...], ...]:
+    """Every rank contributes the gradient of one part of the big batch: its whole shard."""
+    return tuple((indices,) for indices in sharded_batch.shards.indices)
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One entry of the table.
+    """One strategy, and everything that the rest of the package has to know of it.
 
-    ``promise`` in words, and ``breaks(facts)`` as a predicate: None where it holds, else the
-    public name of the cause. ``prepare(task)`` is called once on each rank and returns the train
-    step. ``one_process``: one process drives all replicas, the layout's ranks. ``lane``: what the
-    machine must have beyond ranks. ``sums_in_nodes``: gradients
-    are added up inside nodes, and averaged over them. ``contributions``: per rank, the parts of the
-    big batch of which it averages the gradients.
+    A new strategy is one file that makes a ``Strategy``, and one line in ``STRATEGIES``.
     """
 
     name: str
     promise: str
-    breaks: Callable[[Facts], str | None]
+    """The promise: one sentence that says where the gradient is that of the big batch, and why."""
+    cause_of_difference: Callable[[ShardedBatch], str | None]
+    """The same promise as a function: None where it holds, else the public name of the cause."""
     prepare: Callable[[Task], TrainStep]
+    """Is called once on each rank, and returns the train step."""
     one_process: bool = False
+    """One process holds the whole batch and drives all replicas, one for each rank of a layout."""
     lane: str | None = None
+    """The only lane that the strategy can run on; None if it runs wherever ranks do."""
+    splits_the_batch_itself: bool = False
+    """Torch splits the batch into equal shards whatever the case says, so no others are tried."""
+    accumulates: bool = False
+    """Every rank cuts its shard into micro-batches, and adds up their gradients."""
     sums_in_nodes: bool = False
-    contributions: Callable[[Facts], tuple[tuple[Indices, ...], ...]] = each_rank
+    """Gradients are added up inside each node, and averaged over the nodes."""
+    needs_normalisers: bool = False
+    """The strategy asks the loss what its terms divide by; only the catalogue's losses say that."""
+    parts_by_rank: Callable[[ShardedBatch], tuple[tuple[Indices, ...], ...]] = whole_shards
+    """For every rank, the parts of the big batch on each of which it computes one loss: its whole
+    shard, or its micro-batches."""
+    tries_few_pairs: bool = False
+    """Few pairs of model and loss are tried, because the rule depends on neither."""
+    more_shards: tuple[tuple[str, str], ...] = ()
+    """Layouts and shards that are tried with this strategy and no other."""
+
+    @property
+    def runs_forward_in_turn(self) -> bool:
+        """True if one process runs several forward passes, one after the other, in one step."""
+        return self.one_process or self.accumulates

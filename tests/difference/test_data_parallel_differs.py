@@ -1,4 +1,4 @@
-"""nn.DataParallel's emulation, where its promise does not hold."""
+"""nn.DataParallel and its emulation, where their promises do not hold."""
 
 from __future__ import annotations
 

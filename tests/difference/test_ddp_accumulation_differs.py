@@ -1,4 +1,4 @@
-"""DDP with micro-batches under no_sync: where the promise does not hold."""
+"""DDP with micro-batches under no_sync, where its promise does not hold."""
 
 from __future__ import annotations
 

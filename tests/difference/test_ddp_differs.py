@@ -1,4 +1,4 @@
-"""DistributedDataParallel, where the loss does not come out right under its average."""
+"""DistributedDataParallel, where its average is not the gradient of the big batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One loss over gathered outputs, where the model itself looks across examples."""
+"""DDP with one loss over gathered outputs, where the model itself couples examples."""
 
 from __future__ import annotations
 

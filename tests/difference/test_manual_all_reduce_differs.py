@@ -1,4 +1,4 @@
-"""Gradients reduced by hand, before the optimizer: where the promise does not hold."""
+"""Gradients that the step itself all-reduces, where the promise does not hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""nn.DataParallel and its emulation: the replicas' gradients add up."""
+"""nn.DataParallel and its emulation, where the replicas' gradients add up to the big batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the average over ranks, and how each loss comes out right under it."""
+"""DistributedDataParallel, with losses for which its average is the gradient of the big batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DDP with micro-batches under no_sync."""
+"""DDP with micro-batches under no_sync, where its promise holds."""
 
 from __future__ import annotations
 

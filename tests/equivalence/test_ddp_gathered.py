@@ -1,4 +1,4 @@
-"""DDP with one loss over the outputs of all ranks, gathered with their gradient."""
+"""DDP with one loss over the outputs of all ranks, gathered so that gradients flow back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DataParallel's sum inside a node, DDP's average between nodes."""
+"""The sum inside a node and the average between nodes, where that is the big batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients reduced by hand, before the optimizer."""
+"""Gradients that the step itself all-reduces, where the promise holds."""
 
 from __future__ import annotations
 

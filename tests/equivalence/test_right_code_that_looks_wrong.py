@@ -489,7 +489,7 @@ def two_batches(generator: torch.Generator) -> dict[str, Tensor]:
 
 
 def with_a_sampler(model: nn.Module, everything: Any, rank: Rank) -> None:
-    """A sampler deals every example once, in an order of its own."""
+    """A sampler assigns every example to one rank, in an order of its own."""
     ddp = DistributedDataParallel(model)
     sampler: DistributedSampler[int] = DistributedSampler(
         range(EXAMPLES),  # type: ignore[arg-type]

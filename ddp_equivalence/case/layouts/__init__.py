@@ -1,4 +1,4 @@
-"""Who is rank r: the table (rank, node, local rank, ranks on node, world) behind a name."""
+"""Layouts: a name such as "2x2" stands for a table that says on which node each rank lives."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from ddp_equivalence.case.layouts.packed import packed
 from ddp_equivalence.case.layouts.round_robin import round_robin
 
 MAX_WORLD_SIZE = 64
-"""Ranks are processes of this machine; more of them measure the machine, not the rule."""
+"""The most ranks that a layout may have. All are processes of this machine, and more would only
+measure the machine."""
 
 ORDERS: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
     "": packed,
     "-round-robin": round_robin,
 }
-"""How ranks are dealt to nodes, by the ending of the layout's name."""
+"""Each ending of a layout's name selects the order in which ranks are placed on nodes."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the table: where rank ``rank`` lives."""
+class RankPlace:
+    """The place of one rank in a layout: one row of its table."""
 
     rank: int
     node: int
@@ -34,10 +35,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Layout:
-    """A named table of ranks; ``str()`` gives the name it was parsed from."""
+    """A table with one row for each rank, in the order of ranks.
+
+    ``str()`` gives the name that it was parsed from.
+    """
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[RankPlace, ...]
 
     def __str__(self) -> str:
         return self.name
@@ -51,16 +55,17 @@ class Layout:
         return self.rows[0].nodes
 
     def ranks_on(self, node: int) -> tuple[int, ...]:
-        """The global ranks that live on ``node``, in the order of their local rank."""
+        """The ranks that live on ``node``, in the order of their local rank."""
         return tuple(row.rank for row in self.rows if row.node == node)
 
 
 @cache
 def parse(name: str) -> Layout:
-    """The layout called ``name``: ``"2x2"``, nodes x ranks per node; ``"1+3"``, ranks of each node.
+    """The layout called ``name``.
 
-    ``"2x2-round-robin"`` deals the ranks to the nodes in turn instead of filling node after node.
-    Raises BadCase for any other name.
+    ``"2x2"`` gives the nodes and the ranks per node, ``"1+3"`` the ranks of each node. With
+    ``"-round-robin"`` after it, ranks are placed on the nodes in turn instead of filling node after
+    node. Raises BadCase for any other name.
     """
     right = 'nodes x ranks per node such as "2x2", or ranks of each node such as "1+3"'
     right += '; "-round-robin" may follow'
@@ -74,7 +79,7 @@ def parse(name: str) -> Layout:
         raise BadCase("layout", name, f"at most {MAX_WORLD_SIZE} ranks, this is {sum(sizes)}")
     node_of = ORDERS[ending](sizes)
     rows = tuple(
-        Row(
+        RankPlace(
             rank=rank,
             node=node,
             local_rank=node_of[:rank].count(node),

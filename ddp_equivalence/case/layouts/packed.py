@@ -1,4 +1,4 @@
-"""Ranks fill node after node, as torchrun numbers them: 2x2 is nodes 0 0 1 1."""
+"""Ranks fill node after node, as torchrun numbers them: the ranks of 2x2 are on nodes 0 0 1 1."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Ranks are dealt to the nodes in turn, as Slurm's cyclic distribution does: 0 1 0 1 for 2x2."""
+"""Ranks are placed on the nodes in turn, as Slurm does: the ranks of 2x2 are on nodes 0 1 0 1."""
 
 from __future__ import annotations
 
 
 def round_robin(ranks_per_node: tuple[int, ...]) -> tuple[int, ...]:
-    """The node of every rank; a node that is full is passed over.
+    """The node of every rank. A node that has all its ranks is skipped.
 
     Source: srun(1), ``--distribution=cyclic``.
     """

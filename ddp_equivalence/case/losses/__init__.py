@@ -1,4 +1,4 @@
-"""The losses of the catalogue, by name."""
+"""The losses of the catalogue. A new loss is one file here and one line in ``LOSSES``."""
 
 from __future__ import annotations
 

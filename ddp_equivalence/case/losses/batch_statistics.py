@@ -17,15 +17,16 @@ def value(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def penalty(outputs: Tensor) -> Tensor:
-    """WEIGHT times how far the variance of every output, over the batch, is from 1.
+    """WEIGHT times the mean square of 1 minus the variance of each output over the batch.
 
-    Squared, where VICReg (arXiv 2105.04906, equation 1) has a hinge: that has no gradient beyond.
+    VICReg (arXiv 2105.04906, equation 1) has a hinge in place of the square. The hinge has no
+    gradient where the variance is above 1, so that a fault could not show there.
     """
     return WEIGHT * (1 - outputs.var(dim=0, unbiased=False)).square().mean()
 
 
 def totals(model: nn.Module, outputs: Tensor, batch: Batch) -> tuple[Tensor, ...]:
-    """Of one part of a batch, the penalty has the variance of that part: no divisor mends it."""
+    """The penalty has the variance of the examples it is given, so that no divisor corrects it."""
     return (*mse.totals(model, outputs, batch), len(outputs) * penalty(outputs))
 
 

@@ -1,4 +1,4 @@
-"""InfoNCE: every example's negatives are the other examples of the batch that the loss sees."""
+"""The InfoNCE loss: the negatives of each example are the other examples that the loss is given."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def value(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def totals(model: nn.Module, outputs: Tensor, batch: Batch) -> tuple[Tensor, ...]:
-    """Of one part of a batch, these have the negatives of that part only: no divisor mends it."""
+    """These have only the negatives among the examples given, so that no divisor corrects them."""
     similar, own = similarities(outputs, batch["targets"])
     there = F.cross_entropy(similar, own, reduction="sum")
     back = F.cross_entropy(similar.T, own, reduction="sum")
@@ -27,7 +27,7 @@ def totals(model: nn.Module, outputs: Tensor, batch: Batch) -> tuple[Tensor, ...
 
 
 def similarities(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines over TEMPERATURE, shape (examples, examples), and the column of each one's own."""
+    """Cosines over TEMPERATURE, of shape (examples, examples), and the column of each example."""
     cosines = F.normalize(outputs, dim=1) @ F.normalize(targets, dim=1).T
     return cosines / TEMPERATURE, torch.arange(len(outputs), device=outputs.device)
 
@@ -44,4 +44,4 @@ LOSS = CatalogueLoss(
     mse.targets,
     batch_coupled="contrastive_local_negatives",
 )
-"""The targets are the embeddings that outputs are to be alike."""
+"""The targets are the embeddings that the outputs are compared with."""

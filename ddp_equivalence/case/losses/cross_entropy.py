@@ -24,7 +24,7 @@ def label_weights(classes: int, like: Tensor) -> Tensor:
 
 
 def weighted_mean(model: nn.Module, batch: Batch) -> Tensor:
-    """Torch divides by the weights of the labels present, not by the examples."""
+    """Torch divides by the sum of the weights of the labels present, not by their number."""
     outputs = model(batch["inputs"])
     weight = label_weights(outputs.shape[-1], like=outputs)
     return F.cross_entropy(outputs, batch["targets"], weight=weight)
@@ -58,7 +58,9 @@ def not_divided(batch: Batch) -> tuple[Normaliser, ...]:
     return (Normaliser("sum"),)
 
 
-CROSS_ENTROPY_MEAN = CatalogueLoss("cross_entropy_mean", mean, totals, divided_by_examples, labels)
+CROSS_ENTROPY_MEAN = CatalogueLoss(
+    "cross_entropy_mean", mean, totals, divided_by_examples, labels, plain_mean=True
+)
 CROSS_ENTROPY_SUM = CatalogueLoss("cross_entropy_sum", total, totals, not_divided, labels)
 LABEL_WEIGHTED_MEAN = CatalogueLoss(
     "label_weighted_mean", weighted_mean, weighted_totals, divided_by_label_weights, labels

@@ -1,4 +1,4 @@
-"""What the catalogue must know of a loss: its value, what it divides by, and its parts."""
+"""An entry of the catalogue of losses: the loss, its terms, and what each term divides by."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Kind = Literal["mean", "sum", "once"]
 
 @dataclass(frozen=True)
 class Normaliser:
-    """How one term of a loss grows with the batch.
+    """What one term of a loss divides by, on one batch.
 
-    ``mean``: a total divided by ``count``, both adding up over examples. ``sum``: a total, divided
-    by nothing. ``once``: does not depend on the data, and belongs in the loss once, however many
-    ranks there are.
+    ``kind`` says how the term is made. A ``mean`` is a total divided by ``count``; total and count
+    both add up over examples. A ``sum`` is a total divided by nothing. A term of the kind ``once``
+    does not depend on the data, and belongs in the loss once, however many ranks there are.
     """
 
     kind: Kind
@@ -34,9 +34,9 @@ class Normaliser:
 class CatalogueLoss:
     """One loss of the catalogue.
 
-    ``value(model, batch)`` is the loss as a user writes it, and all that the reference uses.
+    ``value(model, batch)`` is the loss as a user writes it. The reference uses nothing else.
     ``totals(model, outputs, batch)`` gives the same terms before any division, in the order of
-    ``normalisers(batch)``; only strategies that divide by a global count use these two.
+    ``normalisers(batch)``. Only strategies that divide by a global count use these two.
     ``targets(generator, inputs, model)`` makes the targets of a batch.
     """
 
@@ -46,10 +46,15 @@ class CatalogueLoss:
     normalisers: Callable[[Batch], tuple[Normaliser, ...]]
     targets: Callable[[torch.Generator, Tensor, CatalogueModel], Any]
     output: str = "vector"
-    """The kind of model output that it takes."""
+    """The kind of model output that the loss takes."""
     batch_coupled: str | None = None
-    """The cause's name, where an example's gradient depends on the other examples. The totals of
-    parts do not add up to that of the batch then, and no divisor makes them."""
+    """None if an example's gradient does not depend on the other examples in the batch. Otherwise
+    the name of the cause that a split batch has with this loss: the totals of the parts do not add
+    up to the total of the batch, and no divisor corrects them."""
+    plain_mean: bool = False
+    """The loss is the mean over all examples or elements, and has no other term."""
+    uses_all_parameters: bool = False
+    """The loss uses every parameter of the model, also those that the forward pass left out."""
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         return self.value(model, batch)

@@ -35,5 +35,5 @@ def not_divided(batch: Batch) -> tuple[Normaliser, ...]:
     return (Normaliser("sum"),)
 
 
-MSE_MEAN = CatalogueLoss("mse_mean", mean, totals, divided_by_elements, targets)
+MSE_MEAN = CatalogueLoss("mse_mean", mean, totals, divided_by_elements, targets, plain_mean=True)
 MSE_SUM = CatalogueLoss("mse_sum", total, totals, not_divided, targets)

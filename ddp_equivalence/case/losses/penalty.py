@@ -1,4 +1,4 @@
-"""A data term plus an L2 penalty on the weights, which belongs in the loss once."""
+"""Mean squared error plus an L2 penalty on the weights, which belongs in the loss once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WEIGHT = 0.125
 
 
 def penalty(model: nn.Module) -> Tensor:
-    """WEIGHT times the sum of all squared parameters: independent of the data."""
+    """WEIGHT times the sum of all squared parameters. It does not depend on the data."""
     return (
         WEIGHT * torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
     )
@@ -38,5 +38,19 @@ def sum_and_once(batch: Batch) -> tuple[Normaliser, ...]:
     return (*mse.not_divided(batch), Normaliser("once"))
 
 
-MEAN_WITH_PENALTY = CatalogueLoss("mse_mean_l2_penalty", mean, totals, mean_and_once, mse.targets)
-SUM_WITH_PENALTY = CatalogueLoss("mse_sum_l2_penalty", total, totals, sum_and_once, mse.targets)
+MEAN_WITH_PENALTY = CatalogueLoss(
+    "mse_mean_l2_penalty",
+    mean,
+    totals,
+    mean_and_once,
+    mse.targets,
+    uses_all_parameters=True,
+)
+SUM_WITH_PENALTY = CatalogueLoss(
+    "mse_sum_l2_penalty",
+    total,
+    totals,
+    sum_and_once,
+    mse.targets,
+    uses_all_parameters=True,
+)

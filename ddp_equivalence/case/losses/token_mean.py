@@ -1,4 +1,4 @@
-"""Cross entropy of the next token, a mean over the tokens that are not padding."""
+"""Cross entropy over tokens that are not padding: their mean, and their sum."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddp_equivalence.case.losses.loss import Batch, CatalogueLoss, Normaliser
 from ddp_equivalence.case.models.model import CatalogueModel
 
 PADDING = -100
-"""torch's own default for ``ignore_index``."""
+"""The target of padded tokens; torch's own default for ``ignore_index``."""
 
 
 def mean(model: nn.Module, batch: Batch) -> Tensor:
@@ -33,7 +33,10 @@ def totals(model: nn.Module, outputs: Tensor, batch: Batch) -> tuple[Tensor, ...
 
 
 def padded_targets(generator: torch.Generator, inputs: Tensor, model: CatalogueModel) -> Tensor:
-    """Random labels, shape of the inputs; example i keeps its first 1 + (4 i mod length) tokens."""
+    """Random labels of the inputs' shape.
+
+    Example i keeps its first 1 + (4 i mod length) tokens; the others are padding.
+    """
     examples, length = inputs.shape
     targets = torch.randint(model.output_size, inputs.shape, generator=generator)
     kept = 1 + 4 * torch.arange(examples) % length

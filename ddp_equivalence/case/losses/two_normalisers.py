@@ -1,4 +1,4 @@
-"""A sum of two losses, as in detection: classes over all examples, boxes over the positive ones."""
+"""A sum of two means, as in object detection: classes over all examples, boxes over positives."""
 
 from __future__ import annotations
 

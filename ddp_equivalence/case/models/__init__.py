@@ -1,4 +1,4 @@
-"""The models of the catalogue, by name."""
+"""The models of the catalogue. A new model is one file here and one line in ``MODELS``."""
 
 from __future__ import annotations
 

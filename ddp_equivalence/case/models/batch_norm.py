@@ -1,4 +1,4 @@
-"""Batch normalisation: every rank normalises with the statistics of its own shard."""
+"""A model with batch norm: every rank normalises with the statistics of its own shard."""
 
 from __future__ import annotations
 

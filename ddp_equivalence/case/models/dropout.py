@@ -1,4 +1,4 @@
-"""Dropout: the mask depends on the shape of the batch that a rank sees."""
+"""A model with dropout: an example's mask depends on its place in the batch that a rank gets."""
 
 from __future__ import annotations
 
@@ -13,4 +13,9 @@ def build() -> nn.Module:
     )
 
 
-MODEL = CatalogueModel("dropout", build, batch_coupled="dropout_differs_from_reference")
+MODEL = CatalogueModel(
+    "dropout",
+    build,
+    batch_coupled="dropout_differs_from_reference",
+    draws_random_numbers=True,
+)

@@ -1,4 +1,4 @@
-"""The first of two layers is frozen: its gradient is None everywhere."""
+"""Two layers, of which the first is frozen: its gradient is None on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the catalogue must know of a model to make a case of it."""
+"""An entry of the catalogue of models: the model, its inputs, and what is special about it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 ROW_SIZE, HIDDEN_SIZE, OUTPUT_SIZE = 7, 11, 13
 SEQUENCE_LENGTH, VOCABULARY_SIZE = 9, 17
-"""Pairwise coprime, and coprime to the world sizes 2, 4, 8, to 3 micro-batches and to 5 rows a
-rank, so that a factor in a wrong gradient can have only one origin."""
+"""These sizes are pairwise coprime. They are also coprime to the world sizes 2, 4 and 8, to the 3
+micro-batches and to the 5 examples per rank, so that a factor in a wrong gradient can have only one
+origin."""
 
 
 def rows(generator: torch.Generator, examples: int) -> Tensor:
@@ -29,8 +30,9 @@ def token_ids(generator: torch.Generator, examples: int) -> Tensor:
 class CatalogueModel:
     """One model of the catalogue.
 
-    ``build()`` makes it from torch's global seed. ``inputs(generator, examples)`` has its examples
-    along dim 0. ``output`` is ``"vector"``, shape (examples, output_size), or ``"tokens"``, shape
+    ``build()`` makes the model, with weights drawn from torch's global generator.
+    ``inputs(generator, examples)`` makes its inputs, with examples along dim 0. ``output`` is
+    ``"vector"``, of shape (examples, output_size), or ``"tokens"``, of shape
     (examples, SEQUENCE_LENGTH, output_size).
     """
 
@@ -40,8 +42,14 @@ class CatalogueModel:
     output: str = "vector"
     output_size: int = OUTPUT_SIZE
     unused_on_some_ranks: bool = False
-    """Needs DDP(find_unused_parameters=True)."""
+    """Some ranks may leave parameters out of their forward pass, so that DDP needs
+    ``find_unused_parameters=True``."""
     sparse_gradients: bool = False
-    """NCCL cannot all-reduce sparse tensors."""
+    """Some gradients are sparse tensors, which NCCL cannot all-reduce."""
     batch_coupled: str | None = None
-    """The cause's name, where an example's gradient depends on the other examples or its place."""
+    """None if an example's gradient depends neither on the other examples nor on its place in the
+    batch. Otherwise the name of the cause that a split batch has with this model."""
+    draws_random_numbers: bool = False
+    """The forward pass draws random numbers in the order of the examples."""
+    only_exact: bool = False
+    """The model is for cases that are compared bit for bit, and says nothing more in others."""

@@ -1,4 +1,4 @@
-"""Parameters of shape () and (0,) beside ordinary ones."""
+"""A model with parameters of shape () and (0,) beside ordinary ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ddp_equivalence.case.models.model import OUTPUT_SIZE, ROW_SIZE, CatalogueMo
 
 
 class OddShapes(nn.Module):
-    """A linear layer times a parameter without dimensions, plus the sum of one without elements."""
+    """A linear layer, times a parameter of shape (), plus the sum of a parameter of shape (0,)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from ddp_equivalence.commands.explore.engine import number, one_of, strategies
 from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
 from ddp_equivalence.ranks.lanes import choose
 from ddp_equivalence.strategies import STRATEGIES
-from ddp_equivalence.strategies.catalogue import Trial
+from ddp_equivalence.strategies.catalogue import Trial, go_together
 from ddp_equivalence.strategies.sharded_batch import MICRO_BATCHES
 
 SMALL_LAYOUTS = (
@@ -97,7 +97,7 @@ def _deal(
         # Batch norm has no statistics of a single example.
         least = max(2 if coupled else 1, -(-LEAST_EXAMPLES // world_size))
         each = number(draw, least, MOST_FOR_A_RANK)
-        if strategy == "ddp_accumulation":
+        if STRATEGIES[strategy].accumulates:
             each *= MICRO_BATCHES if coupled else one_of(draw, (1, MICRO_BATCHES))
         return shards, each * world_size
     if shards != "sizes":
@@ -129,17 +129,13 @@ def _has_room(strategy: str, layout: str) -> bool:
 
 def _runs(model: str, strategy: str, layout: str) -> bool:
     one_process = STRATEGIES[strategy].one_process
-    if model == "linear_8":
-        return False  # for bit-for-bit comparisons only
-    if model == "dropout" and (one_process or strategy == "ddp_accumulation"):
-        return False  # what draws in turn from one generator may meet the big batch's mask
+    if MODELS[model].only_exact:
+        return False
+    if MODELS[model].draws_random_numbers and STRATEGIES[strategy].runs_forward_in_turn:
+        return False  # It may happen to draw the same masks as the big batch.
     on_nccl = not one_process and choose(parse(layout)).backend in NCCL_BACKENDS
     return not (MODELS[model].sparse_gradients and on_nccl)
 
 
 def _fits(model: str, loss: str) -> bool:
-    found = MODELS[model]
-    plain = not found.batch_coupled or loss in ("mse_mean", "cross_entropy_mean")
-    # DDP that looks for unused parameters refuses one that only a penalty uses.
-    refused = found.unused_on_some_ranks and loss.endswith("l2_penalty")
-    return found.output == LOSSES[loss].output and plain and not refused
+    return go_together(MODELS[model], LOSSES[loss])

@@ -39,7 +39,7 @@ def _arguments(
 ) -> list[str]:
     words = [target, "--layout", variation.layout, "--shards", variation.shards]
     if variation.examples is not None:
-        words += ["--examples", example_subset.write(variation.examples)]
+        words += ["--examples", example_subset.as_text(variation.examples)]
     words += ["--seed", str(variation.seed)]
     if variation.dtype != found.case.dtype:
         words += ["--dtype", str(variation.dtype).removeprefix("torch.")]

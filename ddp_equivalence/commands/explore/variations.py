@@ -41,7 +41,7 @@ class Variation:
 
     layout: str
     shards: str
-    examples: example_subset.Selection | None
+    examples: example_subset.ExampleSubset | None
     dtype: torch.dtype | None
     seed: int
     steps: Steps
@@ -69,7 +69,7 @@ class Space:
 
     has: int
     takes_all: bool
-    examples: example_subset.Selection | None
+    examples: example_subset.ExampleSubset | None
     layouts: tuple[str, ...]
     shards: str | None
     dtypes: tuple[torch.dtype | None, ...]
@@ -98,7 +98,7 @@ def space_of(case: Case, step: object, given: dict[str, Any], options: dict[str,
         example_subset.with_examples(case, examples)
         has = examples if isinstance(examples, int) else len(examples)
     else:
-        has = example_subset.size_of(case) if case.batch is not None else OF_THE_CATALOGUE
+        has = example_subset.examples_in(case) if case.batch is not None else OF_THE_CATALOGUE
     return Space(
         has=has,
         takes_all=trains or isinstance(steps, tuple) or examples is not None,
@@ -202,7 +202,7 @@ def _fitting(draw: strategies.DrawFn, space: Space, world_size: int, most: int) 
     return number(draw, 1, most)
 
 
-def _chosen(draw: strategies.DrawFn, space: Space, count: int) -> example_subset.Selection:
+def _chosen(draw: strategies.DrawFn, space: Space, count: int) -> example_subset.ExampleSubset:
     """The first ones of the batch, or any in any order."""
     if not space.by_position or count > MOST_CHOSEN or one_of(draw, (True, False)):
         return count

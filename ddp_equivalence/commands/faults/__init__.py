@@ -1,1 +1,1 @@
-"""``ddp-equivalence faults``: plant every fault and see whether it is caught and named."""
+"""``ddp-equivalence faults``: fault injection, to see every fault caught and named."""

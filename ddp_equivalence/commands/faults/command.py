@@ -1,4 +1,4 @@
-"""``ddp-equivalence faults``: break training in every known way, and see each caught and named."""
+"""The command ``ddp-equivalence faults``: plant faults, and print which are caught and named."""
 
 from __future__ import annotations
 
@@ -13,47 +13,50 @@ from ddp_equivalence.ranks.server import start_early
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
-    from ddp_equivalence.commands.faults.table import Planting
+    from ddp_equivalence.commands.faults.table import FaultResult
 
 
 def add(commands: Commands) -> None:
-    """Add the command's parser."""
+    """Add the parser of this command."""
     faults = commands.add_parser(
         "faults",
         help="break training in every known way, and see each caught and named",
         description="Plant known faults in real strategies on real ranks, and print which are "
-        "caught and named, and which other checks would have noticed. Exit code 0: all; 1: not.",
+        "caught and named, and which other checks would have noticed. Exit code 0: all are caught "
+        "and named; 1: some are not.",
     )
     faults.add_argument("names", nargs="*", metavar="NAME", help="these faults only")
     faults.add_argument("--list", action="store_true", help="say what each fault breaks")
     faults.add_argument("--layout", action="append", help="on this layout only; may be repeated")
     faults.add_argument(
-        "--every", action="store_true", help="every model, loss and type on every layout: minutes"
+        "--every",
+        action="store_true",
+        help="every model, loss and dtype on every layout; takes minutes",
     )
     faults.add_argument(
         "--right",
         type=int,
         default=0,
         metavar="N",
-        help="and this many random cases that are right, none of which may be called wrong",
+        help="also run N random cases that are right, none of which may be called wrong",
     )
     faults.add_argument(
         "--sensitivity",
         action="store_true",
-        help="instead: the smallest factor and wrong element that is caught, by type",
+        help="instead, print the smallest wrong factor and wrong element that are caught, by dtype",
     )
 
 
-def run(known: argparse.Namespace) -> int:
-    """Plant them, and print the table."""
-    if known.list:
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command, and return its exit code."""
+    if arguments.list:
         return _list_faults()
     start_early()
-    if known.sensitivity:
+    if arguments.sensitivity:
         return _print_sensitivity()
-    code = _print_table(known.names, known.layout, known.every)
-    if known.right and code == SAME:
-        code = SAME if explored(known.right) else DIFFERENT
+    code = _print_table(arguments.names, arguments.layout, arguments.every)
+    if arguments.right and code == SAME:
+        code = SAME if explored(arguments.right) else DIFFERENT
     return code
 
 
@@ -66,54 +69,55 @@ def _list_faults() -> int:
 
 
 def _print_table(names: Sequence[str], layouts: Sequence[str] | None, every: bool) -> int:
-    """Plant them, with progress on the way; 0 if all that show are caught and named.
+    """Plant these faults, or all, show progress, and print the table of results.
 
-    Interrupted, it prints the table of what was planted until then. Raises BadCase for an unknown
-    fault or layout.
+    Returns the exit code. When interrupted, it prints the table of the results until then. Raises
+    BadCase for an unknown fault or layout.
     """
     from ddp_equivalence.case.layouts import parse
     from ddp_equivalence.commands.faults import table
-    from ddp_equivalence.faults.plant import fault_of
+    from ddp_equivalence.faults.plant import fault_named
     from ddp_equivalence.faults.trials import fault_trials
     from ddp_equivalence.strategies.catalogue import LAYOUTS
 
     for name in names:
-        fault_of(name)
+        fault_named(name)
     for layout in layouts or ():
         parse(layout)
     trials = fault_trials(names, tuple(layouts or LAYOUTS), every)
-    found: list[Planting] = []
+    results: list[FaultResult] = []
     interrupted = False
     try:
-        for one in table.plant_all(trials):
-            found.append(one)
-            _progress(one, len(found), len(trials))
+        for result in table.run_fault_trials(trials):
+            results.append(result)
+            _show_progress(result, len(results), len(trials))
     except KeyboardInterrupt:
         interrupted = True
     print(file=sys.stderr)
     if interrupted:
-        print(f"interrupted: {len(found)} of {len(trials)} planted")
-    for line in table.lines(found):
+        print(f"interrupted: {len(results)} of {len(trials)} planted")
+    for line in table.table_lines(results):
         print(line)
     if interrupted:
         return INTERRUPTED
-    return SAME if all(one.good for one in found) else DIFFERENT
+    return SAME if all(result.as_expected for result in results) else DIFFERENT
 
 
-def _progress(one: Planting, done: int, count: int) -> None:
-    """One line, overwritten on a terminal; else only what went wrong."""
+def _show_progress(result: FaultResult, done: int, count: int) -> None:
+    """On a terminal, overwrite one line. Elsewhere, print only results that are not as expected."""
     if sys.stderr.isatty():
-        print(f"\r{done} of {count}  {one.what.fault.name:<40}", end="", file=sys.stderr)
-    elif not one.good:
-        print(f"{one.outcome}: {one.what}", file=sys.stderr)
+        name = result.fault_trial.fault.name
+        print(f"\r{done} of {count}  {name:<40}", end="", file=sys.stderr)
+    elif not result.as_expected:
+        print(f"{result.outcome}: {result.fault_trial}", file=sys.stderr)
 
 
 def _print_sensitivity() -> int:
-    """The smallest fault of two kinds that is caught, by type."""
+    """Print the smallest faults of two kinds that are caught, by dtype."""
     from ddp_equivalence.commands.faults.sensitivity import sensitivities
 
     print(f"{'dtype':<10}{'factor 1 +':>14}{'one element':>14}   (smallest caught, powers of two)")
-    for one in sensitivities():
-        name = str(one.dtype).removeprefix("torch.")
-        print(f"{name:<10}{one.factor:>14.1e}{one.element:>14.1e}", flush=True)
+    for sensitivity in sensitivities():
+        name = str(sensitivity.dtype).removeprefix("torch.")
+        print(f"{name:<10}{sensitivity.factor:>14.1e}{sensitivity.element:>14.1e}", flush=True)
     return SAME

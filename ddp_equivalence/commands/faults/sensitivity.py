@@ -1,4 +1,4 @@
-"""How small a fault is still caught: a factor on everything, and one wrong element."""
+"""The smallest faults that are still caught: a factor on all gradients, and one wrong element."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from ddp_equivalence.strategies.manual_all_reduce import reduce_gradients
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SMALLEST, LARGEST = -52, 0
-"""Powers of two between which is searched."""
+"""Exponents of the smallest and largest power of two that are tried."""
 
 MODEL, LOSS, LAYOUT = "mlp", "mse_mean", "2x2"
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """In one type: the smallest ``factor - 1`` that is caught, and the smallest error of one
-    ``element``, over the root mean square of its parameter. Powers of two; inf if not even 1 is.
+    """The smallest faults that are caught with one dtype: powers of two, or inf if 1 is missed.
+
+    ``factor`` is how far a factor on all gradients is from 1. ``element`` is the error of one
+    element, relative to the root mean square of its parameter's gradient.
     """
 
     dtype: torch.dtype
@@ -36,19 +38,20 @@ class Sensitivity:
 
 
 def sensitivities() -> Iterator[Sensitivity]:
-    """Of every type, on the catalogue's MLP."""
+    """The sensitivity with each dtype, on the catalogue's MLP."""
     for dtype in DTYPES:
         yield Sensitivity(dtype, _smallest(dtype, off_by_a_factor), _smallest(dtype, one_element))
 
 
 def off_by_a_factor(delta: float) -> Step:
-    """A right step whose gradient is 1 + delta times what it should be."""
+    """A step that leaves 1 + delta times the right gradients."""
     return _changed(lambda gradient: gradient.mul_(1 + delta))
 
 
 def one_element(delta: float) -> Step:
-    """A right step with one element wrong, by delta times the root mean square of all of its
-    parameter.
+    """A step that leaves right gradients, except for one element of each matrix.
+
+    The error of that element is delta times the root mean square of the matrix.
     """
 
     def change(gradient: torch.Tensor) -> None:
@@ -69,12 +72,12 @@ def _changed(change: Callable[[torch.Tensor], Any]) -> Step:
     return step
 
 
-def _smallest(dtype: torch.dtype, planted: Callable[[float], Step]) -> float:
-    """By bisection: what is caught at some size is caught at every larger one."""
+def _smallest(dtype: torch.dtype, make_step: Callable[[float], Step]) -> float:
+    """The smallest delta that is caught, by bisection: if one is caught, all larger ones are."""
     case = Case(model=MODEL, loss=LOSS, layout=LAYOUT, dtype=dtype)
-    below, above = SMALLEST - 1, LARGEST + 1
-    while above - below > 1:
-        middle = (below + above) // 2
-        caught = check(case, planted(2.0**middle)).outcome == "different"
-        below, above = (below, middle) if caught else (middle, above)
-    return inf if above > LARGEST else 2.0**above
+    missed, caught_at = SMALLEST - 1, LARGEST + 1
+    while caught_at - missed > 1:
+        middle = (missed + caught_at) // 2
+        caught = check(case, make_step(2.0**middle)).outcome == "different"
+        missed, caught_at = (missed, middle) if caught else (middle, caught_at)
+    return inf if caught_at > LARGEST else 2.0**caught_at

@@ -1,9 +1,10 @@
-"""Plant every fault, see whether it is caught and named, and print it as a table."""
+"""Run trials with a fault planted in each, and print what became of every fault as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ddp_equivalence.check_equivalence import check
 from ddp_equivalence.commands.faults.other_checks import OTHER_CHECKS
@@ -12,81 +13,90 @@ from ddp_equivalence.faults.plant import planted
 from ddp_equivalence.faults.trials import FaultTrial
 from ddp_equivalence.report.verdict import Verdict
 
+Outcome = Literal["named", "among", "misnamed", "missed", "cannot_show", "never_fired"]
+"""What became of a planted fault.
+
+The suite found a difference, and accepted the fault's name as the first cause ("named"), as one of
+several ("among") or not at all ("misnamed"). Or the suite found no difference: because the fault
+cannot show in this trial, as the verdict says ("cannot_show"), because the fault never did its
+damage ("never_fired"), or although it did ("missed").
+"""
+
 
 @dataclass(frozen=True)
-class Planting:
-    """What came of one planted fault.
+class FaultResult:
+    """The result of one trial with a planted fault.
 
-    ``outcome``: "named" (first), "among" (named with others that cannot be told apart from it),
-    "misnamed", "missed", "hidden" (cannot show there, and the suite says so) or "idle" (it never
-    fired). ``named``: what it was called. ``distance``: how many limits the worst parameter is off.
-    ``noticed_by``: other checks that would have seen it.
+    ``causes`` are the causes that the diagnosis accepted. ``distance`` is the error of the worst
+    parameter, in multiples of its limit. ``noticed_by`` are the other checks that would have
+    noticed. ``checked`` says what was checked, for a trial that must be repeated.
     """
 
-    what: FaultTrial
-    outcome: str
-    named: tuple[str, ...]
+    fault_trial: FaultTrial
+    outcome: Outcome
+    causes: tuple[str, ...]
     distance: float
     seconds: float
     noticed_by: frozenset[str] = field(default_factory=frozenset)
-    repeat: str = ""
+    checked: str = ""
 
     @property
-    def good(self) -> bool:
-        return self.outcome in ("named", "among", "hidden")
+    def as_expected(self) -> bool:
+        """True if the fault was caught and named, or cannot show."""
+        return self.outcome in ("named", "among", "cannot_show")
 
 
-def plant_all(
-    trials: Sequence[FaultTrial], progress: Callable[[Planting], None] = lambda one: None
-) -> Iterator[Planting]:
-    """Plant one after the other; ``progress`` hears of each."""
-    for one in trials:
-        with planted(one.fault.name):
-            verdict = check(one.trial.case, one.trial.strategy, **one.trial.options)
-        found = judged(one, verdict)
-        progress(found)
-        yield found
+def run_fault_trials(fault_trials: Sequence[FaultTrial]) -> Iterator[FaultResult]:
+    """Plant the fault of each trial in turn, and check its case."""
+    for fault_trial in fault_trials:
+        trial = fault_trial.trial
+        with planted(fault_trial.fault.name):
+            verdict = check(trial.case, trial.strategy, **trial.options)
+        yield result_of(fault_trial, verdict)
 
 
-def judged(what: FaultTrial, verdict: Verdict) -> Planting:
-    """Was it caught, and under which name?"""
-    accepted = [name for one in verdict.findings if one.accepted for name in one.causes]
-    first, *_ = *accepted, ""
-    because = verdict.unknown_because
+def result_of(fault_trial: FaultTrial, verdict: Verdict) -> FaultResult:
+    """Say whether the verdict caught the planted fault, and under which name."""
+    findings = [finding for finding in verdict.findings if finding.accepted]
+    causes = tuple(cause for finding in findings for cause in finding.causes)
     distance = 0.0
-    noticed: frozenset[str] = frozenset()
+    noticed_by: frozenset[str] = frozenset()
     if verdict.outcome == "different":
-        outcome = "misnamed"
-        if first == what.fault.name:
-            outcome = "named"
-        elif what.fault.name in accepted:
-            outcome = "among"
         if verdict.error is not None and verdict.limit:
             distance = verdict.error / verdict.limit
         view = verdict.view
         if view is not None:
-            noticed = frozenset(
-                name for name, noticed in OTHER_CHECKS.items() if noticed(verdict, view)
+            noticed_by = frozenset(
+                name for name, notices in OTHER_CHECKS.items() if notices(verdict, view)
             )
-    elif what.hidden and because is UnknownBecause.PLANTED_FAULT_CANNOT_SHOW:
-        outcome = "hidden"
-    else:
-        never_fired = because is UnknownBecause.PLANTED_FAULT_NEVER_FIRED
-        outcome = "idle" if never_fired else "missed"
-    return Planting(
-        what,
-        outcome,
-        tuple(accepted),
+    return FaultResult(
+        fault_trial,
+        _outcome(fault_trial, verdict, causes),
+        causes,
         distance,
         verdict.seconds,
-        noticed,
-        f"{verdict.subject} on {what.trial.case}",
+        noticed_by,
+        f"{verdict.subject} on {fault_trial.trial.case}",
     )
 
 
-def lines(found: Sequence[Planting]) -> Iterator[str]:
-    """The table: a row a fault, and what other checks would have seen of it."""
-    names = list(dict.fromkeys(one.what.fault.name for one in found))
+def _outcome(fault_trial: FaultTrial, verdict: Verdict, causes: Sequence[str]) -> Outcome:
+    name, because = fault_trial.fault.name, verdict.unknown_because
+    if verdict.outcome == "different":
+        if name not in causes:
+            return "misnamed"
+        return "named" if name == causes[0] else "among"
+    if fault_trial.why_it_cannot_show and because is UnknownBecause.PLANTED_FAULT_CANNOT_SHOW:
+        return "cannot_show"
+    return "never_fired" if because is UnknownBecause.PLANTED_FAULT_NEVER_FIRED else "missed"
+
+
+def table_lines(results: Sequence[FaultResult]) -> Iterator[str]:
+    """The table, with one row for each fault, and below it the results that are not as expected.
+
+    The last columns count how many of the caught faults other checks would have noticed.
+    """
+    names = list(dict.fromkeys(result.fault_trial.fault.name for result in results))
     width = max(map(len, names), default=0) + 2
     checks = "".join(f"{name:>14}" for name in OTHER_CHECKS)
     yield f"{'':<{width}}{'':>8}{'':>8}{'':>8}{'among':>8}{'cannot':>8}{'nearest':>10}   noticed by"
@@ -95,33 +105,35 @@ def lines(found: Sequence[Planting]) -> Iterator[str]:
         f"{'limits':>10}{checks}"
     )
     for name in names:
-        yield _row(name, [one for one in found if one.what.fault.name == name], width)
-    yield _row("all", list(found), width)
-    slowest = max((one.seconds for one in found), default=0.0)
+        of_fault = [result for result in results if result.fault_trial.fault.name == name]
+        yield _row(name, of_fault, width)
+    yield _row("all", list(results), width)
+    slowest = max((result.seconds for result in results), default=0.0)
     yield f"slowest from the call to the verdict: {slowest:.1f} s"
-    yield from _misses(found)
+    yield from _unexpected(results)
 
 
-def _row(name: str, rows: Sequence[Planting], width: int) -> str:
-    shown = [one for one in rows if one.outcome != "hidden"]
-    caught = [one for one in shown if one.outcome in ("named", "among", "misnamed")]
-    counts = {
-        outcome: sum(one.outcome == outcome for one in rows)
-        for outcome in ("named", "among", "hidden")
-    }
-    nearest = min((one.distance for one in caught), default=0.0)
+def _row(title: str, results: Sequence[FaultResult], width: int) -> str:
+    shown = [result for result in results if result.outcome != "cannot_show"]
+    caught = [result for result in shown if result.outcome in ("named", "among", "misnamed")]
+    named, among, cannot_show = (
+        sum(result.outcome == outcome for result in results)
+        for outcome in ("named", "among", "cannot_show")
+    )
+    nearest = min((result.distance for result in caught), default=0.0)
     noticed = "".join(
-        f"{f'{sum(check in one.noticed_by for one in caught)} of {len(caught)}':>14}"
+        f"{f'{sum(check in result.noticed_by for result in caught)} of {len(caught)}':>14}"
         for check in OTHER_CHECKS
     )
     return (
-        f"{name:<{width}}{len(shown):>8}{len(caught):>8}{counts['named']:>8}{counts['among']:>8}"
-        f"{counts['hidden']:>8}{nearest:>10.1e}{noticed}"
+        f"{title:<{width}}{len(shown):>8}{len(caught):>8}{named:>8}{among:>8}"
+        f"{cannot_show:>8}{nearest:>10.1e}{noticed}"
     )
 
 
-def _misses(found: Sequence[Planting]) -> Iterator[str]:
-    for one in found:
-        if not one.good:
-            named = f", called {', '.join(one.named)}" if one.named else ""
-            yield f"{one.outcome.upper()}: {one.what.fault.name} in {one.repeat}{named}"
+def _unexpected(results: Sequence[FaultResult]) -> Iterator[str]:
+    for result in results:
+        if not result.as_expected:
+            outcome = result.outcome.replace("_", " ").upper()
+            called = f", called {', '.join(result.causes)}" if result.causes else ""
+            yield f"{outcome}: {result.fault_trial.fault.name} in {result.checked}{called}"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.agent.server import local_elastic_agent
 
 from ddp_equivalence import BadCase, Case, Rank
-from ddp_equivalence.case.layouts import Row, parse
+from ddp_equivalence.case.layouts import RankPlace, parse
 from ddp_equivalence.ranks import pickling
 from ddp_equivalence.ranks.environment import torchrun_environment
 from ddp_equivalence.ranks.lanes import choose
@@ -59,7 +59,7 @@ def test_a_layout_of_too_many_ranks_is_refused() -> None:
 
 
 def test_the_environment_is_the_one_that_torchrun_sets() -> None:
-    row = Row(rank=2, node=1, local_rank=1, local_world_size=3, world_size=4, nodes=2)
+    row = RankPlace(rank=2, node=1, local_rank=1, local_world_size=3, world_size=4, nodes=2)
     environment = torchrun_environment(row, port=1234)
     expected = {
         "RANK": "2",
@@ -94,12 +94,12 @@ def test_every_rank_finds_itself_where_the_table_says() -> None:
     names = tuple(torchrun_environment(layout.rows[0], 0))
     with warm_ranks().acquire(layout, choose(layout, "gloo"), 30.0) as ranks:
         ranks.submit(pickling.dumps(look_around, names))
-        found = dict(ranks.collect(60.0))
-    assert sorted(found) == [0, 1, 2, 3]
-    ports = {environment["MASTER_PORT"] for _, _, environment in found.values()}
+        answers = dict(ranks.collect(60.0))
+    assert sorted(answers) == [0, 1, 2, 3]
+    ports = {environment["MASTER_PORT"] for _, _, environment in answers.values()}
     assert len(ports) == 1
     for row in layout.rows:
-        rank, group, environment = found[row.rank]
+        rank, group, environment = answers[row.rank]
         assert group == (row.rank, 4, "gloo")
         assert (rank.node, rank.local_rank, rank.nodes) == (row.node, row.local_rank, 2)
         assert environment == torchrun_environment(row, int(ports.copy().pop()))

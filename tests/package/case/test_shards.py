@@ -1,4 +1,4 @@
-"""Every deal of examples is a partition of the big batch, or is refused."""
+"""Named shards are a partition of the big batch; shards that cannot be are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddp_equivalence.case.shards import NAMED_SIZES, Shards, split
 
 @pytest.mark.parametrize("name", sorted(NAMED_SIZES))
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_every_named_deal_is_a_partition(name: str, world_size: int) -> None:
+def test_all_named_shards_are_a_partition(name: str, world_size: int) -> None:
     shards = split(name, 5 * world_size, world_size)
     assert len(shards.indices) == world_size
     assert shards.is_partition
@@ -26,11 +26,11 @@ def test_every_named_deal_is_a_partition(name: str, world_size: int) -> None:
         ("2+3+5+10", (2, 3, 5, 10)),
     ],
 )
-def test_a_deal_has_the_sizes_that_its_name_says(name: str, sizes: tuple[int, ...]) -> None:
+def test_shards_have_the_sizes_that_their_name_says(name: str, sizes: tuple[int, ...]) -> None:
     assert split(name, 20, 4).sizes == sizes
 
 
-def test_interleaved_deals_in_turn() -> None:
+def test_interleaved_assigns_examples_to_ranks_in_turn() -> None:
     assert split("interleaved", 6, 2).indices == ((0, 2, 4), (1, 3, 5))
 
 

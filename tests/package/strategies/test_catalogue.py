@@ -1,4 +1,4 @@
-"""The catalogue holds every model, loss, layout and deal, and drops no case in silence."""
+"""The catalogue has every model, loss, layout and kind of shards, and drops no case in silence."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from ddp_equivalence import BadCase
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
+from ddp_equivalence.ranks.backend_names import LANES
 from ddp_equivalence.strategies import STRATEGIES, catalogue
 
 TESTS = Path(__file__).parents[2]
+PACKAGE = TESTS.parent / "ddp_equivalence"
 EVERYTHING = [trial for name in STRATEGIES for trial in catalogue.trials(name)]
 
 
@@ -47,7 +49,7 @@ def test_at_least_four_hundred_cases_are_promised_to_be_the_big_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "wanted"),
+    ("field", "entries"),
     [
         ("model", set(MODELS)),
         ("loss", set(LOSSES)),
@@ -56,9 +58,9 @@ def test_at_least_four_hundred_cases_are_promised_to_be_the_big_batch() -> None:
         ("dtype_name", {"float64", "float32", "bfloat16", "float64-exact", "float32-exact"}),
     ],
 )
-def test_every_entry_is_met_by_a_promise(what: str, wanted: set[str]) -> None:
+def test_every_entry_is_in_a_trial_that_keeps_its_promise(field: str, entries: set[str]) -> None:
     kept = [trial for trial in EVERYTHING if trial.cause is None]
-    assert wanted <= {getattr(trial.case, what) for trial in kept}
+    assert entries <= {getattr(trial.case, field) for trial in kept}
 
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
@@ -69,7 +71,7 @@ def test_every_strategy_has_promises_and_states_its_promise(strategy: str) -> No
 
 
 def test_every_known_difference_has_a_name_that_a_diagnosis_knows() -> None:
-    known = {one.name for one in HYPOTHESES}
+    known = {hypothesis.name for hypothesis in HYPOTHESES}
     assert {trial.cause for trial in EVERYTHING} - {None} <= known
 
 
@@ -80,6 +82,16 @@ def test_a_loss_that_couples_examples_is_promised_only_where_it_sees_all_of_them
     assert promised == {"data_parallel", "emulated_data_parallel", "ddp_gathered"}
 
 
+@pytest.mark.parametrize("module", ["strategies/catalogue", "measurement/request", "faults/trials"])
+@pytest.mark.parametrize("strategy", sorted(set(STRATEGIES) - set(LANES)))
+def test_code_for_all_strategies_names_none_of_them(strategy: str, module: str) -> None:
+    """A new strategy is one file and one line: it says in its own fields what others must know.
+
+    The name "data_parallel" is left out, since it is the name of a lane as well.
+    """
+    assert f'"{strategy}"' not in (PACKAGE / f"{module}.py").read_text()
+
+
 def test_test_ids_are_unique_within_a_strategy() -> None:
     for name in STRATEGIES:
         ids = [f"{trial}-{trial.backend}" for trial in catalogue.trials(name)]
@@ -88,13 +100,16 @@ def test_test_ids_are_unique_within_a_strategy() -> None:
 
 def test_the_catalogue_has_one_order() -> None:
     """Xdist needs the same order in every worker, whatever its hashes."""
-    program = "from ddp_equivalence import catalogue; print(*catalogue.trials('hybrid'), sep='\\n')"
+    program = (
+        "from ddp_equivalence.strategies import catalogue;"
+        "print(*catalogue.trials('hybrid'), sep='\\n')"
+    )
     printed = []
     for hash_seed in ("1", "2"):
-        more = {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(TESTS.parent)}
+        environment = {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(TESTS.parent)}
         done = subprocess.run(
             [sys.executable, "-c", program],
-            env=dict(os.environ) | more,
+            env=dict(os.environ) | environment,
             capture_output=True,
             text=True,
             check=True,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import BadCase, Rank
-from ddp_equivalence.case.example_subset import Selected, read, with_examples, write
+from ddp_equivalence.case.example_subset import SubsetBuilder, as_text, parse, with_examples
 from ddp_equivalence.commands.explore import (
     engine,
     random_trials,
@@ -242,14 +242,14 @@ def test_the_catalogue_makes_as_many_examples_as_are_asked_for() -> None:
         with_examples(trial.case, (0, 1))
 
 
-@pytest.mark.parametrize("selection", [3, (0, 2, 1), (7,)])
-def test_a_selection_is_read_as_it_is_written(selection: int | tuple[int, ...]) -> None:
-    assert read(write(selection)) == selection
+@pytest.mark.parametrize("subset", [3, (0, 2, 1), (7,)])
+def test_a_subset_is_read_as_it_is_written(subset: int | tuple[int, ...]) -> None:
+    assert parse(as_text(subset)) == subset
 
 
 def test_selected_examples_are_those_of_the_batch() -> None:
     whole = make_batch(torch.Generator().manual_seed(3))
-    some = Selected(make_batch, (5, 0))(torch.Generator().manual_seed(3))
+    some = SubsetBuilder(make_batch, (5, 0))(torch.Generator().manual_seed(3))
     assert torch.equal(some["rows"], whole["rows"][[5, 0]])
     assert loss(own_case().model(), some).ndim == 0  # type: ignore[operator]
 
