@@ -12,7 +12,7 @@ RANKS = 8
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """One published run: ``w`` after an epoch and the ``variance`` of its update steps, as printed."""
+    """One published run: ``w`` after an epoch and the ``variance`` of the steps, as printed."""
 
     mode: str
     problem: Problem
