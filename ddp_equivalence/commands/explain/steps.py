@@ -27,7 +27,7 @@ PADDING = -100
 
 
 def gradient_step(setup: Setup, model: nn.Module, shard: Any, rank: Rank) -> None:
-    """Leave the gradient of one optimizer step on the model's parameters, as the setup computes it."""
+    """Leave the setup's gradient of one optimizer step on the model's parameters."""
     loss = partial(loss_of, reduction="sum" if setup.loss == "sum" else "mean")
     divisor = setup.accumulation if setup.accumulation_divided else 1
     _backward_all(setup, model, shard, lambda value: value / divisor, loss, inside="mean")

@@ -37,7 +37,7 @@ def test_a_setup_is_explained_on_one_line_and_in_full(capsys: pytest.CaptureFixt
     ("line", "says"),
     [
         ("--batch 0", "batch = 0: a whole number from 1"),
-        ("--batch 4 --known-loss sum", "known_loss = 'sum': left out, or what worked given"),
+        ("--batch 4 --known-loss sum", "known_loss = 'sum': left out, unless --known-good"),
         ("--batch 100 --known-good 1@1e308", "known_good = '1@1e308': BATCH@LR"),
         (
             "--batch 64 --loss token-mean --known-good 64@0.1 --known-loss sum",
@@ -142,7 +142,7 @@ def test_the_help_says_what_is_run_and_what_not_divided_means(
         run("--help")
     text = " ".join(capsys.readouterr().out.split())
     assert "with SGD it also trains three steps with the rate for the same batch" in text
-    assert "--accumulation-not-divided it is not: the gradients of the micro-batches add up" in text
+    assert "--accumulation-not-divided it is not divided: the gradients of the micro-ba" in text
 
 
 def test_ranks_that_do_not_come_back_end_with_three(capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,16 +67,16 @@ def said(**fields: Any) -> str:
         ),
         (
             {"batch": 1, "ranks_per_node": 8, "examples": 3},
-            "Every example is seen 2 or 3 times, to",
+            "Every example is seen 2 or 3 times, so",
         ),
         (
             {"batch": 1, "ranks_per_node": 9, "examples": 3},
-            "Every example is seen 3 times, to give",
+            "Every example is seen 3 times, so that",
         ),
-        ({"batch": 1, "ranks_per_node": 3, "examples": 5}, "1 example of them repeated, to give"),
+        ({"batch": 1, "ranks_per_node": 3, "examples": 5}, "1 example is repeated, so that every"),
         (
             {"batch": 64, "examples": 1001, "known_good": KnownGood.read("32@0.1")},
-            "The known batch of 32 has 32 steps an epoch.",
+            "With the known batch of 32 an epoch has 32 steps.",
         ),
         (
             {
@@ -85,7 +85,7 @@ def said(**fields: Any) -> str:
                 "known_good": KnownGood.read("32@0.1"),
                 "drop_last": True,
             },
-            "The known batch of 32 has 31 steps an epoch.",
+            "With the known batch of 32 an epoch has 31 steps.",
         ),
     ],
 )
