@@ -142,7 +142,8 @@ def test_the_help_says_what_is_run_and_what_not_divided_means(
         run("--help")
     text = " ".join(capsys.readouterr().out.split())
     assert "with SGD it also trains three steps with the rate for the same batch" in text
-    assert "--accumulation-not-divided it is not divided: the gradients of the micro-ba" in text
+    not_divided = "it is not divided: the gradients of the micro-batches add up"
+    assert f"--accumulation-not-divided {not_divided}" in text
 
 
 def test_ranks_that_do_not_come_back_end_with_three(capsys: pytest.CaptureFixture[str]) -> None:

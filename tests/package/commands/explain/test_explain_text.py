@@ -142,7 +142,8 @@ SUMMED = {"batch": 4, "ranks_per_node": 4, "parallelism": "all-reduce-sum", "opt
         ({}, "a mean loss and batch 32, / 2, after the change above."),
         (
             {"known_good": KnownGood.read("16@0.01")},
-            "(Your gradient is 2 g after the change above; each of them includes / 2 for that.) 0.00",
+            "(Your gradient is 2 g after the change above; each of them includes / 2 for that.) "
+            "0.005 keeps",
         ),
         ({}, "Either gives 2 g. A multiple of 3 also changes the effective batch: ask again with"),
         ({}, "multiply weight_decay by 2"),
