@@ -1,7 +1,7 @@
 """Whether the learning rate has to follow the batch size per process.
 
-The same twenty steps of plain SGD. "Summed" is DDP with a communication hook that adds up the
-gradients and does not divide.
+These are the same twenty steps of plain SGD. "Summed" is DDP with a communication hook that adds up
+the gradients and does not divide.
 """
 
 from __future__ import annotations

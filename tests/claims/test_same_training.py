@@ -37,10 +37,11 @@ def test_two_machines_train_as_one_with_data_parallel(table: Table, divides: boo
 
     It can, with the same learning rate of 0.01: as one process per machine with batch size 8, or as
     one process per GPU with batch size 4. The effective batch is 16 each time, and each step has
-    the same 16 examples. So the gradients are the same and, step by step, the weights. Keep the
-    effective batch, and you keep the learning rate. (Batch norm, and any other module that looks
-    across examples, sees only the examples of its GPU in all of these trainings but the first.) The
-    GPUs inside a process are emulated on the CPU; the processes and DDP are real.
+    the same 16 examples. So the gradients are the same and, step by step, the weights. What has to
+    be kept is the effective batch; the learning rate then stays the same. (Batch norm, and any
+    other module that looks across examples, sees only the examples of its GPU in all of these
+    trainings but the first.) The GPUs inside a process are emulated on the CPU; the processes and
+    DDP are real.
     """
     expected = big_batch_training(LR)
     g = first_gradient(expected)

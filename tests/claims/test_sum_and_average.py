@@ -99,8 +99,8 @@ def test_the_average_is_no_smaller_than_the_sum(table: Table, divide_by: int) ->
 
     They are the same gradient, that of one batch of 16, because they combine different things:
     DataParallel adds up parts of one loss over 16 examples, and DDP averages whole means over 4. To
-    train the same after moving from DataParallel to DDP, divide the batch size by the number of
-    processes for each process, and change neither loss nor learning rate. This holds for a loss
+    train the same after moving from DataParallel to DDP, give each process the batch size divided
+    by the number of processes, and change neither loss nor learning rate. This holds for a loss
     that is a mean over examples, with equally many examples in every process.
     """
     expected = big_batch_gradient()

@@ -1,10 +1,10 @@
 """Weights after several steps, not only gradients: momentum, weight decay, Adam, clipping.
 
-Ten steps with sixteen new examples each: in one plain process with batches of 16, and under
-DistributedDataParallel on 2 processes with 8 and on 4 processes with 4, all with the same learning
-rate. "Differ by" is the largest distance between the weights and those of the big batch after any
-step, relative to the distance that the big batch went. 0 is less than 1e-12, which is rounding in
-float64.
+Every training makes ten steps with sixteen new examples each: in one plain process with batches of
+16, and under DistributedDataParallel on 2 processes with 8 and on 4 processes with 4, all with the
+same learning rate. "Differ by" is the largest distance between the weights and those of the big
+batch after any step, relative to the distance that the big batch went. 0 is less than 1e-12, which
+is rounding in float64.
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ class EmulatedDataParallel(nn.Module):
             if parameter.requires_grad
         }
         names, parameters = tuple(trained), tuple(trained.values())
-        gathered: Tensor = _SumOverReplicas.apply(self.replicas, inputs, names, *parameters)
+        gathered: Tensor = _SumOverReplicas.apply(  # type: ignore[no-untyped-call]  # torch's own
+            self.replicas, inputs, names, *parameters
+        )
         return gathered
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.commands.explain import arithmetic, command, verification
+from ddp_equivalence.commands.explain import Explanation, arithmetic, command, verification
 from ddp_equivalence.commands.explain.learning_rates import learning_rates_of
 from ddp_equivalence.commands.explain.setup import Setup
 from ddp_equivalence.commands.main import main
@@ -125,7 +125,7 @@ def test_a_suggested_rate_that_trains_otherwise_ends_with_one(
 def test_what_fails_in_the_verification_ends_with_three(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def broken(explanation: arithmetic.Explanation) -> object:
+    def broken(explanation: Explanation) -> object:
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(verification, "verify", broken)

@@ -1,4 +1,4 @@
-"""What is said of an epoch: its last step, steps that are never whole, and what is dealt again."""
+"""The text on an epoch: its last step, steps that are never whole, and repeated examples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOUR = {"ranks_per_node": 4, "batch": 4}
 
 
 def said(**fields: Any) -> str:
-    """What is said of the epoch, on one line."""
+    """The text on the epoch, on one line."""
     return " ".join(str(explain(Setup(**fields))).partition("  Epoch: ")[2].split())
 
 
@@ -142,7 +142,7 @@ def test_fewer_examples_than_ranks_are_dealt_again_as_often_as_is_said() -> None
 @pytest.mark.parametrize("last", range(1, 16))
 def test_the_last_sum_is_as_large_as_replicas_make_it(last: int) -> None:
     def gradient(examples: int) -> Tensor:
-        """Of a weight that every example's loss has once."""
+        """The gradient of a weight that every example's loss has once."""
         weight = torch.ones((), requires_grad=True)
         parts = torch.ones(examples).chunk(5)
         torch.stack([(weight * part).sum() for part in parts]).mean().backward()

@@ -1,4 +1,4 @@
-"""Every rank and every example is judged, and what could not be told is unknown."""
+"""Every rank and every example is compared; the outcome is unknown if the shares are unknown."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_multiples_are_fractions_only_where_that_is_shorter() -> None:
 
 
 def said(**fields: Any) -> str:
-    """The text on one line, so that what is looked for is not broken."""
+    """The text on one line, so that no line break is inside what the tests look for."""
     return " ".join(str(explain(Setup(**fields))).split())
 
 

@@ -1,4 +1,4 @@
-"""The closed form of the sandbox, against integration, published figures and training."""
+"""The closed form of the sandbox agrees with integration, published figures and tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experiments trained side by side are what each is alone, in one process and on ranks."""
+"""Experiments trained side by side end like each one alone, in one process and on ranks."""
 
 from __future__ import annotations
 

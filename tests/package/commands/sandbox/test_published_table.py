@@ -1,4 +1,4 @@
-"""The nine published rows, and that a wrong figure among them would be noticed."""
+"""The nine published rows agree, and a wrong figure among them is noticed."""
 
 from __future__ import annotations
 
