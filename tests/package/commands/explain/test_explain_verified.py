@@ -22,8 +22,9 @@ REPLICATED: tuple[Parallelism, ...] = ("data-parallel", "data-parallel-loss-insi
 
 
 def setups() -> Iterator[Setup]:
-    """Setups with even batches and with batch 5, which is uneven over replicas; one micro-batch, and
-    three whose losses are divided in every other setup.
+    """Setups with batch 4 and with batch 5, which is uneven over replicas.
+
+    Each has one micro-batch and then three, whose losses are divided in every other setup.
     """
     combined = [(p, layout) for p in SEVERAL for layout in LAYOUTS]
     combined += [(p, layout) for p in REPLICATED for layout in LAYOUTS if layout[0] == 1]
