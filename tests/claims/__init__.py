@@ -1,1 +1,1 @@
-"""What people say about batch size, averaging and learning rate, settled by running it."""
+"""What people say about batch size, averaging and learning rate, checked by running it."""

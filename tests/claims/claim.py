@@ -1,11 +1,11 @@
-"""What makes a test a claim: what is said, the verdict, and that it would fail were it otherwise.
+"""The decorator that makes a test a claim of docs/claims.md.
 
-A claim is a test whose docstring says, in its first paragraph, what people say, and in the rest
-what is so, and why. It lays what it measured before ``evidence`` and asserts. ``opposite`` changes
-one rule of the test into its contrary; ``test_every_claim_can_fail.py`` sees the claim fail then.
+The first paragraph of the test's docstring is what people say; the rest is the answer and its
+reasons. The test adds what it measured to ``table`` and asserts it. ``fails_when`` changes one rule
+that the answer rests on; ``test_every_claim_can_fail.py`` checks that the claim fails then.
 
-    @claim("false", divide_by=2, opposite=Opposite("gradients are only added", divide_by=1))
-    def test_ddp_averages(evidence: Evidence, divide_by: int) -> None:
+    @claim("false", divide_by=2, fails_when=Change("gradients are only added", divide_by=1))
+    def test_ddp_averages(table: Table, divide_by: int) -> None:
         '''Averaging makes the gradient too small.
 
         The mean of the ranks' means is the big batch's mean.
@@ -23,8 +23,8 @@ from typing import Any
 from tests.claims import page
 
 
-class Opposite:
-    """The contrary of a claim's rule: what it ``says``, and arguments that make it so."""
+class Change:
+    """A change of a rule: ``says`` describes it in words, and the arguments make it."""
 
     def __init__(self, says: str, **arguments: Any) -> None:
         self.says = says
@@ -32,26 +32,27 @@ class Opposite:
 
 
 @dataclass
-class Evidence:
-    """What a claim measured: a table, printed on the page. A figure must be the same every run."""
+class Table:
+    """The table of a claim on the page. Its figures must be the same in every run."""
 
     rows: list[Mapping[str, str]] = field(default_factory=list)
 
-    def __call__(self, **cells: object) -> None:
-        """Add a row; an underscore in a column's name stands for a space."""
-        self.rows.append({name.replace("_", " "): shown(cell) for name, cell in cells.items()})
+    def add_row(self, **cells: object) -> None:
+        """Add a row of cells by column; an underscore in a column's name stands for a space."""
+        self.rows.append({name.replace("_", " "): cell_text(cell) for name, cell in cells.items()})
 
 
 @dataclass(frozen=True)
 class Claim:
     """A test and its verdict: "true", "false", or "true when ...".
 
-    ``name``: of the test. ``topic``: of its module. ``arguments``: of the test, as things are.
+    ``name`` is that of the test, ``topic`` that of its module. ``arguments``: the arguments with
+    which the test passes.
     """
 
     function: Callable[..., None]
     verdict: str
-    opposite: Opposite
+    fails_when: Change
     arguments: Mapping[str, Any]
 
     @property
@@ -63,11 +64,13 @@ class Claim:
         return self.function.__module__.rpartition(".")[2]
 
     @property
-    def said(self) -> str:
+    def statement(self) -> str:
+        """What people say."""
         return self._text.partition("\n\n")[0].replace("\n", " ")
 
     @property
     def answer(self) -> str:
+        """What is true, and why."""
         return self._text.partition("\n\n")[2]
 
     @property
@@ -76,28 +79,28 @@ class Claim:
 
 
 def claim(
-    verdict: str, *, opposite: Opposite, **arguments: Any
+    verdict: str, *, fails_when: Change, **arguments: Any
 ) -> Callable[[Callable[..., None]], Any]:
-    """Make a test a claim, and hold its section of the page to what it measures."""
+    """Make a test a claim, which also fails if its section of the page shows other figures."""
 
     def decorate(function: Callable[..., None]) -> Callable[[], None]:
-        made = Claim(function, verdict, opposite, arguments)
+        made = Claim(function, verdict, fails_when, arguments)
 
         @functools.wraps(function)
         def test() -> None:
-            evidence = Evidence()
-            function(evidence, **arguments)
-            page.hold(made, evidence.rows)
+            table = Table()
+            function(table, **arguments)
+            page.check_or_write(made, table.rows)
 
-        del test.__wrapped__  # pytest would ask for its arguments
+        del test.__wrapped__  # pytest would look for fixtures named like its arguments
         test.claim = made  # type: ignore[attr-defined]
         return test
 
     return decorate
 
 
-def shown(value: object) -> str:
-    """A figure as the page prints it: four digits, and nothing below what rounding leaves."""
+def cell_text(value: object) -> str:
+    """The text of a cell: four digits of a float, and 0 for a float that is only rounding."""
     if isinstance(value, float):
         return "0" if abs(value) < 1e-12 else f"{value:.4g}"
     return str(value)

@@ -1,4 +1,4 @@
-"""Claims compare on purpose what differs too: that is no news for the closing table."""
+"""Claims also run comparisons that differ on purpose; the closing table does not count them."""
 
 from __future__ import annotations
 

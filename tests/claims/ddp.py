@@ -1,4 +1,4 @@
-"""One backward pass of DistributedDataParallel on a rank, and what it leaves there."""
+"""One backward pass of DistributedDataParallel on a rank, and the gradients of it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Left:
-    """``gradient``: what DDP left. ``own``: of this rank alone. ``loss``: of this rank."""
+class RankGradients:
+    """The result of one rank.
+
+    ``gradient``: the gradient after DDP. ``own``: the gradient that this rank has alone. ``loss``:
+    the loss of this rank.
+    """
 
     gradient: Tensor
     own: Tensor
@@ -25,15 +29,17 @@ class Left:
 
 
 def wrapped(model: nn.Module, divides: bool) -> DistributedDataParallel:
-    """The model in DDP; without ``divides`` a communication hook adds gradients up instead."""
+    """The model in DDP. If not ``divides``, a communication hook adds gradients up instead."""
     ddp = DistributedDataParallel(model)
     if not divides:
         ddp.register_comm_hook(None, sum_over_ranks)
     return ddp
 
 
-def ddp_gradient(rank: Rank, sizes: tuple[int, ...], loss: Loss, divides: bool = True) -> Left:
-    """Rank r takes ``sizes[r]`` of the sixteen examples, those after rank r - 1's."""
+def ddp_gradient(
+    rank: Rank, sizes: tuple[int, ...], loss: Loss, divides: bool = True
+) -> RankGradients:
+    """Run one backward pass in which rank r takes the next ``sizes[r]`` of the sixteen examples."""
     start = sum(sizes[: rank.rank])
     mine = slice(start, start + sizes[rank.rank])
 
@@ -46,4 +52,4 @@ def ddp_gradient(rank: Rank, sizes: tuple[int, ...], loss: Loss, divides: bool =
 
     alone, *_ = model_and_batch()
     loss(alone, rows[mine], targets[mine]).backward()
-    return Left(gradient, flat_gradient(alone), float(value.detach()))
+    return RankGradients(gradient, flat_gradient(alone), float(value.detach()))

@@ -1,4 +1,4 @@
-"""Examples known by their number, read on every rank by torch's own sampler and loader. float64."""
+"""Numbered examples that torch's own sampler and loader read on every rank; in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.claims.setting import flat_gradient, mse
 
 
 class Numbers(Dataset[int]):
-    """Example 7 is 7."""
+    """A dataset whose example 7 is the number 7."""
 
     def __init__(self, examples: int) -> None:
         self.examples = examples
@@ -29,10 +29,11 @@ class Numbers(Dataset[int]):
 
 @dataclass(frozen=True)
 class Reading:
-    """How a process reads the data. ``batch_size``: of each process, as a DataLoader has it.
+    """How a process reads the data.
 
-    ``sampler``: a DistributedSampler deals the examples; without it every process shuffles all of
-    them, by ``own_seed`` or all alike. ``..._drops``: the ``drop_last`` of either.
+    ``batch_size``: that of each process's DataLoader. ``sampler``: a DistributedSampler deals the
+    examples out. Without it every process shuffles all of them, with a seed of its own if
+    ``own_seed``. ``sampler_drops`` and ``loader_drops``: the ``drop_last`` of each.
     """
 
     examples: int
@@ -46,11 +47,11 @@ class Reading:
 
 
 Epoch = list[list[int]]
-"""By step, the numbers of the examples that one process read."""
+"""For each step the numbers of the examples that one process read."""
 
 
 def read(rank: Rank, how: Reading) -> list[Epoch]:
-    """What this rank reads, by epoch and step."""
+    """The numbers that this rank reads, by epoch and step."""
     data = Numbers(how.examples)
     sampler: DistributedSampler[int] | None = None
     if how.sampler:
@@ -73,14 +74,14 @@ def read(rank: Rank, how: Reading) -> list[Epoch]:
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank read in one step, and the gradient it held after DDP's backward, (18,)."""
+    """The numbers that a rank read in one step, and its gradient after DDP's backward, (18,)."""
 
     numbers: list[int]
     gradient: Tensor
 
 
 def train(rank: Rank, how: Reading) -> list[Step]:
-    """The steps of the first epoch, all at the same weights."""
+    """The steps of the first epoch, all with the same weights."""
     model, rows, targets = task(how.examples)
     ddp = DistributedDataParallel(model)
     steps = []
@@ -93,7 +94,7 @@ def train(rank: Rank, how: Reading) -> list[Step]:
 
 
 def task(examples: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """The same in every process: a model, rows (examples, 5) and targets (examples, 3)."""
+    """A model, rows (examples, 5) and targets (examples, 3), the same in every process."""
     generator = torch.Generator().manual_seed(7)
 
     def normal(*shape: int) -> Tensor:
@@ -108,7 +109,10 @@ def task(examples: int) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def gradient_of(numbers: Sequence[int], examples: int) -> Tensor:
-    """Of these examples as one big batch, one process, no wrapper; a number twice counts twice."""
+    """The gradient of these examples in one big batch: one process, no wrapper.
+
+    An example whose number is given twice counts twice.
+    """
     model, rows, targets = task(examples)
     chosen = list(numbers)
     mse(model, rows[chosen], targets[chosen]).backward()
@@ -116,20 +120,20 @@ def gradient_of(numbers: Sequence[int], examples: int) -> Tensor:
 
 
 def together(by_rank: Sequence[Epoch], step: int) -> list[int]:
-    """What all ranks read in this step."""
+    """The numbers that all ranks read in this step."""
     return [number for epoch in by_rank for number in epoch[step]]
 
 
 def all_of(by_rank: Sequence[Epoch]) -> list[int]:
-    """What all ranks read in the epoch, in rising order."""
+    """The numbers that all ranks read in the epoch, in rising order."""
     return sorted(number for epoch in by_rank for step in epoch for number in step)
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    """Equal but for rounding: 1e-12 of the largest element."""
-    return bool((one - other).abs().max() <= 1e-12 * other.abs().max())
+def same(gradient: Tensor, expected: Tensor) -> bool:
+    """Whether they are equal except for rounding: 1e-12 of the largest element."""
+    return bool((gradient - expected).abs().max() <= 1e-12 * expected.abs().max())
 
 
-def apart(one: Tensor, other: Tensor) -> float:
-    """How far apart, relative to the other."""
-    return float((one - other).norm() / other.norm())
+def apart(gradient: Tensor, expected: Tensor) -> float:
+    """The distance relative to the size of the expected gradient."""
+    return float((gradient - expected).norm() / expected.norm())

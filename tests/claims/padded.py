@@ -1,4 +1,4 @@
-"""Padded sequences whose tokens are classified: the mean is over tokens. float64."""
+"""Padded sequences whose tokens are classified, so that the loss is a mean over tokens. float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Lengths = tuple[tuple[int, ...], tuple[int, ...]]
 def sequences(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """One sequence for each length: tokens (n, 6, 5) and classes (n, 6), padded with -100.
 
-    A sequence is the same wherever its length occurs, so that two deals may be the same batch.
+    Sequences of the same length are equal, so that two ways to deal them out may be the same batch.
     """
     tokens, classes = [], []
     for length in lengths:
@@ -36,14 +36,14 @@ def over_own_tokens(model: nn.Module, tokens: Tensor, classes: Tensor) -> Tensor
 
 
 def over_all_tokens(model: nn.Module, tokens: Tensor, classes: Tensor) -> Tensor:
-    """The sum over own tokens, times the processes, over the tokens of all processes."""
+    """The sum over own tokens, times the number of processes, divided by the tokens of all."""
     count = (classes != PADDING).sum()
     dist.all_reduce(count)
     return _cross_entropy(model, tokens, classes, "sum") * dist.get_world_size() / count
 
 
 def big_token_batch(lengths: Lengths) -> tuple[Tensor, list[Tensor]]:
-    """The gradient of all sequences in one batch, and what each process' share gives to it."""
+    """The gradient of all sequences in one batch, and the part of it from each process's share."""
     model, *_ = model_and_batch()
     over_own_tokens(model, *sequences(lengths[0] + lengths[1])).backward()
     expected = flat_gradient(model)
@@ -56,7 +56,7 @@ def big_token_batch(lengths: Lengths) -> tuple[Tensor, list[Tensor]]:
 
 
 def token_gradient(rank: Rank, lengths: Lengths, loss: Loss) -> Tensor:
-    """What DDP leaves on this rank."""
+    """The gradient that DDP leaves on this rank."""
     model, *_ = model_and_batch()
     ddp = wrapped(model, divides=True)
     loss(ddp, *sequences(lengths[rank.rank])).backward()

@@ -1,6 +1,7 @@
-"""docs/claims.md: written by the claims' tests, and held to them.
+"""The page docs/claims.md, which the claims' tests write and are compared with.
 
-``UPDATE_GOLDEN=1 pytest tests/claims`` writes it anew; read the difference before you commit it.
+``UPDATE_GOLDEN=1 pytest tests/claims -p no:randomly`` writes it anew. Read the difference before
+you commit it.
 """
 
 from __future__ import annotations
@@ -35,28 +36,23 @@ TOPICS = (
     "test_updates",
     "test_start_and_restart",
 )
-"""The modules with claims, as the page has them."""
+"""The modules with claims, in the order of the page."""
 
-HEAD = """# What people say about averaging, batch size, epochs and learning rate
-
-Every claim on this page is a test, run on ranks; the figures are what it measured, and the page is
-written by the tests (`UPDATE_GOLDEN=1 pytest tests/claims`), never by hand. A test whose figures no
-longer match its section fails. Each was also seen to fail when the rule that it rests on is turned
-into its contrary, by `pytest tests/claims/test_every_claim_can_fail.py`, in every run.
-"""
+INTRODUCTION = Path(__file__).with_name("introduction.md")
+"""The top of the page, with the summary."""
 
 
 def claims() -> Iterator[Claim]:
     """All claims, in the order of the page."""
     for topic in TOPICS:
         for value in vars(_module(topic)).values():
-            found = getattr(value, "claim", None)
-            if found is not None:
-                yield found
+            claim = getattr(value, "claim", None)
+            if claim is not None:
+                yield claim
 
 
-def hold(claim: Claim, rows: Sequence[Mapping[str, str]]) -> None:
-    """Fail if the page says other than this claim does, or write it."""
+def check_or_write(claim: Claim, rows: Sequence[Mapping[str, str]]) -> None:
+    """Fail if the page does not show what this claim measured; with UPDATE_GOLDEN write it."""
     text = section(claim, rows)
     if os.environ.get("UPDATE_GOLDEN"):
         _write(claim, text)
@@ -65,38 +61,39 @@ def hold(claim: Claim, rows: Sequence[Mapping[str, str]]) -> None:
     if on_page != text:
         pytest.fail(
             f"docs/claims.md does not say what this claim measured.\n--- the page\n{on_page}\n"
-            f"--- measured\n{text}\nIf that is meant: UPDATE_GOLDEN=1 pytest tests/claims",
+            f"--- measured\n{text}\nIf the new figures are right: "
+            "UPDATE_GOLDEN=1 pytest tests/claims -p no:randomly",
             pytrace=False,
         )
 
 
 def section(claim: Claim, rows: Sequence[Mapping[str, str]]) -> str:
-    """The claim as the page prints it."""
+    """The section of the page for a claim."""
     verdict = claim.verdict[0].upper() + claim.verdict[1:]
     return "\n".join(
         [
             f'<a id="{claim.name}"></a>',
-            f"### “{claim.said.rstrip('.')}”",
+            f"### “{claim.statement.rstrip('.')}”",
             "",
             f"**{verdict}.** {claim.answer}",
             "",
             *_table(rows),
             "",
             f'Repeat: `pytest "tests/claims/{claim.topic}.py::{claim.name}"`; '
-            f"it fails when {claim.opposite.says}.",
+            f"it fails when {claim.fails_when.says}.",
         ]
     )
 
 
 def sections(text: str) -> dict[str, str]:
-    """Key of each claim on the page -> its section."""
-    found = re.findall(r"<!-- (\S+) -->\n(.*?)\n<!-- end -->", text, flags=re.DOTALL)
-    return dict(found)
+    """The sections on a page, by the key of the claim."""
+    keys_and_sections = re.findall(r"<!-- (\S+) -->\n(.*?)\n<!-- end -->", text, flags=re.DOTALL)
+    return dict(keys_and_sections)
 
 
 def whole(by_key: Mapping[str, str]) -> str:
-    """The page of these sections, in order."""
-    lines = [HEAD, *_contents()]
+    """The page with these sections, in order."""
+    lines = [INTRODUCTION.read_text(), *_contents()]
     for topic in TOPICS:
         title, _, more = (_module(topic).__doc__ or "").strip().partition("\n\n")
         lines += [f"## {title.rstrip('.')}\n", *([more + "\n"] if more else [])]
@@ -109,11 +106,11 @@ def whole(by_key: Mapping[str, str]) -> str:
 
 
 def _contents() -> Iterator[str]:
-    """Every claim with its verdict, linked to its section."""
+    """The table of all claims with their verdicts, each linked to its section."""
     yield "| what is said | verdict |\n|---|---|"
     for claim in claims():
-        said = claim.said.rstrip(".").replace("|", "\\|")
-        yield f"| [{said}](#{claim.name}) | {claim.verdict} |"
+        statement = claim.statement.rstrip(".").replace("|", "\\|")
+        yield f"| [{statement}](#{claim.name}) | {claim.verdict} |"
     yield ""
 
 

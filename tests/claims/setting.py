@@ -1,4 +1,4 @@
-"""The small model and the sixteen examples that the claims about gradients share. float64."""
+"""The small model and the sixteen examples of the claims about gradients; in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ EXAMPLES = 16
 
 
 def model_and_batch() -> tuple[nn.Module, Tensor, Tensor]:
-    """The same on every rank: a model, rows (16, 5) and targets (16, 3)."""
+    """A model, rows (16, 5) and targets (16, 3), the same on every rank."""
     generator = torch.Generator().manual_seed(1)
     model = nn.Linear(5, 3).double()
     with torch.no_grad():
@@ -20,12 +20,12 @@ def model_and_batch() -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def mse(model: nn.Module, rows: Tensor, targets: Tensor) -> Tensor:
-    """A mean over rows and outputs."""
+    """The mean squared error over rows and outputs."""
     return nn.functional.mse_loss(model(rows), targets)
 
 
 def big_batch_gradient() -> Tensor:
-    """One forward, one backward, all sixteen examples, one process. Shape (18,)."""
+    """The gradient of all sixteen examples in one forward and backward of one process, (18,)."""
     model, rows, targets = model_and_batch()
     mse(model, rows, targets).backward()
     return flat_gradient(model)
@@ -37,36 +37,36 @@ def flat_gradient(model: nn.Module) -> Tensor:
 
 
 def times(gradient: Tensor, expected: Tensor) -> str:
-    """How many times the expected gradient this is, as "4.00 g"; "no multiple of g" if none."""
+    """The gradient as a multiple of the expected one, g: "4 g", or "no multiple of g (...)"."""
     factor = float(gradient @ expected / (expected @ expected))
     rest = float((gradient - factor * expected).norm() / expected.norm())
     return f"{factor:.4g} g" if rest < 1e-9 else f"no multiple of g ({rest:.2g} of it unexplained)"
 
 
-def equal(found: Tensor, expected: Tensor) -> bool:
-    """As near as the same algebra in another order of sums comes in float64, in every element."""
-    return torch.allclose(found, expected, rtol=1e-12, atol=1e-12 * float(expected.abs().max()))
+def equal(gradient: Tensor, expected: Tensor) -> bool:
+    """Whether all elements are equal, except for float64 rounding of sums in another order."""
+    return torch.allclose(gradient, expected, rtol=1e-12, atol=1e-12 * float(expected.abs().max()))
 
 
 def error(gradient: Tensor, expected: Tensor) -> float:
-    """The distance to what is expected, over the size of that."""
+    """The distance to the expected gradient, relative to its size."""
     return float((gradient - expected).norm() / expected.norm())
 
 
 def parts_of_gradient(sizes: tuple[int, ...]) -> list[Tensor]:
-    """What each part, of consecutive examples, gives to the big batch's gradient."""
+    """The contribution of each part of consecutive examples to the big batch's gradient."""
     model, rows, targets = model_and_batch()
     parts = []
-    for one in torch.arange(sum(sizes)).split(sizes):
+    for part in torch.arange(sum(sizes)).split(sizes):
         model.zero_grad()
-        mse(model, rows[one], targets[one]).backward()
-        parts.append(flat_gradient(model) * len(one) / sum(sizes))
+        mse(model, rows[part], targets[part]).backward()
+        parts.append(flat_gradient(model) * len(part) / sum(sizes))
     return parts
 
 
 def weights(gradient: Tensor, parts: list[Tensor]) -> str:
-    """How often each part is in the gradient; asserts that there is nothing else."""
+    """How often the gradient contains each part; asserts that it contains nothing else."""
     columns = torch.stack(parts, 1)
-    found = torch.linalg.lstsq(columns, gradient[:, None]).solution[:, 0]
-    assert error(columns @ found, gradient) < 1e-12
-    return " and ".join(f"{one:.4g}" for one in found.tolist())
+    solution = torch.linalg.lstsq(columns, gradient[:, None]).solution[:, 0]
+    assert error(columns @ solution, gradient) < 1e-12
+    return " and ".join(f"{weight:.4g}" for weight in solution.tolist())

@@ -1,4 +1,4 @@
-"""Processes of a world of two that are started by hand, some of them or all."""
+"""Start some or all of the two processes of a process group by hand."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # no stubs
 from ddp_equivalence.ranks.server import empty_main_module, start_server
 
 NO_RANK = -1
-"""As init_process_group has it by default: it asks the environment, which torchrun would set."""
+"""The default of init_process_group, which then reads RANK from the environment."""
 
 
 def join(rank: int, port: int, seconds: float, answer: Connection) -> None:
-    """What a training script does first; sends the store's port, and then what it raised, or ""."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch warns of the timeout that is meant
+    """Call init_process_group as a training script does.
+
+    Sends the port of the store, and then the error, or "" if there is none.
+    """
+    # torch warns of the timeout, which is intended here.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     timeout = timedelta(seconds=seconds)
     store = None
     if rank == NO_RANK:
@@ -33,11 +37,11 @@ def join(rank: int, port: int, seconds: float, answer: Connection) -> None:
         answer.send(str(error))
     else:
         answer.send("")
-    answer.poll(None)  # the other one may still need this one's store
+    answer.poll(None)  # the other process may still need this store
 
 
 def ends_of(*ranks: int, seconds: float) -> list[str]:
-    """Start these processes of a world of two: what each says."""
+    """Start these ranks of a world of two; returns the error of each, or ""."""
     start_server()
     context = multiprocessing.get_context("forkserver")
     started: list[tuple[BaseProcess, Connection]] = []
@@ -51,9 +55,9 @@ def ends_of(*ranks: int, seconds: float) -> list[str]:
             theirs.close()
             port = mine.recv()
             started.append((process, mine))
-    said = [mine.recv() if mine.poll(60) else "nothing within a minute" for _, mine in started]
+    errors = [mine.recv() if mine.poll(60) else "nothing within a minute" for _, mine in started]
     for process, mine in started:
-        process.kill()  # it has said all that it has to say
+        process.kill()  # it has sent its result
         process.join()
         mine.close()
-    return said
+    return errors

@@ -1,9 +1,10 @@
-"""Adam: what it hides, what it does not, and which learning rate follows.
+"""Adam: what it hides, what it does not, and how to scale its learning rate.
 
-The step of Adam is the mean of the gradients over the root of the mean of their squares, so a
-constant factor on the gradient cancels, but for eps. Where a distance is given, it is the largest
-one between the weights after any of ten steps, relative to the way that the big batch went; 0 is
-less than 1e-12, which is rounding in float64. Four processes of 4 under DistributedDataParallel.
+The step of Adam is the mean of the gradients divided by the root of the mean of their squares, so a
+constant factor on the gradient cancels, except for eps. "Differ by" is the largest distance between
+the weights and those of the big batch after any of ten steps, relative to the distance that the big
+batch went. 0 is less than 1e-12, which is rounding in float64. There are four processes with 4
+examples each, under DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ddp_equivalence.ranks.on_ranks import on_ranks
-from tests.claims.claim import Evidence, Opposite, claim
+from tests.claims.claim import Change, Table, claim
 from tests.claims.toy import Toy, four_processes, one_process
 from tests.claims.trajectory import Training, big_batch, differ_by, on_a_rank
 
 
 def summed_and_averaged(training: Training) -> tuple[float, float]:
-    """How far from the big batch: gradients added up over the processes, and averaged."""
+    """How far the weights differ from the big batch's: with summed and with averaged gradients."""
     expected = big_batch(training)
     averaged = on_ranks("2x2", on_a_rank, training)[-1]
     summed = on_ranks("2x2", on_a_rank, replace(training, loss_times=4.0))[-1]
@@ -31,36 +32,39 @@ def summed_and_averaged(training: Training) -> tuple[float, float]:
 
 
 def sgd(weights: Iterator[nn.Parameter], lr: float, eps: float) -> Optimizer:
-    """In the place of Adam."""
+    """SGD in place of Adam."""
     return SGD(weights, lr=lr)
 
 
 @claim(
     "false",
     optimizer=Adam,
-    opposite=Opposite("the optimizer is SGD", optimizer=sgd),
+    fails_when=Change("the optimizer is SGD", optimizer=sgd),
 )
-def test_adam_hides_a_constant_factor(
-    evidence: Evidence, optimizer: Callable[..., Optimizer]
-) -> None:
+def test_adam_hides_a_constant_factor(table: Table, optimizer: Callable[..., Optimizer]) -> None:
     """It trains fine with Adam, just like on one process, so the gradients are averaged properly.
 
-    Gradients that are added up over four processes are four times too large, and Adam divides
-    the factor away: the weights are the same but for what eps leaves, which shrinks with eps in
-    proportion. Under SGD the same gradients make steps four times too long. So a run with
-    Adam says nothing about sum or average; compare the gradients, or the update of plain SGD.
+    Gradients that are added up over four processes are four times too large, and Adam divides the
+    factor away: the weights are the same except for the effect of eps, which shrinks in proportion
+    to eps. With SGD the same gradients make steps that are four times too long. So a run with Adam
+    does not show whether gradients are summed or averaged. Compare the gradients, or the update of
+    plain SGD.
     """
     summed = {}
     for eps in (1e-4, 1e-6, 1e-8):
         summed[eps], averaged = summed_and_averaged(Training(partial(optimizer, lr=0.05, eps=eps)))
         assert averaged < 1e-12
-        evidence(
+        table.add_row(
             optimizer=f"Adam, eps {eps:g}",
-            averaged_differ_by=averaged,
-            added_up_differ_by=summed[eps],
+            averaged_gradients_differ_by=averaged,
+            added_up_gradients_differ_by=summed[eps],
         )
     under_sgd, averaged = summed_and_averaged(Training(partial(SGD, lr=0.05)))
-    evidence(optimizer="SGD", averaged_differ_by=averaged, added_up_differ_by=under_sgd)
+    table.add_row(
+        optimizer="SGD",
+        averaged_gradients_differ_by=averaged,
+        added_up_gradients_differ_by=under_sgd,
+    )
     assert summed[1e-8] < 1e-6
     assert isclose(summed[1e-6], 100 * summed[1e-8], rel_tol=0.05)
     assert under_sgd > 0.5
@@ -70,7 +74,7 @@ VISIBLE = {
     "weight decay 0.1 of Adam (L2, in the gradient)": Training(
         partial(Adam, lr=0.05, weight_decay=0.1)
     ),
-    "clipping to 4, which only some of the right gradients reach": Training(
+    "clipping to 4, which only some of the averaged gradients exceed": Training(
         partial(Adam, lr=0.05), clip="after", max_norm=4.0
     ),
 }
@@ -79,7 +83,7 @@ HIDDEN = {
     "weight decay 0.1 of AdamW (not in the gradient)": Training(
         partial(AdamW, lr=0.05, weight_decay=0.1)
     ),
-    "clipping to 0.5, which all reach": Training(
+    "clipping to 0.5, which all exceed": Training(
         partial(Adam, lr=0.05), clip="after", max_norm=0.5
     ),
 }
@@ -88,28 +92,32 @@ HIDDEN = {
 @claim(
     "false",
     visible=VISIBLE,
-    opposite=Opposite("the weight decay and the clipping are those that hide", visible=HIDDEN),
+    fails_when=Change(
+        "the weight decay and the clipping are those that hide the factor", visible=HIDDEN
+    ),
 )
-def test_adam_does_not_hide_everything(evidence: Evidence, visible: dict[str, Training]) -> None:
+def test_adam_does_not_hide_everything(table: Table, visible: dict[str, Training]) -> None:
     """Adam makes up for any mistake in the reduction, as it scales every gradient anyway.
 
-    Only for one factor that is the same for all weights and all steps. Beside a term that does not
-    carry the factor it shows: Adam's own weight decay is added to the gradient, and counts a
-    quarter as much beside a gradient four times too large; a clipping that bites on some steps
-    only makes the factor another one in every step. AdamW's weight decay, and clipping that always
-    bites, hide it as before. A wrong direction always shows: uneven shards whose means count
-    equally.
+    It hides only a factor that is the same for all weights and all steps. The factor shows beside a
+    term without it. Adam's own weight decay is added to the gradient, and beside a gradient that is
+    four times too large it counts a quarter as much. Clipping that takes effect in some steps only
+    makes the factor different in every step. AdamW's weight decay, and clipping that takes effect
+    in every step, hide the factor. A wrong direction always shows, for example that of uneven
+    shards whose means count equally.
     """
     for shown, trainings in (("yes", visible), ("no", HIDDEN)):
         for name, training in trainings.items():
             summed, averaged = summed_and_averaged(training)
             assert averaged < 1e-12
             assert (summed > 0.01) == (shown == "yes")
-            evidence(Adam_with=name, mistake="gradients added up", differ_by=summed, shows=shown)
+            table.add_row(
+                Adam_with=name, mistake="gradients added up", differ_by=summed, shows=shown
+            )
     uneven = Training(partial(Adam, lr=0.05), shards=(13, 1, 1, 1))
     off = differ_by(on_ranks("2x2", on_a_rank, uneven)[-1], big_batch(uneven))
     assert off > 0.01
-    evidence(
+    table.add_row(
         Adam_with="nothing else", mistake="shards 13+1+1+1 averaged", differ_by=off, shows="yes"
     )
 
@@ -121,20 +129,21 @@ NOISY = Toy(4, 1e-4, noise=1.0, experiments=200, examples=800, begin=0.05, optim
 @claim(
     "true when the gradient is larger than its noise",
     with_noise=2.0,
-    opposite=Opposite("linear scaling is used with noise, too", with_noise=4.0),
+    fails_when=Change("the learning rate is multiplied by four with noise, too", with_noise=4.0),
 )
-def test_linear_scaling_with_adam(evidence: Evidence, with_noise: float) -> None:
+def test_linear_scaling_with_adam(table: Table, with_noise: float) -> None:
     """With Adam the learning rate is multiplied by effective batch / base batch, as with SGD.
 
-    Adam's step is as long as the learning rate, whatever the gradient's size. So without noise an
-    epoch with a quarter of the steps needs four times the learning rate, as with SGD. Where noise
-    dominates, Adam divides by the size of the noise, which is half with four times the batch: a
-    step goes twice as far towards the optimum by itself, and twice the learning rate (the square
-    root) arrives at the same place; four times goes nearly twice as far. (The neuron y = w x of
-    the section above, 16 examples per process. The noisy one begins close to its optimum, w = 0.05,
-    where the gradient of one example is 0.08 and its noise 1.4, with 4 examples per process; the
-    mean of 200 experiments. The square root is from the rule of Malladi et al., arXiv 2205.10287,
-    which changes betas and eps with it; here they keep their defaults.)
+    The length of Adam's step is the learning rate, whatever the size of the gradient. So without
+    noise an epoch with a quarter of the steps needs four times the learning rate, as with SGD. If
+    noise dominates, Adam divides by the size of the noise, which is half as large with four times
+    the batch. A step then goes twice as far towards the optimum by itself. Twice the learning rate
+    (the square root) arrives at the same place, and four times the learning rate goes nearly twice
+    as far. (This is the neuron y = w x of the section above with 16 examples per process. The noisy
+    one has 4 examples per process and begins close to its optimum, at w = 0.05, where the gradient
+    of one example is 0.08 and its noise 1.4; the figures are the mean of 200 experiments. The
+    square root is from the rule of Malladi et al., arXiv 2205.10287, which also changes betas and
+    eps; here they keep their defaults.)
     """
     ways = {}
     for name, toy in (("none", CLEAN), ("standard normal", NOISY)):
@@ -142,13 +151,13 @@ def test_linear_scaling_with_adam(evidence: Evidence, with_noise: float) -> None
         runs = {1.0: one} | {k: four_processes(replace(toy, lr=k * toy.lr)) for k in (2.0, 4.0)}
         for factor, course in runs.items():
             ways[name, factor] = (toy.begin - course.weight) / (toy.begin - one.weight)
-            evidence(
+            table.add_row(
                 noise=name,
                 effective_batch=toy.batch_size * (1 if factor == 1 else 4),
                 lr=f"{factor * toy.lr:g}" + ("" if factor == 1 else f" ({factor:g} times)"),
                 steps=course.steps,
                 w_after_the_epoch=course.weight,
-                way_compared_with_one_process=f"{ways[name, factor]:.3g} times",
+                distance_compared_with_one_process=f"{ways[name, factor]:.3g} times",
             )
     assert isclose(ways["none", 4.0], 1, rel_tol=1e-6)
     assert isclose(ways["none", 2.0], 0.5, rel_tol=1e-6)

@@ -1,7 +1,7 @@
 """Whether the learning rate has to follow the batch size per process.
 
-The same twenty steps of plain SGD. "Summed" is DDP with a communication hook that adds gradients up
-and leaves the division out.
+These are the same twenty steps of plain SGD. "Summed" is DDP with a communication hook that adds up
+the gradients and does not divide.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ddp_equivalence.ranks.on_ranks import on_ranks
-from tests.claims.claim import Evidence, Opposite, claim
+from tests.claims.claim import Change, Table, claim
 from tests.claims.training import big_batch_training, ddp_training, losses, same_steps
 
 LR = 0.01
@@ -18,21 +18,19 @@ LR = 0.01
 @claim(
     "false",
     divides=True,
-    opposite=Opposite("what is called averaged is summed, too", divides=False),
+    fails_when=Change("DDP adds up gradients where it should average them", divides=False),
 )
-def test_half_the_batch_per_process_keeps_the_learning_rate(
-    evidence: Evidence, divides: bool
-) -> None:
+def test_half_the_batch_per_process_keeps_the_learning_rate(table: Table, divides: bool) -> None:
     """On 2 processes each has half the batch size, so halve the learning rate from 0.01 to 0.005.
 
     DDP averages over the processes, so the gradient is that of all 16 examples, whatever the batch
-    size per process is. At 0.01 the 2 processes take exactly the steps of the one process; at
-    0.005 they train half as fast. The learning rate belongs to the effective batch, which has not
-    changed. Half of it is right only where gradients of local means are summed: there 0.005 gives
+    size per process is. At 0.01 the 2 processes take exactly the steps of the one process; at 0.005
+    they train half as fast. The learning rate belongs to the effective batch, which has not
+    changed. Halving it is right only if gradients of local means are summed: then 0.005 gives
     exactly the steps of one process at 0.01, and 0.01 gives steps of twice the size.
     """
     expected = big_batch_training(LR)
-    evidence(
+    table.add_row(
         set_up="1 process, batch size 16",
         gradients="its own",
         learning_rate=LR,
@@ -49,7 +47,7 @@ def test_half_the_batch_per_process_keeps_the_learning_rate(
         assert torch.equal(weights, other)
         found = same_steps(weights, expected)
         assert found == same
-        evidence(
+        table.add_row(
             set_up="2 processes, batch size 8",
             gradients=gradients,
             learning_rate=lr,
@@ -61,18 +59,17 @@ def test_half_the_batch_per_process_keeps_the_learning_rate(
 @claim(
     "true when the loss of each process is a mean over its own examples, without weight decay",
     divides=False,
-    opposite=Opposite("DDP averages after all", divides=True),
+    fails_when=Change("DDP averages gradients where it should add them up", divides=True),
 )
-def test_a_sum_over_processes_needs_the_learning_rate_divided(
-    evidence: Evidence, divides: bool
-) -> None:
+def test_a_sum_over_processes_needs_the_learning_rate_divided(table: Table, divides: bool) -> None:
     """If gradients are summed over 4 processes, divide the learning rate by 4.
 
     The sum of 4 local means is 4 times the mean over all, and a quarter of the learning rate undoes
-    that. If the loss is already divided by the effective batch (the local sum over 16, here), the
-    sum is right as it is, and the learning rate stays. With weight decay a quarter of the learning
-    rate is wrong again, since it divides the decay as well: divide the loss or the gradients
-    instead. "Same" is one process with batch size 16 at 0.01 and the same weight decay.
+    that. If the loss is already divided by the effective batch (here: the local sum divided by 16),
+    the sum is right as it is, and the learning rate stays. With weight decay a quarter of the
+    learning rate is wrong, because it also divides the decay: divide the loss or the gradients
+    instead. The steps are compared with one process with batch size 16 at 0.01 and the same weight
+    decay.
     """
     for loss, scale, lr, decay, same in (
         ("mean over own 4", 1.0, LR, 0.0, "no"),
@@ -84,7 +81,7 @@ def test_a_sum_over_processes_needs_the_learning_rate_divided(
         weights, *_ = on_ranks("2x2", ddp_training, lr, 1, divides, scale, decay)
         found = same_steps(weights, big_batch_training(LR, decay))
         assert found == same
-        evidence(
+        table.add_row(
             loss_of_each_process=loss,
             weight_decay=decay,
             learning_rate=lr,

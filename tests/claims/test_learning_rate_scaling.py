@@ -1,12 +1,13 @@
 """Scaling the learning rate with the effective batch.
 
-One neuron y = w x, which starts at w = 1, is trained for one epoch of 256 examples by SGD: on one
+One neuron y = w x, which starts at w = 1, is trained with SGD for one epoch of 256 examples: on one
 process with batches of 16, and on four processes with 16 each (DistributedDataParallel), so that
-the effective batch is 64. Inputs are 1 and targets 0; the noisy runs are 2,000 independent
-experiments with standard normal noise on every input and target.
+the effective batch is 64. Inputs are 1 and targets 0. The noisy runs are 2,000 independent
+experiments with standard normal noise on every input and target. A closed form is the value that
+theory predicts.
 
-The same problem with the published settings (`ddp-equivalence sandbox --plot docs` draws both, with
-the closed form as lines): the weight over an epoch, and the variance of its steps by batch size.
+`ddp-equivalence sandbox --plot docs` draws the same problem with the published settings: the weight
+over an epoch, and the variance of its steps against the batch size. The lines are the closed form.
 
 ![The weight over an epoch, without and with noise](weight.svg)
 
@@ -17,35 +18,35 @@ from __future__ import annotations
 
 from math import isclose
 
-from tests.claims.claim import Evidence, Opposite, claim
+from tests.claims.claim import Change, Table, claim
 from tests.claims.toy import Toy, four_processes, one_process
 
 MEAN, VARIANCE = 0.9599, 1.0786
-"""Of the gradient of one noisy example, sign(w x - y) x, near w = 1."""
+"""Mean and variance of the gradient of one noisy example, sign(w x - y) x, near w = 1."""
 
 NOISY = 2000
-"""Experiments with noise."""
+"""The number of experiments with noise."""
 
 
 def beside(measured: float, closed_form: float) -> str:
-    """Both figures in one cell."""
+    """The text of a cell with both figures."""
     return f"{measured:.4g} (closed form {closed_form:.4g})"
 
 
 @claim(
     "true when the gradient hardly changes within four of the small steps",
     factor=4.0,
-    opposite=Opposite("the learning rate is left as it was", factor=1.0),
+    fails_when=Change("the learning rate is not changed", factor=1.0),
 )
-def test_linear_scaling_reaches_the_same_weight(evidence: Evidence, factor: float) -> None:
+def test_linear_scaling_reaches_the_same_weight(table: Table, factor: float) -> None:
     """With four times the effective batch, multiply the learning rate by four.
 
-    An epoch has a quarter of the steps then, so each has to go four times as far to arrive at the
-    same place after the same number of epochs. With a constant gradient (L1 loss, no noise) that
-    is exact: steps x learning rate is the same, 0.0160. With noise it is so in the mean, where the
-    gradient near w = 1 is 0.9599 (closed form: 1 - steps x learning rate x gradient). If the
-    learning rate is left as it was, nothing is wrong with the gradients, but the run is only a
-    quarter of the way after the same epochs.
+    An epoch then has a quarter of the steps, so each step has to go four times as far to arrive at
+    the same place. With a constant gradient (L1 loss, no noise) this is exact: steps x learning
+    rate is the same, 0.0160. With noise it holds on average; near w = 1 the mean gradient is 0.9599
+    (closed form: 1 - steps x learning rate x gradient). If the learning rate is not changed, the
+    gradients are still right, but after the same number of epochs the run has come only a quarter
+    of the way.
     """
     for noise, experiments in ((0.0, 1), (1.0, NOISY)):
         small = Toy(16, 1e-3, noise=noise, experiments=experiments)
@@ -57,7 +58,7 @@ def test_linear_scaling_reaches_the_same_weight(evidence: Evidence, factor: floa
         assert isclose(1 - four.weight, 16e-3 * mean, rel_tol=1e-2 if noise else 1e-12)
         assert isclose(1 - left.weight, 4e-3 * mean, rel_tol=1e-2 if noise else 1e-12)
         for processes, toy, course in ((1, small, one), (4, large, four), (4, unscaled, left)):
-            evidence(
+            table.add_row(
                 noise="standard normal" if noise else "none",
                 processes=processes,
                 effective_batch=16 * processes,
@@ -71,19 +72,19 @@ def test_linear_scaling_reaches_the_same_weight(evidence: Evidence, factor: floa
 @claim(
     "true when the learning rate is small",
     factor=4.0,
-    opposite=Opposite("it is multiplied by the square root of four", factor=2.0),
+    fails_when=Change("the learning rate is multiplied by the square root of four", factor=2.0),
 )
 def test_linear_scaling_is_approximate_where_the_gradient_changes(
-    evidence: Evidence, factor: float
+    table: Table, factor: float
 ) -> None:
     """Linear scaling gives the same training as the small batch.
 
-    Where the gradient changes on the way (here the loss is half the square, so it is w itself;
-    batches of 4 per process), four small steps come to (1 - lr)^4 of w, and one step with four
-    times the learning rate to 1 - 4 lr. After n small steps that is 1.5 n lr^2 of w apart, to first
-    order: a hundredth of it after as many steps of a tenth of the learning rate. Where only the
-    larger learning rate is too large for the curvature (4 lr > 2 here), the large batch diverges
-    while the small one converges.
+    Here the loss is half the square, so the gradient is w itself and changes on the way; each
+    process has batches of 4. Four small steps lead to (1 - lr)^4 of w, and one step with four times
+    the learning rate leads to 1 - 4 lr of w. After n small steps the two are 1.5 n lr^2 of w apart,
+    to first order. With a tenth of the learning rate the distance after as many steps is a
+    hundredth. If only the larger learning rate is too large for the curvature (4 lr > 2 here), the
+    large batch diverges while the small one converges.
     """
     apart = {}
     for lr in (0.001, 0.01, 0.1, 0.6):
@@ -94,7 +95,7 @@ def test_linear_scaling_is_approximate_where_the_gradient_changes(
         assert isclose(apart[lr], 1.5 * 64 * lr**2, rel_tol=0.05) == (lr < 0.1)
         assert isclose(one.weight, (1 - lr) ** 64, rel_tol=1e-10)
         assert isclose(four.weight, (1 - 4 * lr) ** 16, rel_tol=1e-10)
-        evidence(
+        table.add_row(
             lr_on_one_process=lr,
             w_after_64_steps_on_one_process=one.weight,
             lr_on_four=factor * lr,
@@ -108,20 +109,19 @@ def test_linear_scaling_is_approximate_where_the_gradient_changes(
 @claim(
     "true when single steps are looked at; after an epoch it is linear scaling that keeps it",
     root=2.0,
-    opposite=Opposite("the root is not taken", root=4.0),
+    fails_when=Change("the learning rate is multiplied by four instead of its root", root=4.0),
 )
-def test_square_root_scaling_keeps_the_variance_of_a_step(evidence: Evidence, root: float) -> None:
+def test_square_root_scaling_keeps_the_variance_of_a_step(table: Table, root: float) -> None:
     """Multiply the learning rate by the square root: that keeps the noise of the small batch.
 
-    A mean over four times as many examples has a quarter of the variance, and a learning rate of
-    twice the size makes it whole again: the variance of an update step, lr^2 v / batch, stays (v is
-    the variance of one example's gradient). But an epoch has a quarter of the steps. So the weight
-    comes half as far, and its variance over experiments is a quarter. Linear scaling makes every
-    step four times as noisy, and leaves the weight after an epoch as it was, its mean and its
-    variance.
+    A mean over four times as many examples has a quarter of the variance, and twice the learning
+    rate makes up for that: the variance of an update step, lr^2 v / batch, stays the same (v is the
+    variance of one example's gradient). But an epoch has a quarter of the steps. So the weight goes
+    half as far, and its variance over the experiments is a quarter. Linear scaling multiplies the
+    variance of a step by four, and keeps mean and variance of the weight after an epoch.
     """
     runs = (
-        ("as it was", 1, one_process(Toy(16, 1e-3, noise=1.0, experiments=NOISY)), 1.0),
+        ("not changed", 1, one_process(Toy(16, 1e-3, noise=1.0, experiments=NOISY)), 1.0),
         ("square root", 4, four_processes(Toy(16, root * 1e-3, 1.0, NOISY)), 2.0),
         ("linear", 4, four_processes(Toy(16, 4e-3, 1.0, NOISY)), 4.0),
     )
@@ -131,7 +131,7 @@ def test_square_root_scaling_keeps_the_variance_of_a_step(evidence: Evidence, ro
         assert isclose(course.variance_of_steps, of_steps, rel_tol=0.03)
         assert isclose(course.variance_of_weight, of_steps * course.steps, rel_tol=0.1)
         assert isclose(1 - course.weight, lr * course.steps * MEAN, rel_tol=0.02)
-        evidence(
+        table.add_row(
             learning_rate=f"{name}: {lr:.4g}",
             effective_batch=16 * processes,
             steps=course.steps,

@@ -1,9 +1,9 @@
 """The average of the processes' losses: when it is the loss of the big batch.
 
-`loss1` and `loss2` are means that two processes take over their own examples (or tokens), each
-with real DDP; `g` is the gradient of all of them in one batch, in one process. An error is a
-distance over the size of what is right; a weight is how much an example counts, over what it counts
-in the big batch.
+`loss1` and `loss2` are the means that two processes take over their own examples (or tokens), under
+real DDP. `g` is the gradient of all of them in one batch, in one process. An error is the distance
+to the right value, relative to its size. The weight of an example is how much it counts, relative
+to how much it counts in the big batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_equivalence.ranks.on_ranks import on_ranks
-from tests.claims.claim import Evidence, Opposite, claim
+from tests.claims.claim import Change, Table, claim
 from tests.claims.ddp import Loss, ddp_gradient
 from tests.claims.padded import big_token_batch, over_all_tokens, over_own_tokens, token_gradient
 from tests.claims.setting import (
@@ -27,7 +27,7 @@ from tests.claims.setting import (
 
 
 def over_all_examples(model: nn.Module, rows: Tensor, targets: Tensor) -> Tensor:
-    """The sum over own examples, times the processes, over the examples of all processes."""
+    """The sum over own examples, times the number of processes, divided by the examples of all."""
     count = torch.tensor(float(len(rows)), dtype=torch.double)
     dist.all_reduce(count)
     return mse(model, rows, targets) * len(rows) * dist.get_world_size() / count
@@ -36,16 +36,19 @@ def over_all_examples(model: nn.Module, rows: Tensor, targets: Tensor) -> Tensor
 @claim(
     "true when both processes have equally many examples",
     own_loss=mse,
-    opposite=Opposite("each loss counts by its number of examples", own_loss=over_all_examples),
+    fails_when=Change(
+        "each loss is weighted by its number of examples", own_loss=over_all_examples
+    ),
 )
-def test_the_mean_of_two_losses_is_the_big_batch(evidence: Evidence, own_loss: Loss) -> None:
+def test_the_mean_of_two_losses_is_the_big_batch(table: Table, own_loss: Loss) -> None:
     """(loss1 + loss2) / 2 is the loss of the big batch, and so is its gradient.
 
-    An average of means gives every process the same weight, whatever it has. With 8 and 8 examples
-    that is the mean over 16. With 15 and 1 the one example counts as much as the other fifteen
-    together. What is right for any shards: each process divides by the global count, that is, takes
-    the sum over its own examples, times the number of processes (which DDP's average takes away
-    again), over the number of examples in all processes, found by an all-reduce.
+    An average of means gives every process the same weight, however many examples it has. With 8
+    and 8 examples that is the mean over 16. With 15 and 1 the one example counts as much as the
+    other fifteen together. To be right for any numbers, each process divides by the global count:
+    it takes the sum over its own examples, multiplies it by the number of processes (because DDP
+    divides by it), and divides by the number of examples in all processes, which an all-reduce
+    gives.
     """
     expected = big_batch_gradient()
     model, rows, targets = model_and_batch()
@@ -59,7 +62,7 @@ def test_the_mean_of_two_losses_is_the_big_batch(evidence: Evidence, own_loss: L
             right = sizes == (8, 8) or divided_by == "global count"
             assert (of_gradient < 1e-12, of_gradient > 0.1) == (right, not right)
             assert (of_loss < 1e-12, of_loss > 0.01) == (right, not right)
-            evidence(
+            table.add_row(
                 examples=f"{sizes[0]} and {sizes[1]}",
                 losses_divide_by=divided_by,
                 weight_of_an_example_by_process=weights(first.gradient, parts_of_gradient(sizes)),
@@ -71,16 +74,16 @@ def test_the_mean_of_two_losses_is_the_big_batch(evidence: Evidence, own_loss: L
 @claim(
     "true when both processes have equally many tokens",
     own_loss=over_own_tokens,
-    opposite=Opposite("each loss counts by its number of tokens", own_loss=over_all_tokens),
+    fails_when=Change("each loss is weighted by its number of tokens", own_loss=over_all_tokens),
 )
-def test_equal_batch_sizes_are_not_equal_token_counts(evidence: Evidence, own_loss: Loss) -> None:
+def test_equal_batch_sizes_are_not_equal_token_counts(table: Table, own_loss: Loss) -> None:
     """The batch sizes are equal, so averaging is right, whether the sequences are padded or not.
 
-    `cross_entropy(..., ignore_index=-100)` is a mean over tokens, so that tokens are what
-    each process counts and divides by, not sequences. The same eight sequences, four to each
-    process: dealt such that both have 16 tokens, the average is the big batch; sorted by length
-    it is not, since a token of the short sequences counts more than twice as much as one of the
-    long ones. Dividing by the number of tokens in all processes is right for any deal.
+    `cross_entropy(..., ignore_index=-100)` is a mean over tokens, so each process divides by its
+    number of tokens, not of sequences. Here two processes get four of the same eight sequences
+    each. If both get 16 tokens, the average is the big batch. If the sequences are sorted by length
+    it is not: a token of the short sequences counts more than twice as much as one of the long
+    ones. Dividing by the number of tokens in all processes is always right.
     """
     for lengths in (((6, 1, 6, 3), (5, 2, 6, 3)), ((6, 6, 6, 5), (3, 3, 2, 1))):
         expected, parts = big_token_batch(lengths)
@@ -90,7 +93,7 @@ def test_equal_batch_sizes_are_not_equal_token_counts(evidence: Evidence, own_lo
             found = error(gradient, expected)
             right = sum(lengths[0]) == sum(lengths[1]) or divided_by == "all tokens"
             assert (found < 1e-12, found > 0.1) == (right, not right)
-            evidence(
+            table.add_row(
                 sequences="4 and 4",
                 tokens=f"{sum(lengths[0])} and {sum(lengths[1])}",
                 losses_divide_by=divided_by,

@@ -1,7 +1,7 @@
 """The same training on one device, on one machine with DataParallel, and on several machines.
 
-Twenty steps of SGD, batches of 16 from 320 examples, with DataLoader and DistributedSampler;
-the weights of every process are compared after every step.
+The training takes twenty steps of SGD with batches of 16 from 320 examples, read with DataLoader
+and DistributedSampler. The weights of every process are compared after every step.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ddp_equivalence.ranks.on_ranks import on_ranks
-from tests.claims.claim import Evidence, Opposite, claim
+from tests.claims.claim import Change, Table, claim
 from tests.claims.setting import times
 from tests.claims.training import (
     big_batch_training,
@@ -23,24 +23,25 @@ LR = 0.01
 
 
 def first_gradient(weights: Tensor) -> Tensor:
-    """Of the first step, from the weights before and after it."""
+    """The gradient of the first step, from the weights before and after it."""
     return (weights[0] - weights[1]) / LR
 
 
 @claim(
     "false",
     divides=True,
-    opposite=Opposite("DDP adds up the processes' gradients without dividing", divides=False),
+    fails_when=Change("DDP adds up the processes' gradients without dividing", divides=False),
 )
-def test_two_machines_train_as_one_with_data_parallel(evidence: Evidence, divides: bool) -> None:
+def test_two_machines_train_as_one_with_data_parallel(table: Table, divides: bool) -> None:
     """DataParallel with batch 16 on 4 GPUs cannot be reproduced on 2 machines with 2 GPUs each.
 
-    It can, at the same learning rate of 0.01: as one process per machine with batch size 8, or as
-    one process per GPU with batch size 4. The effective batch is 16 each time, each step has the
-    same 16 examples, and so the gradients are the same and, step by step, the weights. What has to
-    be kept is the effective batch, and the learning rate with it. (A module that looks across
-    examples, such as batch norm, sees only those of its GPU in all of these but the first.) The
-    GPUs inside a process are emulated on the CPU; the processes and DDP between them are real.
+    It can, with the same learning rate of 0.01: as one process per machine with batch size 8, or as
+    one process per GPU with batch size 4. The effective batch is 16 each time, and each step has
+    the same 16 examples. So the gradients are the same and, step by step, the weights. What has to
+    be kept is the effective batch; the learning rate then stays the same. (Batch norm, and any
+    other module that looks across examples, sees only the examples of its GPU in all of these
+    trainings but the first.) The GPUs inside a process are emulated on the CPU; the processes and
+    DDP are real.
     """
     expected = big_batch_training(LR)
     g = first_gradient(expected)
@@ -60,7 +61,7 @@ def test_two_machines_train_as_one_with_data_parallel(evidence: Evidence, divide
     ):
         for weights in by_process:
             assert same_steps(weights, expected) == "yes"
-        evidence(
+        table.add_row(
             set_up=set_up,
             batch_size_per_process=batch,
             learning_rate=LR,

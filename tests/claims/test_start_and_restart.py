@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 
 from ddp_equivalence import Rank
 from ddp_equivalence.ranks.on_ranks import on_ranks
-from tests.claims.claim import Evidence, Opposite, claim
+from tests.claims.claim import Change, Table, claim
 from tests.claims.numbered import task
 from tests.claims.setting import mse
 from tests.claims.started import NO_RANK, ends_of
@@ -21,20 +21,20 @@ from tests.claims.trajectory import BATCH, Training, big_batch, differ_by, flat
 @claim(
     "false",
     started=(0,),
-    opposite=Opposite("the script is started twice, as ranks 0 and 1", started=(0, 1)),
+    fails_when=Change("the script is started twice, as ranks 0 and 1", started=(0, 1)),
 )
 def test_init_process_group_starts_no_second_process(
-    evidence: Evidence, started: tuple[int, ...]
+    table: Table, started: tuple[int, ...]
 ) -> None:
     """init_process_group(world_size=2) starts the second process: I call the script once.
 
-    init_process_group starts nothing. world_size is how many processes it waits for, and somebody
-    else has to start them all, each with its own rank: torchrun, or torch.multiprocessing.spawn.
-    Started once by plain python, without a rank, it raises at once, since RANK is not set. Started
-    once as rank 0, with an address to meet at (torchrun sets RANK, MASTER_ADDR and MASTER_PORT), it
-    waits for rank 1 until the timeout, and then raises; no step of training is made. That looks
-    like a hang, since the timeout is 30 minutes if none is given (10 with NCCL). Here it is half a
-    second.
+    init_process_group starts nothing. world_size is the number of processes that it waits for.
+    Something else has to start all of them, each with its own rank: torchrun, or
+    torch.multiprocessing.spawn. If plain python starts the script once, without a rank, it raises
+    at once, because RANK is not set. If it is started once as rank 0, with an address where the
+    processes meet (torchrun sets RANK, MASTER_ADDR and MASTER_PORT), it waits for rank 1 until the
+    timeout, and then raises; it makes no training step. That looks like a hang, because the default
+    timeout is 30 minutes (10 with NCCL). Here it is half a second.
     """
     (without_rank,) = ends_of(NO_RANK, seconds=0.5)
     assert "environment variable RANK expected, but not set" in without_rank
@@ -46,14 +46,14 @@ def test_init_process_group_starts_no_second_process(
         ("one, as rank 0", "raises after the timeout"),
         ("two, as ranks 0 and 1", "both go on at once"),
     ):
-        evidence(processes_started=processes, world_size=2, result=result)
+        table.add_row(processes_started=processes, world_size=2, result=result)
 
 
 def continued(rank: Rank, everywhere: bool, wrap_first: bool = False) -> Tensor:
-    """Five steps, a checkpoint, and five more by a new model and optimizer; the weights then.
+    """The weights after five steps, a checkpoint, and five steps of a new model and optimizer.
 
     Rank 0 loads the weights, before DDP is made or, with ``wrap_first``, after it.
-    ``everywhere``: all ranks load the state of the optimizer, else rank 0.
+    ``everywhere``: all ranks load the state of the optimizer; otherwise only rank 0 does.
     """
     old, rows, targets = task(10 * BATCH)
     before = SGD(old.parameters(), lr=0.05, momentum=0.9)
@@ -75,7 +75,7 @@ def continued(rank: Rank, everywhere: bool, wrap_first: bool = False) -> Tensor:
 def five_steps(
     rank: Rank, ddp: nn.Module, optimizer: Optimizer, rows: Tensor, targets: Tensor
 ) -> None:
-    """Each rank on its part of every sixteen examples."""
+    """Train each rank on its part of every sixteen examples."""
     mine = slice(rank.rank, None, rank.world_size)
     for begin in range(0, len(rows), BATCH):
         batch = slice(begin, begin + BATCH)
@@ -87,19 +87,18 @@ def five_steps(
 @claim(
     "false",
     everywhere=True,
-    opposite=Opposite("only rank 0 loads the state of the optimizer", everywhere=False),
+    fails_when=Change("only rank 0 loads the state of the optimizer", everywhere=False),
 )
-def test_ddp_keeps_ranks_alike_that_go_on_from_a_checkpoint(
-    evidence: Evidence, everywhere: bool
-) -> None:
+def test_ddp_keeps_ranks_alike_that_go_on_from_a_checkpoint(table: Table, everywhere: bool) -> None:
     """To go on from a checkpoint rank 0 loads it, and DDP sends everything to the others.
 
-    Weights and buffers, yes: when DDP is made it sends those of rank 0 to all. No step sends the
-    weights again, so load before wrapping: loaded into rank 0 afterwards they stay there. The
-    optimizer is not DDP's: if only rank 0 loads its momentum, the ranks make different steps from
-    the same gradient. Either way the ranks' weights are apart, without an error, since DDP never
-    compares weights again. With the weights loaded before wrapping, and the momentum on every rank,
-    the run goes on as the big batch that was never interrupted.
+    It sends the weights and buffers: when DDP is made, it sends those of rank 0 to all ranks. No
+    step sends the weights again, so load them before you wrap the model. Weights that rank 0 loads
+    afterwards stay on rank 0. DDP does not send the optimizer's state: if only rank 0 loads its
+    momentum, the ranks make different steps from the same gradient. In both cases the ranks'
+    weights differ without an error, because DDP never compares weights again. If the weights are
+    loaded before wrapping, and the momentum on every rank, the run continues like the big batch
+    without interruption.
     """
     expected = big_batch(Training(partial(SGD, lr=0.05, momentum=0.9)))
     for weights, momentum, found, right in (
@@ -111,7 +110,7 @@ def test_ddp_keeps_ranks_alike_that_go_on_from_a_checkpoint(
         alike = torch.equal(found[0], found[1])
         assert (worst < 1e-12, worst > 0.01) == (right, not right)
         assert alike == right
-        evidence(
+        table.add_row(
             rank_0_loads_weights=f"{weights} DDP is made",
             momentum_loaded_on=momentum,
             differ_by_after_five_more_steps=worst,

@@ -1,7 +1,7 @@
 """Sum-reduced losses, and when to multiply by the world size.
 
-Real DDP on 4 processes, 2 machines with 2 each. `g` is the gradient of all 16 examples in one
-process with the same reduction, "sum" or "mean".
+This is real DDP on 4 processes, on 2 machines with 2 each. `g` is the gradient of all 16 examples
+in one process with the same reduction, "sum" or "mean".
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_equivalence.ranks.on_ranks import on_ranks
-from tests.claims.claim import Evidence, Opposite, claim
+from tests.claims.claim import Change, Table, claim
 from tests.claims.ddp import ddp_gradient
 from tests.claims.setting import equal, flat_gradient, model_and_batch, times
 
@@ -44,15 +44,16 @@ def ddp_result(sizes: tuple[int, ...], reduction: str, factor: float, divides: b
 @claim(
     "true",
     divides=True,
-    opposite=Opposite("DDP does not divide by the world size", divides=False),
+    fails_when=Change("DDP does not divide by the world size", divides=False),
 )
-def test_a_sum_times_the_world_size_is_the_big_batch(evidence: Evidence, divides: bool) -> None:
+def test_a_sum_times_the_world_size_is_the_big_batch(table: Table, divides: bool) -> None:
     """With a sum-reduced loss, multiply it by the world size to cancel DDP's averaging.
 
     The sums of the processes add up to the sum over all examples, but DDP divides by the number of
-    processes: without the factor the gradient is g / 4. The factor is the world size, not the
-    number of GPUs of one machine. It is right for uneven shards too, since a sum has no count to
-    divide by. The gradient of a sum grows with the effective batch, as it does on one device.
+    processes: without the factor the gradient is g / 4. The factor is the number of all processes
+    (the world size), not the number of GPUs of one machine. It is also right if the processes have
+    different numbers of examples, because a sum does not divide by a count. The gradient of a sum
+    grows with the effective batch, as it does on one device.
     """
     expected = big_batch("sum")
     for sizes, factor, multiple in (
@@ -63,7 +64,7 @@ def test_a_sum_times_the_world_size_is_the_big_batch(evidence: Evidence, divides
     ):
         gradient = ddp_result(sizes, "sum", factor, divides)
         assert equal(gradient, multiple * expected)
-        evidence(
+        table.add_row(
             batch_sizes_of_the_processes=", ".join(map(str, sizes)),
             loss=f"sum, times {factor:.0f}",
             gradient=times(gradient, expected),
@@ -73,14 +74,15 @@ def test_a_sum_times_the_world_size_is_the_big_batch(evidence: Evidence, divides
 @claim(
     "true when the loss is a sum over examples",
     divides=True,
-    opposite=Opposite("DDP does not divide by the world size", divides=False),
+    fails_when=Change("DDP does not divide by the world size", divides=False),
 )
-def test_only_a_sum_is_multiplied_by_the_world_size(evidence: Evidence, divides: bool) -> None:
+def test_only_a_sum_is_multiplied_by_the_world_size(table: Table, divides: bool) -> None:
     """DDP divides by the world size, so the loss has to be multiplied by it.
 
     A mean, the default of torch's losses, needs no factor: the average of the processes' means is
     the mean over all, if they have equally many examples. Multiplied by the world size it gives
-    4 g, to plain SGD a learning rate 4 times too large. A sum does need the factor.
+    4 g, which for plain SGD is the same as a learning rate that is 4 times too large. A sum does
+    need the factor.
     """
     for reduction, factor, multiple in (
         ("sum", 1.0, 0.25),
@@ -91,6 +93,6 @@ def test_only_a_sum_is_multiplied_by_the_world_size(evidence: Evidence, divides:
         expected = big_batch(reduction)
         gradient = ddp_result(EQUAL, reduction, factor, divides)
         assert equal(gradient, multiple * expected)
-        evidence(
+        table.add_row(
             reduction=reduction, loss_times=f"{factor:.0f}", gradient=times(gradient, expected)
         )

@@ -1,8 +1,8 @@
 """Uneven inputs: processes that have fewer batches than others, under torch's Join.
 
 Four processes have 3, 3, 2 and 1 batches of two examples, so 4, 3 and 2 of them take part in steps
-1, 2 and 3. (Without Join those that have more would wait in their all-reduce
-for the others, until the timeout.)
+1, 2 and 3. (Without Join a process with more batches would wait in its all-reduce for the others,
+until the timeout.)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank
 from ddp_equivalence.ranks.on_ranks import on_ranks
-from tests.claims.claim import Evidence, Opposite, claim
+from tests.claims.claim import Change, Table, claim
 from tests.claims.numbered import apart, gradient_of, same, task
 from tests.claims.setting import flat_gradient, mse, times
 
@@ -28,7 +28,7 @@ BATCHES = (
     ((12, 13), (14, 15)),
     ((16, 17),),
 )
-"""By rank and step, the numbers of its examples."""
+"""The numbers of the examples, by rank and step."""
 
 
 def joined(rank: Rank, by_initial: bool) -> list[Tensor]:
@@ -50,12 +50,12 @@ def joined(rank: Rank, by_initial: bool) -> list[Tensor]:
 
 
 def left(step: int) -> list[int]:
-    """The examples of all processes that still have some in this step."""
+    """The examples of this step, from all processes that still have some."""
     return [number for batches in BATCHES for batch in batches[step : step + 1] for number in batch]
 
 
 def weight_of_an_example(gradient: Tensor, step: int) -> str:
-    """By what the sum of the gradients of this step's examples is multiplied, as a fraction."""
+    """The factor on the sum of the gradients of this step's examples, as a fraction."""
     added_up = gradient_of(left(step), EXAMPLES) * len(left(step))
     found = float(gradient @ added_up / (added_up @ added_up))
     assert same(gradient, found * added_up)
@@ -65,18 +65,16 @@ def weight_of_an_example(gradient: Tensor, step: int) -> str:
 @claim(
     "true when divide_by_initial_world_size=False is given, and all batches are equally large",
     by_initial=False,
-    opposite=Opposite("it is divided by the initial world size", by_initial=True),
+    fails_when=Change("DDP divides by the initial number of processes", by_initial=True),
 )
-def test_under_join_a_step_is_the_big_batch_of_what_is_left(
-    evidence: Evidence, by_initial: bool
-) -> None:
+def test_under_join_a_step_is_the_big_batch_of_what_is_left(table: Table, by_initial: bool) -> None:
     """With Join (or ddp.join()) uneven inputs train like one big batch.
 
-    A process without data takes part with a gradient of zero. By default the sum is divided by
-    the world size at the start all the same: with k of W processes left the gradient is k / W of
-    the big batch of the examples left, 0.75 g and 0.5 g here. With
-    divide_by_initial_world_size=False it is divided by those that are left, and is the gradient of
-    that big batch, although this batch is smaller than the steps before.
+    A process that has no data left takes part with a gradient of zero. By default DDP still divides
+    the sum by the number of processes at the start. With k of W processes left, the gradient is
+    k / W of the big batch of the examples of that step: 0.75 g and 0.5 g here. With
+    divide_by_initial_world_size=False DDP divides by the number of processes that are left, and the
+    gradient is that of this big batch, although it is smaller than those of the steps before.
     """
     steps = on_ranks("2x2", joined, by_initial)[0]
     default = on_ranks("2x2", joined, True)[0]
@@ -84,7 +82,7 @@ def test_under_join_a_step_is_the_big_batch_of_what_is_left(
         expected = gradient_of(left(step), EXAMPLES)
         assert same(steps[step], expected)
         assert same(default[step], expected * processes / 4)
-        evidence(
+        table.add_row(
             step=step + 1,
             processes_left=processes,
             examples=len(left(step)),
@@ -96,16 +94,16 @@ def test_under_join_a_step_is_the_big_batch_of_what_is_left(
 @claim(
     "true when divide_by_initial_world_size is left at its default, True",
     by_initial=True,
-    opposite=Opposite("it is divided by the processes that are left", by_initial=False),
+    fails_when=Change("DDP divides by the number of processes that are left", by_initial=False),
 )
-def test_under_join_every_example_weighs_the_same(evidence: Evidence, by_initial: bool) -> None:
+def test_under_join_every_example_weighs_the_same(table: Table, by_initial: bool) -> None:
     """Under Join an example counts as much as any other, whichever process it is on.
 
-    The default divides every step by the same number, so an example has the weight
-    1 / (W x B) in whatever step it comes (W processes at the start, batch size B each), and the
-    gradients of the epoch add up to a multiple of the gradient of all examples: 18 / 8 of it
-    here. That is why the default is so, and why its last steps look too small. Divided by the
-    processes that are left, each step is a mean of its own, and examples in late steps weigh more.
+    The default divides every step by the same number. With W processes at the start and batch size
+    B each, an example has the weight 1 / (W x B) in every step, and the gradients of the epoch add
+    up to a multiple of the gradient of all examples, here 18 / 8 of it. This is the reason for the
+    default, and its last steps look too small because of it. If DDP divides by the processes that
+    are left, each step is a mean of its own, and examples in late steps weigh more.
     """
     whole = gradient_of(range(EXAMPLES), EXAMPLES)
     total = {}
@@ -117,7 +115,7 @@ def test_under_join_every_example_weighs_the_same(evidence: Evidence, by_initial
         weights = [weight_of_an_example(gradient, step) for step, gradient in enumerate(steps)]
         assert weights == expected
         total[name] = torch.stack(steps).sum(dim=0)
-        evidence(
+        table.add_row(
             Join=name,
             weight_of_an_example_in_step_1=weights[0],
             in_step_2=weights[1],

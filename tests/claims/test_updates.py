@@ -1,9 +1,10 @@
 """Weights after several steps, not only gradients: momentum, weight decay, Adam, clipping.
 
-Ten steps on sixteen new examples each, as one plain process with batches of 16, and under
-DistributedDataParallel on 2 processes of 8 and 4 of 4, with the same learning rate. "Differ by" is
-the largest distance between the weights after any step, relative to the way that the big batch
-went; 0 is less than 1e-12, which is rounding in float64.
+Every training makes ten steps with sixteen new examples each: in one plain process with batches of
+16, and under DistributedDataParallel on 2 processes with 8 and on 4 processes with 4, all with the
+same learning rate. "Differ by" is the largest distance between the weights and those of the big
+batch after any step, relative to the distance that the big batch went. 0 is less than 1e-12, which
+is rounding in float64.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from ddp_equivalence.ranks.on_ranks import on_ranks
-from tests.claims.claim import Evidence, Opposite, claim
+from tests.claims.claim import Change, Table, claim
 from tests.claims.trajectory import Training, big_batch, differ_by, on_a_rank
 
 LAYOUTS = {2: "1x2", 4: "2x2"}
@@ -35,20 +36,18 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 @claim(
     "false",
     own_state=False,
-    opposite=Opposite("the optimizer of rank 1 begins in another state", own_state=True),
+    fails_when=Change("the optimizer of rank 1 begins in another state", own_state=True),
 )
-def test_optimizers_with_a_state_train_like_the_big_batch(
-    evidence: Evidence, own_state: bool
-) -> None:
+def test_optimizers_with_a_state_train_like_the_big_batch(table: Table, own_state: bool) -> None:
     """Only gradients are averaged, so the momentum, or Adam's moments, drift apart on the ranks.
 
     DDP sends the weights of rank 0 to all ranks when it is made. From then on every rank has the
-    same weights, the same averaged gradient and an optimizer of its own in the same state: it
-    computes the same step, and nothing is left to drift. Since the gradient is the big batch's,
-    the step is too, whatever the optimizer makes of it: for all eight here the weights are those
-    of the big batch after every step, at the same learning rate. States that differ would show: in
+    same weights, the same averaged gradient, and its own optimizer in the same state. So it
+    computes the same step, and nothing drifts apart. The gradient is the big batch's, so the step
+    is too, whatever the optimizer does with it: for all eight optimizers here the weights are those
+    of the big batch after every step, with the same learning rate. Different states would show: in
     the last column the optimizer of rank 1 has made a step of its own before, and nothing brings
-    the ranks together again. Only plain SGD, which has no state, does not mind.
+    the ranks together again. Only plain SGD, which has no state, is not affected.
     """
     for name, optimizer in OPTIMIZERS.items():
         expected = big_batch(Training(optimizer))
@@ -63,28 +62,28 @@ def test_optimizers_with_a_state_train_like_the_big_batch(
             for path in on_ranks("1x2", on_a_rank, Training(optimizer, own_state=True))
         )
         assert (apart < 1e-12, apart > 0.01) == (name == "SGD", name != "SGD")
-        evidence(
+        table.add_row(
             optimizer=name,
-            way_of_the_big_batch=float((expected[-1] - expected[0]).norm()),
+            distance_of_the_big_batch=float((expected[-1] - expected[0]).norm()),
             differ_by_on_2_processes=worst[2],
             on_4_processes=worst[4],
-            on_2_if_one_has_another_state=apart,
+            on_2_if_rank_1_has_another_state=apart,
         )
 
 
 @claim(
     "true when the clipping comes after the reduction",
     clip="after",
-    opposite=Opposite("every process clips its own gradient first", clip="before"),
+    fails_when=Change("every process clips its own gradient first", clip="before"),
 )
-def test_clipping_is_that_of_the_big_batch(evidence: Evidence, clip: str) -> None:
+def test_clipping_is_that_of_the_big_batch(table: Table, clip: str) -> None:
     """clip_grad_norm_ works with DDP as it does with one process.
 
-    After DDP's backward() the gradient is reduced already: every process clips the same gradient,
-    by the same norm, as the big batch does. Clipped before the reduction (by hand, in a hook, or
-    after micro-batches under no_sync()) each process shrinks its own gradient by its own norm,
-    which is larger on average: what is averaged has another direction, and is shorter. The smaller
-    the batch per process, the further off. If the limit never bites, both are the same.
+    After DDP's backward() the gradient is already averaged: every process clips the same gradient
+    by the same norm, as the big batch does. If each process clips before that (by hand, in a hook,
+    or after micro-batches under no_sync()), it shrinks its own gradient by its own norm, which is
+    larger on average. The average then has another direction and is shorter. The smaller the batch
+    per process, the larger the error. If no gradient reaches the limit, both are the same.
     """
     for max_norm in (1.0, 1000.0):
         optimizer = partial(SGD, lr=0.05, momentum=0.9)
@@ -96,9 +95,9 @@ def test_clipping_is_that_of_the_big_batch(evidence: Evidence, clip: str) -> Non
             before = differ_by(on_ranks(layout, on_a_rank, wrong)[-1], expected)
             assert after < 1e-12
             assert (before > 0.01) == (max_norm == 1.0)
-            evidence(
+            table.add_row(
                 max_norm=f"{max_norm:g}" + (", never reached" if max_norm > 1 else ""),
                 processes=world_size,
                 clipped_after_the_reduction_differ_by=after,
-                before_it=before,
+                clipped_before_it_differ_by=before,
             )

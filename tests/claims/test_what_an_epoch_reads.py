@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ddp_equivalence.ranks.on_ranks import on_ranks
-from tests.claims.claim import Evidence, Opposite, claim
+from tests.claims.claim import Change, Table, claim
 from tests.claims.numbered import Reading, all_of, apart, gradient_of, read, same, together, train
 from tests.claims.setting import times
 
@@ -13,18 +13,21 @@ from tests.claims.setting import times
 @claim(
     "true when the number of processes divides the number of examples",
     sizes=(18, 102, 1002),
-    opposite=Opposite("the number of processes divides it", sizes=(20, 100, 1000)),
+    fails_when=Change(
+        "the number of processes divides the number of examples", sizes=(20, 100, 1000)
+    ),
 )
-def test_a_sampler_reads_every_example_once(evidence: Evidence, sizes: tuple[int, ...]) -> None:
+def test_a_sampler_reads_every_example_once(table: Table, sizes: tuple[int, ...]) -> None:
     """DistributedSampler shares the data out, so every example is seen once per epoch.
 
-    Where the processes cannot have equally many, the sampler fills up with the first examples of
-    the epoch's order, at most one fewer than there are processes, and they come again in the last
-    step. Its gradient is exactly that of the big batch of what it read, repeats included; that is
-    not the big batch without them. The last step is off by what they weigh in it, which does not
-    shrink with the data, as that step stays small; the mean over the epoch is off by what they
-    weigh among all examples, which does. drop_last=True of the sampler repeats nothing. With
-    set_epoch other examples are repeated in every epoch, so none is preferred in the long run.
+    If the processes cannot get equally many examples, the sampler repeats the first examples of the
+    epoch's order, at most one fewer than there are processes, in the last step. The gradient of
+    that step is exactly the big batch's of all examples that it read, repeats included, and not of
+    those without the repeats. The last step is wrong by the weight of the repeats in it. That
+    does not shrink with more data, because the last step stays small. The epoch's mean gradient is
+    wrong by the weight of the repeats among all examples, which does shrink with more data. With
+    the sampler's drop_last=True nothing is repeated. With set_epoch other examples are repeated in
+    every epoch, so none is preferred in the long run.
     """
     for examples in sizes:
         steps = on_ranks("2x2", train, Reading(examples, 4))
@@ -39,7 +42,7 @@ def test_a_sampler_reads_every_example_once(evidence: Evidence, sizes: tuple[int
         weights = torch.tensor([len(one.numbers) for one in steps[0]], dtype=torch.double)
         mean = torch.stack([one.gradient for one in steps[0]]).T @ weights / weights.sum()
         assert apart(expected, without) > 0.01
-        evidence(
+        table.add_row(
             examples=examples,
             processes=4,
             repeated=len(repeated),
@@ -50,23 +53,23 @@ def test_a_sampler_reads_every_example_once(evidence: Evidence, sizes: tuple[int
 
 
 def dealt(step: tuple[list[int], ...]) -> list[int]:
-    """What the processes read in one step, as the sampler dealt it out: in turn."""
+    """The examples of one step in the order of the sampler, which deals them out in turn."""
     return [number for turn in zip(*step, strict=True) for number in turn]
 
 
 @claim(
     "false",
     sampler=False,
-    opposite=Opposite("there is a DistributedSampler", sampler=True),
+    fails_when=Change("there is a DistributedSampler", sampler=True),
 )
-def test_ddp_does_not_share_out_the_data(evidence: Evidence, sampler: bool) -> None:
+def test_ddp_does_not_share_out_the_data(table: Table, sampler: bool) -> None:
     """DistributedDataParallel splits the data, so I need no DistributedSampler.
 
-    DDP never sees the data set; it averages gradients. Without a sampler every process reads all
-    of it. If all shuffle by the same seed, they compute the same batch: the average of four
-    equal gradients is the gradient of one process, four times the work for the steps of one. If
-    each has a seed of its own, the effective batch is four times larger, but an example is read
-    four times in an epoch, and one step may have it twice.
+    DDP never sees the dataset; it averages gradients. Without a sampler every process reads all of
+    it. If all processes shuffle with the same seed, they compute the same batch. The average of
+    four equal gradients is the gradient of one process: four times the work for the same steps. If
+    each process has a seed of its own, the effective batch is four times larger, but every example
+    is read four times in an epoch, and one step may contain it twice.
     """
     rows = {
         "DistributedSampler": Reading(64, 4),
@@ -83,28 +86,28 @@ def test_ddp_does_not_share_out_the_data(evidence: Evidence, sampler: bool) -> N
         reads = len(all_of(by_rank)) // 64
         assert reads == (1 if name == "DistributedSampler" else 4)
         assert name != "none, the same seed" or set(first) == set(by_rank[0][0])
-        evidence(
+        table.add_row(
             sampler=name,
             processes=4,
             batch_size_per_process=4,
             different_examples_in_step_1=len(set(first)),
             steps_in_an_epoch_of_64=len(by_rank[0]),
             reads_of_an_example=reads,
-            gradient_if_g_is_that_of_rank_0s_batch=times(steps[0][0].gradient, own),
+            **{"gradient, if g is that of rank 0's batch": times(steps[0][0].gradient, own)},
         )
 
 
 @claim(
     "true when set_epoch is called before every epoch",
     set_epoch=True,
-    opposite=Opposite("set_epoch is not called", set_epoch=False),
+    fails_when=Change("set_epoch is not called", set_epoch=False),
 )
-def test_a_sampler_shuffles_anew_with_set_epoch(evidence: Evidence, set_epoch: bool) -> None:
+def test_a_sampler_shuffles_anew_with_set_epoch(table: Table, set_epoch: bool) -> None:
     """DistributedSampler(shuffle=True) shuffles anew in every epoch.
 
-    It shuffles by seed + epoch, and it does not count epochs: sampler.set_epoch(epoch) tells it.
-    Without the call every epoch has the same batches in the same order, and each process sees
-    the same part of the data for ever. No gradient is wrong, and there is no error: only the
+    It shuffles by seed + epoch, but it does not count epochs: sampler.set_epoch(epoch) tells it the
+    epoch. Without the call every epoch has the same batches in the same order, and each process
+    only ever sees the same part of the data. No gradient is wrong, and there is no error: only the
     shuffling is lost.
     """
     orders = {}
@@ -112,7 +115,7 @@ def test_a_sampler_shuffles_anew_with_set_epoch(evidence: Evidence, set_epoch: b
         by_rank = on_ranks("2x2", read, Reading(64, 4, epochs=3, set_epoch=calls))
         orders[name] = len({str(epoch) for epoch in by_rank[0]})
         seen = {number for epoch in by_rank[0] for step in epoch for number in step}
-        evidence(
+        table.add_row(
             set_epoch=name,
             epochs=3,
             different_orders=orders[name],

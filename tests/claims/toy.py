@@ -1,8 +1,7 @@
-"""One neuron y = w x, many independent ones at a time: every experiment has its own w and noise.
+"""Many independent neurons y = w x at a time: every experiment has its own w and its own noise.
 
-w begins at ``begin``; the targets are 0 and the inputs 1, plus ``noise`` times independent standard
-normal numbers on every input and target. The loss is the mean of |w x - y|, or of half the square
-of w x - y. float64.
+w begins at ``begin``. The inputs are 1 and the targets 0, plus ``noise`` times independent standard
+normal numbers. The loss is the mean of |w x - y|, or of half the square of w x - y. All in float64.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ddp_equivalence.ranks.on_ranks import on_ranks
 
 @dataclass(frozen=True)
 class Toy:
-    """What is trained, for one epoch. ``batch_size``: of each process."""
+    """The settings of one epoch. ``batch_size`` is that of each process."""
 
     batch_size: int
     lr: float
@@ -38,8 +37,11 @@ class Toy:
 
 @dataclass(frozen=True)
 class Course:
-    """``weight`` after the epoch: mean over the experiments, and its variance; of ``steps`` update
-    steps the variance of all, as the mean over the steps of the variance over experiments.
+    """The course of one epoch.
+
+    ``weight`` and ``variance_of_weight``: mean and variance over the experiments of the weight
+    after the epoch. ``variance_of_steps``: the variance of an update step over the experiments,
+    averaged over all ``steps``.
     """
 
     steps: int
@@ -60,7 +62,7 @@ class Neurons(nn.Module):
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, squared: bool) -> Tensor:
-    """A mean over the batch; experiments are added up, so that they stay independent."""
+    """The mean over the batch, summed over the experiments, so that these stay independent."""
     error = model(inputs) - targets
     each: Tensor = error.square() / 2 if squared else error.abs()
     return each.mean(dim=0).sum()
@@ -78,7 +80,7 @@ def data_of(toy: Toy) -> tuple[Tensor, Tensor]:
 
 def trained(model: nn.Module, neurons: Neurons, toy: Toy, first: int, stride: int) -> Course:
     """One epoch over the examples first, first + stride, ... of all."""
-    inputs, targets = (all_of[first::stride] for all_of in data_of(toy))
+    inputs, targets = (data[first::stride] for data in data_of(toy))
     optimizer = toy.optimize(neurons.parameters())
     weights = [neurons.weight.detach().clone()]
     for begin in range(0, len(inputs), toy.batch_size):
@@ -97,13 +99,13 @@ def trained(model: nn.Module, neurons: Neurons, toy: Toy, first: int, stride: in
 
 
 def one_process(toy: Toy) -> Course:
-    """Plain: no wrapper, no group."""
+    """The epoch in one process, without wrapper or process group."""
     neurons = Neurons(toy.experiments, toy.begin)
     return trained(neurons, neurons, toy, first=0, stride=1)
 
 
-def of_a_rank(rank: Rank, toy: Toy) -> Course:
-    """DistributedDataParallel as it comes."""
+def on_a_rank(rank: Rank, toy: Toy) -> Course:
+    """The epoch on one rank under DistributedDataParallel."""
     neurons = Neurons(toy.experiments, toy.begin)
     ddp = DistributedDataParallel(neurons)
     course = trained(ddp, neurons, toy, first=rank.rank, stride=rank.world_size)
@@ -112,7 +114,7 @@ def of_a_rank(rank: Rank, toy: Toy) -> Course:
 
 
 def four_processes(toy: Toy) -> Course:
-    """Of four ranks under DDP: all must have taken the same course."""
-    courses: tuple[Course, ...] = on_ranks("2x2", of_a_rank, toy)
+    """The epoch on four ranks under DDP, which must all take the same course."""
+    courses: tuple[Course, ...] = on_ranks("2x2", on_a_rank, toy)
     assert len(set(courses)) == 1
     return courses[0]

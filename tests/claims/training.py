@@ -1,4 +1,4 @@
-"""Twenty steps of SGD on batches of sixteen: in one process without a wrapper, and by DDP."""
+"""Twenty steps of SGD on batches of sixteen: in one process without a wrapper, and under DDP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddp_equivalence import Rank
-from tests.claims.data_parallel import DataParallelRule
+from ddp_equivalence.commands.explain.emulated_data_parallel import EmulatedDataParallel
 from tests.claims.ddp import wrapped
 from tests.claims.setting import equal, model_and_batch, mse
 
@@ -20,7 +20,7 @@ SHOWN = (1, 10, 20)
 
 
 def dataset() -> TensorDataset:
-    """320 examples: rows (320, 5), targets (320, 3), which follow from the rows."""
+    """320 examples: rows (320, 5), targets (320, 3), a linear map of the rows."""
     generator = torch.Generator().manual_seed(2)
     rows = torch.randn(STEPS * EFFECTIVE_BATCH, 5, generator=generator, dtype=torch.double)
     rule = torch.randn(5, 3, generator=generator, dtype=torch.double)
@@ -28,7 +28,10 @@ def dataset() -> TensorDataset:
 
 
 def big_batch_training(lr: float, weight_decay: float = 0.0) -> Tensor:
-    """One process, no wrapper, no loader. Weights before and after each step: (STEPS + 1, 18)."""
+    """Train in one process, without wrapper or loader.
+
+    Returns the weights before the first step and after each: (STEPS + 1, 18).
+    """
     model, *_ = model_and_batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, weight_decay=weight_decay)
     rows, targets = dataset().tensors
@@ -42,10 +45,10 @@ def big_batch_training(lr: float, weight_decay: float = 0.0) -> Tensor:
 
 
 def data_parallel_training(lr: float, gpus: int) -> Tensor:
-    """The same with nn.DataParallel's rule in one process."""
+    """The same training with an emulated nn.DataParallel in one process."""
     model, *_ = model_and_batch()
     return _train(
-        DataParallelRule(model, gpus),
+        EmulatedDataParallel(model, gpus),
         DataLoader(dataset(), EFFECTIVE_BATCH),
         torch.optim.SGD(model.parameters(), lr=lr),
     )
@@ -59,15 +62,16 @@ def ddp_training(
     scale: float = 1.0,
     weight_decay: float = 0.0,
 ) -> Tensor:
-    """The same by DDP: every process reads 16 / world size examples a step by its sampler.
+    """The same training under DDP: every process reads 16 / world size examples a step.
 
-    ``gpus``: driven by each process, by nn.DataParallel's rule. ``divides``: else gradients add up.
-    ``scale``: of the loss, which is a mean over the process' own examples.
+    ``gpus``: how many GPUs each process drives with an emulated nn.DataParallel. ``divides``: DDP
+    averages gradients; otherwise it adds them up. ``scale``: a factor on the loss, which is a mean
+    over the process's own examples.
     """
     model, *_ = model_and_batch()
     examples = dataset()
     sampler: Any = DistributedSampler(examples, rank.world_size, rank.rank, shuffle=False)
-    ddp = wrapped(DataParallelRule(model, gpus) if gpus > 1 else model, divides)
+    ddp = wrapped(EmulatedDataParallel(model, gpus) if gpus > 1 else model, divides)
     trained = _train(
         ddp,
         DataLoader(examples, EFFECTIVE_BATCH // rank.world_size, sampler=sampler),
@@ -79,7 +83,7 @@ def ddp_training(
 
 
 def same_steps(weights: Tensor, expected: Tensor) -> str:
-    """Whether all weights are equal after every step: "yes", or "no" if they differ after each."""
+    """Whether the weights are equal after every step: "yes", or "no" if they differ after each."""
     if equal(weights, expected):
         return "yes"
     apart = (weights - expected)[1:].norm(dim=1) > 1e-4 * expected[1:].norm(dim=1)
@@ -87,15 +91,15 @@ def same_steps(weights: Tensor, expected: Tensor) -> str:
 
 
 def losses(weights: Tensor) -> dict[str, float]:
-    """Columns for the page: the loss on all 320 examples after some of the steps."""
+    """The loss on all 320 examples after some of the steps, by column of the page."""
     model, *_ = model_and_batch()
-    found = {}
+    columns = {}
     for step in SHOWN:
         nn.utils.vector_to_parameters(weights[step], model.parameters())
         with torch.no_grad():
             name = f"loss after {step} step" + "s" * (step > 1)
-            found[name] = float(mse(model, *dataset().tensors))
-    return found
+            columns[name] = float(mse(model, *dataset().tensors))
+    return columns
 
 
 def flat_weights(model: nn.Module) -> Tensor:

@@ -1,4 +1,4 @@
-"""Several steps of training, each on sixteen new examples: one plain process, or DDP on ranks."""
+"""Several training steps, each on sixteen new examples: in one plain process, or under DDP."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ BATCH = 16
 
 @dataclass(frozen=True)
 class Training:
-    """``optimizer``: of parameters. ``clip``: to ``max_norm``, "after" the reduction or "before"
-    it; "" for none. ``loss_times``: a factor on every rank's loss. ``shards``: examples per rank.
-    ``own_state``: the optimizer of rank 1 begins in another state than the others.
+    """The settings of a training.
+
+    ``optimizer``: makes an optimizer of parameters. ``clip``: "after" clips to ``max_norm`` after
+    the reduction, "before" clips before it, and "" does not clip. ``loss_times``: a factor on every
+    rank's loss. ``shards``: the examples per rank. ``own_state``: the optimizer of rank 1 begins in
+    another state than the others.
     """
 
     optimizer: Callable[..., Optimizer]
@@ -37,7 +40,10 @@ class Training:
 
 
 def big_batch(training: Training) -> Tensor:
-    """The weights before and after every step, (steps + 1, 18): one process, no wrapper."""
+    """Train in one process, without wrapper.
+
+    Returns the weights before the first step and after each, (steps + 1, 18).
+    """
     model, rows, targets = task(BATCH * training.steps)
     optimizer = training.optimizer(model.parameters())
     weights = [flat(model)]
@@ -52,7 +58,7 @@ def big_batch(training: Training) -> Tensor:
 
 
 def on_a_rank(rank: Rank, training: Training) -> Tensor:
-    """The same under DDP; by hand where the clipping comes before the reduction."""
+    """The weights of one rank under DDP. If clipping comes first, gradients are reduced by hand."""
     model, rows, targets = task(BATCH * training.steps)
     by_hand = training.clip == "before"
     wrapped = model if by_hand else DistributedDataParallel(model)
@@ -77,7 +83,7 @@ def on_a_rank(rank: Rank, training: Training) -> Tensor:
 
 
 def a_step_alone(model: nn.Module, optimizer: Optimizer) -> None:
-    """Leaves the weights as they were; of the step stays what the optimizer keeps of it."""
+    """Make a step that changes the optimizer's state but leaves the weights as they were."""
     weights = flat(model)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -86,7 +92,7 @@ def a_step_alone(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def average(model: nn.Module) -> None:
-    """All-reduce and division by the world size, by hand."""
+    """All-reduce the gradients and divide them by the world size, by hand."""
     for parameter in model.parameters():
         assert parameter.grad is not None
         dist.all_reduce(parameter.grad)
@@ -99,8 +105,9 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def differ_by(path: Tensor, expected: Tensor, begin: Tensor | None = None) -> float:
-    """The largest difference between two courses after any step, relative to the way that the
-    expected one has come by its end from ``begin``, which is its first weights if not given.
+    """The largest distance between two paths after any step, relative to a length.
+
+    The length is the distance of the expected path's end from ``begin``, by default its beginning.
     """
-    way = expected[-1] - (expected[0] if begin is None else begin)
-    return float((path - expected).norm(dim=1).max() / way.norm())
+    length = expected[-1] - (expected[0] if begin is None else begin)
+    return float((path - expected).norm(dim=1).max() / length.norm())

@@ -1,9 +1,10 @@
-"""What learning rate and batch size keep training the same? Worked out, and verified on ranks."""
+"""Which learning rate and batch size keep training the same: worked out, and verified on ranks."""
 
 from __future__ import annotations
 
-from ddp_equivalence.commands.explain.arithmetic import Divisor, Explanation, explain
+from ddp_equivalence.commands.explain.arithmetic import explain
 from ddp_equivalence.commands.explain.epochs import Epoch
+from ddp_equivalence.commands.explain.explanation import Divisor, Explanation
 from ddp_equivalence.commands.explain.known_good import KnownGood
 from ddp_equivalence.commands.explain.learning_rates import AdamSettings, LearningRates
 from ddp_equivalence.commands.explain.setup import Setup

@@ -1,4 +1,4 @@
-"""The big batches that a verification compares with: of a small model, with a mean loss."""
+"""The big batches that a verification compares with. They have a small model and a mean loss."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ddp_equivalence.case.models.model import (
 from ddp_equivalence.commands.explain.setup import Setup
 from ddp_equivalence.commands.explain.steps import PADDING
 
-FEWEST = 3
-"""Tokens of an example: two examples of one token each may well be the same, and then nobody can
-tell how often each counts.
+FEWEST_TOKENS = 3
+"""The fewest tokens of an example. Two examples with one token each may well be the same, and then
+nothing shows how often each of them counts.
 """
 
 
 def case_of(setup: Setup, steps: int) -> Case:
-    """The big batch: the mean loss over the effective batch, whatever the ranks' loss is."""
+    """The big batch: a mean loss over the effective batch, even if the ranks take another loss."""
     ranks = setup.processes // setup.nodes
     layout, total = f"{setup.nodes}x{ranks}", setup.effective_batch * steps
     if setup.loss == "token-mean":
@@ -36,7 +36,7 @@ def case_of(setup: Setup, steps: int) -> Case:
 
 
 def counts_of(setup: Setup) -> Sequence[int]:
-    """What every example of a step counts in the big batch's mean: one, or its tokens."""
+    """How much each example of a step weighs in the big batch's mean: 1, or its tokens."""
     if setup.loss == "token-mean":
         return _token_counts(setup.effective_batch)
     return [1] * setup.effective_batch
@@ -52,9 +52,11 @@ def labelled_batch(examples: int, generator: torch.Generator) -> dict[str, Tenso
 
 
 def token_batch(examples: int, steps: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Token ids and targets, shape (examples x steps, 9); later examples of a step have more
-    tokens that count, so that its first and its last part never have as many. A single example
-    has one; else they have FEWEST at least.
+    """Token ids and targets, shape (examples x steps, 9).
+
+    Later examples of a step have more tokens that count, so that the first and the last part of a
+    step never have equally many. A single example has one token; otherwise each example has at
+    least FEWEST_TOKENS.
     """
     shape = (examples * steps, SEQUENCE_LENGTH)
     inputs = torch.randint(VOCABULARY_SIZE, shape, generator=generator)
@@ -67,5 +69,5 @@ def token_batch(examples: int, steps: int, generator: torch.Generator) -> dict[s
 def _token_counts(examples: int) -> list[int]:
     if examples == 1:
         return [1]
-    more = SEQUENCE_LENGTH - FEWEST + 1
-    return [FEWEST + index * more // examples for index in range(examples)]
+    more = SEQUENCE_LENGTH - FEWEST_TOKENS + 1
+    return [FEWEST_TOKENS + index * more // examples for index in range(examples)]

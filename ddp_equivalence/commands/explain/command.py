@@ -1,4 +1,4 @@
-"""``ddp-equivalence explain``: my setup is this; what learning rate and batch size keep it?"""
+"""``ddp-equivalence explain``: which learning rate and batch size keep a training the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddp_equivalence.report.terminal import width_of
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
 
-OF_VERIFICATION = {"agrees": SAME, "differs": DIFFERENT, "unknown": NOT_JUDGED}
+CODE_OF_VERIFICATION = {"agrees": SAME, "differs": DIFFERENT, "unknown": NOT_JUDGED}
 
 
 def add(commands: Commands) -> None:
@@ -27,24 +27,70 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "explain",
         help="say which batch size and learning rate keep training the same, for a setup",
-        description="Says what the gradient of a setup is, which learning rate follows from one "
-        "that worked on one device, and how many steps an epoch has. Exit code 0; 2: bad input; "
-        "with --verify 1 if ranks find something else, 3 if they could not judge.",
+        description="Says how the gradient of a setup compares with one big batch's, which "
+        "learning rate follows from one that worked on one device, and how many steps an epoch "
+        "has. Exit code 0; 2: bad input; with --verify 1 if ranks find something else, 3 if they "
+        "could not judge.",
     )
+    _add_setup_options(parser)
+    parser.add_argument(
+        "--known-good",
+        metavar="BATCH@LR",
+        help="the effective batch and learning rate that worked on one device, such as 16@0.01",
+    )
+    parser.add_argument(
+        "--known-loss",
+        choices=("mean", "sum"),
+        help="the reduction of the loss on that device; default mean",
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="run the setup on ranks and check the gradient; with SGD it also trains three steps "
+        "with the rate for the same batch",
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write machine-readable results")
+
+
+def _add_setup_options(parser: argparse.ArgumentParser) -> None:
+    _add_batch_options(parser)
+    parser.add_argument(
+        "--loss",
+        choices=get_args(Loss),
+        default="mean",
+        help="the reduction of each rank's loss; default mean",
+    )
+    parser.add_argument(
+        "--parallelism",
+        choices=get_args(Parallelism),
+        default="ddp",
+        help="default ddp; hybrid: one process a node, DataParallel inside it and DDP between the "
+        "nodes; all-reduce-sum: an all_reduce of your own that does not divide",
+    )
+    parser.add_argument(
+        "--examples", type=int, metavar="N", help="the size of the dataset, for steps per epoch"
+    )
+    parser.add_argument("--drop-last", action="store_true", help="drop_last of the DataLoader")
+    parser.add_argument(
+        "--optimizer", choices=get_args(Optimizer), default="sgd", help="default sgd"
+    )
+
+
+def _add_batch_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="default 1")
     parser.add_argument(
         "--ranks-per-node",
         type=int,
         default=1,
         metavar="N",
-        help="default 1; with data-parallel and hybrid the GPUs that one process drives",
+        help="default 1; with data-parallel and hybrid, the GPUs that one process drives",
     )
     parser.add_argument(
         "--batch",
         type=int,
         required=True,
         metavar="B",
-        help="examples that one process takes for one micro-batch: DDP's batch is per rank, "
+        help="the examples that one process takes for one micro-batch: DDP's batch is per rank, "
         "DataParallel's is split over its GPUs",
     )
     parser.add_argument(
@@ -55,46 +101,18 @@ def add(commands: Commands) -> None:
         "--accumulation-divided",
         action="store_true",
         default=None,
-        help="each micro-batch's loss is divided by their number",
+        help="the loss of each micro-batch is divided by the number of micro-batches",
     )
     divided.add_argument(
         "--accumulation-not-divided",
         action="store_false",
         dest="accumulation_divided",
-        help="it is not: the gradients of the micro-batches add up",
+        help="it is not divided: the gradients of the micro-batches add up",
     )
-    parser.add_argument(
-        "--loss", choices=get_args(Loss), default="mean", help="what each rank takes; default mean"
-    )
-    parser.add_argument(
-        "--parallelism",
-        choices=get_args(Parallelism),
-        default="ddp",
-        help="default ddp; hybrid: one process a node, DataParallel inside, DDP between; "
-        "all-reduce-sum: your own all_reduce, not divided",
-    )
-    parser.add_argument(
-        "--known-good",
-        metavar="BATCH@LR",
-        help="effective batch and learning rate that worked on one device, such as 16@0.01",
-    )
-    parser.add_argument(
-        "--known-loss", choices=("mean", "sum"), help="what the loss was there; default mean"
-    )
-    parser.add_argument("--examples", type=int, metavar="N", help="of the dataset: steps per epoch")
-    parser.add_argument("--drop-last", action="store_true", help="as the DataLoader's")
-    parser.add_argument("--optimizer", choices=get_args(Optimizer), default="sgd")
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="checks the gradient on ranks; with SGD it also trains three steps with the rate for "
-        "the same batch",
-    )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write machine-readable results")
 
 
 def run(known: argparse.Namespace) -> int:
-    """Explain, and verify if asked to; the exit code is returned. Raises BadCase."""
+    """Explain the setup, verify it if asked to, and return the exit code. Raises BadCase."""
     look_at_file("json", known.json)
     explanation = explain(setup_of(known))
     with settings.using(settings.replaced(width=width_of(sys.stdout, settings.current().width))):
@@ -104,20 +122,20 @@ def run(known: argparse.Namespace) -> int:
             return SAME
         from ddp_equivalence.ranks.server import start_early
 
-        start_early()  # imports torch while this process does
+        start_early()  # the server imports torch while this process does
         from ddp_equivalence.commands.explain.verification import verify
 
-        write_json("json", known.json, as_data(explanation))  # whatever becomes of the ranks
+        write_json("json", known.json, as_data(explanation))  # the ranks may fail
         verification = verify(explanation)
         print(f"\n{verification}", end="")
     write_json("json", known.json, as_data(explanation) | {"verification": verification.as_data()})
-    return OF_VERIFICATION[verification.outcome]
+    return CODE_OF_VERIFICATION[verification.outcome]
 
 
 def setup_of(known: argparse.Namespace) -> Setup:
-    """The setup that the arguments describe. Raises BadCase where they cannot be."""
+    """The setup that the arguments describe. Raises BadCase if they cannot be right."""
     if known.known_loss is not None and known.known_good is None:
-        right = "left out, or what worked given as --known-good BATCH@LR"
+        right = "left out, unless --known-good BATCH@LR says what worked"
         raise BadCase("known_loss", known.known_loss, right)
     good = known.known_good
     return Setup(

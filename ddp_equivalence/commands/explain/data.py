@@ -1,4 +1,4 @@
-"""An explanation as plain data, for machines: numbers as floats, and exact ones as text as well."""
+"""An explanation as plain data for machines: numbers are floats, the factor is also exact text."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from dataclasses import asdict
 from fractions import Fraction
 from typing import Any
 
-from ddp_equivalence.commands.explain.arithmetic import Explanation
+from ddp_equivalence.commands.explain.explanation import Explanation
 
 
 def as_data(explanation: Explanation) -> dict[str, Any]:
-    """Everything in the explanation, ready for json; ``factor_exact`` beside ``factor``."""
+    """Everything in the explanation, ready for json; ``factor_exact`` stands beside ``factor``."""
     data: dict[str, Any] = _plain(asdict(explanation))
+    del data["render"]
     data["factor_exact"] = str(explanation.factor)
     if explanation.epoch is not None:
         data["epoch"]["steps"] = explanation.epoch.steps
@@ -22,7 +23,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Fraction):
         return float(value)
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value

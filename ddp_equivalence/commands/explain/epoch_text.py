@@ -1,19 +1,19 @@
-"""An epoch in words: its steps, its last one, and what is repeated or left out."""
+"""An epoch in words: its steps, its last step, and which examples are repeated or left out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
 
-from ddp_equivalence.commands.explain.arithmetic import Explanation
 from ddp_equivalence.commands.explain.epochs import Epoch, last_sum
+from ddp_equivalence.commands.explain.explanation import Explanation
 from ddp_equivalence.commands.explain.numbers import times
 from ddp_equivalence.commands.explain.setup import Setup
 from ddp_equivalence.report.wrapping import plural
 
 
 def epoch_sentences(explanation: Explanation) -> Iterator[str]:
-    """Steps in an epoch, what is repeated and what is left out; nothing without its size."""
+    """Sentences on the steps of an epoch; none if the dataset's size was not given."""
     epoch, setup = explanation.epoch, explanation.setup
     if epoch is None:
         return
@@ -31,12 +31,14 @@ def epoch_sentences(explanation: Explanation) -> Iterator[str]:
     if epoch.repeated:
         yield _repeated(setup, epoch)
     if epoch.dropped:
-        yield f"{epoch.dropped} {plural(epoch.dropped, 'example')} left out (drop_last)."
+        verb = plural(epoch.dropped, "example is", "examples are")
+        yield f"{epoch.dropped} {verb} left out (drop_last)."
     known = setup.known_good
     if known is not None and setup.examples is not None and known.batch != setup.effective_batch:
         whole, remainder = divmod(setup.examples, known.batch)
         then = whole + (remainder > 0 and not setup.drop_last)
-        yield f"The known batch of {known.batch} has {then} {plural(then, 'step')} an epoch."
+        steps = f"{then} {plural(then, 'step')}"
+        yield f"With the known batch of {known.batch} an epoch has {steps}."
 
 
 def _batches(setup: Setup, epoch: Epoch) -> str:
@@ -54,9 +56,10 @@ def _batches(setup: Setup, epoch: Epoch) -> str:
 def _repeated(setup: Setup, epoch: Epoch) -> str:
     assert setup.examples is not None
     dealt = setup.processes * epoch.examples_each
-    why = f"to give every rank as many: {setup.processes} x {epoch.examples_each} = {dealt}"
+    why = f"so that every rank gets as many: {setup.processes} x {epoch.examples_each} = {dealt}"
     if epoch.repeated <= setup.examples:
-        return f"{epoch.repeated} {plural(epoch.repeated, 'example')} of them repeated, {why}."
+        verb = plural(epoch.repeated, "example is", "examples are")
+        return f"{epoch.repeated} {verb} repeated, {why}."
     often, more = divmod(dealt, setup.examples)
     seen = f"{often} or {often + 1}" if more else str(often)
     return f"Every example is seen {seen} times, {why}."
@@ -81,13 +84,16 @@ def _window_sentences(setup: Setup, epoch: Epoch) -> Iterator[str]:
     if setup.loss == "sum":
         return
     if setup.accumulation_divided:
-        yield f"Divide by {rest} in that step: divided by {whole} it is {rest}/{whole} as large."
+        yield (
+            f"Divide by {rest} in that step: divided by {whole}, its gradient is {rest}/{whole} as "
+            "large as it should be."
+        )
     else:
         yield f"That step's gradient is {rest}/{whole} as large as {_others(epoch)}."
 
 
 def _last_batch_sentences(explanation: Explanation, epoch: Epoch) -> Iterator[str]:
-    """Where examples of the last batch count otherwise than the others of its step do."""
+    """Says where the examples of the last batch count differently from the others of its step."""
     setup, last, sizes = explanation.setup, epoch.last_batch, epoch.last_sizes
     if last == setup.batch or setup.loss == "token-mean":
         return
@@ -95,25 +101,25 @@ def _last_batch_sentences(explanation: Explanation, epoch: Epoch) -> Iterator[st
     if setup.loss == "mean" and not alone:
         yield (
             f"The last batch, of {last}, weighs as much as the full ones in its step: there an "
-            f"example counts {setup.batch}/{last} as often as one of theirs. drop_last leaves it "
-            "out."
+            f"example counts {setup.batch}/{last} as often as in a full one. drop_last leaves the "
+            "last batch out."
         )
     if setup.loss == "mean" and len(set(sizes)) > 1 and explanation.is_multiple:
         yield (
             f"The last batch is dealt unevenly, {' + '.join(map(str, sizes))}: in its step the "
-            "gradient is no multiple of the big batch's. drop_last leaves it out."
+            "gradient is no multiple of the big batch's. drop_last leaves the last batch out."
         )
     more = Fraction(len(setup.loss_sizes), len(sizes))
     if setup.loss == "sum" and not alone and more != 1:
         yield (
             f"The last batch, of {last}, goes to {len(sizes)} {plural(len(sizes), 'replica')}: "
             f"there an example counts {times(more)} times as often as in the full ones of its "
-            "step. drop_last leaves it out."
+            "step. drop_last leaves the last batch out."
         )
 
 
 def _last_sum_sentences(setup: Setup, epoch: Epoch) -> Iterator[str]:
-    """How large the gradient of a shorter last step is, where losses are sums."""
+    """Says how large the gradient of a shorter last step is if the losses are sums."""
     size = last_sum(setup, epoch)
     if size == 1:
         return

@@ -1,4 +1,4 @@
-"""How many optimizer steps an epoch has, and which examples are repeated or left out."""
+"""How many optimizer steps an epoch has, and how many examples are repeated or left out."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from ddp_equivalence.commands.explain.setup import Setup
 class Epoch:
     """One pass over the dataset.
 
-    ``examples_each``: what a rank gets, ``micro_batches``: in how many batches, the last one of
-    ``last_batch`` examples, of which each loss sees ``last_sizes``. ``full_steps``: optimizer steps
-    with all micro-batches of a window; ``rest``: micro-batches left over for a shorter one.
-    ``largest_step``: examples of the largest step, over all ranks. ``repeated``: how many more
-    examples are dealt than there are, to give every rank as many: some are seen again, more than
-    once if there are fewer than ranks. ``dropped``: examples that are not seen.
+    ``examples_each``: the examples of a rank. ``micro_batches``: the number of its batches; the
+    last one has ``last_batch`` examples, and its losses see ``last_sizes`` of them.
+    ``full_steps``: the optimizer steps that accumulate all their micro-batches. ``rest``: the
+    micro-batches that are left for a shorter last step. ``largest_step``: the examples of the
+    largest step, over all ranks. ``repeated``: how many more examples the ranks get than there
+    are, so that all ranks get equally many. If there are fewer examples than ranks, some are
+    repeated more than once. ``dropped``: the examples that no rank sees.
     """
 
     examples_each: int
@@ -32,15 +33,15 @@ class Epoch:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps, if the loop steps on a shorter last window too."""
+        """The optimizer steps, if the loop also takes a shorter last step."""
         return self.full_steps + bool(self.rest)
 
 
 def epoch_of(setup: Setup) -> Epoch | None:
     """The epoch of DistributedSampler(shuffle=True) and DataLoader(batch_size, drop_last).
 
-    None where the size of the dataset is not known. The sampler's own ``drop_last`` is left at
-    False: it appends repeated examples at the end, so that these are what a DataLoader drops first.
+    None if the size of the dataset is not known. The sampler's own ``drop_last`` is False: it
+    appends repeated examples at the end, so the DataLoader drops these first.
     """
     each = setup.examples_per_process
     if setup.examples is None or each is None:
@@ -70,9 +71,9 @@ def epoch_of(setup: Setup) -> Epoch | None:
 
 
 def last_sum(setup: Setup, epoch: Epoch) -> Fraction:
-    """The gradient of the epoch's last step over that of a whole one, where losses are sums.
+    """The size of the last step's gradient relative to a whole step's, if the losses are sums.
 
-    Losses of replicas are sums over their own examples, of which the mean is taken.
+    If the replicas have their own losses, each is a sum over its examples, and their mean is taken.
     """
     whole_batch = Fraction(setup.batch, len(setup.loss_sizes))
     before = (epoch.rest or setup.accumulation) - 1

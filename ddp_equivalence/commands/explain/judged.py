@@ -1,4 +1,4 @@
-"""What was worked out, held against what ranks were found to hold."""
+"""Compare what was worked out with the gradients that ranks hold."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import isclose
 
-from ddp_equivalence.commands.explain.arithmetic import Explanation, framework_divisor
+from ddp_equivalence.commands.explain.explanation import Explanation
 from ddp_equivalence.commands.explain.measured import Measured
 from ddp_equivalence.commands.explain.numbers import number
-from ddp_equivalence.commands.explain.verified import Prediction
+from ddp_equivalence.commands.explain.setup import framework_divisor
+from ddp_equivalence.commands.explain.verified import Prediction, VerificationOutcome
 
 EXACT = 1e-9
-"""Between two factors, relative: in float64 rounding stays below 1e-12."""
+"""The relative difference up to which two factors are the same. Rounding in float64 stays below
+1e-12.
+"""
 LITTLE = 1e-6
-"""Unexplained: a difference of squares, of which rounding makes 1e-8. Unequal counts leave more
-than 1e-2.
+"""The remainder up to which a gradient is a multiple of g. A remainder is the root of a difference
+of squares, so rounding makes it up to 1e-8. Unequal counts leave more than 1e-2.
 """
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Every rank holds ``factor`` x g; where ``shares`` is not None, no multiple of g: each example
-    (token) counts so often, and ``factor`` times on average.
+    """The gradient that every rank should hold.
+
+    It is ``factor`` x g if ``shares`` is None. Otherwise it is no multiple of g: ``shares`` says
+    how often each example (or token) counts, and ``factor`` is the average.
     """
 
     factor: Fraction
@@ -31,57 +36,72 @@ class Expected:
 
 
 def expected(explanation: Explanation, counts: Sequence[int]) -> Expected:
-    """``counts``: of every example of a step in the big batch's mean, one, or its tokens."""
+    """The gradient that every rank should hold.
+
+    ``counts``: how much each example of a step weighs in the big batch's mean: 1, or its tokens.
+    """
     if explanation.is_multiple:
         return Expected(explanation.factor, None)
     if explanation.setup.loss == "token-mean":
         return Expected(explanation.factor, _shares_of_tokens(explanation, counts))
     setup = explanation.setup
-    once = tuple(share for size, share in explanation.shares for _ in range(size))
-    return Expected(explanation.factor, once * setup.accumulation * setup.processes)
+    of_micro_batch = tuple(share for size, share in explanation.shares for _ in range(size))
+    return Expected(explanation.factor, of_micro_batch * setup.accumulation * setup.processes)
 
 
-def said(predicted: Expected) -> str:
-    """What is expected, in words."""
-    factor = f"{number(predicted.factor)} g"
-    return factor if predicted.shares is None else f"no multiple of g, {factor} on average"
+def expected_text(prediction: Expected) -> str:
+    """The expected gradient in words."""
+    factor = f"{number(prediction.factor)} g"
+    return factor if prediction.shares is None else f"no multiple of g, {factor} on average"
 
 
 def judged(
-    what: str, predicted: Expected, found: Measured, counts: Sequence[int] | None = None
+    what: str, prediction: Expected, measured: Measured, counts: Sequence[int] | None = None
 ) -> Prediction:
-    """Every rank is held to it. ``counts``: as above, where it is to be no multiple of g."""
-    wanted = said(predicted)
-    if found.unexplained < LITTLE:
-        held = f"{_by_rank(found.factors)} g"
-        right = predicted.shares is None and _alike(found.factors, predicted.factor, EXACT)
-        return Prediction(what, wanted, held, "agrees" if right else "differs")
-    held = f"no multiple of g ({found.unexplained:.2g} of it unexplained)"
-    if predicted.shares is None:
-        return Prediction(what, wanted, held, "differs")
-    if found.shares is None:
-        why = f"How often each example counts could not be told: {found.why}."
-        return Prediction(what, wanted, held, "unknown", why)
-    weights = counts or [1] * len(predicted.shares)
+    """Compare the gradient of every rank with the expected one.
+
+    ``what``: the name of what is compared. ``counts``: as in ``expected``; needed if it is no
+    multiple of g.
+    """
+    wanted = expected_text(prediction)
+    if measured.unexplained < LITTLE:
+        holds = f"{_by_rank(measured.factors)} g"
+        right = prediction.shares is None and _alike(measured.factors, prediction.factor, EXACT)
+        return Prediction(what, wanted, holds, _outcome(right))
+    holds = f"no multiple of g ({measured.unexplained:.2g} of it unexplained)"
+    if prediction.shares is None:
+        return Prediction(what, wanted, holds, "differs")
+    if measured.shares is None:
+        why = f"It is unknown how often each example counts: {measured.why}."
+        return Prediction(what, wanted, holds, "unknown", why)
+    weights = counts or [1] * len(prediction.shares)
     averages = tuple(
         sum(share * count for share, count in zip(row, weights, strict=True)) / sum(weights)
-        for row in found.shares
+        for row in measured.shares
     )
-    right = _alike(averages, predicted.factor, LITTLE) and all(
+    right = _alike(averages, prediction.factor, LITTLE) and all(
         _alike((share,), exact, LITTLE)
-        for row in found.shares
-        for share, exact in zip(row, predicted.shares, strict=True)
+        for row in measured.shares
+        for share, exact in zip(row, prediction.shares, strict=True)
     )
-    held += f", {_by_rank(averages)} g on average; examples count {_range(found.shares)} times"
-    held += ", each as predicted" if right else f", predicted {_range([predicted.shares])}"
-    if found.unmixed >= LITTLE:
-        held += f"; {found.unmixed:.2g} of it is of no example"
+    holds += f", {_by_rank(averages)} g on average; examples count {_range(measured.shares)} times"
+    holds += ", each as predicted" if right else f", predicted {_range([prediction.shares])}"
+    if measured.unmixed >= LITTLE:
+        holds += f"; {measured.unmixed:.2g} of it comes from no example"
         right = False
-    return Prediction(what, wanted, held, "agrees" if right else "differs")
+    return Prediction(what, wanted, holds, _outcome(right))
+
+
+def _outcome(right: bool) -> VerificationOutcome:
+    return "agrees" if right else "differs"
 
 
 def _shares_of_tokens(explanation: Explanation, counts: Sequence[int]) -> tuple[Fraction, ...]:
-    """A token counts 1 / (its mean's tokens) over what divides after; in the big batch 1 / all."""
+    """How often the tokens of each example count.
+
+    On a rank a token is divided by the tokens of its own mean and by all later divisors; in the big
+    batch it is divided by all tokens.
+    """
     setup, total = explanation.setup, sum(counts)
     accumulated = setup.accumulation if setup.accumulation_divided else 1
     after = len(setup.loss_sizes) * accumulated * framework_divisor(setup)
@@ -92,13 +112,13 @@ def _shares_of_tokens(explanation: Explanation, counts: Sequence[int]) -> tuple[
     return tuple(shares)
 
 
-def _alike(found: Sequence[float], wanted: Fraction, limit: float) -> bool:
-    return all(isclose(one, wanted, rel_tol=limit) for one in found)
+def _alike(values: Sequence[float], wanted: Fraction, limit: float) -> bool:
+    return all(isclose(value, wanted, rel_tol=limit) for value in values)
 
 
 def _by_rank(values: Sequence[float]) -> str:
-    said = [number(value) for value in values]
-    return said[0] if len(set(said)) == 1 else f"{', '.join(said)} (by rank)"
+    texts = [number(value) for value in values]
+    return texts[0] if len(set(texts)) == 1 else f"{', '.join(texts)} (by rank)"
 
 
 def _range(rows: Sequence[Sequence[float | Fraction]]) -> str:

@@ -1,4 +1,4 @@
-"""What worked on one device, and how a count or a choice is refused."""
+"""KnownGood: a learning rate that worked on one device; and checks of counts and choices."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Literal
 from ddp_equivalence.case.errors import BadCase
 
 LARGEST = 10**12
-"""Larger counts are slips of the finger."""
+"""The largest count accepted: a larger one is a typing error."""
 SLOWEST, FASTEST = Fraction(1, 10**30), Fraction(10**30)
-"""Learning rates beyond these are too, and products with them may not fit a float."""
+"""The learning rates accepted. Others are typing errors, and their products may not fit a float."""
 
 
 @dataclass(frozen=True)
 class KnownGood:
     """The effective ``batch`` and ``learning_rate`` that worked on one device.
 
-    ``loss``: "mean", or "sum" where that loss was added up over the batch.
+    ``loss``: the reduction of that loss over the batch.
     Raises BadCase for a field that cannot be right.
     """
 
@@ -35,7 +35,7 @@ class KnownGood:
 
     @classmethod
     def read(cls, text: str, loss: Literal["mean", "sum"] = "mean") -> KnownGood:
-        """``BATCH@LR`` such as ``16@0.01``. Raises BadCase if it is anything else."""
+        """Read ``BATCH@LR``, such as ``16@0.01``. Raises BadCase for anything else."""
         right = (
             "BATCH@LR with a whole batch from 1 and a learning rate from 1e-30 to 1e30, such as "
             "16@0.01"
@@ -51,18 +51,18 @@ class KnownGood:
 
     @property
     def factor(self) -> Fraction:
-        """Its gradient, in gradients of its mean loss."""
+        """Its gradient as a multiple of the gradient of the mean loss."""
         return Fraction(self.batch if self.loss == "sum" else 1)
 
 
 def check_count(field: str, value: object, most: int = LARGEST) -> None:
-    """Raises BadCase unless it is a whole number from 1 to ``most``."""
+    """Raises BadCase unless ``value`` is a whole number from 1 to ``most``."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         limit = "" if most == LARGEST else f" to {most}"
         raise BadCase(field, value, f"a whole number from 1{limit}")
 
 
 def check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raises BadCase unless it is one of these."""
+    """Raises BadCase unless ``value`` is one of the choices."""
     if value not in choices:
         raise BadCase(field, value, f"one of {', '.join(choices)}")

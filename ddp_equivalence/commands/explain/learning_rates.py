@@ -1,4 +1,4 @@
-"""Which learning rate follows from one that worked, and what each way to scale it keeps."""
+"""The learning rates that follow from one that worked, and what each of them keeps."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from ddp_equivalence.commands.explain.setup import Setup
 
 ADAM_BETAS = (Fraction(9, 10), Fraction(999, 1000))
 ADAM_EPS = Fraction(1, 10**8)
-"""torch.optim.Adam's own defaults."""
+"""The defaults of torch.optim.Adam."""
 
 
 @dataclass(frozen=True)
 class AdamSettings:
-    """torch's default betas and eps under the square-root rule for adaptive methods.
+    """The betas and eps that the square-root rule for adaptive methods makes of torch's defaults.
 
-    Source: Malladi et al. 2022, arXiv 2205.10287, with kappa = the batch over the known one:
-    lr sqrt(kappa), 1 - kappa (1 - beta), eps / sqrt(kappa). ``betas``: None where kappa is so large
-    that one of them would not stay above 0. ``eps``: before a factor on the gradient.
+    Source: Malladi et al. 2022, arXiv 2205.10287. With kappa = batch / known batch they are
+    1 - kappa (1 - beta) and eps / sqrt(kappa), for the learning rate lr sqrt(kappa). ``betas``:
+    None if kappa is so large that one of them would not be above 0. ``eps``: the value for a
+    gradient without an additional factor.
     """
 
     betas: tuple[Fraction, Fraction] | None
@@ -28,14 +29,14 @@ class AdamSettings:
 
 @dataclass(frozen=True)
 class LearningRates:
-    """Learning rates for this setup's gradient, which is ``relative`` times that of a setup with
-    the loss of the known good one.
+    """The learning rates for a setup's gradient.
 
-    ``scaling``: this effective batch over the known one. ``same_step``: the step for the same mean
-    gradient is as long as with the known good one, and at the same batch every update the same.
-    ``linear``: the update per example stays; for Adam, where noise is little of the gradient.
-    ``square_root``: the variance of the update stays. ``adam``: the other settings of the
-    square-root rule, for Adam.
+    ``scaling``: the effective batch divided by the known batch. ``relative``: the setup's gradient
+    as a multiple of the gradient that the loss of the known good training gives. ``same_step``
+    keeps the length of the step for the same mean gradient; at the known batch it keeps every
+    update. ``linear`` keeps the update per example; with Adam only if the gradient has little
+    noise. ``square_root`` keeps the variance of the update. ``adam``: Adam's other settings under
+    the square-root rule.
     """
 
     scaling: Fraction
@@ -47,18 +48,18 @@ class LearningRates:
 
     @property
     def names_eps(self) -> bool:
-        """Whether the square-root rule has an eps of its own for Adam, and reaches so far."""
+        """Whether the square-root rule gives Adam an eps: at another batch, if the rule applies."""
         return self.scaling != 1 and self.adam is not None and self.adam.betas is not None
 
 
 def learning_rates_of(setup: Setup, factor: Fraction) -> LearningRates | None:
-    """None where no learning rate is known to be good. ``factor``: of the gradient, in g."""
+    """The learning rates for a gradient of ``factor`` x g; None if none is known to be good."""
     known = setup.known_good
     if known is None:
         return None
     scaling = Fraction(setup.effective_batch, known.batch)
     relative = factor / known.factor
-    if setup.optimizer == "adam":  # a constant factor cancels: m / (sqrt(v) + eps)
+    if setup.optimizer == "adam":  # a constant factor cancels in m / (sqrt(v) + eps)
         base, adam = known.learning_rate, _adam_settings(scaling)
     else:
         base, adam = known.learning_rate / relative, None

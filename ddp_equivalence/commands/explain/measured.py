@@ -1,4 +1,4 @@
-"""What ranks were found to hold, in gradients of the big batch: from a verdict's public data."""
+"""The gradients that ranks hold, as multiples of the big batch's: read from a verdict."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ddp_equivalence.report.verdict import Verdict
 
 @dataclass(frozen=True)
 class Measured:
-    """What every rank holds, in g, the gradient of the big batch.
+    """The gradients that the ranks hold; g is the gradient of the big batch.
 
-    ``factors``: the k for which k g is nearest to it, by rank; ``unexplained``: the most that this
-    leaves on a rank, relative to what the rank holds. ``shares``: how often each example (token)
-    counts, by rank; None if it could not be told for all, and ``why``. ``unmixed``: the most that
-    these shares leave of what a rank holds.
+    ``factors``: for each rank the k for which k g is nearest to its gradient. ``unexplained``: the
+    largest remainder of any rank, relative to the rank's gradient. ``shares``: for each rank how
+    often each example (or token) counts; None if this is unknown for some, and ``why`` gives the
+    reason. ``unmixed``: the largest remainder that the shares leave of any rank's gradient.
     """
 
     factors: tuple[float, ...]
@@ -27,7 +27,7 @@ class Measured:
 
 
 def measured(verdict: Verdict) -> Measured | None:
-    """None where nothing was compared."""
+    """The gradients that a verdict is about; None if nothing was compared."""
     comparison = verdict.comparison
     if comparison is None or comparison.structure or not comparison.parameters:
         return None
@@ -39,7 +39,7 @@ def measured(verdict: Verdict) -> Measured | None:
 
 
 def _nearest(comparison: Comparison, rank: int) -> tuple[float, float]:
-    """One factor for all parameters of a rank, by least squares, and what it leaves."""
+    """The factor that fits all parameters of a rank best (least squares), and its remainder."""
     found = [
         (parameter.norm, one)
         for parameter in comparison.parameters
@@ -47,11 +47,11 @@ def _nearest(comparison: Comparison, rank: int) -> tuple[float, float]:
         if one.rank == rank
     ]
     if any(not norm and one.error for norm, one in found):
-        return math.nan, math.inf  # something where the big batch has nothing
+        return math.nan, math.inf  # a gradient where the big batch has none
     found = [(norm, one) for norm, one in found if norm]
     factor = sum(one.factor * norm**2 for norm, one in found) / sum(norm**2 for norm, _ in found)
     squares = sum((one.ratio * norm) ** 2 for norm, one in found)
-    # The rests of the single parameters, and what one factor for all leaves beyond them.
+    # The remainder of each parameter, plus what one factor for all parameters adds to it.
     rest = sum(
         (one.unexplained * one.ratio * norm) ** 2 + ((one.factor - factor) * norm) ** 2
         for norm, one in found
@@ -60,7 +60,7 @@ def _nearest(comparison: Comparison, rank: int) -> tuple[float, float]:
 
 
 def _shares(verdict: Verdict) -> tuple[tuple[tuple[float, ...], ...] | None, str]:
-    """Of every example on every rank; or None, and why."""
+    """How often every example counts on every rank; or None and the reason."""
     shares = verdict.shares
     if shares is None:
         return None, verdict.why_no_shares

@@ -1,4 +1,4 @@
-"""Numbers as people paste and read them."""
+"""Numbers in the form in which people read and paste them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def number(value: Fraction | float) -> str:
 
 
 def _plain(text: str) -> str:
-    """``1e-05`` as ``1e-5``; ``1e+06`` as ``1000000``, and from ``1e15`` on as it is."""
+    """``1e-05`` as ``1e-5``, ``1e+06`` as ``1000000``; from ``1e15`` on with an exponent."""
     mantissa, e, exponent = text.partition("e")
     if not e:
         return text
@@ -24,8 +24,9 @@ def _plain(text: str) -> str:
 
 
 def times(value: Fraction | float) -> str:
-    """How many times as much, as a fraction where decimals would go on: ``4``, ``3.75``, ``2/3``;
-    and where it is below one: ``1/4``, ``1/4096``.
+    """A multiple as text: ``4``, ``3.75``.
+
+    It is a fraction if its decimals do not end or it is below one: ``5/3``, ``1/4``, ``1/4096``.
     """
     exact = isinstance(value, Fraction) and Fraction(number(value)) == value and value >= 1
     if not isinstance(value, Fraction) or exact:
@@ -39,7 +40,7 @@ def as_many(value: Fraction) -> str:
 
 
 def divided_by(value: Fraction) -> str:
-    """``/ 12``, or ``x 16`` where it is below one."""
+    """``/ 12``, or ``x 16`` for 1/16."""
     return f"/ {times(value)}" if value >= 1 else f"x {times(1 / value)}"
 
 

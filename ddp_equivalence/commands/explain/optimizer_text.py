@@ -1,16 +1,16 @@
-"""What mends unequal counts, and what a factor on the gradient does beside the learning rate."""
+"""Sentences on how to mend unequal counts, and on the settings that a factor changes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddp_equivalence.commands.explain.arithmetic import Explanation, framework_divisor
+from ddp_equivalence.commands.explain.explanation import Explanation
 from ddp_equivalence.commands.explain.numbers import number, of_g, times
-from ddp_equivalence.commands.explain.setup import Setup
+from ddp_equivalence.commands.explain.setup import Setup, framework_divisor
 
 
 def mend_sentences(explanation: Explanation) -> Iterator[str]:
-    """How to make g of a gradient that is no multiple of it."""
+    """Says how to turn a gradient that is no multiple of g into one that is."""
     setup = explanation.setup
     if explanation.is_multiple:
         return
@@ -26,8 +26,8 @@ def mend_sentences(explanation: Explanation) -> Iterator[str]:
         return
     of = f"all {setup.accumulation} micro-batches" if setup.accumulation > 1 else "the batch"
     reduced = ", and all_reduce the count (sum)" if setup.processes > 1 else ""
-    yield f"count the tokens of {of} before the first backward{reduced}: T."
-    yield f"Then take {_mended_loss(setup)}, not divided by anything else. That gives g."
+    yield f"count the tokens of {of} before the first backward{reduced}; call it T."
+    yield f"Then take {_mended_loss(setup)}, and divide by nothing else. That gives g."
 
 
 def _mended_loss(setup: Setup) -> str:
@@ -39,30 +39,31 @@ def _mended_loss(setup: Setup) -> str:
 
 
 def optimizer_sentences(explanation: Explanation) -> Iterator[str]:
-    """What a factor does beside the learning rate; nothing where there is none."""
+    """Says which other settings a factor on the gradient changes; nothing if there is no factor."""
     rates, adam = explanation.learning_rates, explanation.setup.optimizer == "adam"
     factor = explanation.mended_factor if rates is None else rates.relative
     if not explanation.is_multiple and adam:
-        yield "Adam cancels a factor on the gradient, but not unequal counts."
+        yield "Adam cancels a factor on the gradient, but it does not mend unequal counts."
     if factor == 1:
         return
-    by, back = f"x {times(factor)}", f"multiply the loss by {times(1 / factor)}"
     if adam:
-        eps = f"with eps {by}"
+        eps = f"Multiply eps by {times(factor)}"
         if rates is not None and rates.names_eps:
             assert rates.adam is not None
-            eps = f"with {by} of the eps above, {number(rates.adam.eps * factor)},"
+            new_eps = number(rates.adam.eps * factor)
+            eps = f"Multiply the eps above by {times(factor)}, which gives {new_eps},"
         yield (
-            f"Adam divides by the gradient's own size, and the factor {times(factor)} cancels but "
-            f"for eps: {eps} nothing of it is left."
+            f"Adam divides the gradient by its own size, so the factor {times(factor)} cancels "
+            f"except beside eps. {eps} and nothing of it is left."
         )
         yield (
-            f"Adam's weight_decay is added to the gradient: {by}. AdamW's is not: as it was. "
-            f"Clipping sees the factor: max_norm {by}."
+            f"Adam adds weight_decay to the gradient: multiply it by {times(factor)}. AdamW does "
+            f"not: leave it. Clipping sees the factor: multiply max_norm by {times(factor)}."
         )
-        yield f"Or {back}, and keep all settings."
+        yield f"Or multiply the loss by {times(1 / factor)} instead, and keep all settings."
         return
     yield (
-        f"with the learning rate changed instead of the loss, weight_decay {by} (it is added to "
-        f"the gradient) and clipping's max_norm {by}. Momentum as it was."
+        f"if you change the learning rate and not the loss, multiply weight_decay by "
+        f"{times(factor)} (it is added to the gradient), and clipping's max_norm by "
+        f"{times(factor)}. Momentum stays as it was."
     )

@@ -1,17 +1,17 @@
-"""What is said of learning rates: what each one keeps. Which of it matters is the reader's."""
+"""Sentences on learning rates: what each of them keeps. The reader decides which of it matters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddp_equivalence.commands.explain.arithmetic import Explanation
+from ddp_equivalence.commands.explain.explanation import Explanation
 from ddp_equivalence.commands.explain.known_good import KnownGood
 from ddp_equivalence.commands.explain.learning_rates import LearningRates
 from ddp_equivalence.commands.explain.numbers import as_many, divided_by, number, of_g, times
 
 
 def rate_sentences(explanation: Explanation) -> Iterator[str]:
-    """Sentences on the learning rate; on how to divide it where none is known to be good."""
+    """Sentences on the learning rate. If none is known to be good, they say how to divide it."""
     rates, known = explanation.learning_rates, explanation.setup.known_good
     if rates is None or known is None:
         yield from _without_known(explanation)
@@ -27,12 +27,12 @@ def _without_known(explanation: Explanation) -> Iterator[str]:
         change = ": Adam cancels a constant factor"
     else:
         change = ", unchanged" if factor == 1 else f", {divided_by(factor)}"
-    change += "" if explanation.is_multiple else ", after the above"
+    change += "" if explanation.is_multiple else ", after the change above"
     yield (
         f"the one that works on one device with a mean loss and batch "
         f"{explanation.effective_batch}{change}."
     )
-    yield "If you know one that worked, with any batch: --known-good BATCH@LR."
+    yield "If you know one that worked with any batch, give it: --known-good BATCH@LR."
 
 
 def _at_the_same_batch(
@@ -42,17 +42,23 @@ def _at_the_same_batch(
     adam, ranks = explanation.setup.optimizer == "adam", explanation.setup.processes
     if not explanation.is_multiple:
         by = f"{was} {divided_by(rates.relative)} = " if rates.relative != 1 and not adam else ""
-        yield f"{by}{now} after that, as on one device. Before, none trains the same."
+        yield (
+            f"{by}{now} after that change, as on one device. Before it, no learning rate trains "
+            "the same."
+        )
     elif adam:
         yield f"{now}, as on one device: Adam cancels a constant factor of the gradient."
     elif rates.relative == 1:
-        more = f" Do not multiply it by {ranks}, nor by its root." if ranks > 1 else ""
+        more = f" Do not multiply it by {ranks}, nor by its square root." if ranks > 1 else ""
         yield f"{now}, as on one device: every update is the same.{more}"
     else:
-        yield f"{was} {divided_by(rates.relative)} = {now}: every update is as on one device."
+        yield (
+            f"{was} {divided_by(rates.relative)} = {now}: then every update is the same as on one "
+            "device."
+        )
         yield (
             f"Or multiply the loss by {times(1 / rates.relative)} and keep {was}; then weight "
-            "decay and clipping stay as they were too."
+            "decay and clipping stay as they were, too."
         )
 
 
@@ -63,25 +69,28 @@ def _at_another_batch(
     yield (
         f"{number(known.learning_rate)} worked with batch {known.batch}{loss}; "
         f"{explanation.effective_batch} is {as_many(rates.scaling)} that. No learning rate trains "
-        "the same; each of these keeps something:"
+        "exactly the same; each of these keeps one thing:"
     )
     if explanation.setup.optimizer == "adam":
         yield from _for_adam(rates)
     elif rates.relative != 1:
         why = _why_divided(explanation, known)
-        yield f"({why}: each is {divided_by(rates.relative)} for that.)"
+        yield f"({why}; each of them includes {divided_by(rates.relative)} for that.)"
     if explanation.setup.optimizer == "sgd":
         yield from _for_sgd(rates)
     if not explanation.is_multiple:
-        yield "All of this holds after the above: before, none keeps any of it exactly."
+        yield (
+            "All of this holds after the change above. Before it, no learning rate keeps any of it "
+            "exactly."
+        )
 
 
 def _why_divided(explanation: Explanation, known: KnownGood) -> str:
-    after = "" if explanation.is_multiple else ", after the above"
+    after = "" if explanation.is_multiple else " after the change above"
     mine = f"Your gradient is {of_g(explanation.mended_factor)}{after}"
     if known.loss == "mean":
         return mine
-    return f"{mine}, that of the summed loss was {of_g(known.factor)}"
+    return f"{mine}, and that of the summed loss was {of_g(known.factor)}"
 
 
 def _for_sgd(rates: LearningRates) -> Iterator[str]:
@@ -92,8 +101,8 @@ def _for_sgd(rates: LearningRates) -> Iterator[str]:
     )
     larger = rates.scaling > 1
     caveat = (
-        " They find that it fails while weights change fast, and warm up to it in the first "
-        "epochs; and that it fails beyond some batch size."
+        " They find that it fails while the weights change fast, so they warm up to it in the "
+        "first epochs, and that it fails beyond some batch size."
         if larger
         else ""
     )
@@ -119,21 +128,21 @@ def _for_adam(rates: LearningRates) -> Iterator[str]:
     eps = number(rates.adam.eps)
     if rates.adam.betas is None:
         settings = (
-            f"But it asks for betas of 1 - {times(rates.scaling)} x (1 - beta), and from torch's "
-            "defaults these would not stay above 0: it does not reach so far."
+            f"But it needs betas of 1 - {times(rates.scaling)} x (1 - beta), and with torch's "
+            "defaults these are not above 0, so the rule cannot be used here."
         )
     else:
         betas = ", ".join(number(beta) for beta in rates.adam.betas)
-        settings = f"From torch's defaults, with betas ({betas}) and eps {eps}."
+        settings = f"From torch's defaults, it needs betas ({betas}) and eps {eps}."
     yield (
         f"{number(rates.square_root)} (square root, x {_root(rates)}) keeps the path and its "
-        f"noise, where noise is most of the gradient. {settings} Malladi et al. 2022, "
+        f"noise if noise is most of the gradient. {settings} Malladi et al. 2022, "
         "arXiv 2205.10287."
     )
-    far = "too far" if rates.scaling > 1 else "not far enough"
+    far = "goes too far" if rates.scaling > 1 else "does not go far enough"
     yield (
-        f"{number(rates.linear)} (linear, x {times(rates.scaling)}) keeps the way per epoch where "
-        f"the gradient is much larger than its noise; where noise dominates it goes {far}."
+        f"{number(rates.linear)} (linear, x {times(rates.scaling)}) keeps the distance per epoch "
+        f"if the gradient is much larger than its noise; if noise dominates, it {far}."
     )
 
 

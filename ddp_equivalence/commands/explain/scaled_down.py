@@ -1,4 +1,4 @@
-"""The same setup, small enough to run here: ranks and micro-batches are kept as far as they can."""
+"""A smaller setup that can run here, with as many ranks and micro-batches as possible."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ddp_equivalence.commands.explain.setup import Setup
 
 MOST_RANKS = 8
 MOST_RANKS_A_NODE = 4
-"""Where there are several nodes, so that there still are."""
+"""The most ranks on each of several nodes, so that several nodes are left."""
 MOST_MICRO_BATCHES = 32
 SMALL_BATCH = 6
 MOST_TOLD_APART = 96
-"""Examples whose shares can be told apart by the gradients of the small models."""
+"""The most examples whose shares the gradients of the small models can tell apart."""
 
 
 def scaled_down(setup: Setup) -> tuple[Setup, tuple[str, ...]]:
-    """What is run, and how it differs from what was described, as phrases."""
+    """The setup that is run, and phrases that say how it differs from the one described."""
     ranks, nodes = setup.ranks_per_node, setup.nodes
     if setup.parallelism == "hybrid" or setup.processes > 1 or setup.replicas > 1:
         ranks = min(ranks, MOST_RANKS if nodes == 1 else MOST_RANKS_A_NODE)
@@ -33,23 +33,23 @@ def scaled_down(setup: Setup) -> tuple[Setup, tuple[str, ...]]:
     small = replace(small, batch=_small_batch(setup, small))
     micro_batches = min(setup.accumulation, _most_micro_batches(small))
     small = replace(small, accumulation=micro_batches)
-    said = []
+    differences = []
     if (nodes, ranks) != (setup.nodes, setup.ranks_per_node):
         now, was = f"{nodes} x {ranks}", f"{setup.nodes} x {setup.ranks_per_node}"
-        said.append(f"nodes x ranks per node {now} for {was}")
+        differences.append(f"nodes x ranks per node {now} for {was}")
     if micro_batches != setup.accumulation:
-        said.append(f"{micro_batches} micro-batches for {setup.accumulation}")
+        differences.append(f"{micro_batches} micro-batches for {setup.accumulation}")
     if small.batch != setup.batch:
-        said.append(f"batch {small.batch} for {setup.batch}")
-    return small, tuple(said)
+        differences.append(f"batch {small.batch} for {setup.batch}")
+    return small, tuple(differences)
 
 
 def _small_batch(setup: Setup, small: Setup) -> int:
-    """The largest small batch that is dealt to replicas as evenly as the real one."""
+    """The largest small batch that is dealt to the replicas as evenly as the real one."""
     limit = max(SMALL_BATCH, 3 * small.replicas)
 
-    def shape(one: Setup) -> tuple[bool, bool]:
-        return len(one.replica_sizes) == one.replicas, len(set(one.replica_sizes)) == 1
+    def shape(dealt: Setup) -> tuple[bool, bool]:
+        return len(dealt.replica_sizes) == dealt.replicas, len(set(dealt.replica_sizes)) == 1
 
     wanted = shape(setup)
     sizes = range(min(setup.batch, limit), 0, -1)

@@ -1,4 +1,4 @@
-"""Setup: how somebody trains, in the words of the command line, and refused where it cannot be."""
+"""Setup: how somebody trains, in the words of the command line. It refuses what cannot be."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ Parallelism = Literal[
 Optimizer = Literal["sgd", "adam"]
 
 MOST_RANKS_A_NODE = 10**5
-"""The shares of a batch are listed one by one."""
+"""The most ranks on a node. The shares of a batch are listed one by one, so there is a limit."""
 ONE_PROCESS = ("data-parallel", "data-parallel-loss-inside", "none")
 WITH_REPLICAS = ("data-parallel", "data-parallel-loss-inside", "hybrid")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Who trains on what, and what the loss is.
+    """Which ranks train, on which batches, and with which loss.
 
-    ``batch``: examples that one process takes for one micro-batch; nn.DataParallel and "hybrid"
-    split it over ``ranks_per_node`` GPUs, which there are replicas in one process a node.
-    ``accumulation``: micro-batches per optimizer step; ``accumulation_divided``: whether each one's
-    loss is divided by their number (None where there is one). ``loss``: what it is on each rank.
-    ``parallelism``: "hybrid" is DataParallel inside each node and DDP between them,
-    "all-reduce-sum" one's own all_reduce that divides by nothing. ``examples``: of the dataset.
-    ``drop_last``: as the DataLoader's.
+    ``batch``: the examples that one process takes for one micro-batch. nn.DataParallel and "hybrid"
+    have one process a node, which splits this batch over replicas on ``ranks_per_node`` GPUs.
+    ``accumulation``: the micro-batches of one optimizer step. ``accumulation_divided``: whether the
+    loss of each micro-batch is divided by their number; None if there is only one. ``loss``: the
+    reduction of each rank's loss. ``parallelism``: "hybrid" is DataParallel inside each node and
+    DDP between the nodes; "all-reduce-sum" is an all_reduce of one's own that does not divide.
+    ``known_good``: a learning rate that worked on one device. ``examples``: the size of the
+    dataset. ``drop_last``: that of the DataLoader.
 
-    Raises BadCase for a field that cannot be right, or contradicts another.
+    Raises BadCase for a field that cannot be right or that contradicts another one.
     """
 
     batch: int
@@ -68,14 +69,15 @@ class Setup:
         if known.loss == "sum" and self.loss == "token-mean":
             right = (
                 "mean: a loss summed over tokens grows with their number, which is not given; "
-                "multiply that learning rate by the tokens of its batch, and give it as a mean's"
+                "multiply that learning rate by the tokens of its batch, and give the product as "
+                "that of a mean"
             )
             raise BadCase("known_loss", known.loss, right)
 
     def _check_processes(self) -> None:
         if self.parallelism in ONE_PROCESS and self.nodes > 1:
             what = "training on one device" if self.parallelism == "none" else "nn.DataParallel"
-            right = f"1: {what} is one process; several are ddp, hybrid or all-reduce-sum"
+            right = f"1: {what} is one process; for several use ddp, hybrid or all-reduce-sum"
             raise BadCase("nodes", self.nodes, right)
         if self.parallelism == "none" and self.ranks_per_node > 1:
             right = "1: several ranks without any parallelism are separate trainings; name one"
@@ -108,35 +110,40 @@ class Setup:
 
     @property
     def processes(self) -> int:
-        """How many train together, each with a batch of its own: the world size."""
+        """The processes that train together, each with a batch of its own: the world size."""
         if self.parallelism in ONE_PROCESS:
             return 1
         return self.nodes if self.parallelism == "hybrid" else self.nodes * self.ranks_per_node
 
     @property
     def replicas(self) -> int:
-        """GPUs that one process drives."""
+        """The GPUs that one process drives."""
         return self.ranks_per_node if self.parallelism in WITH_REPLICAS else 1
 
     @property
     def replica_sizes(self) -> tuple[int, ...]:
-        """Examples of every replica that gets any: nn.DataParallel scatters by ``Tensor.chunk``."""
+        """The examples of each replica that gets any; nn.DataParallel cuts by ``Tensor.chunk``."""
         size = -(-self.batch // self.replicas)
         starts = range(0, self.batch, size)
         return tuple(min(size, self.batch - start) for start in starts)
 
     @property
     def loss_sizes(self) -> tuple[int, ...]:
-        """Examples that each loss of one micro-batch sees in one process."""
+        """The examples that each loss of one micro-batch sees in one process."""
         inside = self.parallelism == "data-parallel-loss-inside"
         return self.replica_sizes if inside else (self.batch,)
 
     @property
     def effective_batch(self) -> int:
-        """Examples of one optimizer step, over all ranks and micro-batches."""
+        """The examples of one optimizer step, over all ranks and micro-batches."""
         return self.batch * self.processes * self.accumulation
 
     @property
     def examples_per_process(self) -> int | None:
-        """What DistributedSampler gives each rank in an epoch."""
+        """The examples that DistributedSampler gives each rank in an epoch."""
         return None if self.examples is None else -(-self.examples // self.processes)
+
+
+def framework_divisor(setup: Setup) -> int:
+    """The number by which the sum of all processes' gradients is divided."""
+    return setup.processes if setup.parallelism in ("ddp", "hybrid") else 1

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddp_equivalence.commands.explain.arithmetic import Explanation
+from ddp_equivalence.commands.explain.explanation import Explanation
 from ddp_equivalence.commands.explain.setup import Setup
 from ddp_equivalence.report.wrapping import plural
 
 
 def setup_sentences(setup: Setup) -> Iterator[str]:
-    """The parallelism, and how a process's batch is dealt to its replicas."""
+    """Sentences on the parallelism, and on how a process's batch is dealt to its replicas."""
     processes, gpus = setup.processes, setup.ranks_per_node
     nodes = f"{setup.nodes} {plural(setup.nodes, 'node')}"
     ranks = f"{processes} {plural(processes, 'rank')} on {nodes}"
     replicas = f"{gpus} {plural(gpus, 'replica')}"
     yield {
         "ddp": f"DistributedDataParallel, {ranks}.",
-        "all-reduce-sum": f"your own all_reduce of gradients, a sum, {ranks}.",
+        "all-reduce-sum": f"your own all_reduce, which sums gradients; {ranks}.",
         "data-parallel": f"nn.DataParallel, one process with {replicas}; one loss over the "
         "gathered outputs.",
         "data-parallel-loss-inside": f"nn.DataParallel, one process with {replicas}; each has a "
-        "loss of its own, and you take their mean.",
-        "hybrid": f"{nodes}, one process each; DataParallel inside with {replicas} and one loss "
-        "over the gathered outputs, DDP's average between.",
+        "loss of its own, and you take the mean of these.",
+        "hybrid": f"{nodes} with one process each; DataParallel inside a process ({replicas}, one "
+        "loss over the gathered outputs), DDP's average between the processes.",
         "none": "one process on one device.",
     }[setup.parallelism]
     if setup.replicas == 1:
@@ -42,7 +42,7 @@ def setup_sentences(setup: Setup) -> Iterator[str]:
 
 
 def batch_sentences(explanation: Explanation) -> Iterator[str]:
-    """The product that the effective batch is."""
+    """The effective batch as a product."""
     setup = explanation.setup
     factors = [f"{setup.batch} {plural(setup.batch, 'example')}"]
     if setup.processes > 1:

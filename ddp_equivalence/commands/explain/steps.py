@@ -1,4 +1,4 @@
-"""What a setup does on a rank, as its user writes it: the steps that ``--verify`` runs."""
+"""The steps that ``--verify`` runs on a rank, written as a user writes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence.commands.explain.replicas import LossesOfReplicas, OutputsOfReplicas
+from ddp_equivalence.commands.explain.emulated_data_parallel import (
+    EmulatedDataParallel,
+    LossInside,
+    LossOf,
+)
 from ddp_equivalence.commands.explain.setup import Setup
 from ddp_equivalence.ranks import Rank
 
@@ -30,8 +34,10 @@ def gradient_step(setup: Setup, model: nn.Module, shard: Any, rank: Rank) -> Non
 
 
 def mended_step(setup: Setup, model: nn.Module, shard: Any, rank: Rank) -> None:
-    """The same with the advice followed. Tokens: one count for all, no other divisor. Uneven
-    replicas: one loss over their gathered outputs.
+    """Leave the gradient of one optimizer step of a setup that follows the advice.
+
+    A mean over tokens divides by one count of all tokens, and by nothing else. Replicas with uneven
+    parts of the batch have one loss over their gathered outputs.
     """
     if setup.loss != "token-mean":
         gradient_step(replace(setup, parallelism="data-parallel"), model, shard, rank)
@@ -53,8 +59,9 @@ def training(
     shard: Any,
     rank: Rank,
 ) -> None:
-    """Train with plain SGD on ``steps`` consecutive steps, whose examples the shard has;
-    ``mended``: with the advice followed.
+    """Train ``steps`` consecutive steps with plain SGD; the shard holds the examples of all.
+
+    ``mended``: the setup follows the advice.
     """
     one_step = mended_step if mended else gradient_step
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
@@ -76,19 +83,19 @@ def _backward_all(
     model: nn.Module,
     shard: Any,
     scaled: Callable[[Tensor], Tensor],
-    loss: Callable[[Tensor, Tensor], Tensor],
-    inside: str,
+    loss: LossOf,
+    inside: Literal["mean", "sum"],
 ) -> None:
-    """Backward from every micro-batch, and put the gradients of all ranks together.
+    """Run backward for every micro-batch, and reduce the gradients over the ranks.
 
-    ``scaled``: from a micro-batch's loss to what backward starts from. ``inside``: what is taken of
-    the losses of replicas that have their own.
+    ``scaled``: maps the loss of a micro-batch to the value that backward starts from. ``inside``:
+    the reduction of the replicas' losses, if each replica has its own.
     """
     wrapped = _wrapped(setup, model, loss)
     window = _cut(shard, setup.batch)
     for number, batch in enumerate(window, start=1):
         with nullcontext() if number == len(window) else _not_reducing(wrapped):
-            if isinstance(wrapped, LossesOfReplicas):
+            if setup.parallelism == "data-parallel-loss-inside":
                 losses = wrapped(batch["inputs"], batch["targets"])
                 value = losses.mean() if inside == "mean" else losses.sum()
             else:
@@ -100,16 +107,16 @@ def _backward_all(
             dist.all_reduce(parameter.grad)
 
 
-def _wrapped(setup: Setup, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+def _wrapped(setup: Setup, model: nn.Module, loss: LossOf) -> nn.Module:
     match setup.parallelism:
         case "ddp":
             return DistributedDataParallel(model)
         case "hybrid":
-            return DistributedDataParallel(OutputsOfReplicas(model, setup.replicas))
+            return DistributedDataParallel(EmulatedDataParallel(model, setup.replicas))
         case "data-parallel":
-            return OutputsOfReplicas(model, setup.replicas)
+            return EmulatedDataParallel(model, setup.replicas)
         case "data-parallel-loss-inside":
-            return LossesOfReplicas(model, setup.replicas, loss)
+            return EmulatedDataParallel(LossInside(model, loss), setup.replicas)
         case _:
             return model
 

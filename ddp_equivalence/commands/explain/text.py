@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddp_equivalence.commands.explain.arithmetic import Explanation
 from ddp_equivalence.commands.explain.epoch_text import epoch_sentences
+from ddp_equivalence.commands.explain.explanation import Explanation
 from ddp_equivalence.commands.explain.numbers import as_many, number, of_g, times
 from ddp_equivalence.commands.explain.optimizer_text import mend_sentences, optimizer_sentences
 from ddp_equivalence.commands.explain.rates_text import rate_sentences
@@ -14,7 +14,7 @@ from ddp_equivalence.commands.explain.setup_text import batch_sentences, setup_s
 from ddp_equivalence.report.wrapping import wrapped
 
 
-def render(explanation: Explanation) -> str:
+def explanation_text(explanation: Explanation) -> str:
     """The text of ``ddp-equivalence explain``, in lines of the run's width."""
     lines = [*wrapped(_headline(explanation), "", ""), ""]
     paragraphs = (
@@ -27,9 +27,9 @@ def render(explanation: Explanation) -> str:
         ("Epoch", epoch_sentences(explanation)),
     )
     for head, sentences in paragraphs:
-        for place, sentence in enumerate(sentences):
-            said = f"  {head}: " if place == 0 else "      "
-            lines += wrapped(sentence, "      ", said)
+        for position, sentence in enumerate(sentences):
+            first_indent = f"  {head}: " if position == 0 else "      "
+            lines += wrapped(sentence, "      ", first_indent)
     return "\n".join(lines) + "\n"
 
 
@@ -41,16 +41,17 @@ def _headline(explanation: Explanation) -> str:
     if rates is not None and rates.scaling != 1:
         batch += f", {as_many(rates.scaling)} the known one"
     if not explanation.is_multiple:
-        return f"{batch}. The gradient is no multiple of the big batch's: see what to do."
-    held = f"{batch}. The gradient is "
-    held += f"{times(factor)} times the big batch's" if factor != 1 else "the big batch's"
+        return f'{batch}. The gradient is no multiple of the big batch\'s: see "What to do".'
+    gradient = f"{batch}. The gradient is "
+    gradient += f"{times(factor)} times the big batch's" if factor != 1 else "the big batch's"
     if rates is None:
-        return f"{held}."
+        return f"{gradient}."
     if rates.scaling == 1:
-        return f"{held}; the learning rate is {number(rates.same_step)}."
+        return f"{gradient}; the learning rate is {number(rates.same_step)}."
     values = (rates.same_step, rates.square_root, rates.linear)
     *first, last = (number(rate) for rate in values)
-    return f"{held}; the learning rate is {', '.join(first)} or {last}, by what it is to keep."
+    choice = f"{', '.join(first)} or {last}"
+    return f"{gradient}; the learning rate is {choice}, depending on what it is to keep."
 
 
 def _gradient_sentences(explanation: Explanation) -> Iterator[str]:
@@ -60,29 +61,37 @@ def _gradient_sentences(explanation: Explanation) -> Iterator[str]:
     yield f"g is the gradient of the mean loss over {tokens}{over} on one device."
     if max(setup.replicas, setup.processes, setup.accumulation) > 1:
         yield _for_which_losses(setup)
-    yield f"What divides: {'; '.join(divisor.what for divisor in explanation.divisors)}."
+    divisions = "; ".join(divisor.what for divisor in explanation.divisors)
+    yield f"{divisions[0].upper()}{divisions[1:]}."
     if setup.loss == "token-mean":
         yield from _token_sentences(explanation)
         return
     if not explanation.is_multiple:
-        shares = ", ".join(
+        shares = " and ".join(
             f"{times(share)} in a replica with {size}"
             for size, share in dict.fromkeys(explanation.shares)
         )
-        yield f"So it is no multiple of g: an example counts {shares} (1 as in the big batch)."
+        yield (
+            f"So it is no multiple of g: an example counts {shares}. In the big batch it counts 1."
+        )
         return
     together = batch / factor
-    product = " x ".join(str(one.number) for one in explanation.divisors if one.number != 1)
+    product = " x ".join(
+        str(divisor.number) for divisor in explanation.divisors if divisor.number != 1
+    )
     product = f"{product} = " if " x " in product else ""
-    yield f"In all by {product}{number(together)}; the big batch's mean divides by {batch}."
+    yield (
+        f"In all this divides by {product}{number(together)}; the big batch's mean divides by "
+        f"{batch}."
+    )
     who = "every rank holds" if setup.processes > 1 else "the gradient is"
     ratio = "" if factor == 1 else f"{batch} / {number(together)} = "
     yield f"So {who} {ratio}{of_g(factor)}."
     if setup.loss == "sum":
         yield (
             "That is for a loss with one value an example, such as cross entropy. "
-            'nn.MSELoss(reduction="sum") adds up the elements of each example as well, and its '
-            "factor is as many times larger."
+            'nn.MSELoss(reduction="sum") also adds up the elements of each example, so its factor '
+            "is larger by their number."
         )
 
 
@@ -93,8 +102,8 @@ def _for_which_losses(setup: Setup) -> str:
         "token-mean": "a mean over tokens of examples",
     }[setup.loss]
     return (
-        f"This is for a loss that is {what}, each on its own; not for batch norm, dropout, class "
-        "weights (`weight=`) or contrastive losses."
+        f"This is for a loss that is {what} and takes each example on its own. It is not for batch "
+        "norm, dropout, class weights (`weight=`) or contrastive losses."
     )
 
 
@@ -105,7 +114,8 @@ def _token_sentences(explanation: Explanation) -> Iterator[str]:
         return
     losses = len(setup.loss_sizes) * setup.accumulation * setup.processes
     yield (
-        f"So it is no multiple of g where counts differ: each of {losses} means in a step weighs "
-        "the same, however many tokens it has, and a token among few counts more."
+        f"So it is no multiple of g if the counts differ: each of the {losses} means in a step "
+        "weighs the same, however many tokens it has. A token of a mean with few tokens counts "
+        "more."
     )
-    yield f"On average over the tokens it is {of_g(factor)}, which it is if all counts are equal."
+    yield f"On average over the tokens it is {of_g(factor)}; if all counts are equal, exactly so."

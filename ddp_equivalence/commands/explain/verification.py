@@ -1,4 +1,4 @@
-"""Run what was explained on ranks, and hold what they find against what was worked out."""
+"""Run what was explained on ranks, and compare what they find with what was worked out."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from functools import partial
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.check_equivalence import check
-from ddp_equivalence.commands.explain.arithmetic import Explanation, explain
+from ddp_equivalence.commands.explain.arithmetic import explain
 from ddp_equivalence.commands.explain.cases import case_of, counts_of
-from ddp_equivalence.commands.explain.judged import Expected, expected, judged, said
+from ddp_equivalence.commands.explain.explanation import Explanation
+from ddp_equivalence.commands.explain.judged import Expected, expected, expected_text, judged
 from ddp_equivalence.commands.explain.known_good import KnownGood
 from ddp_equivalence.commands.explain.measured import measured
 from ddp_equivalence.commands.explain.not_run import not_run
@@ -25,21 +26,21 @@ from ddp_equivalence.report.verdict import Verdict
 STEPS = 3
 LEARNING_RATE = Fraction(1, 10)
 SLOWEST, FASTEST = 1e-4, 0.5
-"""Learning rates with which the small model trains; another known one is replaced."""
+"""The learning rates with which the small model trains; a known one outside them is replaced."""
 
 
 def verify(explanation: Explanation) -> Verification:
-    """Run the setup on ranks, scaled down if it is large. Raises nothing for what they find."""
+    """Run the setup on ranks, scaled down if it is large. Raises nothing if the ranks disagree."""
     setup, scaled = scaled_down(explanation.setup)
-    # A small setup has a prediction of its own; that of the full size is kept where it can be.
+    # A smaller setup needs its own prediction. Otherwise the given explanation is verified.
     predicted = explain(setup) if scaled else explanation
     mended = not predicted.is_multiple
     with settings.using(settings.replaced(second_look=False)):
-        verdict, found = _gradient(setup, predicted)
+        verdict, gradient = _gradient(setup, predicted)
         if predicted.is_multiple != explanation.is_multiple:
-            why = "Scaled down, it is not the same question: one is a multiple of g."
-            found = replace(found, outcome="unknown", why=why)
-        comparisons = [found]
+            why = "Scaled down, it is not the same question: only one of them is a multiple of g."
+            gradient = replace(gradient, outcome="unknown", why=why)
+        comparisons = [gradient]
         if mended:
             comparisons.append(_mended(setup, predicted))
         if setup.optimizer == "sgd":
@@ -49,37 +50,39 @@ def verify(explanation: Explanation) -> Verification:
 
 
 def _gradient(setup: Setup, predicted: Explanation) -> tuple[Verdict, Prediction]:
+    """The gradient of the setup as it was given."""
     verdict = check(case_of(setup, 1), partial(gradient_step, setup))
     counts = counts_of(setup)
-    return verdict, _held("gradient", expected(predicted, counts), verdict, counts)
+    return verdict, _compared("gradient", expected(predicted, counts), verdict, counts)
 
 
 def _mended(setup: Setup, predicted: Explanation) -> Prediction:
-    """The gradient with the advice followed."""
+    """The gradient of the setup with the advice followed."""
     what = "gradient with one loss over the gathered outputs"
     if setup.loss == "token-mean":
         what = "gradient with the tokens counted over all"
     verdict = check(case_of(setup, 1), partial(mended_step, setup))
-    return _held(what, Expected(predicted.mended_factor, None), verdict)
+    return _compared(what, Expected(predicted.mended_factor, None), verdict)
 
 
-def _held(
+def _compared(
     what: str, predicted: Expected, verdict: Verdict, counts: Sequence[int] | None = None
 ) -> Prediction:
-    found = measured(verdict)
-    if found is None or (verdict.outcome == "unknown" and verdict.reason):
-        return Prediction(what, said(predicted), "nothing", "unknown", _why(verdict))
-    return judged(what, predicted, found, counts)
+    gradients = measured(verdict)
+    if gradients is None or (verdict.outcome == "unknown" and verdict.reason):
+        wanted = expected_text(predicted)
+        return Prediction(what, wanted, "nothing", "unknown", _why_unknown(verdict))
+    return judged(what, predicted, gradients, counts)
 
 
 def _training(setup: Setup, predicted: Explanation, mended: bool) -> Prediction:
-    """With the learning rate that was worked out, against the big batch with the known one."""
+    """Training with the learning rate that was worked out, and one big batch with the known one."""
     known, given = _trainable(setup), setup.known_good
     if predicted.learning_rates is None or known != given:
         setup = replace(setup, known_good=known)
         predicted = explain(setup)
     assert predicted.learning_rates is not None
-    rate, wanted = float(predicted.learning_rates.same_step), float(_of_mean(known))
+    rate, wanted = float(predicted.learning_rates.same_step), float(_rate_for_mean(known))
     what = (
         f"{STEPS} SGD steps{' after that' if mended else ''} with learning rate {number(rate)}, "
         f"one big batch with {number(wanted)}"
@@ -90,25 +93,25 @@ def _training(setup: Setup, predicted: Explanation, mended: bool) -> Prediction:
     verdict = check(case_of(setup, STEPS), step, compare="update", lr=wanted, steps=STEPS)
     same = "the same weights"
     if verdict.outcome == "unknown":
-        return Prediction(what, same, "nothing", "unknown", _why(verdict))
+        return Prediction(what, same, "nothing", "unknown", _why_unknown(verdict))
     if verdict.outcome == "same":
         return Prediction(what, same, same, "agrees")
     return Prediction(what, same, f"something else (error {verdict.error:.2g})", "differs")
 
 
-def _why(verdict: Verdict) -> str:
+def _why_unknown(verdict: Verdict) -> str:
     failure = f" {verdict.failure}" if verdict.failure else ""
     return f"{verdict.reason}.{failure}".strip()
 
 
 def _trainable(setup: Setup) -> KnownGood:
-    """What is known to be good; 0.1 where nothing is, or where the small model cannot train so."""
+    """The known good learning rate, or 0.1 if the small model cannot train with it."""
     known = setup.known_good
-    if known is not None and SLOWEST <= _of_mean(known) <= FASTEST:
+    if known is not None and SLOWEST <= _rate_for_mean(known) <= FASTEST:
         return known
     return KnownGood(setup.effective_batch, LEARNING_RATE)
 
 
-def _of_mean(known: KnownGood) -> Fraction:
-    """The learning rate that a mean loss over the known batch takes to train as it did."""
+def _rate_for_mean(known: KnownGood) -> Fraction:
+    """The learning rate that trains the same if the known loss is taken as a mean."""
     return known.learning_rate * known.factor

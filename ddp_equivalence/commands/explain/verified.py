@@ -1,4 +1,4 @@
-"""What became of each prediction, as data and as text."""
+"""What ranks found about each prediction, as data and as text."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from typing import Any, Literal
 from ddp_equivalence.commands.explain.setup import Setup
 from ddp_equivalence.report.wrapping import plural, wrapped
 
-Outcome = Literal["agrees", "differs", "unknown"]
+VerificationOutcome = Literal["agrees", "differs", "unknown"]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One thing that was predicted, and what was measured of it. ``why`` it could not be judged."""
+    """One prediction and what was measured.
+
+    ``what`` names it. ``why``: the reason if it could not be judged.
+    """
 
     what: str
     predicted: str
     measured: str
-    outcome: Outcome
+    outcome: VerificationOutcome
     why: str = ""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What ranks found. ``setup``: what they ran; ``scaled``: how it differs from what was asked;
-    ``not_run``: what was said and is not verified.
+    """What ranks found.
 
-    ``outcome``: "agrees" if everything does, "differs" if anything does, else "unknown".
+    ``setup``: the setup that they ran. ``lane``: the backend and its device. ``scaled``: how that
+    setup differs from the one that was asked about. ``not_run``: the statements of the explanation
+    that were not verified.
     """
 
     setup: Setup
@@ -37,16 +41,17 @@ class Verification:
     not_run: tuple[str, ...] = ()
 
     @property
-    def outcome(self) -> Outcome:
-        found = {one.outcome for one in self.comparisons}
+    def outcome(self) -> VerificationOutcome:
+        """Differs if any prediction differs; else unknown if any is unknown; else agrees."""
+        outcomes = {prediction.outcome for prediction in self.comparisons}
         for outcome in ("differs", "unknown"):
-            if outcome in found:
+            if outcome in outcomes:
                 return outcome
-        return "agrees" if found else "unknown"
+        return "agrees" if outcomes else "unknown"
 
     def as_data(self) -> dict[str, Any]:
-        """Ready for json."""
-        found = [asdict(one) for one in self.comparisons]
+        """The verification, ready for json."""
+        comparisons = [asdict(prediction) for prediction in self.comparisons]
         ran = {name: getattr(self.setup, name) for name in ("nodes", "ranks_per_node", "batch")}
         ran["accumulation"] = self.setup.accumulation
         return {
@@ -54,7 +59,7 @@ class Verification:
             "lane": self.lane,
             "ran": ran,
             "scaled": list(self.scaled),
-            "comparisons": found,
+            "comparisons": comparisons,
             "not_run": list(self.not_run),
         }
 
@@ -68,9 +73,12 @@ class Verification:
         if self.setup.replicas > 1:
             text += " DataParallel's replicas are emulated in their process."
         lines = wrapped(text, "  ", "  ")
-        for one in self.comparisons:
-            said = f"{one.what}: predicted {one.predicted}; measured {one.measured}. {one.why}"
-            lines += wrapped(said.strip(), "    ", "    ")
+        for prediction in self.comparisons:
+            sentence = (
+                f"{prediction.what}: predicted {prediction.predicted}; measured "
+                f"{prediction.measured}. {prediction.why}"
+            )
+            lines += wrapped(sentence.strip(), "    ", "    ")
         if self.not_run:
             lines += wrapped(f"Not run: {'; '.join(self.not_run)}.", "    ", "    ")
         return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Does what was measured agree with the closed form, and with what was published?"""
+"""Does what was measured agree with the closed form, and with the published figures?"""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ from dataclasses import dataclass
 
 from ddp_equivalence.commands.sandbox import intervals
 from ddp_equivalence.commands.sandbox.closed_form import ClosedForm
-from ddp_equivalence.commands.sandbox.outcome import Outcome
-from ddp_equivalence.commands.sandbox.published import Row
+from ddp_equivalence.commands.sandbox.published import PublishedRow
+from ddp_equivalence.commands.sandbox.training_result import TrainingResult
 
 ROUNDING = 1e-12
-"""Relative: what sums of some thousand float64 may lose."""
+"""The relative error that sums of some thousand float64 numbers may have by rounding."""
 
 WIDEST = 0.05
-"""Of a variance's interval, on either side: a factor of 1.1 is then two such widths away."""
+"""The most that the interval of a variance may reach to either side, relative to the variance. A
+factor of 1.1 then lies two such widths away."""
 
 MOST_CARRIED = 0.05
-"""Of the steps' variance that the weight's own spread may add: steps that share a weight are not
-independent."""
+"""The largest share of the steps' variance that may come from the spread of the weight itself.
+Steps that begin at the same weight are not independent."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """``value`` is held against ``low`` to ``high``; ``holds`` is None where the closed form does
-    not reach that far, and then ``why`` says so.
+    """Whether ``value`` lies between ``low`` and ``high``.
+
+    ``what``: the name of the figure. ``holds`` is None if the closed form is not accurate enough
+    here, and then ``why`` gives the reason.
     """
 
     what: str
@@ -35,77 +38,86 @@ class Agreement:
     why: str = ""
 
 
-def degrees(outcome: Outcome, expected: ClosedForm) -> float:
-    """Degrees of freedom of the variance of the update steps."""
-    return intervals.degrees_of_freedom(outcome.updates, expected.kurtosis)
+def degrees(result: TrainingResult, expected: ClosedForm) -> float:
+    """The degrees of freedom of the variance of the update steps."""
+    return intervals.degrees_of_freedom(result.updates, expected.kurtosis)
 
 
-def width(outcome: Outcome, expected: ClosedForm) -> float:
-    """Half the interval of the variance, relative to it."""
-    low, high = intervals.of_variance(1.0, degrees(outcome, expected))
+def width(result: TrainingResult, expected: ClosedForm) -> float:
+    """Half the width of the variance's interval, relative to the variance."""
+    low, high = intervals.of_variance(1.0, degrees(result, expected))
     return (high - low) / 2
 
 
-def with_closed_form(outcome: Outcome, expected: ClosedForm) -> tuple[Agreement, ...]:
-    """The closed form's mean, variance and deviation in the intervals of what was measured.
+def with_closed_form(result: TrainingResult, expected: ClosedForm) -> tuple[Agreement, ...]:
+    """Whether the closed form's w, variance and deviation lie in the intervals of those measured.
 
-    Without noise they must be the same but for rounding. The deviation of w over the experiments is
-    what tells a run in which the ranks do not reduce, where mean and variance look right.
+    Without noise they must be equal except for rounding. Only the deviation of w over the
+    experiments shows that the ranks never reduced their gradients: w and the variance look right
+    then.
     """
     if expected.deviation == 0.0:
         return (
-            _equal("w", expected.w, outcome.w),
-            _equal("variance", expected.variance, outcome.variance),
-            _equal("deviation", 0.0, outcome.deviation),
+            _equal("w", expected.w, result.w),
+            _equal("variance", expected.variance, result.variance),
+            _equal("deviation", 0.0, result.deviation),
         )
-    interval = intervals.of_mean(outcome.w, outcome.deviation, outcome.experiments)
-    beyond = _beyond(expected, (interval[1] - interval[0]) / 2)
-    of_variance = intervals.of_variance(outcome.variance, degrees(outcome, expected))
-    # w is a sum over the steps, and nearer to normal than each of them.
-    of_w = intervals.of_variance(outcome.deviation**2, outcome.experiments - 1)
+    interval = intervals.of_mean(result.w, result.deviation, result.experiments)
+    inaccurate = _why_inaccurate(expected, (interval[1] - interval[0]) / 2)
+    of_variance = intervals.of_variance(result.variance, degrees(result, expected))
+    # w is a sum over the steps, so it is closer to normal than each of them.
+    of_w = intervals.of_variance(result.deviation**2, result.experiments - 1)
     of_deviation = math.sqrt(of_w[0]), math.sqrt(of_w[1])
     return (
-        _within("w", expected.w, interval, beyond),
-        _within("variance", expected.variance, of_variance, beyond),
-        _within("deviation", expected.deviation, of_deviation, beyond),
+        _within("w", expected.w, interval, inaccurate),
+        _within("variance", expected.variance, of_variance, inaccurate),
+        _within("deviation", expected.deviation, of_deviation, inaccurate),
     )
 
 
-def with_published(outcome: Outcome, expected: ClosedForm, row: Row) -> tuple[Agreement, ...]:
-    """Two samples: the difference of their means is normal, the ratio of their variances F.
+def with_published(
+    result: TrainingResult, expected: ClosedForm, row: PublishedRow
+) -> tuple[Agreement, ...]:
+    """Whether the published w and variance may come from the same distribution as those measured.
 
-    The published w is rounded more coarsely than its own error, which is allowed for. Its spread
-    over the experiments was not published; ours stands for it. Without noise all digits must be the
-    same.
+    The difference of the two means is normal, and the ratio of the two variances follows F. The
+    interval of w is widened by the rounding of the published digits, which is coarser than the
+    published w's own error. The published standard deviation of w is not known, so the measured
+    one is used for both. Without noise all digits must be the same.
     """
     if expected.deviation == 0.0:
-        same = f"{outcome.w:.{len(row.w) - 2}f}" == row.w
+        same = f"{result.w:.{len(row.w) - 2}f}" == row.w
         return (
-            Agreement("published w", float(row.w), outcome.w, outcome.w, same),
-            _equal("published variance", float(row.variance), outcome.variance),
+            Agreement("published w", float(row.w), result.w, result.w, same),
+            _equal("published variance", float(row.variance), result.variance),
         )
-    published = row.setup.n_experiments
-    error = outcome.deviation * math.sqrt(1 / outcome.experiments + 1 / published)
+    published = row.problem.n_experiments
+    error = result.deviation * math.sqrt(1 / result.experiments + 1 / published)
     half = intervals.normal_quantile() * error + row.rounding
-    theirs = intervals.degrees_of_freedom(published * row.setup.steps, expected.kurtosis)
-    ratio = intervals.of_ratio(degrees(outcome, expected), theirs)
-    of_variance = outcome.variance / ratio[1], outcome.variance / ratio[0]
+    published_degrees = intervals.degrees_of_freedom(
+        published * row.problem.steps, expected.kurtosis
+    )
+    ratio = intervals.of_ratio(degrees(result, expected), published_degrees)
+    of_variance = result.variance / ratio[1], result.variance / ratio[0]
     return (
-        _within("published w", float(row.w), (outcome.w - half, outcome.w + half)),
+        _within("published w", float(row.w), (result.w - half, result.w + half)),
         _within("published variance", float(row.variance), of_variance),
     )
 
 
-def _beyond(expected: ClosedForm, half: float) -> str:
-    """Why the closed form does not reach so far; "" if it does."""
+def _why_inaccurate(expected: ClosedForm, half: float) -> str:
+    """Why the closed form is not accurate to ``half`` the interval of w; "" if it is."""
     if expected.curvature > half or expected.carried > MOST_CARRIED:
-        return "the learning rate is too large for the closed form: it follows w to second order"
+        return "the learning rate is too large for the closed form, which follows w to second order"
     return ""
 
 
-def _within(what: str, value: float, interval: intervals.Interval, beyond: str = "") -> Agreement:
+def _within(
+    what: str, value: float, interval: intervals.Interval, inaccurate: str = ""
+) -> Agreement:
     low, high = interval
-    return Agreement(what, value, low, high, None if beyond else low <= value <= high, beyond)
+    holds = None if inaccurate else low <= value <= high
+    return Agreement(what, value, low, high, holds, inaccurate)
 
 
 def _equal(what: str, value: float, measured: float) -> Agreement:

@@ -1,4 +1,4 @@
-"""The mistake of the published script, as a case and a step that the suite names."""
+"""The mistake of the published script, as a case and a step that the suite can name."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.commands.sandbox.neurons import Neurons, loss
-from ddp_equivalence.commands.sandbox.problem import Setup, batches
+from ddp_equivalence.commands.sandbox.problem import Problem, batches
 from ddp_equivalence.ranks import Rank
 
 NEURONS = 199
-"""More weights than examples, so that the shares of the examples can be told apart; prime, so that
-their number is no other's."""
+"""The number of weights. There are more weights than examples, so that the shares of the examples
+can be told apart. It is a prime, so that no other count in the report equals it."""
 
 
-def case_of(setup: Setup) -> Case:
+def case_of(problem: Problem) -> Case:
     """The first step of the sandbox, always with noise.
 
-    Without noise all ranks are given the same, and nobody could tell whether they reduce.
+    Without noise all ranks get the same examples, and nothing shows whether they reduce.
     """
-    whole = Setup(
-        lr=setup.lr, batch_size=setup.effective_batch, n_experiments=NEURONS, seed=setup.seed
+    whole = Problem(
+        lr=problem.lr,
+        batch_size=problem.effective_batch,
+        n_experiments=NEURONS,
+        seed=problem.seed,
     )
 
     def neurons() -> nn.Module:
@@ -35,7 +38,11 @@ def case_of(setup: Setup) -> Case:
         return {"inputs": inputs, "targets": targets}
 
     return Case(
-        model=neurons, batch=first_batch, loss=l1_loss, layout=f"1x{setup.ranks}", seed=setup.seed
+        model=neurons,
+        batch=first_batch,
+        loss=l1_loss,
+        layout=f"1x{problem.ranks}",
+        seed=problem.seed,
     )
 
 
@@ -45,13 +52,13 @@ def l1_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def as_published(model: nn.Module, shard: Any, rank: Rank) -> None:
-    """Wraps the net, and then calls the bare net: no gradient is ever reduced."""
+    """Wraps the net in DDP but calls the bare net, so that no gradient is ever reduced."""
     ddp = DistributedDataParallel(model)
     l1_loss(model, shard).backward()
     del ddp
 
 
 def mended(model: nn.Module, shard: Any, rank: Rank) -> None:
-    """The same with the wrapper called."""
+    """Wraps the net in DDP and calls the wrapper."""
     ddp = DistributedDataParallel(model)
     l1_loss(ddp, shard).backward()

@@ -1,67 +1,54 @@
-"""Quantiles and intervals of a mean and of a variance, from many update steps."""
+"""Confidence intervals of a mean, of a variance, and of the ratio of two variances.
+
+This module needs scipy, which the extra ``sandbox`` installs.
+"""
 
 from __future__ import annotations
 
 import math
-from statistics import NormalDist
+
+from scipy import stats
 
 LEVEL = 0.999
-"""Of all intervals here, two-sided."""
+"""The confidence level of all intervals here; they are two-sided."""
 
 Interval = tuple[float, float]
+"""The lower and the upper end."""
 
 
 def normal_quantile(level: float = LEVEL) -> float:
     """How many standard deviations a two-sided interval reaches: 3.29 for 99.9 %."""
-    return NormalDist().inv_cdf((1 + level) / 2)
-
-
-def chi_square_quantile(probability: float, degrees: float) -> float:
-    """Within 0.1 % from 100 degrees of freedom on.
-
-    Source: Wilson, Hilferty, The distribution of chi-square, PNAS 17, 1931.
-    """
-    of_cube = 2 / (9 * degrees)
-    root = 1 - of_cube + NormalDist().inv_cdf(probability) * math.sqrt(of_cube)
-    return degrees * max(0.0, root) ** 3
-
-
-def f_quantile(probability: float, above: float, below: float) -> float:
-    """Of a ratio of two variances with these degrees of freedom, whose logarithm is near normal.
-
-    Within 1 % from 100 degrees of freedom on. The mean and the variance of the logarithm of
-    chi-square are digamma and trigamma of half the degrees, here to second order.
-    Source: Abramowitz, Stegun, Handbook of Mathematical Functions, 6.3.18 and 6.4.12.
-    """
-    mean = (1 / below + 1 / (3 * below**2)) - (1 / above + 1 / (3 * above**2))
-    deviation = math.sqrt(2 / max(above - 1, 1.0) + 2 / max(below - 1, 1.0))
-    return math.exp(mean + NormalDist().inv_cdf(probability) * deviation)
+    return float(stats.norm.ppf((1 + level) / 2))
 
 
 def degrees_of_freedom(count: int, kurtosis: float) -> float:
-    """Of the chi-square that a variance of ``count`` values follows.
+    """The degrees of freedom of the chi-square that the variance of ``count`` values follows.
 
-    Its variance is ``sigma^4 (2 / (count - 1) + kurtosis / count)``, ``kurtosis`` in excess of the
-    normal's; the chi-square with as much is taken.
+    ``kurtosis`` is in excess of the normal distribution's. The variance of such a sample variance
+    is ``sigma^4 (2 / (count - 1) + kurtosis / count)``; the chi-square distribution with the same
+    variance is taken.
     """
     return 2 / (2 / (count - 1) + kurtosis / count)
 
 
 def of_mean(mean: float, deviation: float, count: int, level: float = LEVEL) -> Interval:
-    """Where the true mean lies, by a sample's mean and standard deviation."""
+    """The interval of the true mean, from the mean and standard deviation of a sample."""
     half = normal_quantile(level) * deviation / math.sqrt(count)
     return mean - half, mean + half
 
 
 def of_variance(variance: float, degrees: float, level: float = LEVEL) -> Interval:
-    """Where the true variance lies, by a sample's."""
+    """The interval of the true variance, from the variance of a sample."""
     tail = (1 - level) / 2
-    low = variance * degrees / chi_square_quantile(1 - tail, degrees)
-    least = chi_square_quantile(tail, degrees)
-    return low, variance * degrees / least if least else math.inf
+    largest, smallest = stats.chi2.ppf((1 - tail, tail), degrees)
+    return float(variance * degrees / largest), float(variance * degrees / smallest)
 
 
 def of_ratio(above: float, below: float, level: float = LEVEL) -> Interval:
-    """Where the ratio of two samples' variances lies, if their true variances are the same."""
+    """The interval of the ratio of two sample variances whose true variances are the same.
+
+    ``above`` and ``below``: the degrees of freedom of the two samples.
+    """
     tail = (1 - level) / 2
-    return f_quantile(tail, above, below), f_quantile(1 - tail, above, below)
+    low, high = stats.f.ppf((tail, 1 - tail), above, below)
+    return float(low), float(high)

@@ -1,4 +1,4 @@
-"""Many independent neurons ``y = w x`` in one model, each an experiment of its own."""
+"""Many independent neurons ``y = w x`` in one model; each neuron is one experiment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class Neurons(nn.Module):
-    """``count`` neurons of one weight each, 1 at the start, float64."""
+    """``count`` neurons with one float64 weight each, which is 1 at the start."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -22,6 +22,7 @@ class Neurons(nn.Module):
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """The L1 loss of each neuron, a mean over its batch, summed over the neurons.
 
-    No neuron's loss depends on another's weight, so each gets the gradient that it would get alone.
+    The loss of a neuron depends on no other weight, so each neuron gets the gradient that it would
+    get alone.
     """
     return F.l1_loss(outputs, targets, reduction="none").mean(0).sum()

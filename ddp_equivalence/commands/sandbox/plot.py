@@ -6,29 +6,37 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.sandbox.closed_form import closed_form
-from ddp_equivalence.commands.sandbox.problem import SAMPLES, Setup
+from ddp_equivalence.commands.sandbox.extra_packages import look_for_matplotlib
+from ddp_equivalence.commands.sandbox.problem import SAMPLES, Problem
 from ddp_equivalence.commands.sandbox.published import RANKS
 from ddp_equivalence.commands.sandbox.training import train
 
 EXPERIMENTS = 1000
-"""For each dot; its 99.9 % interval is smaller than the dot, but for the largest batches."""
+"""The number of experiments behind each dot. The 99.9 % interval is smaller than the dot, except at
+the largest batches."""
 
 BASE_LR, BASE_BATCH = 1e-3, 16
-"""Where the three ways to scale the learning rate meet."""
+"""At this learning rate and batch size the three ways to scale the learning rate are the same."""
 
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#b0b0b0"
-"""Told apart with any colour vision. Source: Okabe, Ito, Color universal design, 2008."""
+"""Colours that people with any colour vision can tell apart.
+
+Source: Okabe, Ito, Color universal design, 2008.
+"""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The weight over one epoch in some of the rows; a second setup lies on the same line."""
+    """The weight over one epoch, in the rows that share this line.
+
+    ``single``: the batch size of the row on one process; None if there is no such row. ``multi``:
+    whether a row on ranks with 16 examples each has this line.
+    """
 
     label: str
     colour: str
@@ -41,15 +49,15 @@ class Curve:
 CURVES = (
     Curve("lr 0.001, batch 128", BLUE, 1e-3, 128, True),
     Curve("lr 0.0028284, batch 128", GREEN, 2.8284e-3, None, True),
-    Curve("lr 0.001, batch 16", GREY, 1e-3, 16, False, width=5.0),  # another lies on it
+    Curve("lr 0.001, batch 16", GREY, 1e-3, 16, False, width=5.0),  # another curve lies on it
     Curve("lr 0.008, batch 128", ORANGE, 8e-3, None, True),
 )
-"""The setups of the nine rows, those with the same line together."""
+"""The nine rows; those that have the same line share a curve."""
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """How the learning rate goes with the effective batch size."""
+    """How the learning rate follows from the effective batch size."""
 
     label: str
     colour: str
@@ -67,17 +75,10 @@ SCALINGS = (
 )
 
 
-def look_for_matplotlib() -> None:
-    """Raises BadCase where it is not installed."""
-    if find_spec("matplotlib") is None:
-        right = "an installed matplotlib: pip install 'ddp_equivalence[plots]'"
-        raise BadCase("plot", "no matplotlib", right)
-
-
 def draw(folder: Path, seed: int = 0) -> tuple[Path, ...]:
-    """Run what is shown and write ``weight.svg`` and ``variance.svg``; their paths.
+    """Train what the plots show and write ``weight.svg`` and ``variance.svg``; returns their paths.
 
-    Raises BadCase without matplotlib or where the folder cannot be made, RankFailed.
+    Raises BadCase if matplotlib is missing or the folder cannot be made, and RankFailed.
     """
     look_for_matplotlib()
     try:
@@ -100,7 +101,7 @@ def _weight(pyplot: Any, seed: int) -> Any:
     figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.4), layout="constrained", sharey=True)
     for axes, deterministic in zip(panels, (True, False), strict=True):
         for curve in CURVES:
-            # No published row runs this one without noise.
+            # No published row runs this curve without noise.
             if not (deterministic and curve.colour == GREEN):
                 _draw_curve(axes, curve, deterministic, seed)
         _tidy(axes)
@@ -116,17 +117,17 @@ def _weight(pyplot: Any, seed: int) -> Any:
 
 
 def _draw_curve(axes: Any, curve: Curve, deterministic: bool, seed: int) -> None:
-    setups = []
+    problems = []
     if curve.single is not None:
-        setups.append(_setup(curve.lr, curve.single, 1, deterministic, seed))
+        problems.append(_problem(curve.lr, curve.single, 1, deterministic, seed))
     if curve.multi:
-        setups.append(_setup(curve.lr, 16, RANKS, deterministic, seed))
-    for number, setup in enumerate(setups):
-        seen = range(0, SAMPLES + 1, setup.effective_batch)
+        problems.append(_problem(curve.lr, 16, RANKS, deterministic, seed))
+    for number, problem in enumerate(problems):
+        seen = range(0, SAMPLES + 1, problem.effective_batch)
         if number == 0:
-            expected = closed_form(setup).path
+            expected = closed_form(problem).path
             axes.plot(seen, expected, color=curve.colour, linewidth=curve.width, label=curve.label)
-        axes.plot(seen, train(setup).path, linestyle="", **_marker(setup, curve.colour))
+        axes.plot(seen, train(problem).path, linestyle="", **_marker(problem, curve.colour))
 
 
 def _variance(pyplot: Any, seed: int) -> Any:
@@ -136,16 +137,16 @@ def _variance(pyplot: Any, seed: int) -> Any:
         of_ranks: dict[int, list[float]] = {1: [], RANKS: []}
         expected = []
         for size in sizes:
-            setup = _setup(scaling.lr(size), size, 1, False, seed)
-            expected.append(closed_form(setup).variance)
-            of_ranks[1].append(train(setup).variance)
+            problem = _problem(scaling.lr(size), size, 1, False, seed)
+            expected.append(closed_form(problem).variance)
+            of_ranks[1].append(train(problem).variance)
         reached = [size for size in sizes if size >= RANKS]
         for size in reached:
-            setup = _setup(scaling.lr(size), size // RANKS, RANKS, False, seed)
-            of_ranks[RANKS].append(train(setup).variance)
+            problem = _problem(scaling.lr(size), size // RANKS, RANKS, False, seed)
+            of_ranks[RANKS].append(train(problem).variance)
         axes.plot(sizes, expected, color=scaling.colour, linewidth=1.5, label=scaling.label)
         for ranks, places in ((1, sizes), (RANKS, reached)):
-            style = _marker(_setup(BASE_LR, 1, ranks, False, seed), scaling.colour)
+            style = _marker(_problem(BASE_LR, 1, ranks, False, seed), scaling.colour)
             axes.plot(places, of_ranks[ranks], linestyle="", **style)
     _tidy(axes)
     axes.set(xscale="log", yscale="log", title="Variance of all update steps of an epoch")
@@ -160,8 +161,8 @@ def _variance(pyplot: Any, seed: int) -> Any:
     return figure
 
 
-def _setup(lr: float, batch: int, ranks: int, deterministic: bool, seed: int) -> Setup:
-    return Setup(
+def _problem(lr: float, batch: int, ranks: int, deterministic: bool, seed: int) -> Problem:
+    return Problem(
         lr=lr,
         batch_size=batch,
         ranks=ranks,
@@ -171,17 +172,17 @@ def _setup(lr: float, batch: int, ranks: int, deterministic: bool, seed: int) ->
     )
 
 
-def _marker(setup: Setup, colour: str) -> dict[str, Any]:
+def _marker(problem: Problem, colour: str) -> dict[str, Any]:
     """A dot for one process, a ring around it for ranks."""
-    if setup.ranks == 1:
+    if problem.ranks == 1:
         return {"marker": "o", "markersize": 4, "color": colour if colour != GREY else "#333333"}
     return {"marker": "o", "markersize": 9, "color": colour, "markerfacecolor": "none"}
 
 
 def _handles(pyplot: Any) -> tuple[Any, ...]:
-    setups = _setup(BASE_LR, 1, 1, True, 0), _setup(BASE_LR, 1, RANKS, True, 0)
+    problems = _problem(BASE_LR, 1, 1, True, 0), _problem(BASE_LR, 1, RANKS, True, 0)
     return tuple(
-        pyplot.Line2D([], [], linestyle="", **_marker(setup, "#333333")) for setup in setups
+        pyplot.Line2D([], [], linestyle="", **_marker(problem, "#333333")) for problem in problems
     )
 
 

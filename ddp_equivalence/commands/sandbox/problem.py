@@ -13,27 +13,27 @@ from torch import Tensor
 from ddp_equivalence.case.errors import BadCase
 
 SAMPLES = 256
-"""Of an epoch, as published."""
+"""The number of samples in an epoch, as published."""
 
-BLOCK = 1000
-"""Experiments that are trained side by side, and whose noise is drawn at once."""
+BLOCK_SIZE = 1000
+"""The most experiments that are trained side by side. Their noise is drawn at once."""
 
 LARGEST_LR = 1e6
-"""Far beyond what trains, and its square is still a number."""
+"""The largest learning rate taken: far more than any that trains, and its square is finite."""
 
-MOST = 10_000_000
-"""Experiments: hours."""
+MOST_EXPERIMENTS = 10_000_000
+"""More experiments than these would run for hours."""
 
-FEWEST = 10
-"""Experiments with noise below which a variance says nothing."""
+FEWEST_EXPERIMENTS = 10
+"""The variance over fewer experiments with noise says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
-    """One row of the sandbox. ``batch_size`` is per rank; ``ranks`` is 1 in one process.
+class Problem:
+    """The settings of one run. ``batch_size`` is per rank; ``ranks`` is 1 for a single process.
 
-    ``deterministic``: no noise, every input 1 and every target 0. Otherwise both get independent
-    standard normal noise, drawn anew in each epoch, so that all steps are independent.
+    ``deterministic``: every input is 1 and every target 0. Otherwise independent standard normal
+    noise is added to both. It is drawn anew in each epoch, so that all steps are independent.
 
     Raises BadCase for a field that cannot be right.
     """
@@ -52,67 +52,67 @@ class Setup:
         for name in ("batch_size", "ranks", "n_epochs", "n_experiments"):
             if getattr(self, name) < 1:
                 raise BadCase(name, getattr(self, name), "an integer from 1")
-        if self.n_experiments > MOST:
-            raise BadCase("n_experiments", self.n_experiments, f"at most {MOST:,}")
+        if self.n_experiments > MOST_EXPERIMENTS:
+            raise BadCase("n_experiments", self.n_experiments, f"at most {MOST_EXPERIMENTS:,}")
         if SAMPLES % self.ranks:
             right = f"a number of ranks that divides the {SAMPLES} samples of an epoch"
             raise BadCase("ranks", self.ranks, right)
         if SAMPLES % self.effective_batch:
             of_all = f" over {self.ranks} ranks" if self.ranks > 1 else ""
             sizes = [2**power for power in range(9) if SAMPLES % (2**power * self.ranks) == 0]
-            right = f"one of {', '.join(map(str, sizes))}: batches{of_all} of one size, no rest"
+            right = f"one of {', '.join(map(str, sizes))}, so that all batches{of_all} are full"
             raise BadCase("batch_size", self.batch_size, right)
-        if not self.deterministic and self.n_experiments < FEWEST:
-            right = f"at least {FEWEST} where there is noise: fewer show no variance"
+        if not self.deterministic and self.n_experiments < FEWEST_EXPERIMENTS:
+            right = f"at least {FEWEST_EXPERIMENTS} with noise: fewer show no variance"
             raise BadCase("n_experiments", self.n_experiments, right)
         if not 0 <= self.seed < 2**62:
             raise BadCase("seed", self.seed, "an integer from 0, below 2**62")
 
     @property
     def effective_batch(self) -> int:
-        """Examples of one update step, over all ranks."""
+        """The number of examples in one update step, over all ranks."""
         return self.batch_size * self.ranks
 
     @property
     def steps(self) -> int:
-        """Update steps of the whole run."""
+        """The number of update steps of the whole run."""
         return self.n_epochs * SAMPLES // self.effective_batch
 
     @property
     def blocks(self) -> tuple[range, ...]:
-        """The experiments, as they are trained side by side."""
-        starts = range(0, self.n_experiments, BLOCK)
-        return tuple(range(at, min(at + BLOCK, self.n_experiments)) for at in starts)
+        """The experiments in groups that are trained side by side."""
+        starts = range(0, self.n_experiments, BLOCK_SIZE)
+        return tuple(range(at, min(at + BLOCK_SIZE, self.n_experiments)) for at in starts)
 
 
-def batches(setup: Setup, experiments: range, rank: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(problem: Problem, experiments: range, rank: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets of every step for one rank, float64, shape (batch_size, experiments).
 
-    The ranks take consecutive shares of each global batch: together they see what one process with
-    a batch of that size sees. ``experiments`` lie within one block; what an experiment sees does
-    not depend on which others there are.
+    The ranks take consecutive shares of each global batch. Together they see the examples that one
+    process with a batch of that size sees. ``experiments`` must lie within one block. The examples
+    of an experiment do not depend on which other experiments are trained beside it.
     """
-    for epoch in range(setup.n_epochs):
-        inputs, targets = _epoch(setup, epoch, experiments)
-        for start in range(0, SAMPLES, setup.effective_batch):
-            own = start + rank * setup.batch_size
-            rows = slice(own, own + setup.batch_size)
+    for epoch in range(problem.n_epochs):
+        inputs, targets = _epoch(problem, epoch, experiments)
+        for start in range(0, SAMPLES, problem.effective_batch):
+            own = start + rank * problem.batch_size
+            rows = slice(own, own + problem.batch_size)
             yield inputs[rows], targets[rows]
 
 
-def _epoch(setup: Setup, epoch: int, experiments: range) -> tuple[Tensor, Tensor]:
+def _epoch(problem: Problem, epoch: int, experiments: range) -> tuple[Tensor, Tensor]:
     ones = torch.ones(SAMPLES, len(experiments), dtype=torch.float64)
-    if setup.deterministic:
+    if problem.deterministic:
         return ones, torch.zeros_like(ones)
-    block, first = divmod(experiments.start, BLOCK)
-    assert experiments.stop <= (block + 1) * BLOCK
-    noise = torch.from_numpy(_noise(setup.seed, epoch, block))
+    block, first = divmod(experiments.start, BLOCK_SIZE)
+    assert experiments.stop <= (block + 1) * BLOCK_SIZE
+    noise = torch.from_numpy(_noise(problem.seed, epoch, block))
     noise = noise[..., first : first + len(experiments)]
     return ones + noise[0], noise[1].contiguous()
 
 
 @lru_cache(maxsize=1)
 def _noise(seed: int, epoch: int, block: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """Of inputs and targets: shape (2, samples, experiments of a block)."""
+    """The noise of inputs and targets, shape (2, samples, experiments of a block)."""
     generator = np.random.default_rng((seed, epoch, block))
-    return generator.standard_normal((2, SAMPLES, BLOCK))
+    return generator.standard_normal((2, SAMPLES, BLOCK_SIZE))

@@ -1,43 +1,43 @@
-"""The nine rows as published, each with the digits that it was printed with."""
+"""The nine published rows, with the digits that were printed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ddp_equivalence.commands.sandbox.problem import Setup
+from ddp_equivalence.commands.sandbox.problem import Problem
 
 SOURCE = "published sandbox"
 RANKS = 8
 
 
 @dataclass(frozen=True)
-class Row:
-    """One published run: ``w`` after one epoch and ``variance`` of the update steps, as printed."""
+class PublishedRow:
+    """One published run: ``w`` after an epoch and the ``variance`` of the steps, as printed."""
 
     mode: str
-    setup: Setup
+    problem: Problem
     w: str
     variance: str
 
     @property
     def rounding(self) -> float:
-        """Half a unit of the last digit of w."""
+        """Half a unit of the last printed digit of w."""
         return 0.5 * 10.0 ** -len(self.w.partition(".")[2])
 
-    def seeded(self, seed: int) -> Row:
-        """The row with other noise."""
-        return replace(self, setup=replace(self.setup, seed=seed))
+    def seeded(self, seed: int) -> PublishedRow:
+        """The same row with the noise of another seed."""
+        return replace(self, problem=replace(self.problem, seed=seed))
 
 
-def _row(mode: str, lr: float, batch: int, experiments: int, w: str, variance: str) -> Row:
-    setup = Setup(
+def _row(mode: str, lr: float, batch: int, experiments: int, w: str, variance: str) -> PublishedRow:
+    problem = Problem(
         lr=lr,
         batch_size=batch,
         ranks=RANKS if mode == "multi" else 1,
         deterministic=experiments == 1,
         n_experiments=experiments,
     )
-    return Row(mode, setup, w, variance)
+    return PublishedRow(mode, problem, w, variance)
 
 
 ROWS = (
@@ -51,4 +51,4 @@ ROWS = (
     _row("multi", 8e-3, 16, 1_000, "0.9848", "5.5736e-07"),
     _row("multi", 2.8284e-3, 16, 1_000, "0.9946", "6.5220e-08"),
 )
-"""In the order in which they were published. One experiment means: no noise."""
+"""The rows in their published order. Rows with one experiment have no noise."""

@@ -10,75 +10,77 @@ from ddp_equivalence.commands.sandbox import agreement
 from ddp_equivalence.commands.sandbox.agreement import Agreement
 from ddp_equivalence.commands.sandbox.closed_form import ClosedForm, closed_form
 from ddp_equivalence.commands.sandbox.intervals import LEVEL
-from ddp_equivalence.commands.sandbox.outcome import Outcome
-from ddp_equivalence.commands.sandbox.problem import Setup
-from ddp_equivalence.commands.sandbox.published import RANKS, ROWS, SOURCE, Row
+from ddp_equivalence.commands.sandbox.problem import Problem
+from ddp_equivalence.commands.sandbox.published import RANKS, ROWS, SOURCE, PublishedRow
 from ddp_equivalence.commands.sandbox.text import figure
 from ddp_equivalence.commands.sandbox.training import Progress, train
+from ddp_equivalence.commands.sandbox.training_result import TrainingResult
 
 GOES_ON_TO = 10_000
-"""Experiments for the closed form, where the published number is too few."""
+"""How many experiments are run for the closed form if the published number is too small."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """One number of experiments of a row."""
+class RowRun:
+    """One run of a row, with one number of experiments."""
 
-    setup: Setup
-    outcome: Outcome
+    problem: Problem
+    result: TrainingResult
     expected: ClosedForm
     agreements: tuple[Agreement, ...]
 
     @property
     def width(self) -> float:
-        """Half the interval of the variance, relative to it; 0 without noise."""
-        if self.setup.deterministic:
+        """Half the width of the variance's interval, relative to the variance; 0 without noise."""
+        if self.problem.deterministic:
             return 0.0
-        return agreement.width(self.outcome, self.expected)
+        return agreement.width(self.result, self.expected)
 
 
 @dataclass(frozen=True)
-class Done:
-    """A row that was run: at the published number of experiments, and on if that is too few."""
+class FinishedRow:
+    """A row with its runs: one with the published number of experiments, and one with more if
+    that number was too small.
+    """
 
-    row: Row
-    parts: tuple[Part, ...]
+    row: PublishedRow
+    runs: tuple[RowRun, ...]
 
     @property
     def agreements(self) -> tuple[Agreement, ...]:
-        return tuple(one for part in self.parts for one in part.agreements)
+        return tuple(agreement for run in self.runs for agreement in run.agreements)
 
     @property
     def spread(self) -> float:
-        """Between ranks, the largest; 0 where all hold the same bits."""
-        return max(part.outcome.spread for part in self.parts)
+        """The largest difference between ranks; 0 if all hold the same bits."""
+        return max(run.result.spread for run in self.runs)
 
     @property
     def wrong(self) -> tuple[str, ...]:
-        """What does not agree."""
-        found = tuple(one.what for one in self.agreements if one.holds is not True)
-        return (*found, "ranks differ") if self.spread else found
+        """The names of the figures that do not agree."""
+        names = tuple(one.what for one in self.agreements if one.holds is not True)
+        return (*names, "ranks differ") if self.spread else names
 
 
-def run_row(row: Row, progress: Progress = lambda done, of: None) -> Done:
+def run_row(row: PublishedRow, progress: Progress = lambda done, of: None) -> FinishedRow:
     """Run a row. Raises RankFailed or RanksTimedOut."""
-    first = _part(row.setup, row, progress)
+    first = _run(row.problem, row, progress)
     if first.width <= agreement.WIDEST:
-        return Done(row, (first,))
-    more = replace(row.setup, n_experiments=max(GOES_ON_TO, row.setup.n_experiments))
-    return Done(row, (first, _part(more, None, progress)))
+        return FinishedRow(row, (first,))
+    more = replace(row.problem, n_experiments=max(GOES_ON_TO, row.problem.n_experiments))
+    return FinishedRow(row, (first, _run(more, None, progress)))
 
 
-def _part(setup: Setup, row: Row | None, progress: Progress) -> Part:
-    outcome, expected = train(setup, progress=progress), closed_form(setup)
-    found = agreement.with_closed_form(outcome, expected)
+def _run(problem: Problem, row: PublishedRow | None, progress: Progress) -> RowRun:
+    result, expected = train(problem, progress=progress), closed_form(problem)
+    agreements = agreement.with_closed_form(result, expected)
     if row is not None:
-        found += agreement.with_published(outcome, expected, row)
-    return Part(setup, outcome, expected, found)
+        agreements += agreement.with_published(result, expected, row)
+    return RowRun(problem, result, expected, agreements)
 
 
-def head() -> Iterator[str]:
-    """The lines above the rows."""
+def head_lines() -> Iterator[str]:
+    """The two lines above the rows."""
     yield f"{'':<30}{'w after one epoch':^28}{'variance of the update steps':^34}".rstrip()
     yield (
         f"{'run':<7}{'lr':<10}{'batch':<7}{'exps':>6}{'published':>10}{'measured':>10}{'closed':>9}"
@@ -86,88 +88,91 @@ def head() -> Iterator[str]:
     )
 
 
-def lines(done: Done) -> Iterator[str]:
-    """The lines of one row: its figures, and what they were held against."""
-    for number, part in enumerate(done.parts):
-        yield _figures(done, part, first=number == 0)
-        if not part.setup.deterministic:
-            yield from _intervals(part, first=number == 0)
-    if done.wrong:
-        yield f"       does not agree: {', '.join(done.wrong)}"
+def row_lines(finished: FinishedRow) -> Iterator[str]:
+    """The lines of one row: its figures, and the intervals that they were compared with."""
+    for number, run in enumerate(finished.runs):
+        yield _figures(finished, run, first=number == 0)
+        if not run.problem.deterministic:
+            yield from _intervals(run, first=number == 0)
+    if finished.wrong:
+        yield f"       does not agree: {', '.join(finished.wrong)}"
 
 
-def _figures(done: Done, part: Part, first: bool) -> str:
-    row, setup, outcome, expected = done.row, part.setup, part.outcome, part.expected
-    batch = str(setup.batch_size) if setup.ranks == 1 else f"{setup.batch_size} x {setup.ranks}"
-    what = f"{row.mode:<7}{setup.lr:<10g}{batch:<7}" if first else f"{'':<7}{'and on to':<17}"
+def _figures(finished: FinishedRow, run: RowRun, first: bool) -> str:
+    row, problem, result, expected = finished.row, run.problem, run.result, run.expected
+    batch = str(problem.batch_size)
+    if problem.ranks > 1:
+        batch += f" x {problem.ranks}"
+    what = f"{row.mode:<7}{problem.lr:<10g}{batch:<7}" if first else f"{'':<7}{'and on to':<17}"
     published = (row.w, row.variance) if first else ("", "")
-    verdict = ("DIFFER" if done.wrong else "agree") if first else ""
+    verdict = ("DIFFER" if finished.wrong else "agree") if first else ""
     line = (
-        f"{what}{setup.n_experiments:>6}{published[0]:>10}{outcome.w:>10.5f}{expected.w:>9.5f}"
-        f"{published[1]:>12}{figure(outcome.variance, '.4e'):>11}"
+        f"{what}{problem.n_experiments:>6}{published[0]:>10}{result.w:>10.5f}{expected.w:>9.5f}"
+        f"{published[1]:>12}{figure(result.variance, '.4e'):>11}"
         f"{figure(expected.variance, '.4e'):>11}  {verdict}"
     )
     return line.rstrip()
 
 
-def _intervals(part: Part, first: bool) -> Iterator[str]:
-    found = {one.what: one for one in part.agreements}
-    w, variance = found["w"], found["variance"]
+def _intervals(run: RowRun, first: bool) -> Iterator[str]:
+    by_name = {agreement.what: agreement for agreement in run.agreements}
+    w, variance = by_name["w"], by_name["variance"]
     text = (
         f"       w ± {(w.high - w.low) / 2:.1e}, variance {variance.low:.4e} .. "
-        f"{variance.high:.4e} (± {part.width:.1%})"
+        f"{variance.high:.4e} (± {run.width:.1%})"
     )
-    yield text + (": too wide to refuse a factor of 1.1" if part.width > agreement.WIDEST else "")
+    too_wide = ": too wide to refuse a factor of 1.1" if run.width > agreement.WIDEST else ""
+    yield text + too_wide
     if first:
-        ratio = found["published variance"]
+        ratio = by_name["published variance"]
         low, here, high = (
-            value / part.outcome.variance for value in (ratio.low, ratio.value, ratio.high)
+            value / run.result.variance for value in (ratio.low, ratio.value, ratio.high)
         )
         yield f"       published / measured variance {here:.3f}, allowed {low:.3f} .. {high:.3f}"
 
 
-def foot(done: Sequence[Done]) -> Iterator[str]:
-    """What to make of the rows."""
-    wrong = [one for one in done if one.wrong]
+def foot_lines(rows: Sequence[FinishedRow]) -> Iterator[str]:
+    """The lines below the rows: how to read them, and how many agree."""
+    wrong = [row for row in rows if row.wrong]
     kurtosis = {
-        part.setup.effective_batch: part.expected.kurtosis
-        for one in done
-        for part in one.parts
-        if not part.setup.deterministic
+        run.problem.effective_batch: run.expected.kurtosis
+        for row in rows
+        for run in row.runs
+        if not run.problem.deterministic
     }
     if kurtosis:
-        found = ", ".join(f"{value:+.4f} for {batch}" for batch, value in sorted(kurtosis.items()))
-        yield f"A step is a mean over the batch, and near normal: excess kurtosis {found}."
+        values = ", ".join(f"{value:+.4f} for {batch}" for batch, value in sorted(kurtosis.items()))
+        yield f"A step is a mean over the batch, and near normal: excess kurtosis {values}."
     yield f"Intervals: {LEVEL:.1%}. multi: DistributedDataParallel on {RANKS} ranks (gloo, CPU)."
-    yield f"{len(done) - len(wrong)} of {len(ROWS)} published rows agree."
+    yield f"{len(rows) - len(wrong)} of {len(ROWS)} published rows agree."
 
 
-def as_json(done: Sequence[Done], seed: int, interrupted: bool) -> dict[str, Any]:
+def as_json(rows: Sequence[FinishedRow], seed: int, interrupted: bool) -> dict[str, Any]:
     """The rows that were run."""
     return {
         "source": SOURCE,
         "seed": seed,
         "rows_published": len(ROWS),
-        "rows_done": len(done),
+        "rows_done": len(rows),
         "interrupted": interrupted,
-        "rows": [_row_as_json(one) for one in done],
+        "rows": [_row_as_json(row) for row in rows],
     }
 
 
-def _row_as_json(done: Done) -> dict[str, Any]:
+def _row_as_json(finished: FinishedRow) -> dict[str, Any]:
     return {
-        "run": done.row.mode,
-        "published": {"w": float(done.row.w), "variance": float(done.row.variance)},
-        "agree": not done.wrong,
-        "disagree": list(done.wrong),
-        "spread_over_ranks": done.spread,
+        "run": finished.row.mode,
+        "published": {"w": float(finished.row.w), "variance": float(finished.row.variance)},
+        "agree": not finished.wrong,
+        "disagree": list(finished.wrong),
+        "spread_over_ranks": finished.spread,
         "parts": [
             {
-                "setup": asdict(part.setup),
-                "measured": {"w": part.outcome.w, "variance": part.outcome.variance},
-                "closed_form": {"w": part.expected.w, "variance": part.expected.variance},
-                "agreements": [asdict(one) for one in part.agreements],
+                "setup": asdict(run.problem),
+                "measured": {"w": run.result.w, "variance": run.result.variance},
+                "closed_form": {"w": run.expected.w, "variance": run.expected.variance},
+                "agreements": [asdict(agreement) for agreement in run.agreements],
             }
-            for part in done.parts
+            for run in finished.runs
         ],
     }

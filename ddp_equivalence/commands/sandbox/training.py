@@ -1,4 +1,4 @@
-"""Train a block of experiments, in this process or on ranks."""
+"""Train blocks of experiments, in this process or on ranks."""
 
 from __future__ import annotations
 
@@ -13,86 +13,95 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence.commands.sandbox.neurons import Neurons, loss
-from ddp_equivalence.commands.sandbox.outcome import Outcome, Trained, joined
-from ddp_equivalence.commands.sandbox.problem import Setup, batches
+from ddp_equivalence.commands.sandbox.problem import Problem, batches
+from ddp_equivalence.commands.sandbox.training_result import BlockResult, TrainingResult, joined
 from ddp_equivalence.ranks import Rank
 from ddp_equivalence.ranks.on_ranks import on_ranks
 
 DEADLINE, DEADLINE_A_STEP = 60.0, 0.1
-"""Seconds that a block gets, and more of them for each step."""
+"""The seconds that a block may take, and how many more it may take for each step."""
 
 Progress = Callable[[int, int], None]
-"""Told how many blocks of how many are done."""
+"""Is called with the number of finished blocks and the number of all blocks."""
 
 
 @dataclass(frozen=True)
-class Work:
-    """What every rank is given. ``as_published``: the wrapper is made and never called."""
+class Block:
+    """What every rank is told to train.
 
-    setup: Setup
+    ``as_published``: the DDP wrapper is made, and the bare net is called.
+    """
+
+    problem: Problem
     experiments: range
     as_published: bool = False
 
 
 def train(
-    setup: Setup, as_published: bool = False, progress: Progress = lambda done, of: None
-) -> Outcome:
-    """Run all experiments: in one process if the setup has one rank, else on real ranks (gloo).
+    problem: Problem, as_published: bool = False, progress: Progress = lambda done, of: None
+) -> TrainingResult:
+    """Run all experiments: in this process if the problem has one rank, else on real ranks (gloo).
 
     Raises RankFailed or RanksTimedOut.
     """
-    found = []
-    for done, experiments in enumerate(setup.blocks, start=1):
-        if setup.ranks == 1:
-            found.append({0: single(setup, experiments)})
+    results = []
+    for done, experiments in enumerate(problem.blocks, start=1):
+        if problem.ranks == 1:
+            results.append({0: single(problem, experiments)})
         else:
-            found.append(multi(Work(setup, experiments, as_published)))
-        progress(done, len(setup.blocks))
-    return joined(found)
+            results.append(multi(Block(problem, experiments, as_published)))
+        progress(done, len(problem.blocks))
+    return joined(results)
 
 
-def single(setup: Setup, experiments: range) -> Trained:
-    """One process, one batch, no wrapper."""
+def single(problem: Problem, experiments: range) -> BlockResult:
+    """Train in one process, without a wrapper."""
     neurons = Neurons(len(experiments))
-    optimizer = torch.optim.SGD(neurons.parameters(), lr=setup.lr)
+    optimizer = torch.optim.SGD(neurons.parameters(), lr=problem.lr)
     gradients = []
-    for inputs, targets in batches(setup, experiments):
+    for inputs, targets in batches(problem, experiments):
         optimizer.zero_grad()
         loss(neurons(inputs), targets).backward()
         gradients.append(_gradient(neurons).clone())
         optimizer.step()
-    return _trained(neurons, gradients, setup.lr)
+    return _result(neurons, gradients, problem.lr)
 
 
-def multi(work: Work, run: Callable[[Rank, Work], Trained] | None = None) -> dict[int, Trained]:
-    """The same on ranks: rank -> what it has trained. Raises RankFailed or RanksTimedOut.
+def multi(
+    block: Block, on_each_rank: Callable[[Rank, Block], BlockResult] | None = None
+) -> dict[int, BlockResult]:
+    """Train on ranks; the results are returned by rank. Raises RankFailed or RanksTimedOut.
 
-    ``run``: what a rank does, if not ``on_rank``.
+    ``on_each_rank``: the function that every rank calls, if it is not ``on_rank``.
     """
-    deadline = DEADLINE + DEADLINE_A_STEP * work.setup.steps
-    trained = on_ranks(f"1x{work.setup.ranks}", run or on_rank, work, deadline=deadline)
-    return dict(enumerate(trained))
+    problem = block.problem
+    deadline = DEADLINE + DEADLINE_A_STEP * problem.steps
+    results = on_ranks(f"1x{problem.ranks}", on_each_rank or on_rank, block, deadline=deadline)
+    return dict(enumerate(results))
 
 
-def on_rank(rank: Rank, work: Work) -> Trained:
-    """What one rank does."""
-    setup = work.setup
-    neurons = Neurons(len(work.experiments))
+def on_rank(rank: Rank, block: Block) -> BlockResult:
+    """Train one rank's share."""
+    problem = block.problem
+    neurons = Neurons(len(block.experiments))
     ddp = DistributedDataParallel(neurons)
-    called = neurons if work.as_published else ddp
-    optimizer = torch.optim.SGD(neurons.parameters(), lr=setup.lr)
+    called = neurons if block.as_published else ddp
+    optimizer = torch.optim.SGD(neurons.parameters(), lr=problem.lr)
     gradients = []
-    for inputs, targets in batches(setup, work.experiments, rank.rank):
+    for inputs, targets in batches(problem, block.experiments, rank.rank):
         optimizer.zero_grad()
         loss(called(inputs), targets).backward()
         gradient = _gradient(neurons)
-        gradients.append(_averaged(gradient) if work.as_published else gradient.clone())
+        gradients.append(_averaged(gradient) if block.as_published else gradient.clone())
         optimizer.step()
-    return _trained(neurons, gradients, setup.lr)
+    return _result(neurons, gradients, problem.lr)
 
 
 def _averaged(gradient: Tensor) -> Tensor:
-    """By hand, for the printed figure only: the weights never see it."""
+    """The average over the ranks, as the published script takes it: only to print it.
+
+    The step that follows uses the rank's own gradient.
+    """
     gathered = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, gradient)
     return torch.stack(gathered).mean(0)
@@ -103,12 +112,12 @@ def _gradient(neurons: Neurons) -> Tensor:
     return neurons.weight.grad
 
 
-def _trained(neurons: Neurons, gradients: list[Tensor], lr: float) -> Trained:
+def _result(neurons: Neurons, gradients: list[Tensor], lr: float) -> BlockResult:
     steps: NDArray[np.float64] = -lr * torch.stack(gradients).numpy()
-    # Off the first experiment's, so that equal steps have a variance of 0 and not of rounding.
+    # Distances from the first experiment's step: equal steps then have exactly no variance.
     off = steps - steps[:, :1]
     means = off.mean(1)
-    return Trained(
+    return BlockResult(
         weights=neurons.weight.detach().numpy(),
         step_means=steps[:, 0] + means,
         step_squares=((off - means[:, None]) ** 2).sum(1),

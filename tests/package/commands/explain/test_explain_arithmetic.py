@@ -1,4 +1,4 @@
-"""Factors and learning rates, worked out by hand from what is summed and what divides."""
+"""Factors and learning rates are those that were worked out by hand."""
 
 from __future__ import annotations
 

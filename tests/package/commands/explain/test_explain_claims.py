@@ -1,4 +1,4 @@
-"""What the text says of torch, held against torch: samplers, Adam, weight decay, clipping."""
+"""Torch does what the text says about samplers, Adam, weight decay and clipping."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_factor_is_made_good_by_the_settings_that_the_text_names(
     max_norm: float,
 ) -> None:
     right = trained(plain, 1.0, max_norm)
-    # clip_grad_norm_ adds 1e-6 to the norm.
+    # The tolerance is for clip_grad_norm_, which adds 1e-6 to the norm.
     same = trained(changed, FACTOR, max_norm * FACTOR)
     torch.testing.assert_close(same, right, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(trained(plain, FACTOR, max_norm * FACTOR), right, rtol=1e-3)

@@ -11,7 +11,7 @@ import pytest
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.commands.explain import arithmetic, command, verification
+from ddp_equivalence.commands.explain import Explanation, arithmetic, command, verification
 from ddp_equivalence.commands.explain.learning_rates import learning_rates_of
 from ddp_equivalence.commands.explain.setup import Setup
 from ddp_equivalence.commands.main import main
@@ -37,7 +37,7 @@ def test_a_setup_is_explained_on_one_line_and_in_full(capsys: pytest.CaptureFixt
     ("line", "says"),
     [
         ("--batch 0", "batch = 0: a whole number from 1"),
-        ("--batch 4 --known-loss sum", "known_loss = 'sum': left out, or what worked given"),
+        ("--batch 4 --known-loss sum", "known_loss = 'sum': left out, unless --known-good"),
         ("--batch 100 --known-good 1@1e308", "known_good = '1@1e308': BATCH@LR"),
         (
             "--batch 64 --loss token-mean --known-good 64@0.1 --known-loss sum",
@@ -125,7 +125,7 @@ def test_a_suggested_rate_that_trains_otherwise_ends_with_one(
 def test_what_fails_in_the_verification_ends_with_three(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def broken(explanation: arithmetic.Explanation) -> object:
+    def broken(explanation: Explanation) -> object:
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(verification, "verify", broken)
@@ -142,7 +142,8 @@ def test_the_help_says_what_is_run_and_what_not_divided_means(
         run("--help")
     text = " ".join(capsys.readouterr().out.split())
     assert "with SGD it also trains three steps with the rate for the same batch" in text
-    assert "--accumulation-not-divided it is not: the gradients of the micro-batches add up" in text
+    not_divided = "it is not divided: the gradients of the micro-batches add up"
+    assert f"--accumulation-not-divided {not_divided}" in text
 
 
 def test_ranks_that_do_not_come_back_end_with_three(capsys: pytest.CaptureFixture[str]) -> None:

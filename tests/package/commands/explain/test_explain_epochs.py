@@ -1,4 +1,4 @@
-"""What is said of an epoch: its last step, steps that are never whole, and what is dealt again."""
+"""The text on an epoch: its last step, steps that are never whole, and repeated examples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FOUR = {"ranks_per_node": 4, "batch": 4}
 
 
 def said(**fields: Any) -> str:
-    """What is said of the epoch, on one line."""
+    """The text on the epoch, on one line."""
     return " ".join(str(explain(Setup(**fields))).partition("  Epoch: ")[2].split())
 
 
@@ -67,16 +67,16 @@ def said(**fields: Any) -> str:
         ),
         (
             {"batch": 1, "ranks_per_node": 8, "examples": 3},
-            "Every example is seen 2 or 3 times, to",
+            "Every example is seen 2 or 3 times, so",
         ),
         (
             {"batch": 1, "ranks_per_node": 9, "examples": 3},
-            "Every example is seen 3 times, to give",
+            "Every example is seen 3 times, so that",
         ),
-        ({"batch": 1, "ranks_per_node": 3, "examples": 5}, "1 example of them repeated, to give"),
+        ({"batch": 1, "ranks_per_node": 3, "examples": 5}, "1 example is repeated, so that every"),
         (
             {"batch": 64, "examples": 1001, "known_good": KnownGood.read("32@0.1")},
-            "The known batch of 32 has 32 steps an epoch.",
+            "With the known batch of 32 an epoch has 32 steps.",
         ),
         (
             {
@@ -85,7 +85,7 @@ def said(**fields: Any) -> str:
                 "known_good": KnownGood.read("32@0.1"),
                 "drop_last": True,
             },
-            "The known batch of 32 has 31 steps an epoch.",
+            "With the known batch of 32 an epoch has 31 steps.",
         ),
     ],
 )
@@ -142,7 +142,7 @@ def test_fewer_examples_than_ranks_are_dealt_again_as_often_as_is_said() -> None
 @pytest.mark.parametrize("last", range(1, 16))
 def test_the_last_sum_is_as_large_as_replicas_make_it(last: int) -> None:
     def gradient(examples: int) -> Tensor:
-        """Of a weight that every example's loss has once."""
+        """The gradient of a weight that every example's loss has once."""
         weight = torch.ones((), requires_grad=True)
         parts = torch.ones(examples).chunk(5)
         torch.stack([(weight * part).sum() for part in parts]).mean().backward()

@@ -1,4 +1,4 @@
-"""Every rank and every example is judged, and what could not be told is unknown."""
+"""Every rank and every example is compared; the outcome is unknown if the shares are unknown."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def test_every_example_on_every_rank_is_held_to_its_share(
     found = Measured((1.0, 1.0), 0.3, shares, "they are too alike")
     judgement = judged("gradient", wanted, found)
     assert judgement.outcome == outcome
-    assert ("could not be told: they are too alike." in judgement.why) is (outcome == "unknown")
+    told = "unknown how often each example counts: they are too alike." in judgement.why
+    assert told is (outcome == "unknown")
 
 
 def test_what_is_of_no_example_is_not_as_predicted() -> None:
@@ -79,7 +80,7 @@ def test_what_is_of_no_example_is_not_as_predicted() -> None:
     right = judged("gradient", wanted, Measured((1.0,), 0.3, (ROW,), unmixed=1e-12))
     wrong = judged("gradient", wanted, Measured((1.0,), 0.3, (ROW,), unmixed=1e-3))
     assert (right.outcome, wrong.outcome) == ("agrees", "differs")
-    assert "0.001 of it is of no example" in wrong.measured
+    assert "0.001 of it comes from no example" in wrong.measured
 
 
 @pytest.mark.parametrize("added", [0.0, 0.1])

@@ -1,4 +1,4 @@
-"""What cannot be is refused by name, with the value and what would be right."""
+"""A setup that cannot be right is refused with the field, its value and what would be right."""
 
 from __future__ import annotations
 

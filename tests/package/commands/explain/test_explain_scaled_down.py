@@ -1,4 +1,4 @@
-"""A large setup is run as a smaller one that is dealt alike."""
+"""A large setup is run as a smaller one whose batch is dealt to the replicas in the same way."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The text is code: three setups against their golden files, and what every text must say.
+"""The text of six setups is that of their golden files, and every text says what it must.
 
-After a change that is meant, ``UPDATE_GOLDEN=1 pytest tests/explain/test_explain_text.py`` writes
-the files anew; read the difference before you commit it.
+If you mean to change the text, ``UPDATE_GOLDEN=1 pytest tests/package/commands/explain`` writes the
+files anew. Read the difference before you commit it.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_multiples_are_fractions_only_where_that_is_shorter() -> None:
 
 
 def said(**fields: Any) -> str:
-    """The text on one line, so that what is looked for is not broken."""
+    """The text on one line, so that no line break is inside what the tests look for."""
     return " ".join(str(explain(Setup(**fields))).split())
 
 
@@ -137,16 +137,17 @@ SUMMED = {"batch": 4, "ranks_per_node": 4, "parallelism": "all-reduce-sum", "opt
     [
         (
             {"known_good": KnownGood.read("32@0.01")},
-            "Learning rate: 0.01 / 2 = 0.005 after that, as on one device.",
+            "Learning rate: 0.01 / 2 = 0.005 after that change, as on one device.",
         ),
-        ({}, "a mean loss and batch 32, / 2, after the above."),
+        ({}, "a mean loss and batch 32, / 2, after the change above."),
         (
             {"known_good": KnownGood.read("16@0.01")},
-            "(Your gradient is 2 g, after the above: each is / 2 for that.) 0.005 keeps",
+            "(Your gradient is 2 g after the change above; each of them includes / 2 for that.) "
+            "0.005 keeps",
         ),
         ({}, "Either gives 2 g. A multiple of 3 also changes the effective batch: ask again with"),
-        ({}, "weight_decay x 2"),
-        ({"optimizer": "adam"}, "with eps x 2 nothing"),
+        ({}, "multiply weight_decay by 2"),
+        ({"optimizer": "adam"}, "Multiply eps by 2 and nothing"),
     ],
 )
 def test_what_accumulation_leaves_of_a_mend_is_in_every_number(
@@ -158,28 +159,28 @@ def test_what_accumulation_leaves_of_a_mend_is_in_every_number(
 def test_mended_token_counts_leave_no_factor() -> None:
     text = said(**UNEVEN | {"loss": "token-mean"})
     assert "That gives g." in text
-    assert "a mean loss and batch 32, unchanged, after the above." in text
+    assert "a mean loss and batch 32, unchanged, after the change above." in text
     assert "Optimizer" not in text
 
 
 def test_adam_is_told_of_linear_scaling_too_and_where_it_holds() -> None:
     text = said(**SUMMED, known_good=KnownGood.read("4@0.001"))
-    assert "the learning rate is 0.001, 0.002 or 0.004, by what it is to keep." in text
-    assert "0.004 (linear, x 4) keeps the way per epoch where the gradient is much larger" in text
-    assert "where noise dominates it goes too far." in text
+    assert "the learning rate is 0.001, 0.002 or 0.004, depending on what it is to keep." in text
+    assert "0.004 (linear, x 4) keeps the distance per epoch if the gradient is much larger" in text
+    assert "if noise dominates, it goes too far." in text
     smaller = said(**SUMMED, known_good=KnownGood.read("64@0.001"))
     assert "0.00025 (linear, x 1/4)" in smaller
-    assert "where noise dominates it goes not far enough." in smaller
+    assert "if noise dominates, it does not go far enough." in smaller
 
 
 def test_adams_eps_is_said_once_with_all_its_factors() -> None:
     text = said(**SUMMED, known_good=KnownGood.read("4@0.001"))
     assert "and eps 5e-9." in text
-    assert "with x 4 of the eps above, 2e-8, nothing of it is left" in text
-    assert "eps x" not in text
+    assert "Multiply the eps above by 4, which gives 2e-8, and nothing of it is left" in text
+    assert "Multiply eps" not in text
     # Where the square-root rule does not reach, no eps is named above.
     far = said(**SUMMED | {"ranks_per_node": 16}, known_good=KnownGood.read("4@0.001"))
-    assert "with eps x 16 nothing of it is left" in far
+    assert "Multiply eps by 16 and nothing of it is left" in far
     assert "eps above" not in far
 
 
@@ -218,8 +219,7 @@ def test_replicas_that_idle_are_told_of() -> None:
 
 def test_explaining_imports_no_torch() -> None:
     code = (
-        "import sys; from ddp_equivalence.explain import Setup, explain; "
-        "import ddp_equivalence.commands.explain; "
+        "import sys; from ddp_equivalence.commands.explain import Setup, explain; "
         "text = str(explain(Setup(batch=4))); sys.exit('torch' in sys.modules or not text)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""What is explained is what ranks compute: every parallelism and loss; and a wrong one is seen."""
+"""Ranks compute what is explained, for every parallelism and loss, and contradict what is wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ REPLICATED: tuple[Parallelism, ...] = ("data-parallel", "data-parallel-loss-insi
 
 
 def setups() -> Iterator[Setup]:
-    """Batch 5 is uneven over replicas; three micro-batches divided and not, in turn."""
+    """Setups with batch 4 and with batch 5, which is uneven over replicas.
+
+    Each has one micro-batch and then three, whose losses are divided in every other setup.
+    """
     combined = [(p, layout) for p in SEVERAL for layout in LAYOUTS]
     combined += [(p, layout) for p in REPLICATED for layout in LAYOUTS if layout[0] == 1]
     combined += [("none", (1, 1))]

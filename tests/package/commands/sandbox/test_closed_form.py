@@ -1,4 +1,4 @@
-"""The closed form of the sandbox, against integration, published figures and training."""
+"""The closed form of the sandbox agrees with integration, published figures and tables."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from ddp_equivalence.commands.sandbox import intervals
 from ddp_equivalence.commands.sandbox.closed_form import closed_form, gradient
-from ddp_equivalence.commands.sandbox.problem import Setup
-from ddp_equivalence.commands.sandbox.published import ROWS, Row
+from ddp_equivalence.commands.sandbox.problem import Problem
+from ddp_equivalence.commands.sandbox.published import ROWS, PublishedRow
 
 
 def integrated(w: float, power: int) -> float:
@@ -41,47 +41,45 @@ def test_slope_and_bend_are_the_derivatives_of_the_mean(w: float) -> None:
     assert gradient(w).bend == pytest.approx((above.slope - below.slope) / (2 * off), abs=1e-8)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.mode}-{row.setup.lr:g}-{row.w}")
-def test_the_closed_form_gives_all_published_rows(row: Row) -> None:
-    expected = closed_form(row.setup)
-    steps = row.setup.n_experiments * row.setup.steps
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.mode}-{row.problem.lr:g}-{row.w}")
+def test_the_closed_form_gives_all_published_rows(row: PublishedRow) -> None:
+    expected = closed_form(row.problem)
+    steps = row.problem.n_experiments * row.problem.steps
     # Both ends of a row without noise are 0.
-    error = intervals.normal_quantile() * math.sqrt(2 / steps) * (not row.setup.deterministic)
-    slack = row.rounding + 4 * expected.deviation / math.sqrt(row.setup.n_experiments)
+    error = intervals.normal_quantile() * math.sqrt(2 / steps) * (not row.problem.deterministic)
+    slack = row.rounding + 4 * expected.deviation / math.sqrt(row.problem.n_experiments)
     assert expected.w == pytest.approx(float(row.w), abs=slack)
     assert expected.variance == pytest.approx(float(row.variance), rel=error, abs=1e-24)
 
 
 def test_a_step_at_the_start_has_the_known_mean_and_variance() -> None:
-    one_step = closed_form(Setup(lr=1e-3, batch_size=256))
+    one_step = closed_form(Problem(lr=1e-3, batch_size=256))
     assert one_step.w == pytest.approx(1 - 1e-3 * 0.9599, abs=1e-8)
     assert one_step.variance == pytest.approx(1e-6 * 1.0786 / 256, rel=1e-4)
 
 
 def test_without_noise_the_weight_turns_round_at_zero() -> None:
-    expected = closed_form(Setup(lr=0.4, batch_size=64, deterministic=True, n_experiments=1))
+    expected = closed_form(Problem(lr=0.4, batch_size=64, deterministic=True, n_experiments=1))
     assert expected.path == pytest.approx((1.0, 0.6, 0.2, -0.2, 0.2))
     assert expected.variance == pytest.approx(0.16)  # -0.4 three times and 0.4 once
 
 
-# Source: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.4, upper and lower tails.
+# Source: NIST/SEMATECH e-Handbook of Statistical Methods, 1.3.6.7.4, lower and upper tails.
 @pytest.mark.parametrize(
-    ("probability", "degrees", "tabled"),
-    [(0.999, 100, 149.449), (0.95, 100, 124.342), (0.05, 100, 77.929), (0.001, 100, 61.918)],
+    ("level", "lower", "upper"), [(0.998, 61.918, 149.449), (0.9, 77.929, 124.342)]
 )
-def test_quantiles_of_chi_square_are_the_tabled_ones(
-    probability: float, degrees: int, tabled: float
+def test_the_interval_of_a_variance_has_the_tabled_quantiles_of_chi_square(
+    level: float, lower: float, upper: float
 ) -> None:
-    found = intervals.chi_square_quantile(probability, degrees)
-    assert found == pytest.approx(tabled, rel=1e-3)
+    expected = 2.0 * 100 / upper, 2.0 * 100 / lower
+    assert intervals.of_variance(2.0, 100, level) == pytest.approx(expected, rel=1e-5)
 
 
 # Source: Abramowitz, Stegun, Handbook of Mathematical Functions, table 26.9.
-@pytest.mark.parametrize(("probability", "tabled"), [(0.95, 1.35), (0.99, 1.53), (0.999, 1.77)])
-def test_quantiles_of_f_are_the_tabled_ones(probability: float, tabled: float) -> None:
-    assert intervals.f_quantile(probability, 120, 120) == pytest.approx(tabled, rel=1e-2)
-    below = intervals.f_quantile(1 - probability, 120, 120)
-    assert below == pytest.approx(1 / tabled, rel=1e-2)
+@pytest.mark.parametrize(("level", "tabled"), [(0.9, 1.35), (0.98, 1.53), (0.998, 1.77)])
+def test_the_interval_of_a_ratio_has_the_tabled_quantiles_of_f(level: float, tabled: float) -> None:
+    expected = 1 / tabled, tabled
+    assert intervals.of_ratio(120, 120, level) == pytest.approx(expected, rel=4e-3)
 
 
 def test_heavier_tails_leave_a_variance_fewer_degrees_of_freedom() -> None:

@@ -1,4 +1,4 @@
-"""The nine published rows, and that a wrong figure among them would be noticed."""
+"""The nine published rows agree, and a wrong figure among them is noticed."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import pytest
 from ddp_equivalence.commands.sandbox import agreement, table
 from ddp_equivalence.commands.sandbox.agreement import with_closed_form, with_published
 from ddp_equivalence.commands.sandbox.closed_form import closed_form
-from ddp_equivalence.commands.sandbox.outcome import Outcome
-from ddp_equivalence.commands.sandbox.problem import Setup
-from ddp_equivalence.commands.sandbox.published import ROWS, Row
+from ddp_equivalence.commands.sandbox.problem import Problem
+from ddp_equivalence.commands.sandbox.published import ROWS, PublishedRow
 from ddp_equivalence.commands.sandbox.training import train
+from ddp_equivalence.commands.sandbox.training_result import TrainingResult
 
 
-def on_two_ranks(row: Row) -> Row:
+def on_two_ranks(row: PublishedRow) -> PublishedRow:
     """The same effective batch on fewer ranks, which start sooner."""
     if row.mode == "single":
         return row
-    return replace(row, setup=replace(row.setup, ranks=2, batch_size=64))
+    return replace(row, problem=replace(row.problem, ranks=2, batch_size=64))
 
 
 @pytest.fixture(scope="module")
-def done() -> list[table.Done]:
+def done() -> list[table.FinishedRow]:
     return [table.run_row(on_two_ranks(row)) for row in ROWS]
 
 
-def test_all_published_rows_agree(done: list[table.Done]) -> None:
+def test_all_published_rows_agree(done: list[table.FinishedRow]) -> None:
     assert [one.wrong for one in done] == [()] * 9
 
 
-def test_rows_with_too_few_steps_go_on_to_more_experiments(done: list[table.Done]) -> None:
-    counts = [[part.setup.n_experiments for part in one.parts] for one in done]
+def test_rows_with_too_few_steps_go_on_to_more_experiments(done: list[table.FinishedRow]) -> None:
+    counts = [[part.problem.n_experiments for part in one.runs] for one in done]
     assert counts == [
         [1],
         [1],
@@ -44,41 +44,45 @@ def test_rows_with_too_few_steps_go_on_to_more_experiments(done: list[table.Done
         [1000, 10_000],
         [1000, 10_000],
     ]
-    assert all(one.parts[-1].width < agreement.WIDEST for one in done)
+    assert all(one.runs[-1].width < agreement.WIDEST for one in done)
 
 
-def test_the_table_says_what_was_held_against_what(done: list[table.Done]) -> None:
-    text = "\n".join([*table.head(), *(line for one in done for line in table.lines(one))])
+def test_the_table_says_what_was_held_against_what(done: list[table.FinishedRow]) -> None:
+    text = "\n".join(
+        [*table.head_lines(), *(line for one in done for line in table.row_lines(one))]
+    )
     assert text.count("agree\n") + text.endswith("agree") == 9
     assert "too wide to refuse a factor of 1.1\n" in text
     assert max(map(len, text.splitlines())) <= 100
-    foot = "\n".join(table.foot(done))
+    foot = "\n".join(table.foot_lines(done))
     assert "9 of 9 published rows agree" in foot
     assert "-0.0078 for 16, -0.0010 for 128" in foot
 
 
-SETUP = Setup(lr=1e-3, batch_size=128)
+PROBLEM = Problem(lr=1e-3, batch_size=128)
 
 
 @pytest.fixture(scope="module")
-def right() -> Outcome:
-    return train(SETUP)
+def right() -> TrainingResult:
+    return train(PROBLEM)
 
 
-def wrong_in(outcome: Outcome, setup: Setup = SETUP) -> list[str]:
-    found = with_closed_form(outcome, closed_form(setup))
+def wrong_in(outcome: TrainingResult, problem: Problem = PROBLEM) -> list[str]:
+    found = with_closed_form(outcome, closed_form(problem))
     return [one.what for one in found if one.holds is not True]
 
 
 @pytest.mark.parametrize("factor", [1.1, 1 / 1.1])
-def test_a_variance_that_is_wrong_by_a_tenth_is_refused(right: Outcome, factor: float) -> None:
+def test_a_variance_that_is_wrong_by_a_tenth_is_refused(
+    right: TrainingResult, factor: float
+) -> None:
     assert wrong_in(right) == []
-    off = Outcome(right.weights, right.step_means, right.step_squares * factor)
+    off = TrainingResult(right.weights, right.step_means, right.step_squares * factor)
     assert wrong_in(off) == ["variance"]
 
 
-def test_a_weight_that_is_off_by_a_hundred_thousandth_is_refused(right: Outcome) -> None:
-    off = Outcome(right.weights + 1e-5, right.step_means, right.step_squares)
+def test_a_weight_that_is_off_by_a_hundred_thousandth_is_refused(right: TrainingResult) -> None:
+    off = TrainingResult(right.weights + 1e-5, right.step_means, right.step_squares)
     assert wrong_in(off) == ["w"]
 
 
@@ -91,10 +95,10 @@ def test_a_weight_that_is_off_by_a_hundred_thousandth_is_refused(right: Outcome)
     ],
 )
 def test_a_published_figure_that_is_wrong_is_refused(
-    right: Outcome, change: dict[str, str], what: str
+    right: TrainingResult, change: dict[str, str], what: str
 ) -> None:
     row = replace(ROWS[2], **change)  # type: ignore[arg-type]  # both are text
-    found = with_published(right, closed_form(row.setup), row)
+    found = with_published(right, closed_form(row.problem), row)
     assert [one.what for one in found if not one.holds] == [what]
 
 
@@ -102,19 +106,19 @@ def test_a_wrong_row_without_noise_is_refused() -> None:
     row = replace(ROWS[0], w="0.9981", variance="1e-09")
     found = table.run_row(row)
     assert found.wrong == ("published w", "published variance")
-    assert "DIFFER" in "\n".join(table.lines(found))
+    assert "DIFFER" in "\n".join(table.row_lines(found))
 
 
-def test_ranks_that_differ_do_not_agree_whatever_the_figures(done: list[table.Done]) -> None:
-    part = done[3].parts[0]
-    weights = part.outcome.weights.copy()
+def test_ranks_that_differ_do_not_agree_whatever_the_figures(done: list[table.FinishedRow]) -> None:
+    part = done[3].runs[0]
+    weights = part.result.weights.copy()
     weights[1, 0] += 1e-15
-    apart = replace(part, outcome=replace(part.outcome, weights=weights))
-    assert replace(done[3], parts=(apart,)).wrong == ("ranks differ",)
+    apart = replace(part, result=replace(part.result, weights=weights))
+    assert replace(done[3], runs=(apart,)).wrong == ("ranks differ",)
 
 
 def test_a_learning_rate_beyond_the_closed_form_is_not_judged() -> None:
-    setup = Setup(lr=0.3, batch_size=1, n_experiments=50)
-    found = with_closed_form(train(setup), closed_form(setup))
+    problem = Problem(lr=0.3, batch_size=1, n_experiments=50)
+    found = with_closed_form(train(problem), closed_form(problem))
     assert [one.holds for one in found] == [None] * 3
     assert "too large for the closed form" in found[0].why

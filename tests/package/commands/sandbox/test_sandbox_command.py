@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,11 +14,13 @@ import pytest
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.check_equivalence import check
-from ddp_equivalence.commands.sandbox import command, plot, table, training
+from ddp_equivalence.commands.sandbox import command, extra_packages, plot, table, training
 from ddp_equivalence.commands.sandbox.as_published import case_of, mended
-from ddp_equivalence.commands.sandbox.problem import Setup
-from ddp_equivalence.commands.sandbox.published import ROWS, Row
+from ddp_equivalence.commands.sandbox.problem import Problem
+from ddp_equivalence.commands.sandbox.published import ROWS, PublishedRow
 from tests.package.commands.sandbox.test_neurons_side_by_side import dies_on_rank_1
+
+ROOT = Path(__file__).parents[4]
 
 pytestmark = pytest.mark.self_check
 
@@ -68,7 +72,7 @@ def test_as_published_the_ranks_differ_and_the_suite_names_it(
 
 
 def test_with_the_wrapper_called_the_same_step_is_the_big_batch() -> None:
-    case = case_of(Setup(lr=1e-3, batch_size=16, ranks=8))
+    case = case_of(Problem(lr=1e-3, batch_size=16, ranks=8))
     assert check(case, mended, backend="gloo").outcome == "same"
 
 
@@ -99,10 +103,10 @@ def test_options_that_cannot_be_right_are_refused_by_name(arguments: str, field:
     assert caught.value.field == field
 
 
-def interrupted_in(row: int) -> Callable[..., table.Done]:
+def interrupted_in(row: int) -> Callable[..., table.FinishedRow]:
     run_row, begun = table.run_row, []
 
-    def instead(*arguments: object) -> table.Done:
+    def instead(*arguments: object) -> table.FinishedRow:
         begun.append(arguments)
         if len(begun) == row:
             raise KeyboardInterrupt
@@ -132,7 +136,7 @@ def test_a_table_with_a_row_that_does_not_agree_ends_with_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_row, first = table.run_row, ROWS[0]
-    wrong = Row(first.mode, first.setup, "0.9970", "0")
+    wrong = PublishedRow(first.mode, first.problem, "0.9970", "0")
     monkeypatch.setattr(table, "run_row", lambda *_: run_row(wrong))
     assert run("--table") == 1
     assert "does not agree: published w" in capsys.readouterr().out
@@ -141,20 +145,52 @@ def test_a_table_with_a_row_that_does_not_agree_ends_with_1(
 def test_a_rank_that_fails_is_blamed_without_a_traceback_of_ours(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "multi", partial(training.multi, run=dies_on_rank_1))
+    monkeypatch.setattr(training, "multi", partial(training.multi, on_each_rank=dies_on_rank_1))
     assert run("multi", "--ranks=2", FEW) == 3
     errors = capsys.readouterr().err
     assert "Root cause: rank 1 (node 0, local rank 1) RuntimeError: the noise ran out" in errors
     assert "rank_set.py" not in errors
 
 
+def hide(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    """Let the sandbox find every package but one."""
+    monkeypatch.setattr(extra_packages, "find_spec", lambda name: None if name == hidden else name)
+
+
 def test_without_matplotlib_the_plots_are_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    hide(monkeypatch, "matplotlib")
     with pytest.raises(BadCase, match=r"pip install 'ddp_equivalence\[plots\]'"):
         run("--plot", str(tmp_path / "plots"))
     assert not (tmp_path / "plots").exists()
+
+
+@pytest.mark.parametrize("arguments", ["single", "multi --ranks 2", "--table", "--table --plot ."])
+def test_without_scipy_what_needs_intervals_is_refused_before_anything_runs(
+    arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hide(monkeypatch, "scipy")
+    with pytest.raises(BadCase, match=r"pip install 'ddp_equivalence\[sandbox\]'"):
+        run(*arguments.split())
+    assert capsys.readouterr().out == ""
+
+
+def test_without_scipy_the_plots_are_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hide(monkeypatch, "scipy")
+    monkeypatch.setattr(plot, "EXPERIMENTS", 20)
+    monkeypatch.setattr(plot, "RANKS", 2)
+    assert run("--plot", str(tmp_path)) == 0
+    assert (tmp_path / "variance.svg").is_file()
+
+
+def test_the_plots_and_the_command_line_import_no_scipy() -> None:
+    code = (
+        "import sys; sys.modules['scipy'] = None; "
+        "import ddp_equivalence.commands.main, ddp_equivalence.commands.sandbox.plot"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
+    assert done.returncode == 0
 
 
 def test_both_plots_are_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What training left: weights by rank and experiment, and the moments of the update steps."""
+"""What training gave: weights by rank and experiment, and the moments of the update steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What one rank has of one block.
+class BlockResult:
+    """What one rank has after training one block of experiments.
 
-    ``weights``: at the end, shape (experiments,). ``step_means``, ``step_squares``: of the update
-    steps over the experiments, the mean and the sum of squared distances from it, shape (steps,).
+    ``weights``: the weights at the end, shape (experiments,). ``step_means``: the mean of each
+    update step over the experiments; ``step_squares``: the sum of the squared distances from that
+    mean; both of shape (steps,).
     """
 
     weights: Array
@@ -26,8 +27,10 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """All experiments of a run. ``weights``: shape (ranks, experiments); steps as in Trained."""
+class TrainingResult:
+    """All experiments of a run. ``weights``: shape (ranks, experiments); the steps are as in
+    ``BlockResult``.
+    """
 
     weights: Array
     step_means: Array
@@ -39,28 +42,31 @@ class Outcome:
 
     @property
     def updates(self) -> int:
-        """Update steps of all experiments together."""
+        """The number of update steps of all experiments together."""
         return self.experiments * len(self.step_means)
 
     @cached_property
     def w(self) -> float:
         """The mean over the experiments of the weight that rank 0 holds at the end."""
-        return float(self.weights[0, 0] + self._apart.mean())
+        return float(self.weights[0, 0] + self._from_first.mean())
 
     @cached_property
     def deviation(self) -> float:
         """The standard deviation of that weight over the experiments."""
-        return float(self._apart.std(ddof=1)) if self.experiments > 1 else 0.0
+        return float(self._from_first.std(ddof=1)) if self.experiments > 1 else 0.0
 
     @property
-    def _apart(self) -> Array:
-        """From the first experiment: equal weights then lie apart by nothing, not by rounding."""
-        found: Array = self.weights[0] - self.weights[0, 0]
-        return found
+    def _from_first(self) -> Array:
+        """The weights of rank 0 less that of the first experiment.
+
+        The differences of equal weights are then exactly 0, without rounding.
+        """
+        differences: Array = self.weights[0] - self.weights[0, 0]
+        return differences
 
     @cached_property
     def variance(self) -> float:
-        """Of all update steps of all experiments, about the one mean of them all."""
+        """The variance of all update steps of all experiments about their common mean."""
         off = self.step_means - self.step_means[0]
         between = self.experiments * ((off - off.mean()) ** 2).sum()
         return float((self.step_squares.sum() + between) / max(1, self.updates - 1))
@@ -72,18 +78,18 @@ class Outcome:
 
     @property
     def spreads(self) -> Array:
-        """By experiment, the largest weight of any rank less the smallest."""
-        found: Array = np.ptp(self.weights, axis=0)
-        return found
+        """For each experiment, the largest weight of any rank less the smallest."""
+        differences: Array = np.ptp(self.weights, axis=0)
+        return differences
 
     @property
     def spread(self) -> float:
-        """The largest of them; 0 where all ranks hold the same bits."""
+        """The largest of ``spreads``; 0 if all ranks hold the same bits."""
         return float(self.spreads.max())
 
 
-def joined(blocks: Sequence[Mapping[int, Trained]]) -> Outcome:
-    """The blocks of a run as one, by rank; the steps are those that rank 0 saw.
+def joined(blocks: Sequence[Mapping[int, BlockResult]]) -> TrainingResult:
+    """Join the blocks of a run, each given by rank; the steps are those that rank 0 saw.
 
     Source: Chan, Golub, LeVeque, Updating formulae and a pairwise algorithm for computing sample
     variances, 1979.
@@ -97,4 +103,4 @@ def joined(blocks: Sequence[Mapping[int, Trained]]) -> Outcome:
         means = means + apart * (more / (count + more))
         count += more
     weights = [np.concatenate([block[rank].weights for block in blocks]) for rank in blocks[0]]
-    return Outcome(np.stack(weights), means, squares)
+    return TrainingResult(np.stack(weights), means, squares)

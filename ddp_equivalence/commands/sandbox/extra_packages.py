@@ -1,0 +1,23 @@
+"""Packages that parts of the sandbox need, and that only an optional extra installs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from ddp_equivalence.case.errors import BadCase
+
+
+def look_for_matplotlib() -> None:
+    """Raises BadCase if matplotlib, which draws the plots, is not installed."""
+    _look_for("matplotlib", field="plot", extra="plots")
+
+
+def look_for_scipy() -> None:
+    """Raises BadCase if scipy, which the intervals come from, is not installed."""
+    _look_for("scipy", field="sandbox", extra="sandbox")
+
+
+def _look_for(package: str, field: str, extra: str) -> None:
+    if find_spec(package) is None:
+        right = f"an installed {package}: pip install 'ddp_equivalence[{extra}]'"
+        raise BadCase(field, f"no {package}", right)
