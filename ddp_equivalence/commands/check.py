@@ -95,6 +95,7 @@ def run(known: argparse.Namespace) -> int:
     from ddp_equivalence.case import example_subset
     from ddp_equivalence.check_equivalence import check
     from ddp_equivalence.commands.user_file import load
+    from ddp_equivalence.report.render import report_lines
 
     found = load(path, name)
     changes = {
@@ -122,7 +123,7 @@ def run(known: argparse.Namespace) -> int:
     case = case if examples is None else example_subset.with_examples(case, examples)
     verdict = check(case, found.step, **options)
     with settings.using(settings.replaced(width=width_of(sys.stdout, settings.current().width))):
-        print(painted(str(verdict), sys.stdout), end="")
+        print(painted(report_lines(verdict), sys.stdout), end="")
     if known.export_repro is not None:
         print(_reproduction(verdict, found.step, options, known.export_repro))
     return OF_OUTCOME[verdict.outcome]

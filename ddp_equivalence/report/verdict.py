@@ -21,7 +21,7 @@ from ddp_equivalence.measurement.on_rank import Evidence
 from ddp_equivalence.measurement.rerun import SecondLook
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.lanes import Lane
-from ddp_equivalence.report import render
+from ddp_equivalence.report.render import render
 
 Outcome = Literal["same", "different", "unknown"]
 

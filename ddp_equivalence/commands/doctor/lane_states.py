@@ -13,7 +13,7 @@ from ddp_equivalence.ranks.backend_names import LANES
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices, missing
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
-from ddp_equivalence.report.record import environment
+from ddp_equivalence.report.versions import versions
 
 DEADLINE = 30.0
 
@@ -44,7 +44,7 @@ def lane_states() -> Iterator[LaneState]:
 
 def lines(states: list[LaneState]) -> Iterator[str]:
     """The doctor's answer."""
-    found = environment()
+    found = versions()
     yield f"ddp_equivalence {found['ddp_equivalence']}, torch {found['torch']}, " + (
         f"Python {found['python']}"
     )

@@ -100,4 +100,4 @@ def test_breakpoint_stops_in_the_step(tmp_path: Path) -> None:
 def test_workers_of_xdist_have_no_terminal(tmp_path: Path) -> None:
     code, text = run(tmp_path, "--in-process", "-n", "2")
     assert code == 4
-    assert "--in-process: not with -n, whose workers have no terminal" in text
+    assert "--in-process: does not work with -n" in text
