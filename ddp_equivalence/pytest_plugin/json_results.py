@@ -18,7 +18,7 @@ def write(path: Path, results: RunResults, must_run: Sequence[str]) -> None:
         "environment": versions(),
         "cases": [asdict(record) for record in results.records],
         "not_run": [
-            {"what": f"{trial.what} on {trial.layout} ({trial.lane})", "reason": trial.reason}
+            {"what": f"{trial.strategy} on {trial.layout} ({trial.lane})", "reason": trial.reason}
             for trial in results.trials_not_run
         ],
         "summary": _summary(results, must_run),

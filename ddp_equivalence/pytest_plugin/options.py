@@ -24,8 +24,8 @@ MARKERS = (
     "ddp(deadline, collective_deadline, fresh_ranks, in_process, allow_changes, second_look): "
     "settings of the checks made by this test",
     "self_check: checks made by this test are left out of the closing table",
-    "planted_fault(name): checks made by this test count as this fault, planted",
-    "trial(what, layout, lane): one case of the catalogue, for the closing table",
+    "planted_fault(name): the table counts checks made by this test as plantings of this fault",
+    "trial(strategy, layout, lane): one case of the catalogue, for the closing table",
 )
 
 MARKER_SETTINGS = {

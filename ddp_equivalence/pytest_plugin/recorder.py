@@ -60,8 +60,8 @@ def not_run(item: pytest.Item, report: pytest.TestReport) -> NotRun | None:
     if trial is None or not report.skipped:
         return None
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    what, layout, lane = trial.args
-    return NotRun(what, layout, lane, reason.removeprefix("Skipped: "))
+    strategy, layout, lane = trial.args
+    return NotRun(strategy, layout, lane, reason.removeprefix("Skipped: "))
 
 
 def _is_known_to_differ(item: pytest.Item) -> bool:

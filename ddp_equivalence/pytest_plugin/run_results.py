@@ -20,7 +20,7 @@ ATTRIBUTE = "ddp_equivalence"
 class NotRun:
     """A trial of the catalogue that did not run, and why."""
 
-    what: str
+    strategy: str
     layout: str
     lane: str
     reason: str

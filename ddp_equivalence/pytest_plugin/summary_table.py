@@ -29,7 +29,7 @@ def summary_lines(results: RunResults, must_run: Sequence[str] = ()) -> Iterator
     """The table, line by line: a row for each strategy or step, then the totals."""
     expected_same = [record for record in results.not_planted if record.expected == "same"]
     names = sorted({record.strategy for record in expected_same})
-    never_ran = sorted({trial.what for trial in results.trials_not_run} - set(names))
+    never_ran = sorted({trial.strategy for trial in results.trials_not_run} - set(names))
     width = max(map(len, [*names, *never_ran, DIFFER])) + 2
     layouts = sorted({record.layout for record in results.not_planted}, key=_size)
     columns = {layout: max(NARROWEST_COLUMN, len(layout) + 2) for layout in layouts}
@@ -47,13 +47,15 @@ def summary_lines(results: RunResults, must_run: Sequence[str] = ()) -> Iterator
         state, style = _state(records)
         yield Line(f"{row(name, cells)}    {state}", style)
     for name in never_ran:
-        reasons = sorted({one.reason for one in results.trials_not_run if one.what == name})
+        reasons = sorted({one.reason for one in results.trials_not_run if one.strategy == name})
         cells = [NOTHING] * len(layouts)
         yield Line(f"{row(name, cells)}    NOT RUN: {'; '.join(reasons)}", Style.UNCERTAIN)
     yield from _expected_by_their_tests(results.not_planted, width)
     yield from _known_differences(results.not_planted, width)
     yield from _planted_faults(results.planted, width)
-    yield from _more_not_run([one for one in results.trials_not_run if one.what not in never_ran])
+    yield from _more_not_run(
+        [one for one in results.trials_not_run if one.strategy not in never_ran]
+    )
     if results.not_planted or not results.planted:
         yield from _totals(results.compared)
         for lane in results.lanes_missing(must_run):
