@@ -38,8 +38,9 @@ from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
 from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.ranks.threads import threads_beside, threads_for
 from ddp_equivalence.reference import Reference, big_batch
-from ddp_equivalence.report import listeners, render
+from ddp_equivalence.report import listeners
 from ddp_equivalence.report.errors import NotEquivalent, NothingCompared
+from ddp_equivalence.report.render import render
 from ddp_equivalence.report.verdict import Verdict
 
 

@@ -1,6 +1,6 @@
-"""The commands of ``ddp-equivalence``, one a file: ``add`` its arguments, ``run`` it.
+"""The commands of ``ddp-equivalence``, one a file or folder: ``add`` its arguments, ``run`` it.
 
-None imports torch before it runs. An exit code is returned; bad input raises BadCase.
+No command imports torch before it runs. Bad input raises BadCase.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from ddp_equivalence.commands.sandbox import command as sandbox
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-    """What a command's parser is added to."""
+    """A command adds its own parser to this."""
 
 
 class Command(Protocol):
-    """A module of this folder. ``known.rest``: arguments for others; only ``run`` takes any."""
+    """A module of this folder."""
 
-    def add(self, commands: Commands) -> None:
+    def add(self, commands: Commands, /) -> None:
         """Add the command's parser."""
 
-    def run(self, known: argparse.Namespace) -> int:
-        """Do it, and return the exit code."""
+    def run(self, arguments: argparse.Namespace, /) -> int:
+        """Run the command and return the exit code.
+
+        ``arguments.rest``: the arguments that no parser knows. Only ``run`` takes any, for pytest.
+        """
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -40,4 +43,4 @@ COMMANDS: Mapping[str, Command] = {
     "sandbox": sandbox,
     "doctor": doctor,
 }
-"""As they are listed by --help."""
+"""In the order in which --help lists them."""

@@ -16,137 +16,187 @@ from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.report.terminal import painted, width_of
 
 if TYPE_CHECKING:
+    from ddp_equivalence.case.case import Case
     from ddp_equivalence.commands import Commands
+    from ddp_equivalence.commands.user_file import UserCheck
     from ddp_equivalence.report.verdict import Verdict
 
-OPTIONS = (
+CASE_OPTIONS = ("layout", "shards", "seed")
+"""Options of the command line that replace the field of the case of the same name."""
+
+CHECK_OPTIONS = (
     *("backend", "compare", "steps", "lr", "deadline", "collective_deadline"),
     *("in_process", "allow_changes"),
 )
-"""Of the command line that are arguments of check() under the same name."""
+"""Options of the command line that are arguments of check() of the same name."""
+
+EXPORT_OPTIONS = ("compare", "lr", "steps", "backend")
+"""Arguments of check() that the exported script takes too."""
 
 DTYPES = ("float64", "float32", "bfloat16", "float16", "as-built")
 
 
 def add(commands: Commands) -> None:
     """Add the command's parser."""
-    check = commands.add_parser(
+    parser = commands.add_parser(
         "check",
         help="check your own case and step",
         description="Compare what your own training step leaves on every rank with one big batch. "
         "Exit code 0: same, 1: different, 2: bad input, 3: could not be judged.",
     )
-    check.add_argument(
+    parser.add_argument(
         "target",
         metavar="FILE.py[:NAME]",
-        help="a file with `case = Case(...)` and `def step(model, shard, rank)`; NAME is another "
-        "step in it, a tuple (case, step, options), or a strategy such as ddp_mean",
+        help="a file with `case = Case(...)` and `def step(model, shard, rank)`; NAME takes "
+        "another step in it, a tuple (case, step) or (case, step, options), or a strategy such as "
+        "ddp_mean",
     )
-    for name in ("layout", "shards"):
-        check.add_argument(f"--{name}", help=f"replaces the {name} of the case")
-    check.add_argument("--dtype", choices=DTYPES, help="replaces the dtype of the case")
-    check.add_argument("--seed", type=int, help="replaces the seed of the case")
-    check.add_argument(
+    _add_options_of_the_case(parser)
+    _add_options_of_the_check(parser)
+    parser.add_argument(
+        "--explore",
+        type=int,
+        metavar="N",
+        help="try N variations of the case, which vary everything that no other option fixes, and "
+        "shrink a variation that is not the same to the smallest such case",
+    )
+    parser.add_argument(
+        "--export-repro",
+        type=Path,
+        metavar="DIR",
+        help="if the step differs, write one plain torch script to DIR that shows the difference, "
+        "for a bug report",
+    )
+
+
+def _add_options_of_the_case(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layout", help="replaces the layout of the case; such as 2x2 or 1+3")
+    parser.add_argument("--shards", help="replaces the shards of the case; such as equal or 5+3")
+    parser.add_argument("--dtype", choices=DTYPES, help="replaces the dtype of the case")
+    parser.add_argument("--seed", type=int, help="replaces the seed of the case")
+    parser.add_argument(
         "--examples",
         metavar="N or 0,1,5",
         help="takes the first N examples of the batch, or those at these positions",
     )
-    check.add_argument(
-        "--explore",
-        type=int,
-        metavar="N",
-        help="try N variations of the case, in everything that no other option gives, and shrink "
-        "what is not the same to the smallest such case",
+
+
+def _add_options_of_the_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", help="auto, gloo, gloo_cuda, nccl, nccl2 or nccl-legacy")
+    parser.add_argument("--compare", help="gradients or update")
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="reads the batch as N consecutive big batches"
     )
-    check.add_argument("--backend", help="auto, gloo, gloo_cuda, nccl, nccl2 or nccl-legacy")
-    check.add_argument("--compare", help="gradients or update")
-    check.add_argument("--steps", type=int, help="consecutive big batches in the batch")
-    check.add_argument("--lr", type=float, help="learning rate of the reference's SGD")
-    check.add_argument("--deadline", type=float, metavar="SECONDS", help="time the ranks get")
-    check.add_argument(
-        "--collective-deadline", type=float, metavar="SECONDS", help="time one collective gets"
+    parser.add_argument("--lr", type=float, help="learning rate of the reference's SGD")
+    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="time that the ranks get")
+    parser.add_argument(
+        "--collective-deadline",
+        type=float,
+        metavar="SECONDS",
+        help="time that one collective gets",
     )
-    check.add_argument(
+    parser.add_argument(
         "--in-process",
         action="store_true",
         default=None,
-        help="rank 0 is this process, without a deadline: breakpoint() works in the step",
+        help="run rank 0 in this process, without a deadline: breakpoint() works in the step",
     )
-    check.add_argument(
+    parser.add_argument(
         "--allow-changes",
         action="store_true",
         default=None,
         help="the step may change its process: seed, environment, default dtype, threads ...",
     )
-    check.add_argument(
-        "--export-repro",
-        type=Path,
-        metavar="DIR",
-        help="if it differs, write one plain torch script that shows it, for a bug report",
-    )
 
 
-def run(known: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Judge one case, or with --explore many, and print the report."""
-    path, name = _target(known.target)
-    start_early()  # imports torch while this process does
-    import torch
-
+    path, name = _target(arguments.target)
+    start_early()  # the ranks' server imports torch while this process does
     from ddp_equivalence.case import example_subset
     from ddp_equivalence.check_equivalence import check
     from ddp_equivalence.commands.user_file import load
 
-    found = load(path, name)
-    changes = {
-        field: getattr(known, field)
-        for field in ("layout", "shards", "seed")
-        if getattr(known, field) is not None
-    }
-    if known.dtype is not None:
-        changes["dtype"] = None if known.dtype == "as-built" else getattr(torch, known.dtype)
-    rest = {name: getattr(known, name) for name in OPTIONS if getattr(known, name) is not None}
-    options = found.options | rest
-    try:
-        inspect.signature(check).bind(found.case, found.step, **options)
-    except TypeError as error:
-        raise BadCase("options", options, f"arguments of check(); {error}") from error
-    examples = None if known.examples is None else example_subset.parse(known.examples)
-    if known.explore is not None:
+    user_check = load(path, name)
+    changes = _changes_of_the_case(arguments)
+    given_options = _given(arguments, CHECK_OPTIONS)
+    options = user_check.options | given_options
+    _look_at_options(user_check, options)
+    examples = None
+    if arguments.examples is not None:
+        examples = example_subset.parse(arguments.examples)
+    if arguments.explore is not None:
         from ddp_equivalence.commands.explore.step_command import explore_step
 
-        given = changes if examples is None else changes | {"examples": examples}
-        found = replace(found, options=options)
-        outcome = explore_step(found, given, known.explore, known.target, rest)
+        fixed = changes if examples is None else changes | {"examples": examples}
+        with_options = replace(user_check, options=options)
+        outcome = explore_step(
+            with_options, fixed, arguments.explore, arguments.target, given_options
+        )
         return OF_OUTCOME[outcome]
-    case = replace(found.case, **changes)
+    case: Case = replace(user_check.case, **changes)
     case = case if examples is None else example_subset.with_examples(case, examples)
-    verdict = check(case, found.step, **options)
-    with settings.using(settings.replaced(width=width_of(sys.stdout, settings.current().width))):
-        print(painted(str(verdict), sys.stdout), end="")
-    if known.export_repro is not None:
-        print(_reproduction(verdict, found.step, options, known.export_repro))
+    verdict = check(case, user_check.step, **options)
+    _print_report(verdict)
+    if arguments.export_repro is not None:
+        print(_reproduction(verdict, user_check.step, options, arguments.export_repro))
     return OF_OUTCOME[verdict.outcome]
 
 
 def _target(text: str) -> tuple[Path, str]:
-    """File and name of ``FILE.py`` or ``FILE.py:NAME``; told before anything slow is imported.
+    """File and name of ``FILE.py`` or ``FILE.py:NAME``.
 
-    Raises BadCase if there is no such file.
+    Raises BadCase if there is no such file, before anything slow is imported.
     """
     file, _, name = text.rpartition(":") if ".py:" in text else (text, "", "step")
     if not Path(file).is_file():
-        raise BadCase("FILE", file, "a Python file that is there")
+        raise BadCase("FILE", file, "a Python file that exists")
     return Path(file), name
 
 
+def _given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    """The options of these names that the command line has."""
+    return {
+        name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None
+    }
+
+
+def _changes_of_the_case(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields of the case that the command line replaces."""
+    import torch
+
+    changes = _given(arguments, CASE_OPTIONS)
+    if arguments.dtype is not None:
+        as_built = arguments.dtype == "as-built"
+        changes["dtype"] = None if as_built else getattr(torch, arguments.dtype)
+    return changes
+
+
+def _look_at_options(user_check: UserCheck, options: dict[str, Any]) -> None:
+    """Raises BadCase if check() does not take the options."""
+    from ddp_equivalence.check_equivalence import check
+
+    try:
+        inspect.signature(check).bind(user_check.case, user_check.step, **options)
+    except TypeError as error:
+        raise BadCase("options", options, f"arguments of check(); {error}") from error
+
+
+def _print_report(verdict: Verdict) -> None:
+    from ddp_equivalence.report.render import report_lines
+
+    width = width_of(sys.stdout, settings.current().width)
+    with settings.using(settings.replaced(width=width)):
+        print(painted(report_lines(verdict), sys.stdout), end="")
+
+
 def _reproduction(verdict: Verdict, step: Any, options: dict[str, Any], folder: Path) -> str:
-    """Write the script if there is something to show; say what was written, or why nothing."""
+    """Write the script if there is a difference to show. Returns where it is, or why it is not."""
     from ddp_equivalence.report.script import command_of, export
 
     if verdict.outcome != "different" and verdict.failure is None:
         return f"reproduction: none, there is nothing to reproduce ({verdict.outcome})"
-    of_export = {"compare", "lr", "steps", "backend"}
-    options = {name: value for name, value in options.items() if name in of_export}
+    options = {name: value for name, value in options.items() if name in EXPORT_OPTIONS}
     headline = str(verdict).partition("\n")[0]
     try:
         path = export(verdict.case, step, folder, headline=headline, **options)

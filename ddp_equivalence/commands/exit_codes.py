@@ -1,4 +1,4 @@
-"""What ``ddp-equivalence`` ends with: one meaning for every command."""
+"""The exit codes of ``ddp-equivalence``. Each has the same meaning for every command."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from ddp_equivalence.commands import COMMANDS
 from ddp_equivalence.commands.exit_codes import BAD_INPUT, INTERRUPTED, NOT_JUDGED
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is returned."""
+def main(command_line: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. None takes the command line of this process."""
     parser = argparse.ArgumentParser(
         prog="ddp-equivalence",
         description="Does data-parallel training compute the gradients of one big batch?",
@@ -21,14 +21,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS.values():
         command.add(commands)
-    known, rest = parser.parse_known_args(arguments)
-    if rest and known.command != "run":  # which gives them to pytest
+    arguments, rest = parser.parse_known_args(command_line)
+    if rest and arguments.command != "run":  # run gives them to pytest
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    known.rest = rest
+    arguments.rest = rest
     try:
-        return COMMANDS[known.command].run(known)
+        return COMMANDS[arguments.command].run(arguments)
     except BadCase as error:
-        print(f"ddp-equivalence {known.command}: bad input\n  {error}", file=sys.stderr)
+        print(f"ddp-equivalence {arguments.command}: bad input\n  {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _stop_ranks() -> None:
-    """End the ranks now: what starts at exit could not be interrupted."""
+    """End the ranks before Python exits: Ctrl-C does not interrupt what runs at exit."""
     warm = sys.modules.get("ddp_equivalence.ranks.warm_ranks")
     if warm is not None:
         warm.warm_ranks().stop()

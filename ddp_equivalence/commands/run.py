@@ -1,4 +1,4 @@
-"""``ddp-equivalence run``: the suite on this machine, and its table."""
+"""``ddp-equivalence run``: run the suite on this machine and print its table."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ if TYPE_CHECKING:
 
 def add(commands: Commands) -> None:
     """Add the command's parser."""
-    run = commands.add_parser(
+    parser = commands.add_parser(
         "run",
         help="run the suite on this machine and print the table",
         description="Run the suite on this machine and print what was compared with one big batch. "
         "Every other argument goes to pytest: -k ddp_mean, -n 2, -x.",
         allow_abbrev=False,
     )
-    run.add_argument("--json", type=Path, metavar="PATH", help="write machine-readable results")
-    run.add_argument(
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="write the results to this file, as JSON"
+    )
+    parser.add_argument(
         "--must-run",
         action="append",
         default=[],
@@ -32,34 +34,36 @@ def add(commands: Commands) -> None:
     )
 
 
-def run(known: argparse.Namespace) -> NoReturn:
-    """Become pytest, with the comparisons to run."""
+def run(arguments: argparse.Namespace) -> NoReturn:
+    """Become pytest, which runs the comparisons."""
     from ddp_equivalence.commands.suite_folder import is_checkout, suite_folder
 
-    # Paths are the caller's own; what is not there is meant within the suite.
-    given = [
-        _absolute(one, before) for one, before in zip(known.rest, ["", *known.rest], strict=False)
-    ]
-    arguments = [
+    rest = arguments.rest
+    of_pytest = [
         "-o",
         "testpaths=tests/equivalence tests/difference tests/diagnosis/test_planted_faults.py",
         "--ddp-require-comparison",
         "--ddp-repeat-with=ddp-equivalence run",
-        *(f"--must-run={lane}" for lane in known.must_run),
-        *given,
+        *(f"--must-run={lane}" for lane in arguments.must_run),
+        *(_absolute(one, before) for one, before in zip(rest, ["", *rest], strict=False)),
     ]
-    if known.json is not None:
-        arguments.append(f"--ddp-json={known.json.resolve()}")
+    if arguments.json is not None:
+        of_pytest.append(f"--ddp-json={arguments.json.resolve()}")
     if not is_checkout():
         cache = Path(tempfile.gettempdir()) / f"ddp_equivalence-pytest-cache-{os.getuid()}"
-        arguments += ["-o", f"cache_dir={cache}"]
+        of_pytest += ["-o", f"cache_dir={cache}"]
     os.chdir(suite_folder())
-    # This process becomes pytest: one to interrupt, and nothing of the package imported before
-    # pytest has seen it, which it warns of.
-    os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])
+    # This process becomes pytest, so that Ctrl-C reaches one process, and so that no module of the
+    # package is imported before pytest loads the plugin, which pytest would warn of.
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", *of_pytest])
 
 
 def _absolute(argument: str, before: str) -> str:
+    """The argument, as an absolute path where it names a file or folder of the caller.
+
+    A path that does not exist in the caller's folder is left to mean one within the suite.
+    ``before``: the argument that stands before this one.
+    """
     path, separator, test = argument.partition("::")
     value_of_option = before.startswith("-") and "=" not in before
     if argument.startswith("-") or value_of_option or not Path(path).exists():

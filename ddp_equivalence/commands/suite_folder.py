@@ -1,4 +1,4 @@
-"""Where the suite's tests are: in the checkout, or carried by the wheel."""
+"""Find the tests of the suite: in the checkout, or in the wheel, which carries them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def suite_folder() -> Path:
-    """The folder with pytest.ini, conftest.py and tests/. Raises SuiteBug if it is not there."""
+    """The folder with pytest.ini, conftest.py and tests/. Raises SuiteBug if there is none."""
     for folder in (PACKAGE.parent, PACKAGE / "suite"):
         if (folder / "tests" / "equivalence").is_dir() and (folder / "pytest.ini").is_file():
             return folder
-    raise SuiteBug(f"the suite's tests lie neither beside {PACKAGE} nor in it")
+    raise SuiteBug(f"the suite's tests are neither beside {PACKAGE} nor in it")
 
 
 def is_checkout() -> bool:

@@ -1,4 +1,4 @@
-"""A user's own case and step, from a Python file named on the command line."""
+"""Load a user's own case and step from a Python file that the command line names."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ddp_equivalence.strategies import STRATEGIES
 
 CONVENTION = (
     "a file with `case = Case(...)` and `def step(model, shard, rank)`; FILE.py:NAME takes another "
-    "step, a tuple (case, step) or (case, step, options of check), or a strategy's name"
+    "step, a tuple (case, step) or (case, step, options of check), or a strategy"
 )
 
 
 @dataclass(frozen=True)
 class UserCheck:
-    """What to call ``check`` with. ``options``: the file's own ``options`` dict, if it has one."""
+    """The arguments of ``check``. ``options``: the file's own ``options`` dict, if it has one."""
 
     case: Case
     step: Any
@@ -32,34 +32,31 @@ class UserCheck:
 def load(path: Path, name: str) -> UserCheck:
     """Run the file and take the step of this name, with its case.
 
-    Raises BadCase if the file raises itself, or has no such case and step.
+    Raises BadCase if the file raises an error, or has no such step or no case.
     """
     if not name:
         raise BadCase("NAME", name, CONVENTION)
     module = _run(path)
-    found = getattr(module, name, None)
-    if isinstance(found, Case):
-        raise BadCase("NAME", name, f"a step: this one is a Case; {CONVENTION}")
-    options = getattr(module, "options", {})
-    if isinstance(found, tuple) and len(found) == 3:
-        *found, options = found
+    step = getattr(module, name, None)
+    if isinstance(step, Case):
+        raise BadCase("NAME", name, f"the name of a step: {name} is a Case; {CONVENTION}")
+    case, options = getattr(module, "case", None), getattr(module, "options", {})
+    if isinstance(step, list | tuple) and len(step) in (2, 3) and isinstance(step[0], Case):
+        case, step, options = step if len(step) == 3 else (*step, options)
     if not isinstance(options, dict):
         raise BadCase("options", options, "a dict of keyword arguments of check()")
-    if isinstance(found, list | tuple) and len(found) == 2 and isinstance(found[0], Case):
-        return UserCheck(found[0], found[1], options)
-    case = getattr(module, "case", None)
     if not isinstance(case, Case):
         value = "none" if case is None else type(case).__name__
-        raise BadCase("case", value, f"in {path.name}: {CONVENTION}")
-    if found is None and name in STRATEGIES:
-        return UserCheck(case, name, options)
-    if found is None:
-        raise BadCase("NAME", name, f"not in {path.name}; {CONVENTION}")
-    return UserCheck(case, found, options)
+        raise BadCase("case", value, f"a Case in {path.name}: {CONVENTION}")
+    if step is None and name in STRATEGIES:
+        step = name
+    if step is None:
+        raise BadCase("NAME", name, f"the name of a step in {path.name}: {CONVENTION}")
+    return UserCheck(case, step, options)
 
 
 def _run(path: Path) -> ModuleType:
-    """Import the file under a name that is nobody else's, its own folder importable."""
+    """Import the file under a name of our own, with its folder on sys.path."""
     name = f"ddp_equivalence_user_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
@@ -72,8 +69,8 @@ def _run(path: Path) -> ModuleType:
     except BadCase:
         raise
     except (Exception, SystemExit) as error:
-        last = "".join(traceback.format_exception(error)[-4:]).rstrip()
+        end = "".join(traceback.format_exception(error)[-4:]).rstrip()
         raise BadCase(
-            "FILE", str(path), f"a file that can be imported; it raised:\n{last}"
+            "FILE", str(path), f"a file that can be imported; it raised:\n{end}"
         ) from error
     return module

@@ -1,8 +1,9 @@
-"""The plugin's options and markers, and the settings that they make for a test."""
+"""The plugin's options and markers, and the settings that they make for a run and for a test."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.ranks.backend_names import BACKENDS, LANES
+from ddp_equivalence.report.terminal import width_of
 
 MARKERS = (
     "gloo_fallback: runs on gloo and the CPU because there are too few GPUs for NCCL",
@@ -22,11 +24,11 @@ MARKERS = (
     "ddp(deadline, collective_deadline, fresh_ranks, in_process, allow_changes, second_look): "
     "settings of the checks made by this test",
     "self_check: checks made by this test are left out of the closing table",
-    "planted_fault(name): checks made by this test count as this fault, planted",
-    "trial(what, layout, lane): one case of the catalogue, for the closing table",
+    "planted_fault(name): the table counts checks made by this test as plantings of this fault",
+    "trial(strategy, layout, lane): one case of the catalogue, for the closing table",
 )
 
-OF_MARKER = {
+MARKER_SETTINGS = {
     "deadline": "seconds, above 0",
     "collective_deadline": "seconds, above 0",
     "fresh_ranks": "True or False",
@@ -36,24 +38,25 @@ OF_MARKER = {
 }
 """What ``@pytest.mark.ddp`` can set, and the values that are right."""
 
+MARGIN_OF_PYTEST = len("E   ")
+"""Columns that pytest puts before every line of a failure."""
+
 
 def add_options(parser: pytest.Parser) -> None:
     """All options of the plugin."""
     group = parser.getgroup("ddp_equivalence", "ddp_equivalence: compared with one big batch")
+    _add_options_of_ranks(group)
+    _add_options_of_checks(group)
+    _add_options_of_results(group)
+
+
+def _add_options_of_ranks(group: pytest.OptionGroup) -> None:
     group.addoption(
         "--ddp-backend",
         choices=BACKENDS,
         default="auto",
-        help="backend of the ranks; auto is NCCL with one GPU per rank, else gloo on the CPU",
-    )
-    group.addoption(
-        "--must-run",
-        action="append",
-        choices=LANES,
-        default=[],
-        metavar="LANE",
-        help=f"fail unless something was compared on this lane ({', '.join(LANES)}); "
-        "nccl also forbids falling back to gloo; may be repeated",
+        help="backend of the ranks; auto takes NCCL if there is a GPU for every rank, else gloo on "
+        "the CPU",
     )
     group.addoption(
         "--ddp-deadline",
@@ -67,45 +70,63 @@ def add_options(parser: pytest.Parser) -> None:
         type=_seconds,
         default=None,
         metavar="SECONDS",
-        help="time that one collective in it gets (default half of that)",
+        help="time that one collective gets (default: half the time of the check)",
     )
     group.addoption(
         "--ddp-run-deadline",
         type=_seconds,
         default=None,
         metavar="SECONDS",
-        help="time for the whole run; what has not run by then fails the run (default none)",
+        help="time that the whole run gets; tests that have not started by then do not run, and "
+        "the run fails (default: no limit)",
     )
     group.addoption(
         "--fresh-ranks",
         action="store_true",
-        help="start new processes for every check instead of keeping them warm",
+        help="start new processes for every check; by default checks share ranks that stay alive",
     )
     group.addoption(
         "--in-process",
         action="store_true",
-        help="rank 0 is the process of the test, without a deadline: breakpoint() works in a step",
+        help="run rank 0 in the process of the test, without a deadline: breakpoint() works in a "
+        "step",
     )
+
+
+def _add_options_of_checks(group: pytest.OptionGroup) -> None:
     group.addoption(
         "--ddp-allow-changes",
         action="store_true",
-        help="a step may change its process (seed, environment, default dtype, threads left "
-        "running ...) without failing its check; it is undone in any case",
+        help="a check does not fail because its step changes the process (seed, environment, "
+        "default dtype, threads left running ...); the changes are undone in any case",
     )
     group.addoption(
         "--ddp-no-second-look",
         action="store_true",
-        help="do not run a step once more to find out more: after it hung or was aborted, under "
-        "TORCH_DISTRIBUTED_DEBUG=DETAIL; after it differed, watched",
-    )
-    group.addoption(
-        "--ddp-json", type=Path, metavar="PATH", help="write the results, machine-readable"
+        help="run each step once only. By default a step that hung or was aborted is rerun on "
+        "fresh ranks with TORCH_DISTRIBUTED_DEBUG=DETAIL, and a step that differs gets a watched "
+        "second run",
     )
     group.addoption(
         "--plant",
         metavar="NAME",
         help="break training in a known way in every test (sum_not_mean, rank_left_out ...; "
-        "`ddp-equivalence faults --list`) and list the tests that do not notice",
+        "`ddp-equivalence faults --list` lists all) and list the tests that do not notice",
+    )
+
+
+def _add_options_of_results(group: pytest.OptionGroup) -> None:
+    group.addoption(
+        "--must-run",
+        action="append",
+        choices=LANES,
+        default=[],
+        metavar="LANE",
+        help=f"fail unless something was compared on this lane ({', '.join(LANES)}); "
+        "nccl also forbids falling back to gloo; may be repeated",
+    )
+    group.addoption(
+        "--ddp-json", type=Path, metavar="PATH", help="write the results to this file, as JSON"
     )
     group.addoption(
         "--ddp-export-repro",
@@ -114,25 +135,44 @@ def add_options(parser: pytest.Parser) -> None:
         help="for every check that differs in a failing test, write one plain torch script that "
         "shows the difference without this package, for a bug report",
     )
-    # For the command line: a run of the suite that compares nothing has failed.
+    # For ``ddp-equivalence run``: the run fails if it compares nothing.
     group.addoption("--ddp-require-comparison", action="store_true", help=argparse.SUPPRESS)
     group.addoption("--ddp-repeat-with", default="pytest", help=argparse.SUPPRESS)
 
 
 def _seconds(text: str) -> float:
     try:
-        value = float(text)
+        seconds = float(text)
     except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r}: seconds, above 0")
-    return value
+    return seconds
 
 
-def settings_of(item: pytest.Item, run_until: float | None, width: int) -> settings.Settings:
-    """What the options say, and the test's own markers."""
-    option = item.config.getoption
-    run = settings.Settings(
+def check_options(config: pytest.Config) -> None:
+    """Raises UsageError for options that cannot be right, before anything runs."""
+    deadline = config.getoption("--ddp-deadline")
+    of_collective = config.getoption("--ddp-collective-deadline")
+    if of_collective is not None and of_collective >= deadline:
+        raise pytest.UsageError(
+            f"--ddp-collective-deadline {of_collective:g}: must be below "
+            f"--ddp-deadline {deadline:g}"
+        )
+    if config.getoption("--in-process") and config.getoption("numprocesses", None):
+        raise pytest.UsageError(
+            "--in-process: does not work with -n, because the workers of xdist have no terminal"
+        )
+    path: Path | None = config.getoption("--ddp-json")
+    if path is not None and not path.resolve().parent.is_dir():
+        raise pytest.UsageError(f"--ddp-json {path}: there is no folder {path.resolve().parent}")
+
+
+def settings_of_run(config: pytest.Config, run_until: float | None) -> settings.Settings:
+    """What the options say. ``run_until``: end of the run on the monotonic clock."""
+    option = config.getoption
+    widest = settings.Settings.width + MARGIN_OF_PYTEST
+    return settings.Settings(
         backend=option("--ddp-backend"),
         deadline=option("--ddp-deadline"),
         collective_deadline=option("--ddp-collective-deadline"),
@@ -142,22 +182,30 @@ def settings_of(item: pytest.Item, run_until: float | None, width: int) -> setti
         allow_changes=option("--ddp-allow-changes"),
         second_look=not option("--ddp-no-second-look"),
         must_run=tuple(option("--must-run")),
-        repeat=f'{option("--ddp-repeat-with")} "{item.nodeid}"',
-        width=width,
+        width=width_of(sys.stdout, widest) - MARGIN_OF_PYTEST,
     )
-    for marker in reversed(list(item.iter_markers("ddp"))):  # the nearest one last
-        run = replace(run, **marker.kwargs)
-    return run
+
+
+def settings_of_test(item: pytest.Item, of_run: settings.Settings) -> settings.Settings:
+    """The settings of the run, changed by the test's own markers; the nearest marker wins."""
+    command = item.config.getoption("--ddp-repeat-with")
+    of_test = replace(of_run, repeat=f'{command} "{item.nodeid}"')
+    for marker in reversed(list(item.iter_markers("ddp"))):  # the nearest marker comes last
+        of_test = replace(of_test, **marker.kwargs)
+    return of_test
 
 
 def check_marker(item: pytest.Item, marker: pytest.Mark) -> None:
-    """A setting that is none, or cannot be right, is refused before anything runs."""
-    for name, value in [*marker.kwargs.items(), *((repr(one), None) for one in marker.args)]:
-        right = OF_MARKER.get(name)
-        if right is None:
-            known = ", ".join(OF_MARKER)
-            raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.ddp({name}): one of {known}")
+    """Raises UsageError for a setting that does not exist or a value that cannot be right."""
+    where = f"{item.nodeid}: @pytest.mark.ddp"
+    names = ", ".join(MARKER_SETTINGS)
+    for value in marker.args:
+        raise pytest.UsageError(f"{where}({value!r}): one of {names}, by name")
+    for name, value in marker.kwargs.items():
+        if name not in MARKER_SETTINGS:
+            raise pytest.UsageError(f"{where}({name}): one of {names}")
+        right = MARKER_SETTINGS[name]
         is_bool = isinstance(value, bool)
-        seconds = isinstance(value, int | float) and not is_bool and 0 < value < float("inf")
-        if not (is_bool if right == "True or False" else seconds):
-            raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.ddp({name}={value!r}): {right}")
+        is_seconds = isinstance(value, int | float) and not is_bool and 0 < value < float("inf")
+        if not (is_bool if right == "True or False" else is_seconds):
+            raise pytest.UsageError(f"{where}({name}={value!r}): {right}")

@@ -1,4 +1,4 @@
-"""``pytest --plant NAME``: every test runs with a fault planted; which of them notice?"""
+"""``pytest --plant NAME``: every test runs with a fault planted; the summary says which notice."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ if TYPE_CHECKING:
 
 MOST_LISTED = 20
 
+ATTRIBUTE = "ddp_planted"
+"""Attribute of a report: how often the fault fired. Xdist carries attributes."""
+
 _fired = pytest.StashKey[int]()
 
 
 @dataclass(frozen=True)
-class Noticed:
-    """One test under the fault: ``fired`` counts what it did in the test's process and ranks."""
+class PlantedTest:
+    """One test. ``fired``: how often the fault acted, in the test's process and in its ranks."""
 
-    test: str
+    name: str
     failed: bool
     fired: int
 
@@ -40,56 +43,55 @@ class Planting:
             self._fault = fault_named(name)
         except BadCase as error:
             raise pytest.UsageError(f"--plant {name}: {error}") from error
-        self._found: list[Noticed] = []
+        self._tests: list[PlantedTest] = []
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Only the test itself is broken: what its fixtures make is made before."""
+        """Plant the fault in the test itself. Its fixtures have run before, without the fault."""
         from ddp_equivalence.faults.plant import planted
 
-        on_ranks: list[int] = []
+        fired_on_ranks: list[int] = []
 
-        def remember(verdict: Verdict, request: Request) -> None:
-            on_ranks.extend(one.planted or 0 for one in verdict.evidence.values())
+        def count(verdict: Verdict, request: Request) -> None:
+            fired_on_ranks.extend(one.planted or 0 for one in verdict.evidence.values())
 
         here: PlantedFault | None = None
         try:
-            with planted(self._fault.name) as here, listeners.listening(remember):
+            with planted(self._fault.name) as here, listeners.listening(count):
                 return (yield)
         finally:
-            item.stash[_fired] = sum(on_ranks) + (here.fired if here else 0)
+            item.stash[_fired] = sum(fired_on_ranks) + (here.fired if here else 0)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Attributes of a report cross xdist."""
         report = yield
         if report.when == "call" and not report.skipped:
-            report.__dict__["ddp_planted"] = item.stash.get(_fired, 0)
+            report.__dict__[ATTRIBUTE] = item.stash.get(_fired, 0)
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        fired = getattr(report, "ddp_planted", None)
+        fired = getattr(report, ATTRIBUTE, None)
         if fired is not None:
-            self._found.append(Noticed(report.nodeid, report.failed, fired))
+            self._tests.append(PlantedTest(report.nodeid, report.failed, fired))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        noticed = [test for test in self._tests if test.failed and test.fired]
+        missed = [test for test in self._tests if not test.failed and test.fired]
+        never_fired = [test for test in self._tests if not test.fired]
         terminalreporter.section(f"planted: {self._fault.name}", "=")
         terminalreporter.line(self._fault.sentence)
-        noticed = [one for one in self._found if one.failed and one.fired]
-        missed = [one for one in self._found if not one.failed and one.fired]
-        apart = [one for one in self._found if not one.fired]
         terminalreporter.line(f"noticed by {len(noticed)} tests, which failed")
         terminalreporter.line(
             f"NOT NOTICED by {len(missed)} tests in which it fired, and which passed",
             red=bool(missed),
         )
-        for one in missed[:MOST_LISTED]:
-            terminalreporter.line(f"    {one.test}")
+        for test in missed[:MOST_LISTED]:
+            terminalreporter.line(f"    {test.name}")
         if len(missed) > MOST_LISTED:
             terminalreporter.line(f"    ... and {len(missed) - MOST_LISTED} more")
-        if apart:
-            failed = sum(one.failed for one in apart)
-            also = f" ({failed} of them failed for another reason)" if failed else ""
-            terminalreporter.line(f"never fired in {len(apart)} tests{also}")
+        if never_fired:
+            failed = sum(test.failed for test in never_fired)
+            note = f" ({failed} of them failed for another reason)" if failed else ""
+            terminalreporter.line(f"never fired in {len(never_fired)} tests{note}")

@@ -3,189 +3,166 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+
+import pytest
 
 from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
+from ddp_equivalence.pytest_plugin.run_results import NotRun, RunResults
+from ddp_equivalence.report.line import Line, Style
 from ddp_equivalence.report.record import Record
+from ddp_equivalence.report.wrapping import plural
 
-COMPARED = ("same", "different")
-
-CANNOT_SHOW = UnknownBecause.PLANTED_FAULT_CANNOT_SHOW.value
-
-
-@dataclass(frozen=True)
-class NotRun:
-    """A case that did not run, and why."""
-
-    what: str
-    layout: str
-    lane: str
-    reason: str
+DIFFER = "differ, as their tests expect"
+UNKNOWN = "unknown, as their tests expect"
+NARROWEST_COLUMN = 6
+NOTHING = "–"
 
 
-def summary(
-    records: Sequence[Record], not_run: Sequence[NotRun], must_run: Sequence[str]
-) -> Mapping[str, object]:
-    """The counts of a run, as machines read them."""
-    planted = [one for one in records if one["planted"]]
-    records = _not_planted(records)
-    expected_same = [one for one in records if one["expected"] == "same"]
-    known = [one for one in records if one["known"]]
-    return {
-        "compared": len(compared(records)),
-        "same": sum(one["outcome"] == "same" for one in expected_same),
-        "different": sum(one["outcome"] == "different" for one in expected_same),
-        "unknown": sum(one["outcome"] == "unknown" for one in records),
-        "known_differences": len(known),
-        "known_differences_confirmed": sum(one["confirmed"] for one in known),
-        "not_run": len(not_run),
-        "planted": len(planted),
-        "planted_caught": sum(one["outcome"] == "different" for one in planted),
-        "planted_named": sum(one["planted"] in one["causes"] for one in planted),
-        "parameters_compared": sum(one["parameters"] * one["ranks"] for one in compared(records)),
-        "lanes": dict(Counter(one["backend"] for one in compared(records))),
-        "must_run_missing": list(lanes_missing(records, must_run)),
-    }
+def write(terminal: pytest.TerminalReporter, results: RunResults, must_run: Sequence[str]) -> None:
+    """Print the table in colours."""
+    for line in summary_lines(results, must_run):
+        terminal.line(line.text, red=line.style is Style.BAD, yellow=line.style is Style.UNCERTAIN)
 
 
-def compared(records: Sequence[Record]) -> Sequence[Record]:
-    """Those that were judged; what was broken on purpose is none of them."""
-    return [one for one in _not_planted(records) if one["outcome"] in COMPARED]
+def summary_lines(results: RunResults, must_run: Sequence[str] = ()) -> Iterator[Line]:
+    """The table, line by line: a row for each strategy or step, then the totals."""
+    expected_same = [record for record in results.not_planted if record.expected == "same"]
+    names = sorted({record.strategy for record in expected_same})
+    never_ran = sorted({trial.strategy for trial in results.trials_not_run} - set(names))
+    width = max(map(len, [*names, *never_ran, DIFFER])) + 2
+    layouts = sorted({record.layout for record in results.not_planted}, key=_size)
+    columns = {layout: max(NARROWEST_COLUMN, len(layout) + 2) for layout in layouts}
 
+    def row(name: str, cells: Sequence[str]) -> str:
+        shown = zip(cells, columns.values(), strict=True)
+        return f"{name:<{width}}" + "".join(f"{cell:>{column}}" for cell, column in shown)
 
-def _not_planted(records: Sequence[Record]) -> Sequence[Record]:
-    return [one for one in records if not one["planted"]]
-
-
-def lanes_missing(records: Sequence[Record], must_run: Sequence[str]) -> Iterator[str]:
-    """The lanes that had to run and on which nothing was compared."""
-    ran = {one["backend"] for one in compared(records)}
-    return (lane for lane in must_run if lane not in ran)
-
-
-def lines(
-    records: Sequence[Record], not_run: Sequence[NotRun], must_run: Sequence[str] = ()
-) -> Iterator[str]:
-    """The table, line by line."""
-    planted = [one for one in records if one["planted"]]
-    records = _not_planted(records)
-    layouts = list(dict.fromkeys(one["layout"] for one in records))
-    layouts.sort(key=_size)
-    names = sorted({one["strategy"] for one in records if one["expected"] == "same"})
-    missing = {one.what for one in not_run} - set(names)
-    width = max(map(len, [*names, *missing, "differ, as their tests know"]), default=0) + 2
-    columns = {layout: max(6, len(layout) + 2) for layout in layouts}
-    if layouts and (names or missing):
-        yield " " * width + "".join(f"{layout:>{columns[layout]}}" for layout in layouts)
+    if layouts and (names or never_ran):
+        yield Line(row("", layouts))
     for name in names:
-        rows = [one for one in records if one["strategy"] == name and one["expected"] == "same"]
-        counts = Counter(one["layout"] for one in rows if one["outcome"] in COMPARED)
-        cells = "".join(f"{counts.get(one) or '–':>{columns[one]}}" for one in layouts)
-        yield f"{name:<{width}}{cells}    {_state(rows)}"
-    for name in sorted(missing):
-        reasons = sorted({one.reason for one in not_run if one.what == name})
-        cells = "".join(f"{'–':>{columns[layout]}}" for layout in layouts)
-        yield f"{name:<{width}}{cells}    NOT RUN: {'; '.join(reasons)}"
-    yield from _known_differences(records, width)
-    yield from _planted(planted, width)
-    yield from _also_not_run(not_run, missing)
-    if records or not planted:
-        yield from _totals(records, must_run)
+        records = [record for record in expected_same if record.strategy == name]
+        counts = Counter(record.layout for record in records if record.was_compared)
+        cells = [str(counts[layout] or NOTHING) for layout in layouts]
+        state, style = _state(records)
+        yield Line(f"{row(name, cells)}    {state}", style)
+    for name in never_ran:
+        reasons = sorted({one.reason for one in results.trials_not_run if one.strategy == name})
+        cells = [NOTHING] * len(layouts)
+        yield Line(f"{row(name, cells)}    NOT RUN: {'; '.join(reasons)}", Style.UNCERTAIN)
+    yield from _expected_by_their_tests(results.not_planted, width)
+    yield from _known_differences(results.not_planted, width)
+    yield from _planted_faults(results.planted, width)
+    yield from _more_not_run(
+        [one for one in results.trials_not_run if one.strategy not in never_ran]
+    )
+    if results.not_planted or not results.planted:
+        yield from _totals(results.compared)
+        for lane in results.lanes_missing(must_run):
+            text = f"--must-run {lane}: FAILED, nothing was compared on this lane"
+            yield Line(text, Style.BAD)
 
 
-def _size(layout: str) -> tuple[int, int, str]:
-    found = parse(layout)
-    return found.world_size, found.nodes, layout
+def _size(name: str) -> tuple[int, int, str]:
+    layout = parse(name)
+    return layout.world_size, layout.nodes, name
 
 
-def _state(rows: Sequence[Record]) -> str:
-    outcomes = Counter(one["outcome"] for one in rows)
+def _state(records: Sequence[Record]) -> tuple[str, Style]:
+    """The outcomes of one row: ``same``, or how many are what."""
+    outcomes = Counter(record.outcome for record in records)
     if set(outcomes) == {"same"}:
-        return "same"
-    names = {"same": "same", "different": "DIFFER", "unknown": "UNKNOWN"}
-    return ", ".join(f"{outcomes[one]} {name}" for one, name in names.items() if outcomes[one])
+        return "same", Style.PLAIN
+    words = {"same": "same", "different": "DIFFER", "unknown": "UNKNOWN"}
+    counts = [f"{outcomes[name]} {word}" for name, word in words.items() if outcomes[name]]
+    return ", ".join(counts), Style.BAD
 
 
-def _known_differences(records: Sequence[Record], width: int) -> Iterator[str]:
-    known = [one for one in records if one["known"]]
-    judged = [one for one in records if not one["known"] and one["expected"] != "same"]
-    differ_too = [one for one in judged if one["outcome"] == "different"]
-    if differ_too:
-        names = ", ".join(sorted({one["cause"] or "no known cause" for one in differ_too}))
-        yield f"{'differ, as their tests know':<{width}}{len(differ_too)} ({names})"
-    if len(judged) > len(differ_too):
-        yield f"{'unknown, as their tests know':<{width}}{len(judged) - len(differ_too)}"
+def _expected_by_their_tests(records: Sequence[Record], width: int) -> Iterator[Line]:
+    """Checks that are not the same, in tests that passed all the same."""
+    judged = [record for record in records if not record.known and record.expected != "same"]
+    differ = [record for record in judged if record.outcome == "different"]
+    if differ:
+        causes = ", ".join(sorted({record.cause or "no known cause" for record in differ}))
+        yield Line(f"{DIFFER:<{width}}{len(differ)} ({causes})")
+    if len(judged) > len(differ):
+        yield Line(f"{UNKNOWN:<{width}}{len(judged) - len(differ)}")
+
+
+def _known_differences(records: Sequence[Record], width: int) -> Iterator[Line]:
+    """Trials of the catalogue that are known to differ: how many do, and under which name."""
+    known = [record for record in records if record.known]
     if not known:
         return
-    differ = sum(one["outcome"] == "different" for one in known)
-    named = sum(one["confirmed"] for one in known)
-    total = len(known)
-    yield (
-        f"{'known differences':<{width}}{differ} of {total} differ, "
-        f"{named} of {total} under their known name"
+    differ = [record for record in known if record.outcome == "different"]
+    confirmed = sum(record.confirmed for record in known)
+    yield Line(
+        f"{'known differences':<{width}}{len(differ)} of {len(known)} differ, "
+        f"{confirmed} of {len(known)} under their known name"
     )
-    causes = Counter(one["cause"] for one in known if one["outcome"] == "different")
-    yield " " * width + ", ".join(f"{name} {count}" for name, count in causes.most_common())
+    causes = Counter(record.cause for record in differ)
+    names = ", ".join(f"{cause} {count}" for cause, count in causes.most_common())
+    yield Line(f"{'':<{width}}{names}")
 
 
-def _planted(planted: Sequence[Record], width: int) -> Iterator[str]:
+def _planted_faults(planted: Sequence[Record], width: int) -> Iterator[Line]:
     """The proof that the rest of the table could have come out otherwise."""
     if not planted:
         return
-    shown = [one for one in planted if one["outcome"] != "unknown"]
-    caught = [one for one in shown if one["outcome"] == "different"]
-    named = sum(one["planted"] in one["causes"] for one in caught)
-    rivals = sum(one["planted"] in one["causes"][1:] for one in caught)
-    distances = [one["error"] / one["limit"] for one in caught if one["error"] and one["limit"]]
+    shown = [record for record in planted if record.outcome != "unknown"]
+    caught = [record for record in shown if record.outcome == "different"]
+    named = sum(record.planted in record.causes for record in caught)
+    rivals = sum(record.planted in record.causes[1:] for record in caught)
+    kinds = len({record.planted for record in planted})
+    note = f"{kinds} {plural(kinds, 'kind')}"
+    note += f"; {rivals} beside others that leave the same" if rivals else ""
+    distances = [record.error / record.limit for record in caught if record.error and record.limit]
     nearest = f", nearest {min(distances):.0e} limits away" if distances else ""
-    faults = len({one["planted"] for one in planted})
-    of = f"{faults} {_plural(faults, 'kind')}"
-    of += f"; {rivals} beside others that leave the same" if rivals else ""
-    yield (
+    yield Line(
         f"{'planted faults':<{width}}{len(caught)} of {len(shown)} caught, {named} of {len(shown)} "
-        f"named ({of}){nearest}"
+        f"named ({note}){nearest}"
     )
-    hidden = sum(one["unknown_because"] == CANNOT_SHOW for one in planted)
-    others = {
-        f"{hidden} more cannot show there, which was said": hidden,
-        f"{len(planted) - len(shown) - hidden} UNKNOWN": len(planted) - len(shown) - hidden,
-        f"{len(shown) - len(caught)} MISSED": len(shown) - len(caught),
-    }
-    for text, count in others.items():
+    hidden = sum(map(_cannot_show, planted))
+    unknown = len(planted) - len(shown) - hidden
+    missed = len(shown) - len(caught)
+    for count, text, style in (
+        (hidden, "more cannot show there, which was said", Style.PLAIN),
+        (unknown, "UNKNOWN", Style.BAD),
+        (missed, "MISSED", Style.BAD),
+    ):
         if count:
-            yield f"{'':<{width}}{text}"
+            yield Line(f"{'':<{width}}{count} {text}", style)
 
 
-def _also_not_run(not_run: Sequence[NotRun], listed: set[str]) -> Iterator[str]:
-    """Cases of strategies that ran elsewhere."""
-    reasons = Counter((one.lane, one.reason) for one in not_run if one.what not in listed)
-    for (lane, reason), count in reasons.items():
-        yield f"NOT RUN: {count} more {_plural(count, 'case')} on {lane}: {reason}"
+def _cannot_show(record: Record) -> bool:
+    """True if the fault was planted where it leaves the big batch's gradient."""
+    return record.unknown_because == UnknownBecause.PLANTED_FAULT_CANNOT_SHOW.value
 
 
-def _totals(records: Sequence[Record], must_run: Sequence[str]) -> Iterator[str]:
-    judged = compared(records)
-    lanes = Counter(one["backend"] for one in judged)
+def _more_not_run(trials: Sequence[NotRun]) -> Iterator[Line]:
+    """Trials of strategies that ran on other layouts or lanes."""
+    counts = Counter((trial.lane, trial.reason) for trial in trials)
+    for (lane, reason), count in counts.items():
+        text = f"NOT RUN: {count} more {plural(count, 'case')} on {lane}: {reason}"
+        yield Line(text, Style.UNCERTAIN)
+
+
+def _totals(compared: Sequence[Record]) -> Iterator[Line]:
+    """How much was compared, by lane and in all."""
+    lanes = Counter(record.backend for record in compared)
     for lane, count in sorted(lanes.items()):
-        text = f"lane {lane}: {count} {_plural(count, 'case')} compared"
-        reasons = Counter(one["lane_reason"] for one in judged if one["backend"] == lane)
+        reasons = Counter(record.lane_reason for record in compared if record.backend == lane)
         ((reason, times),) = reasons.most_common(1)
         mostly = "" if times == count else "mostly: "
-        yield text + (f" ({mostly}{reason})" if reason else "")
-    parameters = sum(one["parameters"] * one["ranks"] for one in judged)
-    ranks = sum(one["ranks"] for one in judged)
-    if judged:
-        yield (
-            f"{len(judged)} {_plural(len(judged), 'case')} compared with one big batch: "
-            f"{parameters:,} gradients of parameters, on {ranks:,} ranks"
-        )
-    else:
-        yield "NOTHING was compared with one big batch"
-    for lane in lanes_missing(records, must_run):
-        yield f"--must-run {lane}: FAILED, nothing was compared on this lane"
-
-
-def _plural(count: int, word: str) -> str:
-    return word if count == 1 else f"{word}s"
+        note = f" ({mostly}{reason})" if reason else ""
+        yield Line(f"lane {lane}: {count} {plural(count, 'case')} compared{note}")
+    if not compared:
+        yield Line("NOTHING was compared with one big batch", Style.BAD)
+        return
+    ranks = sum(record.ranks for record in compared)
+    gradients = sum(record.parameters * record.ranks for record in compared)
+    yield Line(
+        f"{len(compared)} {plural(len(compared), 'case')} compared with one big batch: "
+        f"{gradients:,} gradients of parameters, on {ranks:,} ranks"
+    )

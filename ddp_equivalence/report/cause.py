@@ -1,14 +1,18 @@
-"""The cause, and where to look; without one, all that was learned."""
+"""The cause and where to look; for a difference without a known cause, all that is known of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from ddp_equivalence.report.evidence import at_the_loss
-from ddp_equivalence.report.wrapping import of_ranks, wrapped
+from ddp_equivalence.report.line import Line, labelled, paragraph
+from ddp_equivalence.report.watched_run import at_the_loss
+from ddp_equivalence.report.wrapping import rank_names
 
 if TYPE_CHECKING:
+    from ddp_equivalence.comparison.comparison import Comparison
+    from ddp_equivalence.diagnosis.localisation import Clues
     from ddp_equivalence.report.verdict import Verdict
 
 HALVES = {
@@ -17,75 +21,101 @@ HALVES = {
     "before": "what each rank computes: its data, forward pass and loss. The ranks' own gradients "
     "are put together as they should be, but do not give the big batch",
 }
-"""Where a difference lies that has no name."""
+"""Where to look for a difference without a known cause, by ``Clues.half``."""
 
 STATISTICS = (
     "; a mean, variance or comparison over the batch (a normalisation, in-batch negatives) may see "
     "this rank's rows only"
 )
 
+MIXTURE = 1e-6
+"""An unexplained part below this is rounding: then the gradient is a mixture of the examples'."""
 
-def cause_lines(verdict: Verdict) -> list[str]:
+MOST_MODULES = 4
+MOST_WEIGHTS = 4
+
+
+def cause_lines(verdict: Verdict) -> list[Line]:
     """What happened, what was seen of it, and where to look."""
     best = verdict.findings[0] if verdict.findings else None
     if best is None or not best.accepted:
-        return _learned(verdict)
-    lines = wrapped(best.sentence, "  ")
+        return _without_a_cause(verdict)
+    lines = paragraph(best.sentence, "  ")
     if best.detail:
-        lines += wrapped(f"Namely: {best.detail}", "  ")
+        lines += labelled("Namely: ", best.detail)
     if best.because:
-        lines += wrapped(f"Seen:    {best.because}", "  ")
-    return [*lines, *wrapped(f"Look at: {best.look_at}", "  ")]
+        lines += labelled("Seen:    ", best.because)
+    return [*lines, *labelled("Look at: ", best.look_at)]
 
 
-def _learned(verdict: Verdict) -> list[str]:
+def _without_a_cause(verdict: Verdict) -> list[Line]:
     """What is known of a difference that has no name."""
-    comparison = verdict.comparison
-    assert comparison is not None
-    shares = verdict.shares
-    learned = []
-    numbers = [rank.ratio for one in comparison.parameters for rank in one.by_rank]
-    if not all(map(isfinite, numbers)):
-        ranks = [
-            rank
-            for rank, seen in verdict.observed.items()
-            if any(one.loss is not None and not isfinite(one.loss) for one in seen.backwards)
-        ]
-        began = f": backward began at a loss that is none on {of_ranks(ranks)}" if ranks else ""
-        learned.append(f"what the ranks hold is not a finite number{began}")
-    if shares is not None and max(shares.unexplained.values()) > 1e-6:
-        rest = max(shares.unexplained.values())
-        learned.append(
-            f"{rest:.2g} of what a rank holds is no mixture of the {shares.pieces}' gradients: "
-            "statistics that examples share, other weights, other randomness, or damage on the way"
-        )
-    elif shares is not None:
-        learned.append(
-            f"what the ranks hold is a mixture of the {shares.pieces}' gradients with other "
-            "weights than the big batch's: read the shares below"
-        )
-    if not comparison.ranks_agree:
-        learned.append("the ranks do not hold the same")
-    if verdict.repeated is False:
-        learned.append("a second run left other bits: a race, or randomness without a seed")
-    found = verdict.clues
-    if found.weights:
-        names = ", ".join(list(found.weights)[:4]) + (", ..." if len(found.weights) > 4 else "")
-        times = ", ".join(dict.fromkeys(f"{one:.2g}" for one in found.weights.values()))
-        learned.append(
-            f"of {names}, what is off is {times} times the weights themselves: weight decay or a "
-            "penalty that counts otherwise than in the big batch"
-        )
-    if found.loss is not None and (there := at_the_loss(verdict, found.loss)):
-        learned.append(f"the big batch's loss is {found.loss:.4g}, and backward began {there}")
-    lines = wrapped(f"Known of it: {'; '.join(learned)}.", "  ") if learned else []
-    for module, finding in list((found.by_module or {}).items())[:4]:
-        what = f"On the parameters of {module or 'the model itself'} alone it is {finding.cause}: "
-        lines += wrapped(f"{what}{finding.sentence}", "  ")
-        lines += wrapped(f"Look at: {finding.look_at}", "  ")
-    if found.half:
-        more = (
-            STATISTICS if found.half == "before" and "no sum over" in verdict.why_no_shares else ""
-        )
-        lines += wrapped(f"Look at: {HALVES[found.half]}{more}", "  ")
+    clues = verdict.clues
+    known = "; ".join(_known(verdict))
+    lines = labelled("Known of it: ", f"{known}.") if known else []
+    for module, finding in list((clues.by_module or {}).items())[:MOST_MODULES]:
+        where = f"On the parameters of {module or 'the model itself'} alone"
+        lines += paragraph(f"{where} it is {finding.cause}: {finding.sentence}", "  ")
+        lines += labelled("Look at: ", finding.look_at)
+    if clues.half:
+        no_sum = clues.half == "before" and "no sum over" in verdict.why_no_shares
+        lines += labelled("Look at: ", HALVES[clues.half] + (STATISTICS if no_sum else ""))
     return lines
+
+
+def _known(verdict: Verdict) -> Iterator[str]:
+    """Facts about a difference without a known cause, as clauses of one sentence."""
+    comparison, clues = verdict.comparison, verdict.clues
+    assert comparison is not None
+    yield from _not_finite(verdict, comparison)
+    yield from _mixture(verdict)
+    if not comparison.ranks_agree:
+        yield "the ranks do not hold the same"
+    if verdict.repeated is False:
+        yield "a second run left other bits: a race, or randomness without a seed"
+    yield from _multiple_of_the_weights(clues)
+    if clues.loss is not None and (there := at_the_loss(verdict, clues.loss)):
+        yield f"the big batch's loss is {clues.loss:.4g}, and backward began {there}"
+
+
+def _not_finite(verdict: Verdict, comparison: Comparison) -> Iterator[str]:
+    ratios = [rank.ratio for parameter in comparison.parameters for rank in parameter.by_rank]
+    if all(map(isfinite, ratios)):
+        return
+    ranks = [
+        rank
+        for rank, seen in verdict.observed.items()
+        if any(one.loss is not None and not isfinite(one.loss) for one in seen.backwards)
+    ]
+    loss = f", and neither is the loss on {rank_names(ranks)}" if ranks else ""
+    yield f"what the ranks hold is not a finite number{loss}"
+
+
+def _mixture(verdict: Verdict) -> Iterator[str]:
+    shares = verdict.shares
+    if shares is None:
+        return
+    unexplained = max(shares.unexplained.values())
+    if unexplained > MIXTURE:
+        yield (
+            f"{unexplained:.2g} of what a rank holds is not a mixture of the {shares.pieces}' "
+            "gradients; it may come from statistics that examples share, other weights, other "
+            "randomness, or damage on the way"
+        )
+    else:
+        yield (
+            f"what the ranks hold is a mixture of the {shares.pieces}' gradients with other "
+            "shares than in the big batch: read the shares below"
+        )
+
+
+def _multiple_of_the_weights(clues: Clues) -> Iterator[str]:
+    if not clues.weights:
+        return
+    more = ", ..." if len(clues.weights) > MOST_WEIGHTS else ""
+    names = ", ".join(list(clues.weights)[:MOST_WEIGHTS]) + more
+    factors = ", ".join(dict.fromkeys(f"{factor:.2g}" for factor in clues.weights.values()))
+    yield (
+        f"the error of {names} is {factors} times the weights themselves: weight decay or a "
+        "penalty counts otherwise than in the big batch"
+    )

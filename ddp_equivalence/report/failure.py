@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from ddp_equivalence.case import settings
 from ddp_equivalence.measurement.rerun import Rerun
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed
-from ddp_equivalence.report.wrapping import plural, wrapped
+from ddp_equivalence.report.line import Line, paragraph
+from ddp_equivalence.report.wrapping import plural, rank_names
 
 TRACEBACK_LINES = 30
 CONSEQUENCE_LINES = 3
@@ -21,72 +22,73 @@ CHANGED = (
     "--ddp-allow-changes, or @pytest.mark.ddp(allow_changes=True)."
 )
 
+MOST_WIDTHS = 5
+"""A message of torch is cut after this many times the width of the report."""
 
-def failure_blocks(
-    failure: RankFailed, reason: str, second_look: Rerun | None
-) -> Iterator[list[str]]:
+
+def failure_blocks(failure: RankFailed, reason: str, rerun: Rerun | None) -> Iterator[list[Line]]:
     """What is known of the failure, in blocks of lines."""
     changed = bool(failure.ends) and failure.ends[0].kind == "changed"
-    head = wrapped((CHANGED if changed else NOT_COMPARED).format(reason=reason), "  ")
+    head = paragraph((CHANGED if changed else NOT_COMPARED).format(reason=reason), "  ")
     if not failure.ends:
-        head += wrapped(str(failure), "  ")
-    yield [*head, *(wrapped(failure.waiting, "  ") if failure.waiting else [])]
+        head += paragraph(str(failure), "  ")
+    if failure.waiting:
+        head += paragraph(failure.waiting, "  ")
+    yield head
     failed = [end for end in failure.ends if end.failed]
     for number, end in enumerate(failed[: 1 + MOST_CONSEQUENCES]):
-        yield _rank_end(end, "Root cause" if number == 0 else "Also" if changed else "Then")
-    well = [str(end.rank) for end in failure.ends if not end.failed]
+        yield _rank_end_lines(end, "Root cause" if number == 0 else "Also" if changed else "Then")
+    finished = [end.rank for end in failure.ends if not end.failed]
     more = len(failed) - 1 - MOST_CONSEQUENCES
-    rest = [f"  Then: {more} more {plural(more, 'rank')}"] if more > 0 else []
-    if well:
-        rest += wrapped(f"Finished its work: {plural(len(well), 'rank')} {', '.join(well)}", "  ")
+    rest = [Line(f"  Then: {more} more {plural(more, 'rank')}")] if more > 0 else []
+    if finished:
+        rest += paragraph(f"Finished its work: {rank_names(finished)}", "  ")
     yield rest
-    if second_look is not None:
-        yield _second_look(second_look)
+    if rerun is not None:
+        yield _rerun_lines(rerun)
 
 
-def _rank_end(end: RankEnd, role: str) -> list[str]:
+def _rank_end_lines(end: RankEnd, role: str) -> list[Line]:
     where = f"rank {end.rank} (node {end.node}, local rank {end.local_rank})"
     first, *more = end.what.splitlines() or [""]
-    lines = wrapped(f"{role}: {where} {first}", "  ")
+    lines = paragraph(f"{role}: {where} {first}", "  ")
     if end.line:
-        lines.append(f"    at {end.line}")
+        lines.append(Line(f"    at {end.line}"))
     if end.last is not None:
         called = f", called at {end.last.line}" if end.last.line not in ("", end.line) else ""
-        lines.append(f"    last collective: {end.last}{called}")
+        lines.append(Line(f"    last collective: {end.last}{called}"))
     is_cause = role == "Root cause"
-    shown = TRACEBACK_LINES if is_cause else CONSEQUENCE_LINES
+    most = TRACEBACK_LINES if is_cause else CONSEQUENCE_LINES
     detail = end.detail.rstrip().splitlines()
+    shown: list[str] = []
     if end.kind == "exception" and (detail or more):
-        lines += [f"    | {line}" for line in (detail or more)[-shown:]]
-    elif is_cause and detail:
-        lines += [f"    | {line}" for line in detail[:shown]]
+        shown = (detail or more)[-most:]
+    elif is_cause:
+        shown = detail[:most]
+    return [*lines, *(Line(f"    | {line}") for line in shown)]
+
+
+def _rerun_lines(rerun: Rerun) -> list[Line]:
+    title = f"Rerun on fresh ranks, TORCH_DISTRIBUTED_DEBUG=DETAIL, {rerun.seconds:.1f} s:"
+    if rerun.failure is None:
+        return paragraph(f"{title} the step did not fail again; all ranks finished.", "  ")
+    outcome = "the step failed again."
+    if not rerun.ranks_began:
+        outcome = "the fresh ranks could not be started."
+    elif rerun.cut_short:
+        outcome = "the step was not done by the rerun's deadline either."
+    lines = paragraph(f"{title} {outcome}", "  ")
+    lines += paragraph(_first_line(str(rerun.failure)), "    ")
+    if rerun.failure.waiting:
+        lines += paragraph(rerun.failure.waiting, "    ")
     return lines
 
 
-def _second_look(look: Rerun) -> list[str]:
-    how = f"Second look (fresh ranks, TORCH_DISTRIBUTED_DEBUG=DETAIL, {look.seconds:.1f} s):"
-    if look.failure is None:
-        return wrapped(f"{how} it did not fail again; all ranks finished.", "  ")
-    found = "it failed again."
-    if not look.ranks_began:
-        found = "its ranks could not be started."
-    elif look.cut_short:
-        found = "it was not done by then either."
-    lines = wrapped(f"{how} {found}", "  ")
-    lines += wrapped(_clipped(str(look.failure)), "    ")
-    if look.failure.waiting:
-        lines += wrapped(look.failure.waiting, "    ")
-    return lines
+_TENSOR_OPTIONS = re.compile(r", TensorDeviceTypes=TensorOptions\(.*?\(nullopt\)\)")
+"""Torch adds this to each collective of a mismatch; it says nothing about the mismatch."""
 
 
-_OPTIONS = re.compile(r", TensorDeviceTypes=TensorOptions\(.*?\(nullopt\)\)")
-"""What torch adds to each collective of a mismatch, and nobody needs."""
-
-
-def _clipped(text: str) -> str:
-    first = _OPTIONS.sub("", text.splitlines()[0] if text else "")
-    return (
-        first
-        if len(first) <= 5 * settings.current().width
-        else f"{first[: 5 * settings.current().width]}…"
-    )
+def _first_line(message: str) -> str:
+    first = _TENSOR_OPTIONS.sub("", message.splitlines()[0] if message else "")
+    most = MOST_WIDTHS * settings.current().width
+    return first if len(first) <= most else f"{first[:most]}…"

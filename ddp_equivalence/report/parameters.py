@@ -1,4 +1,4 @@
-"""The numbers: which parameters differ, by how much, and what was allowed."""
+"""The numbers: which parameters differ, by how much, and the limit of each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
-from ddp_equivalence.report.wrapping import to_see_that_it_is_not_1, wrapped
+from ddp_equivalence.report.line import Line, Style, paragraph
+from ddp_equivalence.report.wrapping import ratio_text
 
 if TYPE_CHECKING:
     from ddp_equivalence.comparison.comparison import Comparison, ParameterComparison
@@ -16,31 +17,40 @@ if TYPE_CHECKING:
 
 MOST_PARAMETERS = 20
 MOST_RIGHT = 8
+MOST_APART = 4
+
+NUMBER_COLUMNS = 48
+"""Columns that the numbers of a row and its indent take."""
 
 
-def structure_lines(verdict: Verdict) -> list[str]:
+def structure_lines(verdict: Verdict) -> list[Line]:
     """Names, shapes and types that are not those of the big batch, and ranks that disagree."""
     comparison = verdict.comparison
     assert comparison is not None
-    lines = [f"    {line}" for line in comparison.structure[:MOST_PARAMETERS]]
-    more = len(comparison.structure) - len(lines)
+    structure = comparison.structure[:MOST_PARAMETERS]
+    lines = [Line(f"    {text}") for text in structure]
+    more = len(comparison.structure) - len(structure)
     if more > 0:
-        lines.append(f"    ... and {more} more")
-    if any("module." in line for line in lines):
-        lines.append('    (names with "module." come from the wrapper: return the model\'s own)')
-    if not comparison.ranks_agree:
-        apart = [one.name for one in comparison.parameters if not one.ranks_agree]
-        lines += wrapped(
+        lines.append(Line(f"    ... and {more} more"))
+    if any("module." in text for text in structure):
+        hint = '(names with "module." come from the wrapper: return the model\'s own)'
+        lines.append(Line(f"    {hint}"))
+    apart = [one.name for one in comparison.parameters if not one.ranks_agree]
+    if apart:
+        names = ", ".join(apart[:MOST_APART]) + (", ..." if len(apart) > MOST_APART else "")
+        lines += paragraph(
             f"the ranks do not agree bit for bit on {len(apart)} of "
-            f"{len(comparison.parameters)} parameters: {', '.join(apart[:4])}"
-            f"{', ...' if len(apart) > 4 else ''}",
+            f"{len(comparison.parameters)} parameters: {names}",
             "    ",
         )
-    return ["  Structure", *lines] if lines else []
+    return [Line("  Structure", Style.LABEL), *lines] if lines else []
 
 
-def parameters_lines(verdict: Verdict) -> list[str]:
-    """The table, worst first, and which parameters are right."""
+def parameters_lines(verdict: Verdict) -> list[Line]:
+    """The table of the parameters that differ, worst first, and the names of those that are right.
+
+    It is empty if no parameter differs.
+    """
     comparison = verdict.comparison
     assert comparison is not None
     differing = comparison.differing
@@ -48,40 +58,42 @@ def parameters_lines(verdict: Verdict) -> list[str]:
         return []
     title = f"Parameters that differ: {len(differing)} of {len(comparison.parameters)}"
     shown = differing[:MOST_PARAMETERS]
-    names = [f"{one.name}  {one.shape}" for one in shown]
-    width = min(max(map(len, [title, *names])), settings.current().width - 48)
-    lines = [f"  {title:<{width + 4}}{'error':>9}{'floor':>9}{'limit':>9}{'ratio of norms':>17}"]
-    for name, one in zip(names, shown, strict=True):
-        lines.append(f"    {name:<{width + 2}}{_numbers(one)}")
-        lines += [f"      {line}" for line in _element(one)]
+    names = [f"{parameter.name}  {parameter.shape}" for parameter in shown]
+    widest = settings.current().width - NUMBER_COLUMNS
+    width = min(max(map(len, [title, *names])), widest)
+    header = f"  {title:<{width + 4}}{'error':>9}{'floor':>9}{'limit':>9}{'ratio of norms':>17}"
+    lines = [Line(header, Style.LABEL, styled=2 + len(title))]
+    for name, parameter in zip(names, shown, strict=True):
+        lines.append(Line(f"    {name:<{width + 2}}{_numbers(parameter)}"))
+        lines += [Line(f"      {text}") for text in _element(parameter)]
     if len(differing) > len(shown):
-        lines.append(f"    ... and {len(differing) - len(shown)} more (these are the worst)")
+        more = len(differing) - len(shown)
+        lines.append(Line(f"    ... and {more} more (these are the worst)"))
     lines += _right(comparison)
-    reasons = Counter(one.limit.reason for one in differing)
-    lines.append(f"    limit: {'; '.join(reasons)}")
-    return lines
+    reasons = Counter(parameter.limit.reason for parameter in differing)
+    return [*lines, Line(f"    limit: {'; '.join(reasons)}")]
 
 
-def _right(comparison: Comparison) -> list[str]:
-    """Which parameters are as they should be: often it is these that tell."""
+def _right(comparison: Comparison) -> list[Line]:
+    """The parameters that are right: often they tell where the difference comes from."""
     right = [one.name for one in comparison.parameters if one.same and one.ranks_agree]
     if not right:
         return []
     more = f", ... ({len(right)} in all)" if len(right) > MOST_RIGHT else ""
-    return wrapped(f"right: {', '.join(right[:MOST_RIGHT])}{more}", "    ")
+    return paragraph(f"right: {', '.join(right[:MOST_RIGHT])}{more}", "    ")
 
 
-def _numbers(one: ParameterComparison) -> str:
-    worst = one.worst
-    ratio = to_see_that_it_is_not_1(worst.ratio)
-    return f"{worst.error:>9.1e}{one.limit.floor:>9.1e}{one.limit.relative:>9.1e}{ratio:>17}"
+def _numbers(parameter: ParameterComparison) -> str:
+    worst, limit = parameter.worst, parameter.limit
+    ratio = ratio_text(worst.ratio)
+    return f"{worst.error:>9.1e}{limit.floor:>9.1e}{limit.relative:>9.1e}{ratio:>17}"
 
 
-def _element(one: ParameterComparison) -> Iterator[str]:
-    """Where a single element is off, if the others are not, or not as a whole."""
-    worst = one.worst
-    if prod(one.shape) > 1 and (worst.alone or worst.error <= one.limit.relative):
+def _element(parameter: ParameterComparison) -> Iterator[str]:
+    """The worst element, where it alone is off, or where the parameter as a whole is not."""
+    worst = parameter.worst
+    if prod(parameter.shape) > 1 and (worst.alone or worst.error <= parameter.limit.relative):
         yield (
             f"element {list(worst.place)} on rank {worst.rank} is off by {worst.element:.1e}, "
-            f"limit {one.limit.element:.1e}"
+            f"limit {parameter.limit.element:.1e}"
         )

@@ -1,77 +1,90 @@
-"""What a run remembers of each check: plain data, for the closing table and for machines."""
+"""What a run remembers of each check: plain data, for the closing table and for JSON."""
 
 from __future__ import annotations
 
 import math
-import platform
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ddp_equivalence.report.verdict import Verdict
 
-Record = dict[str, Any]
-"""id, strategy, layout, backend, dtype, expected, outcome, cause, error, floor, limit, seconds;
-causes: all that cannot be told apart from it; planted: the fault that was planted on purpose; and
-parameters, elements, ranks: how much was compared."""
+
+@dataclass(frozen=True)
+class Record:
+    """One check. The fields are those of a case in the JSON results.
+
+    ``id``: the test. ``backend``: the lane. ``expected``: the outcome that the test asks for.
+    ``causes``: the accepted cause and all that cannot be told apart from it. ``error``, ``floor``
+    and ``limit``: of the worst parameter, None where not finite or not measured. ``reason`` and
+    ``unknown_because``: why nothing was shown, in words and as a value of ``UnknownBecause``.
+    ``parameters``, ``elements``, ``ranks``: how much was compared. ``planted``: the fault that was
+    planted on purpose, or "". ``known``: the case is known to differ; ``confirmed``: its test says
+    that it differs as it is known to.
+    """
+
+    id: str
+    strategy: str
+    layout: str
+    backend: str
+    dtype: str
+    expected: str
+    outcome: str
+    cause: str | None
+    causes: tuple[str, ...]
+    error: float | None
+    floor: float | None
+    limit: float | None
+    seconds: float
+    reason: str
+    unknown_because: str | None
+    lane_reason: str
+    parameters: int
+    elements: int
+    ranks: int
+    planted: str = ""
+    known: bool = False
+    confirmed: bool = False
+
+    @property
+    def was_compared(self) -> bool:
+        """True if the check reached a verdict, on a step that was not broken on purpose."""
+        return not self.planted and self.outcome in ("same", "different")
 
 
-def record_of(verdict: Verdict, test_id: str, expected: str, floor: bool = True) -> Record:
+def record_of(
+    verdict: Verdict, test_id: str, expected: str, planted: str, with_floor: bool
+) -> Record:
     """The record of one verdict. Errors that are not finite become None, since JSON has none.
 
-    ``floor``: with the rounding floor, which may have to be measured first.
+    ``with_floor``: with the rounding floor, which may have to be measured first.
     """
     comparison = verdict.comparison
-    return {
-        "id": test_id,
-        "strategy": verdict.subject,
-        "layout": verdict.case.layout,
-        "backend": verdict.lane.name,
-        "dtype": verdict.case.dtype_name,
-        "expected": expected,
-        "outcome": verdict.outcome,
-        "cause": verdict.cause,
-        "causes": [name for one in verdict.findings if one.accepted for name in one.causes],
-        "error": _finite(verdict.error),
-        "floor": _finite(verdict.floor) if floor else None,
-        "limit": _finite(verdict.limit),
-        "seconds": round(verdict.seconds, 4),
-        "reason": verdict.reason,
-        "unknown_because": verdict.unknown_because and verdict.unknown_because.value,
-        "lane_reason": verdict.lane.reason,
-        "parameters": len(comparison.parameters) if comparison else 0,
-        "elements": comparison.elements if comparison else 0,
-        "ranks": len(comparison.ranks) if comparison else 0,
-    }
+    return Record(
+        id=test_id,
+        strategy=verdict.subject,
+        layout=verdict.case.layout,
+        backend=verdict.lane.name,
+        dtype=verdict.case.dtype_name,
+        expected=expected,
+        outcome=verdict.outcome,
+        cause=verdict.cause,
+        causes=tuple(
+            name for finding in verdict.findings if finding.accepted for name in finding.causes
+        ),
+        error=_finite(verdict.error),
+        floor=_finite(verdict.floor) if with_floor else None,
+        limit=_finite(verdict.limit),
+        seconds=round(verdict.seconds, 4),
+        reason=verdict.reason,
+        unknown_because=verdict.unknown_because and verdict.unknown_because.value,
+        lane_reason=verdict.lane.reason,
+        parameters=len(comparison.parameters) if comparison else 0,
+        elements=comparison.elements if comparison else 0,
+        ranks=len(comparison.ranks) if comparison else 0,
+        planted=planted,
+    )
 
 
-def environment() -> Mapping[str, Any]:
-    """What the results depend on beside the suite itself."""
-    import torch
-
-    from ddp_equivalence.ranks.lanes import cuda_devices
-
-    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
-    return {
-        "ddp_equivalence": version(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, nccl)) if nccl else None,
-        "cuda_devices": len(cuda_devices()),
-    }
-
-
-def version() -> str:
-    """The installed version; "checkout" where the package was never installed."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("ddp_equivalence")
-    except metadata.PackageNotFoundError:
-        return "checkout"
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None

@@ -1,11 +1,14 @@
-"""The picture: how often each rank's, node's, micro-batch's and example's gradient is in it."""
+"""The table of shares: how often the gradient of each rank, micro-batch and example is in what the
+ranks hold.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ddp_equivalence.report.wrapping import of_ranks, plural, wrapped
+from ddp_equivalence.report.line import Line, Style, labelled, paragraph
+from ddp_equivalence.report.wrapping import plural, rank_names, wrapped
 
 if TYPE_CHECKING:
     from ddp_equivalence.diagnosis.shares import Row, Shares
@@ -13,114 +16,128 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 8
 MOST_EXAMPLES = 12
-HEAD = 26
+MOST_NAMES = 3
+FIRST_COLUMN = 26
 """Columns before the first number."""
 
 OFF = 0.005
-"""A share that reads as another number than 1.00."""
+"""A share that is further than this from 1 is printed as another number than 1.00."""
+
+NOTHING = 1e-6
+"""Below this an unexplained part is rounding."""
 
 
-def shares_lines(verdict: Verdict) -> list[str]:
+def shares_lines(verdict: Verdict) -> list[Line]:
     """The block, or why there is none."""
     shares = verdict.shares
     if shares is None:
         why = verdict.why_no_shares
-        return wrapped(f"No shares of examples: {why}", "  ") if why else []
-    lines = _title(shares)
-    lines += _table(verdict, shares)
-    lines += _micro_batches(shares)
-    lines += _examples(shares)
-    return [*lines, *_conditions(shares)]
+        return labelled("No shares of examples: ", why) if why else []
+    return [
+        *_title(shares),
+        *_table(verdict, shares),
+        *_micro_batches(shares),
+        *_examples(shares),
+        *_conditions(shares),
+    ]
 
 
-def _title(shares: Shares) -> list[str]:
-    of = ""
+def _title(shares: Shares) -> list[Line]:
+    parameters = ""
     if shares.only:
-        names = ", ".join(shares.only[:3]) + (", ..." if len(shares.only) > 3 else "")
-        of = f" of {names}"
-    return wrapped(
-        f"Share of each rank's examples in the result{of} (1.00 = as often as in the big batch)",
-        "  ",
-    )
+        more = ", ..." if len(shares.only) > MOST_NAMES else ""
+        parameters = f" of {', '.join(shares.only[:MOST_NAMES])}{more}"
+    title = f"Share of each rank's examples in the result{parameters}"
+    lines = wrapped(f"{title} (1.00 = as often as in the big batch)", "  ")
+    return [Line(line, Style.LABEL) for line in lines]
 
 
-def _table(verdict: Verdict, shares: Shares) -> Iterator[str]:
+def _table(verdict: Verdict, shares: Shares) -> Iterator[Line]:
     layout = verdict.case.ranks
     ranks = range(min(layout.world_size, MOST_RANKS))
     nodes = [layout.rows[rank].node for rank in ranks]
-    first = [rank == 0 or nodes[rank] != nodes[rank - 1] for rank in ranks]
-    yield " " * HEAD + "".join(f"{f'node {nodes[r]}' if first[r] else '':>9}" for r in ranks)
-    yield " " * HEAD + "".join(f"{f'rank {rank}':>9}" for rank in ranks)
-    yield f"    {'expected':<{HEAD - 4}}" + "".join(f"{1:>9.2f}" for _ in ranks)
-    rows: dict[tuple[str, ...], list[int]] = {}
+    first_of_node = [rank == 0 or nodes[rank] != nodes[rank - 1] for rank in ranks]
+    node_names = [f"node {nodes[rank]}" if first_of_node[rank] else "" for rank in ranks]
+    yield _row("", node_names)
+    yield _row("", [f"rank {rank}" for rank in ranks])
+    yield _row("expected", [_share_text(1.0) for _ in ranks])
+    ranks_by_row: dict[tuple[str, ...], list[int]] = {}
     for rank, row in shares.by_rank.items():
-        rows.setdefault(tuple(_share(row[r]) for r in ranks), []).append(rank)
-    for text, held_by in rows.items():
-        everyone = len(held_by) == len(shares.by_rank)
-        name = "measured" if everyone else f"measured, {of_ranks(held_by)}"
-        note = "     same on all ranks" if everyone and len(held_by) > 1 else ""
-        yield f"    {name:<{HEAD - 4}}" + "".join(f"{one:>9}" for one in text) + note
+        ranks_by_row.setdefault(tuple(_share_text(row[r]) for r in ranks), []).append(rank)
+    for cells, holders in ranks_by_row.items():
+        everyone = len(holders) == len(shares.by_rank)
+        name = "measured" if everyone else f"measured, {rank_names(holders)}"
+        note = "     same on all ranks" if everyone and len(holders) > 1 else ""
+        yield _row(name, cells, note)
     if layout.world_size > MOST_RANKS:
-        yield f"    (the first {MOST_RANKS} of {layout.world_size} ranks)"
+        yield Line(f"    (the first {MOST_RANKS} of {layout.world_size} ranks)")
 
 
-def _micro_batches(shares: Shares) -> Iterator[str]:
-    """By micro-batch where they do not all count alike."""
-    found = shares.by_micro_batch
-    if found is None or not any(_apart(row) for of_ranks in found.values() for row in of_ranks):
+def _row(name: str, cells: Sequence[str], note: str = "") -> Line:
+    numbers = "".join(f"{cell:>9}" for cell in cells)
+    return Line(f"    {name:<{FIRST_COLUMN - 4}}{numbers}{note}")
+
+
+def _micro_batches(shares: Shares) -> Iterator[Line]:
+    """The shares of every rank's micro-batches, where those of one rank do not count alike."""
+    by_micro_batch = shares.by_micro_batch
+    if by_micro_batch is None:
         return
-    yield "    by micro-batch, in turn"
-    told: dict[str, list[int]] = {}
-    for rank, by_rank in list(found.items())[:MOST_RANKS]:
+    if not any(_differ(row) for rows in by_micro_batch.values() for row in rows):
+        return
+    yield Line("    by micro-batch, in turn")
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, rows in list(by_micro_batch.items())[:MOST_RANKS]:
         text = "   ".join(
-            f"rank {other}: {' '.join(map(_share, row))}" for other, row in enumerate(by_rank)
+            f"rank {source}: {' '.join(map(_share_text, row))}" for source, row in enumerate(rows)
         )
-        told.setdefault(text, []).append(rank)
-    for text, ranks in told.items():
-        who = "" if len(ranks) == len(found) else f" {of_ranks(ranks)}"
-        yield from wrapped(f"measured{who}:  {text}", "      ")
+        ranks_by_text.setdefault(text, []).append(rank)
+    for text, ranks in ranks_by_text.items():
+        holders = "" if len(ranks) == len(by_micro_batch) else f" {rank_names(ranks)}"
+        yield from paragraph(f"measured{holders}:  {text}", "      ")
 
 
-def _examples(shares: Shares) -> Iterator[str]:
+def _examples(shares: Shares) -> Iterator[Line]:
     """Single examples that count otherwise than in the big batch."""
-    if shares.by_example is None or not shares.by_example:
+    if not shares.by_example:
         return
+    everyone = len({tuple(map(_share_text, row)) for row in shares.by_example.values()}) == 1
     for rank, row in list(shares.by_example.items())[:MOST_RANKS]:
-        odd = [
-            f"{index}: {_share(share)}"
+        wrong = [
+            f"{index}: {_share_text(share)}"
             for index, share in enumerate(row)
             if share is not None and abs(share - 1) > OFF
         ]
-        if not odd or len(odd) > MOST_EXAMPLES or 2 * len(odd) > len(row):
-            continue  # then it is not single examples that are off
-        everyone = len({tuple(map(_share, one)) for one in shares.by_example.values()}) == 1
-        who = "" if everyone else f" on rank {rank}"
-        yield from wrapped(
-            f"{plural(len(odd), 'example')}{who} {', '.join(odd)}; all others 1.00", "    "
-        )
+        if not wrong or len(wrong) > MOST_EXAMPLES or 2 * len(wrong) > len(row):
+            continue  # Most examples are wrong, so that a list of single ones says nothing.
+        where = "" if everyone else f" on rank {rank}"
+        word = plural(len(wrong), "example")
+        yield from paragraph(f"{word}{where} {', '.join(wrong)}; all others 1.00", "    ")
         if everyone:
             return
 
 
-def _conditions(shares: Shares) -> Iterator[str]:
-    rest = max(shares.unexplained.values())
-    left = "nothing" if rest < 1e-6 else f"{rest:.2g} of it"
+def _conditions(shares: Shares) -> list[Line]:
+    unexplained = max(shares.unexplained.values())
+    rest = "nothing" if unexplained < NOTHING else f"{unexplained:.2g} of it"
     text = (
         f"fit: gradients of single {shares.pieces}, {shares.elements} elements, condition number "
-        f"{shares.condition:.3g}; unexplained: {left}"
+        f"{shares.condition:.3g}; unexplained: {rest}"
     )
     if shares.why_not_examples:
         text += f" (not by example: {shares.why_not_examples})"
-    yield from wrapped(text, "    ")
+    return paragraph(text, "    ")
 
 
-def _apart(row: Row) -> bool:
-    known = [value for value in row if value is not None]
+def _differ(row: Row) -> bool:
+    known = [share for share in row if share is not None]
     return bool(known) and max(known) - min(known) > OFF
 
 
-def _share(value: float | None) -> str:
-    if value is None:
+def _share_text(share: float | None) -> str:
+    if share is None:
         return "-"
-    # Not -0.00; and what lies between two numbers, such as 0.875, is always rounded to one of them.
-    return f"{0.0 if abs(value) < OFF else value + 1e-9:.2f}"
+    if abs(share) < OFF:
+        return "0.00"  # never -0.00
+    # Halfway between two numbers rounding decides. This always rounds 0.875 up.
+    return f"{share + 1e-9:.2f}"

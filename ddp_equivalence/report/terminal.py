@@ -1,42 +1,46 @@
-"""Where a report is printed: how wide, and whether in colours."""
+"""The terminal that a report is printed on: its width, and whether it shows colours."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
+from collections.abc import Iterable
 from typing import TextIO
+
+from ddp_equivalence.report.line import Line, Style
 
 NARROWEST, WIDEST = 72, 140
 """Columns between which a report reads well."""
 
 RED, GREEN, YELLOW, BOLD, PLAIN = "\033[31;1m", "\033[32;1m", "\033[33;1m", "\033[1m", "\033[0m"
 
-OUTCOMES = ((" is not big_batch", RED), (" is big_batch", GREEN), (" against big_batch", YELLOW))
-
-HEADS = re.compile(
-    r"^(  (?:Namely|Seen|Look at|Known of it|Whose mean is it\?|Structure|Share of|No shares|Right|"
-    r"Parameters that differ|Cannot be told apart|Same numbers|Ruled out|Nearest|Evidence|Planted|"
-    r"Case|Repeat|Script|On a closer look)[^:]*:?)",
-    re.MULTILINE,
-)
+COLOURS = {
+    Style.BAD: RED,
+    Style.GOOD: GREEN,
+    Style.UNCERTAIN: YELLOW,
+    Style.LABEL: BOLD,
+}
 
 
 def width_of(stream: TextIO, otherwise: int) -> int:
-    """Columns of the terminal that this is; ``otherwise`` if it is none."""
+    """The columns of the terminal that the stream writes to; ``otherwise`` if it is no terminal."""
     if not stream.isatty():
         return otherwise
     return min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
 
 
-def painted(report: str, stream: TextIO) -> str:
-    """The report in colours, if this is a terminal that takes them.
+def painted(lines: Iterable[Line], stream: TextIO) -> str:
+    """The text of the lines, in colours if the stream writes to a terminal that shows them.
 
-    Source: no-color.org, for ``NO_COLOR``.
+    Source of ``NO_COLOR``: no-color.org.
     """
-    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return report
-    title, separator, rest = report.partition("\n")
-    colour = next((one for words, one in OUTCOMES if words in title), BOLD)
-    bold = HEADS.sub(lambda head: f"{BOLD}{head.group()}{PLAIN}", rest)
-    return f"{colour}{title}{PLAIN}{separator}{bold}"
+    no_colours = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    colours = {} if no_colours or not stream.isatty() else COLOURS
+    return "".join(f"{_painted(line, colours.get(line.style))}\n" for line in lines)
+
+
+def _painted(line: Line, colour: str | None) -> str:
+    if colour is None:
+        return line.text
+    end = len(line.text) if line.styled is None else line.styled
+    return f"{colour}{line.text[:end]}{PLAIN}{line.text[end:]}"

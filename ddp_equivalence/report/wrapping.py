@@ -1,4 +1,4 @@
-"""How sentences of the reports are set."""
+"""Sentences of the reports: wrapped to the width of the output, with plurals and ratios."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from ddp_equivalence.case import settings
 
 
 def plural(count: int, word: str, more: str = "") -> str:
-    """The word, with an s (or ``more`` instead) unless there is one of it."""
+    """The word as it is for a count of 1, else with an s, or ``more`` in its place."""
     return word if count == 1 else more or f"{word}s"
 
 
-def of_ranks(numbers: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 1, 3``."""
-    return f"{plural(len(numbers), 'rank')} {', '.join(map(str, numbers))}"
+def rank_names(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 1, 3``."""
+    return f"{plural(len(ranks), 'rank')} {', '.join(map(str, ranks))}"
 
 
 def wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
-    """The text in lines of at most the run's width; after the first line indented further."""
+    """The text in lines of at most the run's width.
+
+    ``indent`` stands before the first line, unless ``first`` replaces it there. The other lines are
+    indented by two more spaces.
+    """
     return wrap(
         text,
         settings.current().width,
@@ -31,8 +35,8 @@ def wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
     )
 
 
-def to_see_that_it_is_not_1(value: float) -> str:
-    """With as many digits as it takes to see that it is not 1."""
-    off = abs(value - 1)
-    digits = 3 if off < 1e-11 or off > 0.005 else min(12, 1 - floor(log10(off)))
-    return f"{value:.{digits}f}" if abs(value) < 1e4 else f"{value:.6g}"
+def ratio_text(ratio: float) -> str:
+    """The ratio with as many digits as it takes to see that it is not 1."""
+    distance = abs(ratio - 1)
+    digits = 3 if distance < 1e-11 or distance > 0.005 else min(12, 1 - floor(log10(distance)))
+    return f"{ratio:.{digits}f}" if abs(ratio) < 1e4 else f"{ratio:.6g}"

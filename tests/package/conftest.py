@@ -1,4 +1,6 @@
-"""The suite checked against itself: what is broken here on purpose is not news for the table."""
+"""Tests of the package itself. Their checks are left out of the closing table, because many of them
+are broken on purpose.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     stats = terminalreporter.stats
-    table = list(misbehaviour_table.lines([*stats.get("passed", []), *stats.get("failed", [])]))
+    reports = [*stats.get("passed", []), *stats.get("failed", [])]
+    table = list(misbehaviour_table.lines(reports))
     if table:
         terminalreporter.section("what ranks did wrong, and seconds until the verdict", "=")
         for line in table:

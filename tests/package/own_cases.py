@@ -1,4 +1,4 @@
-"""A small case of somebody's own, with functions instead of catalogue names."""
+"""A small case as a user writes it, with functions instead of names of the catalogue."""
 
 from __future__ import annotations
 

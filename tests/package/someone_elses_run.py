@@ -11,46 +11,45 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 LONGEST = 240
-"""Seconds after which a run hangs."""
-
+"""Seconds after which a run is taken to hang."""
 
 SLOW = ("no:cacheprovider", "no:unraisableexception", "no:threadexception")
-"""Parts of pytest that these runs do without: those two collect garbage ten times at the end."""
+"""Parts of pytest that these runs do without. The last two collect garbage ten times at the end."""
 
 
 def command(*arguments: str, plugins: str = "no:randomly", before: Sequence[str] = ()) -> list[str]:
-    """What starts it; ``before``: the command that starts this one."""
-    found = [*before, sys.executable, "-m", "pytest"]
-    for one in (plugins, *SLOW):
-        found += ["-p", one]
+    """The command line of such a run. ``before``: a command that starts it, such as ``nohup``."""
+    words = [*before, sys.executable, "-m", "pytest"]
+    for plugin in (plugins, *SLOW):
+        words += ["-p", plugin]
     if "ddp_equivalence.pytest_plugin" not in entry_points(group="pytest11").names:
-        found += ["-p", "ddp_equivalence.pytest_plugin"]
-    return [*found, *arguments]
+        words += ["-p", "ddp_equivalence.pytest_plugin"]
+    return [*words, *arguments]
 
 
 def hear_ctrl_c() -> None:
-    """``preexec_fn`` of a run that is to be interrupted: under nohup it would inherit deaf ears."""
+    """``preexec_fn`` of a run that is to be interrupted: under nohup it would ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of these tests, without what pytest put into it."""
     root = str(Path(__file__).parents[2])
-    inner = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
-    return inner | {"PYTHONPATH": root} | dict(more or {})
+    outer = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
+    return outer | {"PYTHONPATH": root} | dict(more or {})
 
 
 def run(
     folder: Path,
     *arguments: str,
     plugins: str = "no:randomly",
-    says: str = "",
+    typed: str = "",
     before: Sequence[str] = (),
     more: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
     """Exit status and output of a run in ``folder``.
 
-    ``says``: what its user types. ``more``: environment variables.
+    ``typed``: what its user types. ``more``: environment variables.
     """
     done = subprocess.run(
         command(*arguments, plugins=plugins, before=before),
@@ -60,6 +59,6 @@ def run(
         timeout=LONGEST,
         check=False,
         env=environment(more),
-        input=says,
+        input=typed,
     )
     return done.returncode, done.stdout + done.stderr

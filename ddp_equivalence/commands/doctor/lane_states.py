@@ -1,8 +1,7 @@
-"""What this machine can run, and why not the rest."""
+"""The state of every lane on this machine: it works, it gives wrong answers, or it cannot run."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,16 +12,19 @@ from ddp_equivalence.ranks.backend_names import LANES
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices, missing
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
-from ddp_equivalence.report.record import environment
 
 DEADLINE = 30.0
+"""Seconds for all answers of one lane. One collective gets half of that."""
 
-SHOWN = tuple(lane for lane in LANES if lane not in ("gloo", "emulated"))
+LANES_TRIED = tuple(lane for lane in LANES if lane not in ("gloo", "emulated"))
 
 
 @dataclass(frozen=True)
 class LaneState:
-    """One lane: ``works`` is None where the machine lacks what it needs; ``text`` says it all."""
+    """One lane. ``works`` is None where the machine lacks what the lane needs.
+
+    ``text``: the right answers, the wrong ones, or what the machine lacks.
+    """
 
     name: str
     works: bool | None
@@ -30,8 +32,8 @@ class LaneState:
 
 
 def lane_states() -> Iterator[LaneState]:
-    """Look at every lane; where it can run, ask its collectives on two ranks."""
-    for name in SHOWN:
+    """Look at every lane. Where it can run, ask its collectives questions with known answers."""
+    for name in LANES_TRIED:
         ranks = 2 if name != "gloo_cuda" else 1
         reason = missing(name, ranks)
         if reason is not None:
@@ -40,30 +42,6 @@ def lane_states() -> Iterator[LaneState]:
             yield LaneState(name, True, f"nn.DataParallel over {len(cuda_devices())} devices")
         else:
             yield _probe(name)
-
-
-def lines(states: list[LaneState]) -> Iterator[str]:
-    """The doctor's answer."""
-    found = environment()
-    yield f"ddp_equivalence {found['ddp_equivalence']}, torch {found['torch']}, " + (
-        f"Python {found['python']}"
-    )
-    yield f"{found['platform']}, {os.cpu_count()} CPU cores"
-    devices = found["cuda_devices"]
-    yield f"CUDA devices: {devices}" + (
-        f" (CUDA {found['cuda']}, NCCL {found['nccl']})" if devices else ""
-    )
-    yield ""
-    yield "Lanes, each with 2 ranks and collectives with known answers"
-    for state in states:
-        word = {True: "works", False: "WRONG", None: "no"}[state.works]
-        yield f"  {state.name:<15}{word:<7}{state.text}"
-    if not devices:
-        yield ""
-        yield (
-            "Cases that would run on NCCL fall back to gloo on the CPU, and are marked "
-            "gloo_fallback."
-        )
 
 
 def _probe(name: str) -> LaneState:

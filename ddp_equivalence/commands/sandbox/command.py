@@ -105,7 +105,7 @@ def run(known: argparse.Namespace) -> int:
         from ddp_equivalence.report.failure import failure_blocks
 
         for block in failure_blocks(error, "a rank failed", None):
-            print("\n".join(block), file=sys.stderr)
+            print("\n".join(line.text for line in block), file=sys.stderr)
         return NOT_JUDGED
 
 

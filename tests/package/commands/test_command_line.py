@@ -125,13 +125,13 @@ def test_the_process_ends_with_the_exit_code(
 @pytest.mark.parametrize(
     ("content", "target", "says"),
     [
-        ("", "nowhere.py", "FILE = 'nowhere.py': a Python file that is there"),
+        ("", "nowhere.py", "FILE = 'nowhere.py': a Python file that exists"),
         ("x = 1", "mine.py", "case = 'none'"),
         ("case = 3", "mine.py", "case = 'int'"),
         ("1 / 0", "mine.py", "ZeroDivisionError: division by zero"),
         ("import no_such_module", "mine.py", "No module named 'no_such_module'"),
         (USER_FILE.replace("1x2", "2xx2"), "mine.py", "layout = '2xx2': nodes x ranks per node"),
-        (USER_FILE, "mine.py:nothing", "NAME = 'nothing': not in mine.py"),
+        (USER_FILE, "mine.py:nothing", "NAME = 'nothing': the name of a step in mine.py"),
         (USER_FILE, "mine.py:", "NAME = '': a file with `case = Case(...)`"),
         (USER_FILE + "\noptions = {'speed': 3}", "mine.py", "unexpected keyword argument 'speed'"),
     ],
@@ -176,12 +176,16 @@ def test_the_value_of_an_option_is_no_path(tmp_path: Path) -> None:
     assert "deselected" in text
 
 
-def test_an_error_of_our_own_is_not_taken_for_a_difference(user_file: Path) -> None:
-    breaks_us = "\nimport ddp_equivalence.verdict as verdict\nverdict.big_batch = None"
-    user_file.write_text(USER_FILE + breaks_us)
+def test_an_error_of_the_package_is_not_taken_for_a_difference(user_file: Path) -> None:
+    breaks_the_package = (
+        "\nimport ddp_equivalence.check_equivalence as check_equivalence"
+        "\ncheck_equivalence.big_batch = None"
+    )
+    user_file.write_text(USER_FILE + breaks_the_package)
     code, _, errors = run("check", str(user_file))
     assert code == 3
     assert "Traceback" in errors
+    assert "TypeError: 'NoneType' object is not callable" in errors
 
 
 def test_a_run_that_selects_nothing_says_so_and_fails(tmp_path: Path) -> None:

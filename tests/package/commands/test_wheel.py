@@ -52,5 +52,5 @@ def test_the_wheel_is_typed_and_has_its_licence_and_plugin(unpacked: Path) -> No
     assert list(unpacked.glob("*.dist-info/licenses/LICENSE"))
     (entry_points,) = unpacked.glob("*.dist-info/entry_points.txt")
     text = entry_points.read_text()
-    assert "ddp-equivalence = ddp_equivalence.cli:main" in text
+    assert "ddp-equivalence = ddp_equivalence.commands.main:main" in text
     assert "ddp_equivalence.pytest_plugin = ddp_equivalence.pytest_plugin" in text

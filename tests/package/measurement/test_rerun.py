@@ -31,8 +31,8 @@ def test_an_aborted_case_is_explained_by_torch_itself() -> None:
     """Without DETAIL gloo aborts a process that did nothing wrong."""
     text = report(other_dtype)
     assert "killed by SIGABRT" in text or "Timed out" in text
-    assert "Second look (fresh ranks, TORCH_DISTRIBUTED_DEBUG=DETAIL" in text
-    assert "it failed again. rank" in text
+    assert "Rerun on fresh ranks, TORCH_DISTRIBUTED_DEBUG=DETAIL" in text
+    assert "the step failed again. rank" in text
     assert "Detected mismatch between collectives on ranks" in text
     assert re.search(r"Doublevs Float|Floatvs Double", text)
     assert "TensorOptions" not in text
@@ -49,7 +49,7 @@ def test_a_case_that_does_not_hang_again_says_so(tmp_path: Path) -> None:
 
     text = report(hangs_once)
     assert "Root cause: rank 0 (node 0, local rank 0) still running" in text
-    assert "it did not fail again; all ranks finished." in text
+    assert "the step did not fail again; all ranks finished." in text
 
 
 def sleeps(model: nn.Module, shard: Any, rank: Rank) -> None:
@@ -60,8 +60,8 @@ def sleeps(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 def test_what_had_no_time_to_finish_is_not_said_to_have_failed_again() -> None:
     text = report(sleeps)
-    assert "it was not done by then either." in text
-    assert "it failed again" not in text
+    assert "the step was not done by the rerun's deadline either." in text
+    assert "failed again" not in text
 
 
 def exits(model: nn.Module, shard: Any, rank: Rank) -> None:
@@ -69,12 +69,12 @@ def exits(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 
 def test_a_case_that_ended_otherwise_is_not_run_again() -> None:
-    assert "Second look" not in report(exits)
+    assert "Rerun" not in report(exits)
 
 
 def test_it_can_be_left_out() -> None:
     with settings.using(settings.Settings(second_look=False)):
-        assert "Second look" not in report(other_dtype)
+        assert "Rerun" not in report(other_dtype)
 
 
 def test_it_takes_little_longer_than_it_took_to_get_stuck() -> None:
@@ -93,7 +93,7 @@ def test_it_takes_little_longer_than_it_took_to_get_stuck() -> None:
 
 @pytest.mark.parametrize("step", [right_step])
 def test_a_right_step_is_right_under_detail(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second look must not fail by itself: torch 2.13 segfaults there without our help."""
+    """The rerun must not fail by itself: torch 2.13 segfaults there without our help."""
     from ddp_equivalence.measurement.rerun import DETAIL
 
     for name, value in DETAIL:

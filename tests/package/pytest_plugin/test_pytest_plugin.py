@@ -1,4 +1,4 @@
-"""In somebody else's repository: the fixture, the options and the closing table."""
+"""The plugin in somebody else's repository: the fixture, the options and the closing table."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_their_tests_run_and_end_with_the_table(
     assert "3 passed" in text
     assert "compared with one big batch" in text
     assert re.search(r"^step +1 +same$", text, re.MULTILINE), text
-    assert "differ, as their tests know  1 (averaged_twice)" in text
+    assert "differ, as their tests expect  1 (averaged_twice)" in text
     assert re.search(r"3 cases compared .*: 12 gradients of parameters, on 6 ranks", text)
 
 
@@ -135,9 +135,10 @@ def test_a_failure_shows_the_report_the_ranks_output_and_how_to_repeat_it(
 
 def test_a_check_that_fails_in_a_fixture_is_in_the_table_too(their_repository: Path) -> None:
     path = their_repository / "tests" / "test_training.py"
-    fixture = "@pytest.fixture\ndef trained(equivalence):\n    "
-    fixture += (
-        "equivalence.assert_equivalent(CASE, wrong_step)\n\ndef test_it(trained):\n    pass\n"
+    fixture = (
+        "@pytest.fixture\n"
+        "def trained(equivalence):\n    equivalence.assert_equivalent(CASE, wrong_step)\n\n"
+        "def test_it(trained):\n    pass\n"
     )
     path.write_text(THEIR_TEST + fixture)
     code, text = run(their_repository, "-k", "test_it")
@@ -147,25 +148,27 @@ def test_a_check_that_fails_in_a_fixture_is_in_the_table_too(their_repository: P
 
 def test_an_unknown_verdict_that_a_test_lets_pass_is_in_the_table(their_repository: Path) -> None:
     path = their_repository / "tests" / "test_training.py"
-    more = "def test_lax(equivalence):\n    equivalence.check(CASE, lambda *all: None)\n"
-    path.write_text(THEIR_TEST + more)
+    lax_test = "def test_lax(equivalence):\n    equivalence.check(CASE, lambda *all: None)\n"
+    path.write_text(THEIR_TEST + lax_test)
     code, text = run(their_repository, "-k", "test_lax")
     assert code == 0, text
-    assert "unknown, as their tests know" in text
+    assert "unknown, as their tests expect" in text
     assert "NOTHING was compared with one big batch" in text
 
 
-def test_planted_faults_are_counted_apart_and_a_missed_one_is_told(their_repository: Path) -> None:
+def test_planted_faults_have_a_row_that_counts_the_missed_ones(
+    their_repository: Path,
+) -> None:
     path = their_repository / "tests" / "test_training.py"
-    more = (
+    planted_test = (
         "import pytest\n"
         "@pytest.mark.planted_fault('averaged_twice')\n"
         "@pytest.mark.parametrize('step', [wrong_step, step, lambda *all: None])\n"
         "def test_planted(equivalence, step):\n    equivalence.check(CASE, step)\n"
     )
-    path.write_text(THEIR_TEST + more)
+    path.write_text(THEIR_TEST + planted_test)
     code, text = run(their_repository, "-k", "test_planted")
-    assert code == 0, text  # what such a test makes of it is the test's own matter
+    assert code == 0, text  # such a test asserts for itself; this one asserts nothing
     line = r"planted faults +1 of 2 caught, 1 of 2 named \(1 kind\), nearest \de\+\d+ limits away"
     assert re.search(rf"^{line}\n +1 UNKNOWN\n +1 MISSED$", text, re.MULTILINE), text
     assert "NOTHING was compared" not in text
@@ -176,21 +179,21 @@ def test_the_results_have_the_documented_form(their_repository: Path) -> None:
     results = their_repository / "results.json"
     code, text = run(their_repository, f"--ddp-json={results}", "-k", "fixture")
     assert code == 0, text
-    found: dict[str, Any] = json.loads(results.read_text())
-    assert set(found) == {"environment", "cases", "not_run", "summary"}
+    content: dict[str, Any] = json.loads(results.read_text())
+    assert set(content) == {"environment", "cases", "not_run", "summary"}
     keys = ["id", "strategy", "layout", "backend", "dtype", "expected", "outcome", "cause"]
     keys += ["error", "floor", "limit", "seconds"]
-    assert set(keys) <= set(found["cases"][0])
-    assert found["cases"][0]["id"] == "tests/test_training.py::test_fixture"
-    assert found["summary"]["compared"] == 1
-    assert found["environment"]["torch"]
+    assert set(keys) <= set(content["cases"][0])
+    assert content["cases"][0]["id"] == "tests/test_training.py::test_fixture"
+    assert content["summary"]["compared"] == 1
+    assert content["environment"]["torch"]
 
 
 @pytest.mark.parametrize("lane", ["nccl", "data_parallel"])
 def test_a_lane_that_must_run_and_did_not_fails_the_run(
     their_repository: Path, lane: str, no_cuda: None
 ) -> None:
-    """Nccl forbids the fallback, so the test fails; data_parallel had nothing to do with it."""
+    """With nccl the test fails, as it must not fall back. With data_parallel only the run fails."""
     code, text = run(their_repository, f"--must-run={lane}", "-k", "fixture")
     assert code == 1
     assert f"--must-run {lane}: FAILED, nothing was compared on this lane" in text

@@ -157,7 +157,7 @@ def test_a_marker_sets_the_deadline_of_one_test(theirs: Path) -> None:
     assert code == 1, text
     assert "ranks timed out" in text
     assert "still running" in text
-    assert "Second look" not in text
+    assert "Rerun" not in text
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_nothing_starts_when_the_time_of_the_run_is_over(tmp_path: Path) -> None
     [
         (
             ("--ddp-deadline=5", "--ddp-collective-deadline=5"),
-            "--ddp-collective-deadline 5: seconds, below those of a case (--ddp-deadline 5)",
+            "--ddp-collective-deadline 5: must be below --ddp-deadline 5",
         ),
         (("--ddp-run-deadline=0",), "'0': seconds, above 0"),
     ],

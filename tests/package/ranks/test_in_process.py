@@ -91,7 +91,7 @@ def test_stops(equivalence):
 def test_breakpoint_stops_in_the_step(tmp_path: Path) -> None:
     (tmp_path / "test_stops.py").write_text(THEIR_TEST + STOPS)
     arguments = ("--in-process", "--ddp-deadline=2", "-k", "test_stops")
-    code, text = run(tmp_path, *arguments, says="p place\nc\n")
+    code, text = run(tmp_path, *arguments, typed="p there\nc\n")
     assert code == 0, text
     assert "'rank 0 of 2'" in text
     assert "step(model, rows, rank)" in text
@@ -100,4 +100,4 @@ def test_breakpoint_stops_in_the_step(tmp_path: Path) -> None:
 def test_in_process_is_refused_with_xdist_whose_workers_have_no_terminal(tmp_path: Path) -> None:
     code, text = run(tmp_path, "--in-process", "-n", "2")
     assert code == 4
-    assert "--in-process: not with -n, whose workers have no terminal" in text
+    assert "--in-process: does not work with -n" in text

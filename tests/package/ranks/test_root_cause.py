@@ -35,7 +35,7 @@ def test_a_timeout_of_the_users_code_is_not_a_wait_for_another_rank(error: Excep
     assert f"Root cause: rank 0 (node 0, local rank 0) {type(error).__name__}" in text
     assert "Rank 1 waits in" in text
     assert "for rank 0, which raised" in text
-    assert "Second look" not in text
+    assert "Rerun" not in text
 
 
 def ended_by_the_watchdog(model: nn.Module, shard: Any, rank: Rank) -> None:

@@ -1,4 +1,4 @@
-"""Reports are painted on a terminal, and only there."""
+"""Reports are shown in colours on a terminal, and only there."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import io
 
 import pytest
 
+from ddp_equivalence.report.line import Line, Style, labelled
 from ddp_equivalence.report.terminal import GREEN, RED, painted, width_of
 
-REPORT = "step is not big_batch: sum_not_mean\n\n  Look at: the divisor\n"
+REPORT = [
+    Line("step is not big_batch: sum_not_mean", Style.BAD),
+    Line(""),
+    *labelled("Look at: ", "the divisor"),
+]
+PLAIN_TEXT = "step is not big_batch: sum_not_mean\n\n  Look at: the divisor\n"
 
 
 class Terminal(io.StringIO):
@@ -23,20 +29,21 @@ def test_a_difference_is_red_on_a_terminal_and_its_words_stay(
     monkeypatch.setenv("TERM", "xterm")
     text = painted(REPORT, Terminal())
     assert text.startswith(f"{RED}step is not big_batch: sum_not_mean")
-    assert painted("step is big_batch: same\n", Terminal()).startswith(GREEN)
+    same = [Line("step is big_batch: same", Style.GOOD)]
+    assert painted(same, Terminal()).startswith(GREEN)
     assert "\033[1m  Look at:\033[0m the divisor" in text
 
 
 @pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_who_wants_no_colours_gets_none(
+def test_a_user_who_wants_no_colours_gets_none(
     variable: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, value)
-    assert painted(REPORT, Terminal()) == REPORT
+    assert painted(REPORT, Terminal()) == PLAIN_TEXT
 
 
 def test_a_file_gets_no_colours_and_the_width_that_is_given() -> None:
-    assert painted(REPORT, io.StringIO()) == REPORT
+    assert painted(REPORT, io.StringIO()) == PLAIN_TEXT
     assert width_of(io.StringIO(), 96) == 96
 
 

@@ -1,0 +1,68 @@
+"""Record every check that a test makes, and every trial of the catalogue that did not run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ddp_equivalence.pytest_plugin.run_results import NotRun
+from ddp_equivalence.report import listeners
+from ddp_equivalence.report.record import Record, record_of
+
+if TYPE_CHECKING:
+    from ddp_equivalence.measurement.request import Request
+    from ddp_equivalence.report.verdict import Verdict
+
+_records = pytest.StashKey[list[Record]]()
+
+
+@contextmanager
+def checks_recorded(item: pytest.Item) -> Iterator[None]:
+    """Record the checks made inside the block, unless the test is a ``self_check``."""
+    item.stash[_records] = []
+    if item.get_closest_marker("self_check") is not None:
+        yield
+        return
+    planted = item.get_closest_marker("planted_fault")
+    expected = "different" if _is_known_to_differ(item) else "same"
+    with_floor = item.config.getoption("--ddp-json") is not None
+
+    def record(verdict: Verdict, request: Request) -> None:
+        fault = planted.args[0] if planted else ""
+        item.stash[_records].append(record_of(verdict, item.nodeid, expected, fault, with_floor))
+
+    with listeners.listening(record):
+        yield
+
+
+def records(item: pytest.Item, report: pytest.TestReport) -> Sequence[Record]:
+    """The checks that this report tells of, with what the test made of their outcomes.
+
+    A test that passes has judged its checks, so that every outcome is then the expected one.
+    """
+    if report.when != "call" and not (report.when == "setup" and report.failed):
+        return ()
+    made = item.stash[_records]
+    if _is_known_to_differ(item):
+        return [replace(record, known=True, confirmed=report.passed) for record in made]
+    if report.passed:
+        return [replace(record, expected=record.outcome) for record in made]
+    return made
+
+
+def not_run(item: pytest.Item, report: pytest.TestReport) -> NotRun | None:
+    """The trial of the catalogue that this report skips, if it does."""
+    trial = item.get_closest_marker("trial")
+    if trial is None or not report.skipped:
+        return None
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    strategy, layout, lane = trial.args
+    return NotRun(strategy, layout, lane, reason.removeprefix("Skipped: "))
+
+
+def _is_known_to_differ(item: pytest.Item) -> bool:
+    return item.get_closest_marker("difference") is not None

@@ -1,0 +1,133 @@
+"""The argument: the big batch's gradient, the multiple of it that the ranks hold, whose mean it is.
+
+It is set as Let, Then, With, But.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isnan
+from typing import TYPE_CHECKING
+
+from ddp_equivalence.report.line import Line, Style
+from ddp_equivalence.report.wrapping import plural, rank_names, ratio_text, wrapped
+
+if TYPE_CHECKING:
+    from ddp_equivalence.comparison.comparison import Comparison
+    from ddp_equivalence.report.verdict import Verdict
+
+WRONG_DIVISORS = frozenset(
+    (
+        *("sum_not_mean", "mean_not_sum", "averaged_twice", "divided_by_local_world_size"),
+        *("uneven_shards_weighted_equally", "token_counts_weighted_equally"),
+        *("local_loss_summed", "accumulation_not_divided"),
+    )
+)
+"""Causes that are a wrong divisor, so that a right divisor mends them."""
+
+NO_MULTIPLE = 0.01
+"""A rank whose gradient leaves more than this unexplained holds no multiple of the big batch's."""
+
+ROUNDING = 1e-7
+"""Below this an unexplained part, a difference of two sums of squares, is rounding."""
+
+
+def expected_and_held_lines(verdict: Verdict) -> list[Line]:
+    """The lines Let, Then, With (for updates), But, and whose mean it is."""
+    comparison = verdict.comparison
+    assert comparison is not None
+    layout = verdict.case.ranks
+    nodes = "1 node" if layout.nodes == 1 else f"{layout.nodes} nodes (simulated on one host)"
+    quantity = "gradient" if verdict.compare == "gradients" else "update of the weights"
+    examples = " + ".join(map(str, verdict.examples))
+    lines = _line_of_argument(
+        "Let",
+        f"g = {quantity} of the big batch, {examples} examples; "
+        f"W = {layout.world_size} {plural(layout.world_size, 'rank')} on {nodes}",
+    )
+    for text in _held(comparison):
+        lines += _line_of_argument("Then", text)
+    if verdict.compare == "update":
+        steps = len(verdict.examples)
+        sgd = f"plain SGD, learning rate {verdict.lr:g}, {steps} {plural(steps, 'step')}"
+        lines += _line_of_argument("With", f"{sgd}: is that what the step does?")
+    lines += _line_of_argument("But", verdict.promise or "every rank should hold 1 g")
+    return [*lines, *_whose_mean_lines(verdict)]
+
+
+def _line_of_argument(word: str, text: str) -> list[Line]:
+    return [Line(line) for line in wrapped(f"  {word:<7}{text}", "         ", first="")]
+
+
+def _whose_mean_lines(verdict: Verdict) -> list[Line]:
+    """By what each rank's loss, the big batch and the ranks together divide, and what is right."""
+    mean = verdict.whose_mean
+    named_otherwise = verdict.cause is not None and not WRONG_DIVISORS & set(verdict.causes)
+    if mean is None or named_otherwise:
+        return []
+    if mean.kind == "sum":
+        loss = "The loss is a sum, so that the ranks' losses add up to the big batch's"
+        whole = "by nothing"
+    else:
+        counts = _of_every_rank(mean.counts, "g")
+        loss = f"On its own each rank's loss divides by its {counts} {mean.what}"
+        whole = f"by {mean.whole:g}"
+    text = f"{loss}; the big batch divides {whole}"
+    if mean.divided is not None:
+        divisor = "nothing" if abs(mean.divided - 1) < 1e-3 else f"{mean.divided:.4g}"
+        text += f"; together the ranks' gradients were divided by {divisor}"
+    if mean.right is not None and verdict.cause is not None:
+        text += f". Right would be {_of_every_rank(mean.right, '.4g')} times the loss as it is now"
+        if mean.kind == "mean" and mean.divided is not None:
+            text += f", or {mean.divided:.4g} / {mean.whole:g} times the summed loss"
+    question = "  Whose mean is it?"
+    first, *more = wrapped(f"{question} {text}.", "    ", first="")
+    return [Line(first, Style.LABEL, styled=len(question)), *map(Line, more)]
+
+
+def _of_every_rank(numbers: tuple[float, ...], number_format: str) -> str:
+    """The one number that all ranks have, else the numbers of the ranks in turn."""
+    texts = [format(number, number_format) for number in numbers]
+    if len(set(texts)) == 1:
+        return texts[0]
+    shown = ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")
+    return f"{shown} (by rank)"
+
+
+def _held(comparison: Comparison) -> Iterator[str]:
+    """One sentence for each group of ranks that hold the same multiple of the big batch."""
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank in comparison.ranks:
+        text = _held_by_rank(comparison, rank)
+        if text is not None:
+            ranks_by_text.setdefault(text, []).append(rank)
+    for text, ranks in ranks_by_text.items():
+        if len(ranks) == len(comparison.ranks) > 1:
+            yield f"every rank holds {text}"
+        else:
+            yield f"{rank_names(ranks)} {'holds' if len(ranks) == 1 else 'hold'} {text}"
+
+
+def _held_by_rank(comparison: Comparison, rank: int) -> str | None:
+    """The multiple k g that is nearest to all gradients of the rank; None if all of g are zero."""
+    errors = [
+        (parameter.norm, error)
+        for parameter in comparison.parameters
+        for error in parameter.by_rank
+        if error.rank == rank and parameter.norm > 0
+    ]
+    expected = sum(norm**2 for norm, _ in errors)
+    if not expected:
+        return None
+    factor = sum(error.factor * norm**2 for norm, error in errors) / expected
+    held = sum((error.ratio * norm) ** 2 for norm, error in errors)
+    unexplained = max(0.0, 1 - factor**2 * expected / held) ** 0.5 if held > 0 else 0.0
+    if isnan(factor):
+        return "NaN: not a number"
+    if unexplained > NO_MULTIPLE:
+        return (
+            f"no multiple of g (nearest {factor:.2f} g, which leaves {unexplained:.2g} of it "
+            "unexplained)"
+        )
+    rest = "nothing" if unexplained < ROUNDING else f"{unexplained:.2g} of it"
+    return f"{ratio_text(factor)} g   (unexplained: {rest})"

@@ -1,0 +1,41 @@
+"""One line of output, and the style in which a terminal shows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ddp_equivalence.report.wrapping import wrapped
+
+
+class Style(Enum):
+    """What a line is. Whoever prints the line chooses the colour."""
+
+    PLAIN = "plain"
+    LABEL = "label"
+    GOOD = "good"
+    BAD = "bad"
+    UNCERTAIN = "uncertain"
+
+
+@dataclass(frozen=True)
+class Line:
+    """``style`` holds for the first ``styled`` characters of the text; None: for all of them."""
+
+    text: str
+    style: Style = Style.PLAIN
+    styled: int | None = None
+
+
+def paragraph(text: str, indent: str, first: str | None = None) -> list[Line]:
+    """The text in plain lines, indented as by ``wrapped``."""
+    return [Line(line) for line in wrapped(text, indent, first)]
+
+
+def labelled(label: str, text: str, indent: str = "  ") -> list[Line]:
+    """A paragraph that begins with a label, such as ``Case:``. Spaces that end it are kept."""
+    first, *more = wrapped(f"{label}{text}", indent)
+    return [
+        Line(first, Style.LABEL, styled=len(indent) + len(label.rstrip())),
+        *(Line(line) for line in more),
+    ]

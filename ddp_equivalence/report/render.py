@@ -1,0 +1,106 @@
+"""Verdict -> text, in blocks: name, cause, argument, shares, numbers, other causes, evidence, and
+how to repeat it. A reader may stop after any block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ddp_equivalence.report.cause import cause_lines
+from ddp_equivalence.report.evidence import evidence_lines
+from ddp_equivalence.report.expected_and_held import expected_and_held_lines
+from ddp_equivalence.report.failure import failure_blocks
+from ddp_equivalence.report.line import Line, Style, paragraph
+from ddp_equivalence.report.other_causes import other_causes_lines
+from ddp_equivalence.report.parameters import parameters_lines, structure_lines
+from ddp_equivalence.report.shares import shares_lines
+from ddp_equivalence.report.wrapping import rank_names
+
+if TYPE_CHECKING:
+    from ddp_equivalence.report.verdict import Verdict
+
+OUTPUT_LINES = 30
+
+
+def render(verdict: Verdict) -> str:
+    """The whole report as plain text."""
+    return "".join(f"{line.text}\n" for line in report_lines(verdict))
+
+
+def report_lines(verdict: Verdict) -> Iterator[Line]:
+    """The whole report, line by line, with an empty line between two blocks."""
+    blocks = {
+        "same": _same,
+        "different": _different,
+        "unknown": _unknown,
+    }[verdict.outcome](verdict)
+    for number, block in enumerate(block for block in blocks if block):
+        if number:
+            yield Line("")
+        yield from (replace(line, text=line.text.rstrip()) for line in block)
+
+
+def _same(verdict: Verdict) -> Iterator[list[Line]]:
+    assert verdict.comparison is not None
+    yield [Line(f"{verdict.subject} is big_batch: same", Style.GOOD)]
+    numbers = _error_text(verdict)
+    nearest, worst = verdict.nearest, verdict.comparison.worst
+    if nearest is not None:
+        numbers += f"  nearest planted fault {nearest.distance:.1e}"
+    reason = f"limit: {worst.limit.reason}; worst parameter: {worst.name}" if worst else ""
+    if nearest is not None:
+        reason += f"; nearest fault: {nearest.cause}"
+    yield [Line(f"  {numbers}"), *paragraph(reason, "  ")]
+    yield evidence_lines(verdict)
+
+
+def _different(verdict: Verdict) -> Iterator[list[Line]]:
+    names = " and ".join(verdict.causes) or "no known cause fits"
+    yield [Line(f"{verdict.subject} is not big_batch: {names}", Style.BAD)]
+    yield cause_lines(verdict)
+    yield expected_and_held_lines(verdict)
+    yield structure_lines(verdict)
+    yield shares_lines(verdict)
+    yield parameters_lines(verdict)
+    yield [*other_causes_lines(verdict), *evidence_lines(verdict)]
+    yield _output_lines(verdict)
+
+
+def _unknown(verdict: Verdict) -> Iterator[list[Line]]:
+    yield [Line(f"{verdict.subject} against big_batch: unknown", Style.UNCERTAIN)]
+    if verdict.failure is not None:
+        yield from failure_blocks(verdict.failure, verdict.reason, verdict.second_look)
+        yield _output_lines(verdict)
+    else:
+        yield [
+            *paragraph(f"{verdict.reason[:1].upper()}{verdict.reason[1:]}.", "  "),
+            Line("  Nothing was shown, which is not a pass."),
+        ]
+        if verdict.comparison is not None and verdict.comparison.parameters:
+            yield [Line(f"  {_error_text(verdict)}")]
+    yield evidence_lines(verdict)
+
+
+def _error_text(verdict: Verdict) -> str:
+    """``error 3.1e-07  floor 2.4e-07  limit 2.0e-06``."""
+    error, floor, limit = verdict.error, verdict.floor, verdict.limit
+    if error is None or limit is None:
+        return "nothing compared"
+    floor_text = "" if floor is None else f"  floor {floor:.1e}"
+    return f"error {error:.1e}{floor_text}  limit {limit:.1e}"
+
+
+def _output_lines(verdict: Verdict) -> list[Line]:
+    """The last lines that each rank printed. Ranks that printed the same share one entry."""
+    ranks_by_output: dict[str, list[int]] = {}
+    for rank, text in sorted(verdict.output.items()):
+        if text.strip():
+            ranks_by_output.setdefault(text.rstrip(), []).append(rank)
+    lines = []
+    for text, ranks in ranks_by_output.items():
+        last_lines = text.splitlines()[-OUTPUT_LINES:]
+        lines.append(Line(f"  Output of {rank_names(ranks)}"))
+        lines += [Line(f"    | {line}") for line in last_lines]
+    return lines

@@ -1,0 +1,153 @@
+"""The watched second run: what was seen while a step that differs ran once more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ddp_equivalence.diagnosis.examples_read import numbers
+from ddp_equivalence.report.wrapping import plural, rank_names
+
+if TYPE_CHECKING:
+    from ddp_equivalence.measurement.observation import Wrapper
+    from ddp_equivalence.report.verdict import Verdict
+
+SAME_LOSS = 1e-4
+"""Losses that agree to four digits are called equal."""
+
+MOST_NAMES = 4
+MOST_LOSSES = 4
+MOST_RANKS = 8
+
+
+def watched_run_texts(verdict: Verdict) -> Iterator[str]:
+    """What the second run read, wrapped, began backward at, and left; nothing if there was none."""
+    if not verdict.observed:
+        return
+    if verdict.repeated is not None:
+        yield "the same bits again" if verdict.repeated else "OTHER BITS than the first"
+    yield _examples_read(verdict)
+    yield from _wrappers(verdict)
+    yield from _losses(verdict)
+    yield from _buffers(verdict)
+
+
+def _examples_read(verdict: Verdict) -> str:
+    """Which examples the model was called with."""
+    steps = range(len(verdict.examples))
+    first_step = [seen.examples_read(0) for seen in verdict.observed.values()]
+    if any(parts is None for parts in first_step):
+        return "which examples the model was called with could not be recognised"
+    # By rank: the examples of every backward, of all steps.
+    parts_by_rank = [
+        [part for step in steps for part in seen.examples_read(step) or ()]
+        for seen in verdict.observed.values()
+    ]
+    total = sum(verdict.examples)
+    times_read = Counter(index for parts in parts_by_rank for part in parts for index in part)
+    never = [index for index in range(total) if not times_read[index]]
+    repeated = sorted(index for index, times in times_read.items() if times > 1)
+    text = f"{len(times_read)} of {total} examples read"
+    if repeated:
+        text += f", more than once {numbers(repeated)}"
+    if never:
+        text += f", never {numbers(never)}"
+    most_parts = max(map(len, parts_by_rank))
+    if most_parts > len(steps):
+        text += f", in {most_parts} micro-batches a rank"
+    return text
+
+
+def _wrappers(verdict: Verdict) -> Iterator[str]:
+    wrappers_by_rank = [seen.wrappers for seen in verdict.observed.values()]
+    if any(wrappers_by_rank):
+        yield from map(_wrapper, wrappers_by_rank[0])
+    elif not verdict.lane.name.endswith("data_parallel") and verdict.lane.name != "emulated":
+        yield "no DistributedDataParallel"
+
+
+def _wrapper(wrapper: Wrapper) -> str:
+    passes, synchronised = len(wrapper.synchronised), sum(wrapper.synchronised)
+    if not passes:
+        return "a DistributedDataParallel that was never called"
+    texts = [
+        f"{passes} forward {plural(passes, 'pass', 'passes')}, "
+        f"{synchronised} with synchronisation on"
+    ]
+    if wrapper.freed:
+        texts.append("FREED before backward")
+    if wrapper.buckets:
+        texts.append(f"{len(wrapper.buckets)} {plural(len(wrapper.buckets), 'bucket')}")
+    if wrapper.ignored:
+        texts.append(f"told to ignore {', '.join(wrapper.ignored[:MOST_NAMES])}")
+    if "comm_hook" in wrapper.logged:
+        texts.append(f"communication hook {wrapper.logged['comm_hook']}")
+    if wrapper.logged.get("find_unused_parameters"):
+        texts.append("looks for unused parameters")
+    if wrapper.logged.get("static_graph"):
+        texts.append("static graph")
+    return f"DistributedDataParallel: {', '.join(texts)}"
+
+
+def _losses(verdict: Verdict) -> Iterator[str]:
+    """The losses at which backward began, on every rank, beside the big batch's."""
+    losses_by_rank = {
+        rank: [backward.loss for backward in seen.backwards]
+        for rank, seen in verdict.observed.items()
+    }
+    all_losses = [loss for losses in losses_by_rank.values() for loss in losses]
+    if not all_losses or None in all_losses:
+        return
+    text_by_rank = {
+        rank: " ".join(f"{loss:.4g}" for loss in losses[:MOST_LOSSES])
+        + (" ..." if len(losses) > MOST_LOSSES else "")
+        for rank, losses in losses_by_rank.items()
+    }
+    if len(set(text_by_rank.values())) == 1 and len(text_by_rank) > 1:
+        text = f"backward began at a loss of {next(iter(text_by_rank.values()))} on every rank"
+    else:
+        shown = list(text_by_rank.items())[:MOST_RANKS]
+        losses_text = "; ".join(f"rank {rank} {losses}" for rank, losses in shown)
+        text = f"backward began at these losses: {losses_text}"
+    whole, mean = verdict.clues.loss, verdict.clues.mean_loss
+    if whole is None or mean is None:
+        yield text
+    elif abs(whole - mean) <= SAME_LOSS * abs(whole):
+        yield f"{text} (their mean is the big batch's loss)"
+    else:
+        yield f"{text} (their mean is {mean:.4g}, the big batch's loss {whole:.4g})"
+
+
+def at_the_loss(verdict: Verdict, whole: float) -> str:
+    """Which ranks' losses are the big batch's, ``whole``, or the world size times it; "" if none.
+
+    The losses of a rank's micro-batches are added up.
+    """
+    world_size = verdict.case.ranks.world_size
+    losses = {
+        rank: sum(backward.loss or 0.0 for backward in seen.backwards)
+        for rank, seen in verdict.observed.items()
+    }
+    for factor in (1, world_size):
+        near = [
+            rank
+            for rank, loss in losses.items()
+            if abs(loss - factor * whole) <= SAME_LOSS * abs(loss)
+        ]
+        if near and world_size > 1:
+            others = [rank for rank in losses if rank not in near]
+            place = "at that" if factor == 1 else f"at {factor} times that"
+            exception = f", not on {rank_names(others)}" if others else ""
+            return f"{place} on {rank_names(near)}{exception}"
+    return ""
+
+
+def _buffers(verdict: Verdict) -> Iterator[str]:
+    """Which ranks hold the same buffers afterwards, if not all of them do."""
+    ranks_by_buffers: dict[str, list[int]] = {}
+    for rank, seen in verdict.observed.items():
+        ranks_by_buffers.setdefault(seen.buffers, []).append(rank)
+    if len(ranks_by_buffers) > 1:
+        groups = "; ".join(rank_names(ranks) for ranks in ranks_by_buffers.values())
+        yield f"buffers differ afterwards: {groups}"

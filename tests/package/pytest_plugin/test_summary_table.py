@@ -1,0 +1,67 @@
+"""The rows of the closing table and the colours that they are printed in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddp_equivalence.pytest_plugin.run_results import NotRun, RunResults
+from ddp_equivalence.pytest_plugin.summary_table import summary_lines
+from ddp_equivalence.report.line import Style
+from ddp_equivalence.report.record import Record
+
+
+def record(**changes: Any) -> Record:
+    fields: dict[str, Any] = {
+        **{"id": "test_it", "strategy": "step", "layout": "1x2", "backend": "gloo"},
+        **{"dtype": "float64", "expected": "same", "outcome": "same", "cause": None, "causes": ()},
+        **{"error": 0.0, "floor": None, "limit": 1e-14, "seconds": 0.1, "reason": ""},
+        **{"lane_reason": "", "parameters": 4, "elements": 20, "ranks": 2},
+    }
+    return Record(**(fields | changes))
+
+
+def styles(results: RunResults, must_run: tuple[str, ...] = ()) -> dict[str, Style]:
+    return {line.text: line.style for line in summary_lines(results, must_run)}
+
+
+def test_a_run_in_which_everything_is_the_same_has_no_colour() -> None:
+    table = styles(RunResults([record(), record(layout="2x2")]))
+    assert set(table.values()) == {Style.PLAIN}
+    assert list(table) == [
+        "                                  1x2   2x2",
+        "step                                1     1    same",
+        "lane gloo: 2 cases compared",
+        "2 cases compared with one big batch: 16 gradients of parameters, on 4 ranks",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state"), [("different", "1 same, 1 DIFFER"), ("unknown", "1 same, 1 UNKNOWN")]
+)
+def test_a_row_that_is_not_the_same_is_bad(outcome: str, state: str) -> None:
+    table = styles(RunResults([record(), record(outcome=outcome)]))
+    (row,) = (text for text in table if text.startswith("step"))
+    assert row.endswith(state)
+    assert table[row] is Style.BAD
+
+
+def test_words_in_a_name_or_a_reason_choose_no_colour() -> None:
+    lane_reason = "FAILED and NOT RUN"
+    table = styles(RunResults([record(strategy="UNKNOWN_step", lane_reason=lane_reason)]))
+    assert set(table.values()) == {Style.PLAIN}
+
+
+def test_a_trial_that_did_not_run_is_uncertain_and_a_lane_that_had_to_run_is_bad() -> None:
+    not_run = NotRun("data_parallel", "1x2", "data_parallel", "needs 2 CUDA devices, found 0")
+    table = styles(RunResults([record()], [not_run]), must_run=("data_parallel",))
+    (row,) = (text for text in table if "NOT RUN: needs 2 CUDA devices" in text)
+    assert table[row] is Style.UNCERTAIN
+    missing = "--must-run data_parallel: FAILED, nothing was compared on this lane"
+    assert table[missing] is Style.BAD
+
+
+def test_a_run_that_compares_nothing_is_bad() -> None:
+    table = styles(RunResults())
+    assert table == {"NOTHING was compared with one big batch": Style.BAD}
