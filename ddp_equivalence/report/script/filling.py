@@ -98,12 +98,12 @@ class _Filling:
         package = "ddp_equivalence"
         return {(PLACEHOLDERS, name): give for name, give in own.items()} | {
             (f"{package}.strategies.strategy", "Task"): self._part("strategy", "Task"),
-            (f"{package}.building", "catalogue_loss_of"): self._part(
+            (f"{package}.case.build", "catalogue_loss_of"): self._part(
                 "strategy", "catalogue_loss_of"
             ),
-            (f"{package}.building", "count_examples"): self._part("strategy", "count_examples"),
-            (f"{package}.ranks.state", "keep_group"): self._part("strategy", "keep_group"),
-            (f"{package}.losses", "LOSSES"): self._losses,
+            (f"{package}.case.batch", "count_examples"): self._part("strategy", "count_examples"),
+            (f"{package}.ranks.process_state", "keep_group"): self._part("strategy", "keep_group"),
+            (f"{package}.case.losses", "LOSSES"): self._losses,
         }
 
     def _constants(self) -> dict[str, str]:
