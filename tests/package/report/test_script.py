@@ -1,4 +1,4 @@
-"""The script that shows a difference on its own: it needs nothing of this package, and agrees."""
+"""An exported script runs without this package and shows the same difference as the check."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_where_a_strategy_is_right_the_script_ends_with_same(tmp_path: Path) -> 
     path = export(Case(model="mlp", loss="mse_mean", layout="1x2"), "ddp_mean", tmp_path)
     code, shown = torchrun(path, ranks=2)
     assert code == 0, shown
-    assert "same: 4 of 4 parameters are those of one big batch" in shown
+    assert "same: 4 of 4 parameters agree with one big batch" in shown
 
 
 def test_uneven_shards_on_two_nodes_differ_as_the_verdict_says(tmp_path: Path) -> None:
@@ -224,11 +224,12 @@ def build_with(width: int) -> Any:
 
 
 def step_from(factor: float) -> Any:
-    def start(model: nn.Module, shard: Any, rank: Rank, power: float = factor) -> None:
+    # The script has a function of this name, too.
+    def on_this_rank(model: nn.Module, shard: Any, rank: Rank, power: float = factor) -> None:
         ddp = DistributedDataParallel(model)
         (factor**power * loss(ddp, shard)).backward()
 
-    return start
+    return on_this_rank
 
 
 @pytest.mark.parametrize(

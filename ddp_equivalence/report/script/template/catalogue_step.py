@@ -1,4 +1,4 @@
-"""What a strategy of the catalogue is given, and the step made of it."""
+"""The step of a strategy from the catalogue, and the task that the strategy gets."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from ddp_equivalence.ranks.rank import Rank
-from ddp_equivalence.report.script.skeleton.placeholders import (
-    DEALS,
+from ddp_equivalence.report.script.template.placeholders import (
+    CASE_SHARDS,
     LOSS,
     LOSS_NAME,
     RANKS_OF_NODE,
@@ -26,7 +26,7 @@ from ddp_equivalence.report.script.skeleton.placeholders import (
 
 
 class Task:
-    """What the strategy is given on a rank."""
+    """What the strategy gets on a rank: the model, the rank and the loss."""
 
     def __init__(self, model: nn.Module, rank: Rank) -> None:
         self.model, self.rank = model, rank
@@ -41,12 +41,12 @@ class Task:
         )
 
 
-class WideTask(Task):
-    """It also knows which examples every rank is given, and which ranks share a node."""
+class TaskWithCase(Task):
+    """A task that also has the examples of every rank and the ranks of every node."""
 
     def __init__(self, model: nn.Module, rank: Rank) -> None:
         super().__init__(model, rank)
-        self.shards = [Shards(indices) for indices in DEALS]
+        self.shards = [Shards(indices) for indices in CASE_SHARDS]
         self.case = SimpleNamespace(ranks=Layout(), loss=LOSS_NAME)
         self.notes: dict[str, Any] = {}
 
@@ -60,7 +60,7 @@ class Shards:
 
 
 class Layout:
-    """Which ranks live on which node."""
+    """The ranks of every node."""
 
     nodes = len(RANKS_OF_NODE)
     world_size = sum(map(len, RANKS_OF_NODE))
@@ -74,35 +74,33 @@ Step = Callable[[Any], Mapping[str, Tensor | None] | None]
 
 @cache
 def prepared(model: nn.Module, rank: Rank) -> Step:
-    """Made once for all steps, as a wrapper is."""
-    made: Step = prepare(Task(model, rank))
-    return made
+    """The strategy is prepared once for all steps, since it may wrap the model."""
+    return prepare(Task(model, rank))  # type: ignore[no-any-return]
 
 
 @cache
-def widely_prepared(model: nn.Module, rank: Rank) -> Step:
-    """Made once for all steps, as a wrapper is."""
-    made: Step = prepare(WideTask(model, rank))
-    return made
+def prepared_with_case(model: nn.Module, rank: Rank) -> Step:
+    """The strategy is prepared once for all steps, since it may wrap the model."""
+    return prepare(TaskWithCase(model, rank))  # type: ignore[no-any-return]
 
 
 def step(model: nn.Module, shard: Any, rank: Rank) -> Mapping[str, Tensor | None] | None:
     return prepared(model, rank)(shard)
 
 
-def wide_step(model: nn.Module, shard: Any, rank: Rank) -> Mapping[str, Tensor | None] | None:
-    return widely_prepared(model, rank)(shard)
+def step_with_case(model: nn.Module, shard: Any, rank: Rank) -> Mapping[str, Tensor | None] | None:
+    return prepared_with_case(model, rank)(shard)
 
 
 def catalogue_loss_of(case: Any, needed_by: str) -> Any:
-    """The loss in parts: its terms before any division, and what each divides by."""
+    """The totals of the loss before any division, and what each total is divided by."""
     return LOSS
 
 
 def count_examples(batch: Any) -> int:
-    leaves = [one for one in pytree.tree_leaves(batch) if isinstance(one, torch.Tensor)]
-    return len(leaves[0])
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return len(tensors[0])
 
 
 def keep_group(group: dist.ProcessGroup) -> None:
-    """Nothing here destroys a group."""
+    """Nothing to do: this script never destroys a group."""

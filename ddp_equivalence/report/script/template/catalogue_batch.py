@@ -1,4 +1,4 @@
-"""The big batch of a catalogue case."""
+"""The big batch of a case from the catalogue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ddp_equivalence.report.script.skeleton.placeholders import (
+from ddp_equivalence.report.script.template.placeholders import (
     EXAMPLES,
     OUTPUT_SIZE,
     PADDED,
@@ -23,7 +23,7 @@ def make_batch(generator: torch.Generator) -> Any:
 
 
 def make_padded_batch(generator: torch.Generator) -> Any:
-    """The last rank has no valid token."""
+    """All targets of the last rank are padding."""
     inputs = model_inputs(generator, EXAMPLES)
     targets = loss_targets(generator, inputs, SimpleNamespace(output_size=OUTPUT_SIZE))
     targets[PADDED] = -100

@@ -1,4 +1,7 @@
-"""Names that the exporter fills in; the values here stand for their types only."""
+"""The names that depend on the case. ``template_filler.py`` puts something else in their place.
+
+The values and functions here only give the types.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,18 @@ NODE_OF_RANK: tuple[int, ...] = (0,)
 BACKEND: str | None = None
 SEED = 0
 DTYPE: torch.dtype | None = None
+TOLERANCE = 1.0
+LEARNING_RATE = 0.1
 BIG_BATCHES: list[range] = []
 SHARDS: list[list[Sequence[int]]] = []
-LEARNING_RATE = 0.1
+CASE_SHARDS: list[list[Sequence[int]]] = []  # other than SHARDS where one process runs all replicas
 EXAMPLES = 0
 OUTPUT_SIZE = 0
 PADDED: list[int] = []
 UNUSED_PARAMETERS = False
 RANKS_OF_NODE: list[tuple[int, ...]] = []
-LOSSES: dict[str, Any] = {}
 LOSS_NAME: str | None = None
 LOSS: Any = None
-TOLERANCE = 1.0
-DEALS: list[list[Sequence[int]]] = []
 
 Gradients = Mapping[str, Tensor | None]
 
@@ -67,9 +69,9 @@ def big_batches() -> list[Any]:
     raise NotImplementedError
 
 
-def on_one_device(dtype: torch.dtype | None, scale: float = 1.0) -> dict[str, Tensor | None]:
+def on_one_device(dtype: torch.dtype | None, scale: float = 1.0) -> Gradients:
     raise NotImplementedError
 
 
-def on_this_rank(rank: Rank) -> dict[str, Tensor | None]:
+def on_this_rank(rank: Rank) -> Gradients:
     raise NotImplementedError

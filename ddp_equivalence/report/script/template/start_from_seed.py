@@ -1,4 +1,4 @@
-"""Model and big batches, built from the seed: the same in every process."""
+"""The model and the big batches, built from the seed: the same in every process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ddp_equivalence.case.batch import take
-from ddp_equivalence.report.script.skeleton.placeholders import (
+from ddp_equivalence.report.script.template.placeholders import (
     BIG_BATCHES,
     DTYPE,
     SEED,
@@ -27,12 +27,12 @@ def seed_all(seed: int) -> None:
 
 
 def in_dtype(batch: Any, dtype: torch.dtype | None) -> Any:
-    """Floating-point tensors in this dtype; None keeps them."""
+    """The batch with its floating-point tensors in this dtype; None keeps theirs."""
 
-    def one(leaf: Tensor) -> Tensor:
+    def cast(leaf: Tensor) -> Tensor:
         return leaf.to(dtype) if dtype and leaf.is_floating_point() else leaf.clone()
 
-    return pytree.tree_map_only(Tensor, one, batch)
+    return pytree.tree_map_only(Tensor, cast, batch)
 
 
 def model_at_start() -> nn.Module:

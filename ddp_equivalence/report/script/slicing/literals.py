@@ -1,4 +1,4 @@
-"""Constants as Python source."""
+"""Write plain values as Python source."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-
-class NoSource(ValueError):
-    """A value that cannot be written as source; the message says which and why."""
+from ddp_equivalence.report.script.slicing.no_source import NoSource
 
 
 def literal(value: Any) -> str:
@@ -28,8 +26,8 @@ def literal(value: Any) -> str:
     if type(value) in (range, slice):
         return repr(value)
     if type(value) is tuple:
-        inside = ", ".join(map(literal, value))
-        return f"({inside},)" if len(value) == 1 else f"({inside})"
+        items = ", ".join(map(literal, value))
+        return f"({items},)" if len(value) == 1 else f"({items})"
     if type(value) is list:
         return f"[{', '.join(map(literal, value))}]"
     if type(value) in (set, frozenset):
@@ -40,17 +38,11 @@ def literal(value: Any) -> str:
 
 
 def indices_literal(indices: tuple[int, ...]) -> str:
-    """``range(...)`` where the positions are evenly spaced, else the list of them."""
+    """``range(...)`` where the indices are evenly spaced, else the list of them."""
     if not indices:
         return "range(0)"
     step = indices[1] - indices[0] if len(indices) > 1 else 1
-    if step > 0:
-        even = range(indices[0], indices[0] + step * len(indices), step)
-        if tuple(even) == indices:
-            last = indices[-1] + 1
-            return (
-                f"range({indices[0]}, {last})"
-                if step == 1
-                else f"range({even.start}, {last}, {step})"
-            )
+    if step > 0 and tuple(range(indices[0], indices[0] + step * len(indices), step)) == indices:
+        bounds = f"{indices[0]}, {indices[-1] + 1}"
+        return f"range({bounds})" if step == 1 else f"range({bounds}, {step})"
     return f"[{', '.join(map(str, indices))}]"

@@ -1,28 +1,28 @@
-"""How far plain SGD moves the weights: with big batches on one device, and with shards on ranks."""
+"""The change of the weights by plain SGD: with big batches on one device, with shards on ranks."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ddp_equivalence.case.batch import move, take
 from ddp_equivalence.comparison.gradients import sgd_step, updates_of, weights_of
 from ddp_equivalence.ranks.rank import Rank
-from ddp_equivalence.report.script.skeleton.fresh import in_dtype, seed_all
-from ddp_equivalence.report.script.skeleton.placeholders import (
+from ddp_equivalence.report.script.template.placeholders import (
     DTYPE,
     LEARNING_RATE,
     SEED,
     SHARDS,
+    Gradients,
     big_batches,
     loss,
     model_at_start,
     step,
 )
+from ddp_equivalence.report.script.template.start_from_seed import in_dtype, seed_all
 
 
-def on_one_device(dtype: torch.dtype | None, scale: float = 1.0) -> dict[str, Tensor | None]:
-    """How far plain SGD on the big batches moves the weights, in one process."""
+def on_one_device(dtype: torch.dtype | None, scale: float = 1.0) -> Gradients:
+    """The change of the weights by plain SGD on the big batches, in one process."""
     model = model_at_start().to(dtype or DTYPE)
     before = weights_of(model)
     for number, batch in enumerate(big_batches()):
@@ -33,8 +33,8 @@ def on_one_device(dtype: torch.dtype | None, scale: float = 1.0) -> dict[str, Te
     return updates_of(model, before)
 
 
-def on_this_rank(rank: Rank) -> dict[str, Tensor | None]:
-    """How far the steps move the weights on this rank, given its own shards."""
+def on_this_rank(rank: Rank) -> Gradients:
+    """The change of the weights by the steps on this rank, given the rank's shards."""
     model = model_at_start().to(rank.device)
     before = weights_of(model)
     for number, batch in enumerate(big_batches()):
