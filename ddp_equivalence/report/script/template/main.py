@@ -30,14 +30,12 @@ def main() -> None:
         sys.exit(2)
     rank = join_process_group()
     cpu_group = dist.new_group(backend="gloo")
-    expected: Gradients = {}
-    rounded: Gradients = {}
-    if rank.rank == 0:
-        expected = on_cpu(on_one_device(torch.float64))
-        # The loss is scaled by 3 and the gradients are divided by 3: only the rounding changes.
-        rounded = on_cpu(on_one_device(None, scale=3.0))
+    compares = rank.rank == 0
+    expected = on_cpu(on_one_device(torch.float64)) if compares else {}
+    # The loss is scaled by 3 and the gradients are divided by 3: only the rounding changes.
+    rounded = on_cpu(on_one_device(None, scale=3.0)) if compares else {}
     measured = on_cpu(on_this_rank(rank))
-    ranks: list[Any] | None = [None] * rank.world_size if rank.rank == 0 else None
+    ranks: list[Any] | None = [None] * rank.world_size if compares else None
     dist.gather_object(measured, ranks, group=cpu_group)
     different = [False]
     if ranks is not None:
