@@ -112,11 +112,11 @@ def run(known: argparse.Namespace) -> int:
         raise BadCase("options", options, f"arguments of check(); {error}") from error
     examples = None if known.examples is None else example_subset.read(known.examples)
     if known.explore is not None:
-        from ddp_equivalence.commands.explore.step_command import explore_step
+        from ddp_equivalence.commands.explore.variations_command import explore_variations
 
         given = changes if examples is None else changes | {"examples": examples}
         found = replace(found, options=options)
-        outcome = explore_step(found, given, known.explore, known.target, rest)
+        outcome = explore_variations(found, given, known.explore, known.target, rest)
         return OF_OUTCOME[outcome]
     case = replace(found.case, **changes)
     case = case if examples is None else example_subset.with_examples(case, examples)
