@@ -126,11 +126,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.examples is not None:
         examples = example_subset.parse(arguments.examples)
     if arguments.explore is not None:
-        from ddp_equivalence.commands.explore.step_command import explore_step
+        from ddp_equivalence.commands.explore.variations_command import explore_variations
 
         fixed = changes if examples is None else changes | {"examples": examples}
         with_options = replace(user_check, options=options)
-        outcome = explore_step(
+        outcome = explore_variations(
             with_options, fixed, arguments.explore, arguments.target, given_options
         )
         return OF_OUTCOME[outcome]

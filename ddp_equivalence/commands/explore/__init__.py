@@ -1,4 +1,4 @@
-"""Search for a case on which a promise does not hold, and shrink it to the smallest such case.
+"""Search random cases for one on which a promise fails, and shrink it to the smallest such case.
 
-Drawing and shrinking are Hypothesis's; nothing here is imported before somebody explores.
+Hypothesis draws and shrinks the cases. It is imported only when a search starts.
 """

@@ -1,4 +1,4 @@
-"""Random trials of the suite: what the catalogue could hold, and much that it does not."""
+"""Draw random trials of the suite, far more than the catalogue contains."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.case.shards import NAMED_SIZES, split
 from ddp_equivalence.case.steps import Compare, Steps
-from ddp_equivalence.commands.explore.engine import number, one_of, strategies
+from ddp_equivalence.commands.explore.drawing import integer, one_of, strategies
 from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
 from ddp_equivalence.ranks.lanes import choose
 from ddp_equivalence.strategies import STRATEGIES
@@ -21,17 +21,19 @@ SMALL_LAYOUTS = (
     *("1x2", "2x1", "1x3", "3x1", "1+2", "2+1", "1x4", "2x2", "4x1", "1+3", "3+1"),
     *("1+2+1", "2x2-round-robin", "1+2-round-robin"),
 )
-"""Beside the catalogue's: three ranks, three nodes. From small to large, as shrinking goes."""
+"""Layouts of two to four ranks, from small to large, since shrinking prefers the first."""
 
 LAYOUTS = ("1x1", *SMALL_LAYOUTS * 6, "1x1", "1x1", "2x4", "1x8")
-"""As often as they are drawn: eight ranks are slow where cores are few, one shows little."""
+"""Every layout as often as it is drawn relative to the others: eight ranks are slow on few cores,
+and on a single rank there is little to find."""
 
 LEAST_EXAMPLES = 3
-"""Of one big batch: every third example is a positive one, and without any the loss is 0 / 0."""
+"""Examples of one big batch. Losses with positive examples have one in every three; without any,
+the loss would be 0 / 0."""
 
-MOST_FOR_A_RANK = 8
-EVEN_DEALS = ("equal", "interleaved", "no_valid_token")
-OTHER_DEALS = ("sizes", "uneven", "one_example", "empty")
+MOST_PER_RANK = 8
+EVEN_SHARDS = ("equal", "interleaved", "no_valid_token")
+OTHER_SHARDS = ("sizes", "uneven", "one_example", "empty")
 DTYPES = (torch.float64, torch.float32)
 COMPARES: tuple[Compare, ...] = ("gradients", "update")
 MOST_STEPS = 3
@@ -39,21 +41,22 @@ MOST_SEED = 99_999
 
 
 @strategies.composite
-def trials(draw: strategies.DrawFn, strategy: str) -> Trial:
-    """Any trial of this strategy that can run here, of what it promises and of what it does not.
+def random_trials(draw: strategies.DrawFn, strategy: str) -> Trial:
+    """Draw a trial of this strategy that can run on this machine, whether or not the strategy
+    promises the big batch for it.
 
-    Shrinks towards few ranks, plain models and losses, few examples in equal shards, the gradients
-    of one step, float64, seed 0.
+    Shrinks to few ranks, plain models and losses, few examples in equal shards, the gradients of
+    one step, float64, seed 0.
     """
-    layout = one_of(draw, [name for name in LAYOUTS if _has_room(strategy, name)])
+    layout = one_of(draw, [name for name in LAYOUTS if _layout_suits(strategy, name)])
     model = one_of(draw, [name for name in MODELS if _runs(name, strategy, layout)])
     loss = one_of(draw, [name for name in LOSSES if _fits(model, name)])
     world_size = parse(layout).world_size
-    shards, examples = _deal(draw, world_size, strategy, model, loss)
+    shards, examples = _shards_and_examples(draw, world_size, strategy, model, loss)
     steps = _steps(draw, world_size, model, shards, examples)
     compare = one_of(draw, COMPARES)
     dtype = one_of(draw, DTYPES)
-    seed = number(draw, 0, MOST_SEED)
+    seed = integer(draw, 0, MOST_SEED)
     case = Case(
         model=model,
         loss=loss,
@@ -66,43 +69,43 @@ def trials(draw: strategies.DrawFn, strategy: str) -> Trial:
     return Trial(case, strategy, steps=steps, compare=compare)
 
 
-def strategies_here() -> tuple[str, ...]:
+def portable_strategies() -> tuple[str, ...]:
     """The strategies that run on every machine."""
     return tuple(name for name, strategy in STRATEGIES.items() if strategy.lane is None)
 
 
-def tells_its_cause(trial: Trial) -> bool:
-    """False for a known difference that could as well be another one.
+def shows_its_cause(trial: Trial) -> bool:
+    """False for a known difference that could as well have another cause.
 
-    Where all data is on one rank, its mean, its sum and the whole are multiples of each other.
-    After a wrong first update the second shows nothing more.
+    If one rank has all data, the gradients of a mean, of a sum and of the big batch are multiples
+    of each other. If the first update is wrong, later updates start from wrong weights.
     """
     case = trial.case
     indices = split(case.shards, case.catalogue_examples, case.ranks.world_size).indices
-    telling = indices[:-1] if case.shards == "no_valid_token" else indices
-    more_updates = trial.compare == "update" and trial.steps != 1
-    return sum(map(bool, telling)) > 1 and not more_updates
+    with_data = indices[:-1] if case.shards == "no_valid_token" else indices
+    several_updates = trial.compare == "update" and trial.steps != 1
+    return sum(map(bool, with_data)) > 1 and not several_updates
 
 
-def _deal(
+def _shards_and_examples(
     draw: strategies.DrawFn, world_size: int, strategy: str, model: str, loss: str
 ) -> tuple[str, int]:
-    """A deal of examples, and how many there are in the big batch."""
+    """The shards, and the number of examples in the big batch."""
     coupled = MODELS[model].batch_coupled
     on_tokens = LOSSES[loss].output == "tokens"
-    even = [name for name in EVEN_DEALS if name != "no_valid_token" or on_tokens]
-    # Of what couples examples one deal, so that one thing differs.
-    shards = one_of(draw, ["equal"] if coupled else [*even, *OTHER_DEALS])
-    if shards in EVEN_DEALS:
-        # Batch norm has no statistics of a single example.
+    even = [name for name in EVEN_SHARDS if name != "no_valid_token" or on_tokens]
+    # A model that couples examples gets equal shards, so that only one thing differs.
+    shards = one_of(draw, ["equal"] if coupled else [*even, *OTHER_SHARDS])
+    if shards in EVEN_SHARDS:
+        # Batch norm needs more than one example for its statistics.
         least = max(2 if coupled else 1, -(-LEAST_EXAMPLES // world_size))
-        each = number(draw, least, MOST_FOR_A_RANK)
+        each = integer(draw, least, MOST_PER_RANK)
         if STRATEGIES[strategy].accumulates:
             each *= MICRO_BATCHES if coupled else one_of(draw, (1, MICRO_BATCHES))
         return shards, each * world_size
     if shards != "sizes":
-        return shards, number(draw, LEAST_EXAMPLES, MOST_FOR_A_RANK * world_size)
-    sizes = [number(draw, 0, MOST_FOR_A_RANK) for _ in range(world_size)]
+        return shards, integer(draw, LEAST_EXAMPLES, MOST_PER_RANK * world_size)
+    sizes = [integer(draw, 0, MOST_PER_RANK) for _ in range(world_size)]
     sizes[-1] += max(0, LEAST_EXAMPLES - sum(sizes))
     return "+".join(map(str, sizes)), sum(sizes)
 
@@ -110,19 +113,19 @@ def _deal(
 def _steps(
     draw: strategies.DrawFn, world_size: int, model: str, shards: str, examples: int
 ) -> Steps:
-    """One big batch, some of one size, or some of their own sizes."""
-    count = number(draw, 1, MOST_STEPS)
+    """One big batch, several of the same size, or several of different sizes."""
+    count = integer(draw, 1, MOST_STEPS)
     one_size = shards not in NAMED_SIZES or bool(MODELS[model].batch_coupled)
     if count == 1 or one_size or not one_of(draw, (False, True)):
         return count
-    unit = world_size if shards in EVEN_DEALS else 1
+    unit = world_size if shards in EVEN_SHARDS else 1
     least = -(-LEAST_EXAMPLES // unit)
     most = max(least, examples // unit)
-    return (examples, *(unit * number(draw, least, most) for _ in range(count - 1)))
+    return (examples, *(unit * integer(draw, least, most) for _ in range(count - 1)))
 
 
-def _has_room(strategy: str, layout: str) -> bool:
-    """One process has one node, and with one replica the module is just called."""
+def _layout_suits(strategy: str, layout: str) -> bool:
+    """A strategy of one process needs one node; with one replica it would just call the module."""
     ranks = parse(layout)
     return not STRATEGIES[strategy].one_process or (ranks.nodes == 1 and ranks.world_size > 1)
 

@@ -1,4 +1,4 @@
-"""Random cases of the suite are right; a search finds what a step does wrong, and shrinks it."""
+"""The suite judges random cases rightly; a search finds and shrinks what a step does wrong."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_equivalence import BadCase, Rank
 from ddp_equivalence.case.example_subset import SubsetBuilder, as_text, parse, with_examples
 from ddp_equivalence.commands.explore import (
-    engine,
+    drawing,
     random_trials,
-    step_search,
+    suite_report,
     suite_search,
-    suite_text,
+    variations_search,
 )
-from ddp_equivalence.commands.explore.random_trials import trials
-from ddp_equivalence.commands.explore.step_search import Searched
-from ddp_equivalence.commands.explore.variations import LAYOUTS, Variation, space_of, variations
+from ddp_equivalence.commands.explore.search_space import LAYOUTS, search_space
+from ddp_equivalence.commands.explore.variations import Variation, variations
+from ddp_equivalence.commands.explore.variations_search import VariationResult, VariationsSearch
 from ddp_equivalence.commands.main import main
 from ddp_equivalence.commands.user_file import UserCheck
 from ddp_equivalence.strategies import catalogue
 from tests.package.own_cases import EXAMPLES, loss, make_batch, own_case, right_step
 
 FILE = """
-from tests.suite.own_cases import own_case, right_step
-from tests.suite.test_exploration import global_mean
+from tests.package.own_cases import own_case, right_step
+from tests.package.commands.explore.test_exploration import global_mean
 
 case = own_case(layout="2x2")
 """
@@ -61,8 +61,8 @@ def test_results_that_cannot_be_written_are_refused_before_the_search(
     assert "json = '/nowhere/at/all.json': a file in a folder" in capsys.readouterr().err
 
 
-def explored(step: Any, wanted: int, **given: Any) -> Searched:
-    return step_search.search(UserCheck(own_case(layout="2x2"), step), given, wanted, str)
+def explored(step: Any, wanted: int, **given: Any) -> VariationsSearch:
+    return variations_search.search(UserCheck(own_case(layout="2x2"), step), given, wanted, str)
 
 
 @pytest.fixture
@@ -77,20 +77,22 @@ def test_random_right_cases_are_called_the_same_and_differences_by_their_name(
 ) -> None:
     # Few enough to start their ranks in a moment.
     monkeypatch.setattr(random_trials, "LAYOUTS", ("1x1", "1x2", "1x3", "2+1"))
-    tally = suite_search.search(right=30, wrong=10, seed=5)
-    assert [one.repeat for one in tally.tried if not one.right] == []
-    assert sum(one.outcome == "same" for one in tally.tried) >= 28
+    search = suite_search.search(right=30, wrong=10, seed=5)
+    assert [each.repeat for each in search.judged if not each.right] == []
+    assert sum(each.outcome == "same" for each in search.judged) >= 28
     # Two draws may be one case.
-    known = [one.outcome for one in tally.tried if one.trial.cause is not None]
+    known = [each.outcome for each in search.judged if each.trial.cause is not None]
     assert len(known) >= 7
     assert set(known) == {"different"}
-    assert {one.trial.strategy for one in tally.tried} == set(random_trials.strategies_here())
+    assert {each.trial.strategy for each in search.judged} == set(
+        random_trials.portable_strategies()
+    )
 
 
 def test_what_is_drawn_depends_on_the_seed_alone() -> None:
     def names(seed: int) -> list[str]:
-        drawn = suite_search.drawn(20, promised=True, seed=seed)
-        return [f"{name} {one} {one.case}" for name, of_one in drawn.items() for one in of_one]
+        drawn = suite_search.draw_trials(20, promised=True, seed=seed)
+        return [f"{name} {each} {each.case}" for name, trials in drawn.items() for each in trials]
 
     before = names(1)
     assert len(set(before)) == len(before) == 20
@@ -98,73 +100,77 @@ def test_what_is_drawn_depends_on_the_seed_alone() -> None:
     assert names(2) != before
 
 
-@engine.strategies.composite
-def numbers(draw: engine.strategies.DrawFn) -> tuple[int, ...]:
-    return tuple(engine.number(draw, 0, 59_999) for _ in range(8))
+@drawing.strategies.composite
+def numbers(draw: drawing.strategies.DrawFn) -> tuple[int, ...]:
+    return tuple(drawing.integer(draw, 0, 59_999) for _ in range(8))
 
 
 def test_numbers_are_drawn_evenly_and_the_same_whatever_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = engine.draw(numbers(), 200, "0")
+    before = drawing.draw_different(numbers(), 200, "0")
     # Hypothesis mixes the constants of modules into what it draws.
     (tmp_path / "full_of_numbers.py").write_text(f"numbers = {list(range(1000, 60000, 97))}")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("full_of_numbers")
-    assert engine.draw(numbers(), 200, "0") == before
+    assert drawing.draw_different(numbers(), 200, "0") == before
     last = [of_one[-1] for of_one in before]
     assert 60 < sum(number >= 30_000 for number in last) < 140
 
 
 def test_a_false_alarm_is_shrunk_to_its_smallest_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "_cause", lambda trial: None)  # as if all were promised
-    monkeypatch.setattr(suite_search, "strategies_here", lambda: ("manual_all_reduce_sum",))
-    tally = suite_search.search(right=6, wrong=0, seed=0)
-    assert tally.false_alarms
-    ((mistake, report),) = tally.wrong
+    monkeypatch.setattr(suite_search, "portable_strategies", lambda: ("manual_all_reduce_sum",))
+    search = suite_search.search(right=6, wrong=0, seed=0)
+    assert search.false_alarms
+    ((mistake, report),) = search.smallest_mistakes
     case = mistake.trial.case
     assert case.ranks.world_size == 2
     assert case.catalogue_examples <= 4
     assert (case.shards, case.seed, case.dtype) == ("equal", 0, torch.float64)
     assert (mistake.trial.compare, mistake.trial.steps) == ("gradients", 1)
     assert "sum_not_mean" in report
-    text = "\n".join(suite_text.lines(tally))
+    text = "\n".join(suite_report.report_lines(search))
     assert f"Repeat:   {mistake.repeat}" in text
-    assert suite_text.record(tally)["false_alarms"] == len(tally.false_alarms)
+    assert suite_report.as_json(search)["false_alarms"] == len(search.false_alarms)
 
 
 def test_the_mean_of_means_is_found_though_equal_shards_pass_and_shrinks_to_three_examples() -> (
     None
 ):
-    found = explored(right_step, 16)
-    equal = [one for of, one in found.tried.items() if of.shards in ("equal", "interleaved")]
-    assert {one.kind for one in equal} == {"same"}
-    ((least, tried, report),) = found.smallest
-    assert tried == step_search.Tried("different", "uneven_shards_weighted_equally")
-    assert least in [Variation("1x2", of, 3, torch.float64, 0, 1) for of in ("1+2", "2+1")]
+    search = explored(right_step, 16)
+    equal = [
+        result
+        for variation, result in search.results.items()
+        if variation.shards in ("equal", "interleaved")
+    ]
+    assert {result.outcome for result in equal} == {"same"}
+    ((smallest, result, report),) = search.smallest
+    assert result == VariationResult("different", "uneven_shards_weighted_equally")
+    assert smallest in [Variation("1x2", of, 3, torch.float64, 0, 1) for of in ("1+2", "2+1")]
     assert "uneven_shards_weighted_equally" in report
 
 
 def test_a_step_that_raises_on_an_empty_shard_only_is_found_by_that() -> None:
-    found = explored(refuses_an_empty_shard, 12, layout="1x2", seed=0, dtype=torch.float64)
-    ((least, tried, report),) = found.smallest
-    assert tried == step_search.Tried("failed", "a rank failed: ValueError")
-    assert (least.shards, least.examples) == ("0+1", 1)
+    search = explored(refuses_an_empty_shard, 12, layout="1x2", seed=0, dtype=torch.float64)
+    ((smallest, result, report),) = search.smallest
+    assert result == VariationResult("failed", "a rank failed: ValueError")
+    assert (smallest.shards, smallest.examples) == ("0+1", 1)
     assert "nothing to train on" in report
-    assert not found.of_kind("different")
+    assert not search.with_outcome("different")
 
 
 def test_a_right_step_is_right_in_all_variations() -> None:
-    found = explored(global_mean, 16)
-    assert {one.kind for one in found.tried.values()} == {"same"}
-    assert len(found.tried) == 16
-    assert not found.smallest
+    search = explored(global_mean, 16)
+    assert {result.outcome for result in search.results.values()} == {"same"}
+    assert len(search.results) == 16
+    assert not search.smallest
 
 
 def test_what_the_caller_gives_is_held() -> None:
     given = {"shards": "2+1", "seed": 7, "dtype": torch.float32, "examples": (4, 0, 5)}
-    space = space_of(own_case(), right_step, given, {})
-    for one in engine.draw(variations(space), 5, "0"):
+    space = search_space(own_case(), right_step, given, {})
+    for one in drawing.draw_different(variations(space), 5, "0"):
         assert (one.shards, one.seed, one.dtype, one.examples) == tuple(given.values())[:4]
         assert one.layout in ("1x2", "2x1")
         assert one.steps == 1
@@ -172,15 +178,15 @@ def test_what_the_caller_gives_is_held() -> None:
 
 def test_a_trainer_keeps_its_examples_its_ranks_and_its_steps() -> None:
     options = {"compare": "update", "steps": 3}
-    space = space_of(own_case(layout="2x2", shards="own"), right_step, {}, options)
-    drawn = engine.draw(variations(space), 20, "0")
+    space = search_space(own_case(layout="2x2", shards="own"), right_step, {}, options)
+    drawn = drawing.draw_different(variations(space), 20, "0")
     assert {one.layout for one in drawn} == {"1x4", "2x2", "1+3"}
     assert {(one.shards, one.examples, one.steps) for one in drawn} == {("own", None, 3)}
 
 
 def test_every_variation_deals_the_examples_that_it_takes() -> None:
-    space = space_of(own_case(), right_step, {}, {})
-    drawn = engine.draw(variations(space), 200, "0")
+    space = search_space(own_case(), right_step, {}, {})
+    drawn = drawing.draw_different(variations(space), 200, "0")
     assert {one.layout for one in drawn} == set(LAYOUTS)
     for one in drawn:
         taken = one.examples if isinstance(one.examples, int) else len(one.examples or ())
@@ -256,9 +262,9 @@ def test_selected_examples_are_those_of_the_batch() -> None:
 
 def test_without_hypothesis_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hypothesis", None)
-    monkeypatch.delitem(sys.modules, engine.__name__)
+    monkeypatch.delitem(sys.modules, drawing.__name__)
     with pytest.raises(BadCase, match=r"pip install 'ddp_equivalence\[explore\]'"):
-        importlib.import_module(engine.__name__)
+        importlib.import_module(drawing.__name__)
 
 
 def test_interrupted_the_search_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,11 +277,11 @@ def test_interrupted_the_search_keeps_what_it_has(monkeypatch: pytest.MonkeyPatc
         return run(trial)
 
     monkeypatch.setattr(suite_search, "_run", interrupted)
-    tally = suite_search.search(right=20, wrong=0, seed=0)
-    assert (len(tally.tried), tally.interrupted) == (3, True)
-    assert any("INTERRUPTED" in line for line in suite_text.lines(tally))
+    search = suite_search.search(right=20, wrong=0, seed=0)
+    assert (len(search.judged), search.interrupted) == (3, True)
+    assert any("INTERRUPTED" in line for line in suite_report.report_lines(search))
 
 
 def test_all_draws_are_of_the_strategy_that_is_asked_for() -> None:
-    drawn = engine.draw(trials("hybrid"), 10, "0")
+    drawn = drawing.draw_different(random_trials.random_trials("hybrid"), 10, "0")
     assert {trial.strategy for trial in drawn} == {"hybrid"}

@@ -1,0 +1,1 @@
+"""Take the definitions that a script needs out of their modules, transitively, by name."""
