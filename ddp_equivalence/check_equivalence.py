@@ -13,7 +13,8 @@ from ddp_equivalence.case.shards import OWN, split
 from ddp_equivalence.case.steps import Compare, Steps
 from ddp_equivalence.diagnosis import vacuity
 from ddp_equivalence.diagnosis.analysis import Surroundings, without_ranks
-from ddp_equivalence.diagnosis.diagnose import Finding, diagnose
+from ddp_equivalence.diagnosis.diagnose import diagnose
+from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.measured_view import first_wrong_step, repeats, taken_apart
 from ddp_equivalence.faults.plant import intact
 from ddp_equivalence.measurement.measure import (

@@ -19,10 +19,12 @@ from ddp_equivalence.case.steps import Steps, in_step
 from ddp_equivalence.comparison.comparison import ParameterComparison
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.comparison.tolerance import Noise
-from ddp_equivalence.diagnosis.diagnose import NearestFault, nearest_fault
-from ddp_equivalence.diagnosis.divisor_candidates import counts
-from ddp_equivalence.diagnosis.localisation import left_over_of_weights
-from ddp_equivalence.diagnosis.view import Piece, View
+from ddp_equivalence.diagnosis.divisor_candidates import distinct_divisors
+from ddp_equivalence.diagnosis.example_gradients import GradientCache
+from ddp_equivalence.diagnosis.localisation import multiples_of_weights
+from ddp_equivalence.diagnosis.nearest_fault import NearestFault, nearest_fault
+from ddp_equivalence.diagnosis.setting import Setting
+from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.reference import Reference
 from ddp_equivalence.strategies.sharded_batch import Indices, facts_of
@@ -117,31 +119,33 @@ class Surroundings:
             parts = tuple((indices,) for indices in dealt)
         if request.strategy is not None and case.is_catalogue:
             parts = request.strategy.contributions(facts_of(case, request.steps)[step])
-        return View(
+        setting = Setting(
             case=case,
             layout=case.ranks,
-            expected=self._expected(selection, step),
-            shapes={name: tuple(p.shape) for name, p in model.named_parameters() if name in named},
-            selection=selection,
-            ranks=tuple(range(request.processes.world_size)),
-            dealt=dealt,
-            parts=parts,
             batch=batches[step],
-            examples=examples,
-            before=tuple(batches[:step]),
-            previous=tuple(self._expected(selection, earlier) for earlier in range(step)),
+            example_count=examples,
+            earlier_batches=tuple(batches[:step]),
+            shards=dealt,
+            reporting_ranks=tuple(range(request.processes.world_size)),
             lr=request.lr,
             has_batch_norm=_has(model, nn.modules.batchnorm._BatchNorm),
             has_dropout=_has(model, nn.modules.dropout._DropoutNd)
             and reference.rounding.order_matters,
             dtype=reference.dtype,
             seed=step_seed(case, step),
-            counts=counts(batches[step]),
             batch_coupled=_coupled(case),
             sums_in_nodes=request.strategy is not None and request.strategy.sums_in_nodes,
             scale=-request.lr if request.compare == "update" else 1.0,
-            on_cpu=request.lane.device_type == "cpu",
-            known=self._known(step) if selection.is_whole else {},
+            draws_on_cpu=request.lane.device_type == "cpu",
+            divisor_candidates=distinct_divisors(batches[step]),
+        )
+        return View.before_the_run(
+            setting,
+            selection,
+            self._expected(selection, step),
+            tuple(self._expected(selection, earlier) for earlier in range(step)),
+            parts,
+            self._known(step) if selection.is_whole else {},
         )
 
     def left_over_of_weights(
@@ -150,7 +154,7 @@ class Surroundings:
         """Of an update over several steps: how many times the first weights are left over."""
         selection, reference = self.selection, self._reference
         found = {name: one for name, one in measured[0].items() if one is not None}
-        return left_over_of_weights(
+        return multiples_of_weights(
             self._request.case,
             selection,
             selection.of(reference.expected),
@@ -162,7 +166,7 @@ class Surroundings:
         found = self._reference.expected
         return selection.of({name: found[in_step(name, step, count)] for name in selection.sizes})
 
-    def _known(self, step: int) -> dict[tuple[Indices, bytes], Piece]:
+    def _known(self, step: int) -> GradientCache:
         request = self._request
         if not request.case.is_catalogue:
             return {}
@@ -189,8 +193,6 @@ def _has(model: nn.Module, kind: Any) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _known_pieces(
-    case: Case, steps: Steps, step: int, lr: float, scale: float
-) -> dict[tuple[Indices, bytes], Piece]:
+def _known_pieces(case: Case, steps: Steps, step: int, lr: float, scale: float) -> GradientCache:
     """Filled by the views of one catalogue case: strategies meet the same parts of it again."""
     return {}

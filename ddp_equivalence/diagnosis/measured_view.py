@@ -31,17 +31,19 @@ def taken_apart(
 
     What the ranks read tells the micro-batches of a step of one's own.
     """
-    full = {name: in_step(name, step, steps) for name in view.shapes}
+    full = {name: in_step(name, step, steps) for name in view.parameters.names}
     beyond = {one.name for one in found.comparison.parameters if not (one.same and one.ranks_agree)}
-    seen = replace(
-        view,
-        measured=torch.stack([_joined(view, found.measured[rank], full) for rank in view.ranks]),
+    ranks = view.setting.reporting_ranks
+    measured = replace(
+        view.measured,
+        by_rank=torch.stack([_joined(view, found.measured[rank], full) for rank in ranks]),
         differing=frozenset(name for name in full if full[name] in beyond),
-        observed=observed,
-        unrepeatable=unrepeatable,
     )
-    if not view.case.is_catalogue and seen.read is not None and _is_the_deal(seen, seen.read):
-        seen = replace(seen, parts=seen.read)
+    observed_step = replace(view.observed, by_rank=observed, left_other_bits=unrepeatable)
+    seen = replace(view, measured=measured, observed=observed_step)
+    read = observed_step.examples_read
+    if not view.setting.case.is_catalogue and read is not None and _is_the_deal(seen, read):
+        seen = replace(seen, parts=replace(seen.parts, by_rank=read))
     return seen
 
 
@@ -67,15 +69,16 @@ def repeats(measured: Kept, observed: Mapping[int, Observation]) -> bool | None:
 
 
 def _joined(view: View, found: Mapping[str, Tensor | None], full: Mapping[str, str]) -> Tensor:
-    values = {name: found.get(full[name]) for name in view.shapes}
-    return view.selection.joined({name: one for name, one in values.items() if one is not None})
+    values = {name: found.get(full[name]) for name in view.parameters.names}
+    kept = {name: value for name, value in values.items() if value is not None}
+    return view.parameters.sample.joined(kept)
 
 
 def _is_the_deal(view: View, read: tuple[tuple[Indices, ...], ...]) -> bool:
     """True if each rank read what it was given, or takes its examples itself."""
-    if view.dealt is None:
+    if view.setting.shards is None:
         return True
     return all(
         sorted(i for part in parts for i in part) == sorted(given)
-        for parts, given in zip(read, view.dealt, strict=True)
+        for parts, given in zip(read, view.setting.shards, strict=True)
     )

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.comparison.comparison import Comparison
-from ddp_equivalence.diagnosis.diagnose import NearestFault
-from ddp_equivalence.diagnosis.view import NEAR
+from ddp_equivalence.diagnosis.nearest_fault import NearestFault
+from ddp_equivalence.diagnosis.residual import NEGLIGIBLE
 from ddp_equivalence.faults.plant import fault_of
 from ddp_equivalence.measurement.on_rank import Evidence
 from ddp_equivalence.ranks.collectives import FORGOTTEN
@@ -108,7 +108,7 @@ def against_a_pass(
     nearest: Callable[[], NearestFault | None],
 ) -> str | None:
     """A green result must have been able to be red. ``nearest`` is asked only where it may matter:
-    a fault that lies nearer than ``NEAR`` is none.
+    a fault that lies nearer than ``NEGLIGIBLE`` is none.
     """
     if not comparison.parameters or not comparison.elements:
         return "no gradient element was compared"
@@ -124,7 +124,7 @@ def against_a_pass(
             "randomness that the seed does not fix, moves the big batch's own gradient as far"
         )
     limit = min(one.limit.relative for one in telling)
-    fault = nearest() if limit > NEAR else None
+    fault = nearest() if limit > NEGLIGIBLE else None
     if fault is not None and math.isfinite(fault.distance) and fault.distance < limit:
         return f"the limit lies above the signal: {fault.cause} would pass on this case"
     if len(evidence) > 1 and _nothing_exchanged(evidence, comparison.elements):

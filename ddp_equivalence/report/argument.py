@@ -47,28 +47,30 @@ def argument_lines(verdict: Verdict) -> list[str]:
         )
     promise = verdict.promise or "the step is held to 1 g on every rank"
     lines += wrapped(f"  But    {promise}", "         ", first="")
-    return [*lines, *_whose_mean(verdict)]
+    return [*lines, *_divisors(verdict)]
 
 
-def _whose_mean(verdict: Verdict) -> list[str]:
-    found = verdict.whose_mean
-    if found is None or (verdict.cause is not None and not OF_DIVISORS & set(verdict.causes)):
+def _divisors(verdict: Verdict) -> list[str]:
+    divisors = verdict.divisors
+    if divisors is None or (verdict.cause is not None and not OF_DIVISORS & set(verdict.causes)):
         return []
-    if found.kind == "sum":
+    if divisors.kind == "sum":
         loss = "The loss is a sum, so that the ranks' losses add up to the big batch's"
         whole = "by nothing"
     else:
-        each = _alike(found.counts, "g")
-        loss = f"On its own each rank's loss divides by its {each} {found.what}"
-        whole = f"by {found.whole:g}"
+        each = _alike(divisors.counts, "g")
+        loss = f"On its own each rank's loss divides by its {each} {divisors.unit}"
+        whole = f"by {divisors.big_batch:g}"
     text = f"Whose mean is it? {loss}; the big batch divides {whole}"
-    if found.divided is not None:
-        by = "nothing" if abs(found.divided - 1) < 1e-3 else f"{found.divided:.4g}"
+    if divisors.reduction is not None:
+        by = "nothing" if abs(divisors.reduction - 1) < 1e-3 else f"{divisors.reduction:.4g}"
         text += f"; together the ranks' gradients were divided by {by}"
-    if found.right is not None and verdict.cause is not None:
-        text += f". Right would be {_alike(found.right, '.4g')} times the loss as it is now"
-        if found.kind == "mean" and found.divided is not None:
-            text += f", or {found.divided:.4g} / {found.whole:g} times the summed loss"
+    if divisors.right_factors is not None and verdict.cause is not None:
+        text += (
+            f". Right would be {_alike(divisors.right_factors, '.4g')} times the loss as it is now"
+        )
+        if divisors.kind == "mean" and divisors.reduction is not None:
+            text += f", or {divisors.reduction:.4g} / {divisors.big_batch:g} times the summed loss"
     return wrapped(f"  {text}.", "    ", first="")
 
 

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from ddp_equivalence.report.verdict import Verdict
 
 HALVES = {
-    "together": "how gradients are put together. The ranks' own gradients, before any reduction, "
+    "reduction": "how gradients are put together. The ranks' own gradients, before any reduction, "
     "give the big batch",
-    "before": "what each rank computes: its data, forward pass and loss. The ranks' own gradients "
+    "local gradients": "what each rank computes: its data, forward pass and loss. The ranks' own gradients "
     "are put together as they should be, but do not give the big batch",
 }
 """Where a difference lies that has no name."""
@@ -68,24 +68,25 @@ def _learned(verdict: Verdict) -> list[str]:
         learned.append("the ranks do not hold the same")
     if verdict.repeated is False:
         learned.append("a second run left other bits: a race, or randomness without a seed")
-    found = verdict.clues
-    if found.weights:
-        names = ", ".join(list(found.weights)[:4]) + (", ..." if len(found.weights) > 4 else "")
-        times = ", ".join(dict.fromkeys(f"{one:.2g}" for one in found.weights.values()))
+    localisation = verdict.localisation
+    multiples = localisation.weight_multiples
+    if multiples:
+        names = ", ".join(list(multiples)[:4]) + (", ..." if len(multiples) > 4 else "")
+        times = ", ".join(dict.fromkeys(f"{one:.2g}" for one in multiples.values()))
         learned.append(
             f"of {names}, what is off is {times} times the weights themselves: weight decay or a "
             "penalty that counts otherwise than in the big batch"
         )
-    if found.loss is not None and (there := at_the_loss(verdict, found.loss)):
-        learned.append(f"the big batch's loss is {found.loss:.4g}, and backward began {there}")
+    loss = localisation.big_batch_loss
+    if loss is not None and (there := at_the_loss(verdict, loss)):
+        learned.append(f"the big batch's loss is {loss:.4g}, and backward began {there}")
     lines = wrapped(f"Known of it: {'; '.join(learned)}.", "  ") if learned else []
-    for module, finding in list((found.by_module or {}).items())[:4]:
+    for module, finding in list((localisation.findings_by_module or {}).items())[:4]:
         what = f"On the parameters of {module or 'the model itself'} alone it is {finding.cause}: "
         lines += wrapped(f"{what}{finding.sentence}", "  ")
         lines += wrapped(f"Look at: {finding.look_at}", "  ")
-    if found.half:
-        more = (
-            STATISTICS if found.half == "before" and "no sum over" in verdict.why_no_shares else ""
-        )
-        lines += wrapped(f"Look at: {HALVES[found.half]}{more}", "  ")
+    half = localisation.wrong_half
+    if half is not None:
+        is_coupled = half == "local gradients" and "no sum over" in verdict.why_no_shares
+        lines += wrapped(f"Look at: {HALVES[half]}{STATISTICS if is_coupled else ''}", "  ")
     return lines

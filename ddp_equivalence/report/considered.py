@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ddp_equivalence.report.wrapping import wrapped
 
 if TYPE_CHECKING:
-    from ddp_equivalence.diagnosis.diagnose import Finding
+    from ddp_equivalence.diagnosis.finding import Finding
     from ddp_equivalence.report.verdict import Verdict
 
 MOST_RULED_OUT = 6
@@ -18,8 +18,8 @@ def considered_lines(verdict: Verdict) -> list[str]:
     """Rivals, what has the same numbers, what is ruled out, and what could not show."""
     accepted = [one for one in verdict.findings if one.accepted]
     alike = [one for one in verdict.findings if one.fits and not one.accepted]
-    refused = [one for one in verdict.findings if not one.fits and one.shows]
-    hidden = [one.cause for one in verdict.findings if not one.fits and not one.shows]
+    refused = [one for one in verdict.findings if not one.fits and one.would_show]
+    hidden = [one.cause for one in verdict.findings if not one.fits and not one.would_show]
     lines = []
     if len(accepted) > 1:
         rivals = ", ".join(" and ".join(one.causes) for one in accepted)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ddp_equivalence.case.shards import OWN
-from ddp_equivalence.diagnosis.examples_read import numbers
+from ddp_equivalence.diagnosis.examples_read import example_numbers
 from ddp_equivalence.ranks.collectives import FORGOTTEN
 from ddp_equivalence.report.wrapping import of_ranks, plural, wrapped
 
@@ -133,9 +133,9 @@ def _read(verdict: Verdict) -> str:
     twice = sorted(index for index, times in counted.items() if times > 1)
     told = f"{len(counted)} of {total} examples read"
     if twice:
-        told += f", more than once {numbers(twice)}"
+        told += f", more than once {example_numbers(twice)}"
     if never:
-        told += f", never {numbers(never)}"
+        told += f", never {example_numbers(never)}"
     micro = {len(parts or ()) for parts in read.values()}
     if max(micro) > len(verdict.examples):
         told += f", in {max(micro)} micro-batches a rank"
@@ -189,7 +189,8 @@ def _losses(verdict: Verdict) -> str:
     text = f"backward began at these losses: {shown}"
     if len(set(told.values())) == 1 and len(told) > 1:
         text = f"backward began at a loss of {next(iter(told.values()))} on every rank"
-    whole, mean = verdict.clues.loss, verdict.clues.mean_loss
+    localisation = verdict.localisation
+    whole, mean = localisation.big_batch_loss, localisation.mean_rank_loss
     if whole is None or mean is None:
         return text
     if abs(whole - mean) <= SAME_LOSS * abs(whole):

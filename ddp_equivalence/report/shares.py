@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from ddp_equivalence.report.wrapping import of_ranks, plural, wrapped
 
 if TYPE_CHECKING:
-    from ddp_equivalence.diagnosis.shares import Row, Shares
+    from ddp_equivalence.diagnosis.share_fit import ShareRow
+    from ddp_equivalence.diagnosis.shares import Shares
     from ddp_equivalence.report.verdict import Verdict
 
 MOST_RANKS = 8
@@ -114,7 +115,7 @@ def _conditions(shares: Shares) -> Iterator[str]:
     yield from wrapped(text, "    ")
 
 
-def _apart(row: Row) -> bool:
+def _apart(row: ShareRow) -> bool:
     known = [value for value in row if value is not None]
     return bool(known) and max(known) - min(known) > OFF
 

@@ -11,9 +11,10 @@ from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.steps import Compare
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.diagnosis.analysis import Surroundings
-from ddp_equivalence.diagnosis.diagnose import Finding, NearestFault
-from ddp_equivalence.diagnosis.divisors import WhoseMean, whose_mean
-from ddp_equivalence.diagnosis.localisation import Clues, clues
+from ddp_equivalence.diagnosis.divisors import Divisors, find_divisors
+from ddp_equivalence.diagnosis.finding import Finding
+from ddp_equivalence.diagnosis.localisation import Localisation, localise
+from ddp_equivalence.diagnosis.nearest_fault import NearestFault
 from ddp_equivalence.diagnosis.shares import Shares, shares_of
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.observation import Observation
@@ -94,16 +95,16 @@ class Verdict:
         return self.no_view if self.view is None else shares_of(self.view)
 
     @cached_property
-    def whose_mean(self) -> WhoseMean | None:
-        """What the loss, the ranks and the big batch divide by, where a count makes it plain."""
-        return None if self.view is None else whose_mean(self.view)
+    def divisors(self) -> Divisors | None:
+        """The divisors of the ranks' losses, of the reduction and of the big batch, if known."""
+        return None if self.view is None else find_divisors(self.view)
 
     @cached_property
-    def clues(self) -> Clues:
-        """What is known of the difference beside its cause; computed when asked for."""
+    def localisation(self) -> Localisation:
+        """Where the difference lies, beside its cause; computed when asked for."""
         if self.view is None or self.comparison is None:
-            return Clues(weights=self._of_weights)
-        return clues(self.view, self.comparison, named=self.cause is not None)
+            return Localisation(weight_multiples=self._of_weights)
+        return localise(self.view, self.comparison, has_cause=self.cause is not None)
 
     @property
     def nearest(self) -> NearestFault | None:

@@ -21,17 +21,17 @@ def loss_value(verdict: Verdict, view: View) -> bool:
     """The mean of the ranks' losses is not the loss of the big batch, to four digits."""
     by_rank = []
     for seen in verdict.observed.values():
-        values = [one.loss for one in seen.backwards if one.step == len(view.before)]
+        values = [call.loss for call in seen.backwards if call.step == view.setting.step]
         by_rank.append(sum(value for value in values if value is not None))
     if not by_rank:
         return False
-    whole = view.piece(tuple(range(view.examples))).loss
+    whole = view.examples.big_batch_loss
     return abs(sum(by_rank) / len(by_rank) - whole) > DIGITS * abs(whole)
 
 
 def adam_update(verdict: Verdict, view: View) -> bool:
     """The first step of Adam on rank 0 differs, by torch.testing.assert_close as it comes."""
-    return not _close(_adam(view.measured[0]), _adam(view.expected), view.dtype)
+    return not _close(_adam(view.measured.by_rank[0]), _adam(view.expected), view.setting.dtype)
 
 
 def rank_agreement(verdict: Verdict, view: View) -> bool:
@@ -41,7 +41,7 @@ def rank_agreement(verdict: Verdict, view: View) -> bool:
 
 def assert_close(verdict: Verdict, view: View) -> bool:
     """Rank 0's gradients are not the big batch's, by torch.testing.assert_close as it comes."""
-    return not _close(view.measured[0], view.expected, view.dtype)
+    return not _close(view.measured.by_rank[0], view.expected, view.setting.dtype)
 
 
 OTHER_CHECKS: dict[str, Callable[[Verdict, View], bool]] = {

@@ -8,11 +8,12 @@ from ddp_equivalence.diagnosis.causes.uneven_shards_weighted_equally import (
     is_mean_over_examples,
     mean_of_means,
 )
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Way
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
 from ddp_equivalence.diagnosis.view import View
 
 
-def predict(view: View) -> Sequence[Way]:
+def predict(view: View) -> Sequence[Prediction]:
+    """The mean of the ranks' means, where the big batch does not weight by examples."""
     return () if is_mean_over_examples(view) else mean_of_means(view)
 
 
@@ -24,5 +25,5 @@ HYPOTHESIS = Hypothesis(
     "world size over it",
     predict=predict,
     tell_apart="ranks with equal counts: only this one then goes away",
-    of_the_rule=True,
+    limits_must_catch=True,
 )
