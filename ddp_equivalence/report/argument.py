@@ -66,9 +66,8 @@ def _divisors(verdict: Verdict) -> list[str]:
         by = "nothing" if abs(divisors.reduction - 1) < 1e-3 else f"{divisors.reduction:.4g}"
         text += f"; together the ranks' gradients were divided by {by}"
     if divisors.right_factors is not None and verdict.cause is not None:
-        text += (
-            f". Right would be {_alike(divisors.right_factors, '.4g')} times the loss as it is now"
-        )
+        right = _alike(divisors.right_factors, ".4g")
+        text += f". Right would be {right} times the loss as it is now"
         if divisors.kind == "mean" and divisors.reduction is not None:
             text += f", or {divisors.reduction:.4g} / {divisors.big_batch:g} times the summed loss"
     return wrapped(f"  {text}.", "    ", first="")

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 HALVES = {
     "reduction": "how gradients are put together. The ranks' own gradients, before any reduction, "
     "give the big batch",
-    "local gradients": "what each rank computes: its data, forward pass and loss. The ranks' own gradients "
-    "are put together as they should be, but do not give the big batch",
+    "local gradients": "what each rank computes: its data, forward pass and loss. The ranks' own "
+    "gradients are put together as they should be, but do not give the big batch",
 }
 """Where a difference lies that has no name."""
 

@@ -22,10 +22,9 @@ def predict(view: View) -> Sequence[Prediction]:
         # Unknown local gradients whose mean would have been the big batch.
         measured = view.measured.by_rank
         candidates.append((measured - measured.mean(0) + view.expected, True))
+    right, combined = view.expected_by_rank, view.parameters.combined
     return tuple(
-        Prediction(
-            view.parameters.combined(local, view.expected_by_rank, differing), detail, fitted
-        )
+        Prediction(combined(local, right, differing), detail, fitted)
         for local, fitted in candidates
     )
 
