@@ -26,7 +26,7 @@ def considered_lines(verdict: Verdict) -> list[str]:
         lines += wrapped(f"Cannot be told apart on this case: {rivals}", "  ")
         for one in accepted:
             if one.tell_apart:
-                lines += wrapped(f"{one.cause} would stand out with {one.tell_apart}", "    ")
+                lines += wrapped(f"{one.cause}: {one.tell_apart}", "    ")
     if alike:
         told = "; ".join(
             f"{one.cause} ({one.because or 'nothing was seen of it'})" for one in alike

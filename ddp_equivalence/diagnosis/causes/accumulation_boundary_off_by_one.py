@@ -85,5 +85,5 @@ HYPOTHESIS = Hypothesis(
     "last window of an epoch",
     predict=predict,
     indication=indication,
-    tell_apart="at least two micro-batches, of different examples",
+    tell_apart="Use at least two micro-batches with different examples.",
 )

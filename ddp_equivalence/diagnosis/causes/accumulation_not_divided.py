@@ -58,5 +58,5 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     factors=factors,
     indication=indication,
-    tell_apart="another number of micro-batches, which is no multiple of the ranks",
+    tell_apart="Use another number of micro-batches that is no multiple of the number of ranks.",
 )

@@ -47,6 +47,6 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     factors=factors,
     indication=indication,
-    tell_apart="another world size: only this factor follows it",
+    tell_apart="Use another world size: only this factor follows it.",
     limits_must_catch=True,
 )

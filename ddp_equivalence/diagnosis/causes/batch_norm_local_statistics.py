@@ -23,6 +23,6 @@ HYPOTHESIS = Hypothesis(
     "of the model, not a fault of the reduction.",
     look_at="SyncBatchNorm, or a normalisation that does not look across examples",
     predict=predict,
-    tell_apart="the same model in eval mode",
+    tell_apart="Put the model in eval mode: this difference then goes away.",
     limits_must_catch=True,
 )

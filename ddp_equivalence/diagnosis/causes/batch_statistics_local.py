@@ -23,5 +23,5 @@ HYPOTHESIS = Hypothesis(
     "reduction.",
     look_at="the loss: gather the outputs of all ranks with their gradient before the statistics",
     predict=predict,
-    tell_apart="the loss without that term",
+    tell_apart="Leave that term out of the loss: this difference then goes away.",
 )

@@ -57,10 +57,11 @@ def indication(view: View) -> Indication | None:
 
 HYPOTHESIS = Hypothesis(
     name="bucket_not_reduced",
-    sentence="The gradients of a whole bucket were not reduced: every rank holds its own there.",
-    look_at="a communication hook that returns a bucket as it came, or a bucket that never becomes "
-    "ready, because one of its parameters gets no gradient",
+    sentence="The gradients of a whole bucket were not reduced: every rank holds its own gradients "
+    "of it.",
+    look_at="a communication hook that returns a bucket unchanged, or a bucket that never becomes "
+    "ready because one of its parameters gets no gradient",
     predict=predict,
     indication=indication,
-    tell_apart="buckets of several parameters (a larger bucket_cap_mb)",
+    tell_apart="Use buckets of several parameters (a larger bucket_cap_mb).",
 )

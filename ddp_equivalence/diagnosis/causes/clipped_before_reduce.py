@@ -67,9 +67,10 @@ def indication(view: View) -> Indication | None:
 
 HYPOTHESIS = Hypothesis(
     name="clipped_before_reduce",
-    sentence="Each rank clipped the norm of its own gradient, and the clipped ones were averaged.",
+    sentence="Each rank clipped the norm of its own gradient, and the clipped gradients were "
+    "averaged.",
     look_at="clip_grad_norm_ before the all_reduce, or inside a communication hook: clip after it",
     predict=predict,
     indication=indication,
-    tell_apart="a max_norm that bites on some ranks only",
+    tell_apart="Use a max_norm that only some ranks' gradients exceed.",
 )

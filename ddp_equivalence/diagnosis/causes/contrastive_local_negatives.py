@@ -61,11 +61,11 @@ def _compares_examples(view: View) -> bool:
 
 HYPOTHESIS = Hypothesis(
     name=NAME,
-    sentence="The loss compares examples with each other, and on every rank only with those of its "
-    "own shard: fewer negatives than in the big batch. This is a property of the loss, not a fault "
-    "of the reduction.",
+    sentence="The loss compares examples with each other, and on every rank only with the examples "
+    "of its own shard, so that there are fewer negatives than in the big batch. This is a property "
+    "of the loss, not a fault of the reduction.",
     look_at="the loss: gather the outputs of all ranks with their gradient "
     "(torch.distributed.nn.functional.all_gather) before it",
     predict=predict,
-    tell_apart="one example a rank, which then has nothing to compare with and no gradient",
+    tell_apart="Give each rank one example: it then has nothing to compare with and no gradient.",
 )

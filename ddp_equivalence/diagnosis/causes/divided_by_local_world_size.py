@@ -44,5 +44,6 @@ HYPOTHESIS = Hypothesis(
     "dist.get_world_size() is meant",
     predict=predict,
     factors=factors,
-    tell_apart="nodes with several ranks, such as 2x4, where all counts differ",
+    tell_apart="Use nodes with several ranks, such as 2x4, where the numbers of nodes, of ranks on "
+    "a node and of all ranks differ.",
 )

@@ -73,6 +73,6 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     indication=indication,
     likely_but_unpredictable=likely_but_unpredictable,
-    tell_apart="the same model in eval mode",
+    tell_apart="Put the model in eval mode: this difference then goes away.",
     limits_must_catch=True,
 )

@@ -35,5 +35,5 @@ HYPOTHESIS = Hypothesis(
     look_at="torch.manual_seed on every rank: add the rank to the seed once the weights are built",
     predict=predict,
     indication=indication,
-    tell_apart="nothing in the gradients: the state of the ranks' generators",
+    tell_apart="The gradients cannot tell: compare the states of the ranks' generators.",
 )

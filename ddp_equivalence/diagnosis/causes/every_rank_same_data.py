@@ -45,5 +45,5 @@ HYPOTHESIS = Hypothesis(
     look_at="a DistributedSampler that is missing, or that every rank makes with the same rank",
     predict=predict,
     indication=indication,
-    tell_apart="nothing in the gradients: which examples each rank reads",
+    tell_apart="The gradients cannot tell: compare the examples that the ranks read.",
 )

@@ -43,5 +43,6 @@ HYPOTHESIS = Hypothesis(
     look_at="drop_last, a sampler or a slice whose length is rounded down, a filter on one rank",
     predict=predict,
     indication=indication,
-    tell_apart="a number of examples that the ranks divide: nothing is then dropped",
+    tell_apart="Use a multiple of the number of ranks as the number of examples: nothing is then "
+    "dropped.",
 )

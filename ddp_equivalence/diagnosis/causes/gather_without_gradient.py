@@ -39,9 +39,9 @@ HYPOTHESIS = Hypothesis(
     name="gather_without_gradient",
     sentence="Every rank's loss is that of the whole batch, but only its own examples carry a "
     "gradient; the average over the ranks then divides by their number once too often.",
-    look_at="dist.all_gather or dist.all_reduce in the forward pass: they pass no gradient on, "
+    look_at="dist.all_gather or dist.all_reduce in the forward pass: they pass no gradient on, but "
     "those of torch.distributed.nn.functional do",
     factors=factors,
     indication=indication,
-    tell_apart="the value of each rank's loss: here it is that of the whole batch",
+    tell_apart="Print the loss of each rank: here it is the loss of the whole batch.",
 )

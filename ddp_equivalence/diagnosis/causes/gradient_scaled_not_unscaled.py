@@ -50,5 +50,5 @@ HYPOTHESIS = Hypothesis(
     "hand",
     factors=factors,
     indication=indication,
-    tell_apart="another loss scale: only this factor follows it",
+    tell_apart="Use another loss scale: only this factor follows it.",
 )

@@ -37,5 +37,5 @@ HYPOTHESIS = Hypothesis(
     look_at='the loss\'s reduction: "sum" where "mean" is meant, or a mean taken in one place only',
     factors=factors,
     indication=indication,
-    tell_apart="another number of examples: only this factor follows it",
+    tell_apart="Use another number of examples: only this factor follows it.",
 )

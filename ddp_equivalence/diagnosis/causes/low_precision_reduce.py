@@ -62,11 +62,11 @@ def indication(view: View) -> Indication | None:
 
 HYPOTHESIS = Hypothesis(
     name="low_precision_reduce",
-    sentence="Gradients were reduced in a narrower type than they have: the error is smooth and of "
-    "the size of its rounding.",
+    sentence="Gradients were reduced in a narrower type than their own: the error is smooth and of "
+    "the size of that type's rounding.",
     look_at="a compression hook (fp16_compress_hook, bf16_compress_hook), mixed_precision's "
     "reduce_dtype, or a cast around all_reduce",
     predict=predict,
     indication=indication,
-    tell_apart="the same case in the narrower type, where it goes away",
+    tell_apart="Run the case in the narrower type: this difference then goes away.",
 )

@@ -44,6 +44,6 @@ HYPOTHESIS = Hypothesis(
     look_at="the loss's reduction: multiply a sum-reduced loss by the world size under DDP",
     predict=predict,
     factors=factors,
-    tell_apart="another world size: only this factor follows it",
+    tell_apart="Use another world size: only this factor follows it.",
     limits_must_catch=True,
 )

@@ -42,6 +42,7 @@ HYPOTHESIS = Hypothesis(
     sentence="The nodes hold different amounts of data, and the means of the nodes count equally.",
     look_at="the average between nodes: weight it by what each node's loss divides by",
     predict=predict,
-    tell_apart="nodes with several ranks, and as many ranks on each: only this one then goes away",
+    tell_apart="Use nodes with several ranks, and equally many on each: only this difference then "
+    "goes away.",
     limits_must_catch=True,
 )

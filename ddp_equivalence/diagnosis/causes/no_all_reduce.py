@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.view import View
 
-TELL_APART = "nothing in the gradients: what was called, with which flags, and what was sent"
+TELL_APART = (
+    "The gradients cannot tell: look at what was called, with which flags, and what was sent."
+)
 
 
 def predict(view: View) -> Sequence[Prediction]:

@@ -28,7 +28,7 @@ HYPOTHESIS = Hypothesis(
     sentence="DistributedDataParallel was told not to synchronise in any forward pass, so nothing "
     "was reduced.",
     look_at="no_sync() around the last micro-batch too, or require_backward_grad_sync left False: "
-    "the forward pass decides, not the backward",
+    "the flag counts in the forward pass, not in the backward",
     predict=no_all_reduce.predict,
     indication=indication,
     tell_apart=no_all_reduce.TELL_APART,

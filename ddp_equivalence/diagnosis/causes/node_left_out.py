@@ -29,8 +29,9 @@ def predict(view: View) -> Sequence[Prediction]:
 
 HYPOTHESIS = Hypothesis(
     name="node_left_out",
-    sentence="What a node computed is in no other node's gradient.",
-    look_at="the process group between the nodes, and which rank of a node speaks for it",
+    sentence="The gradients that the ranks of a node computed are missing from the gradients of "
+    "all other nodes.",
+    look_at="the process group between the nodes, and the rank of each node that belongs to it",
     predict=predict,
-    tell_apart="more than one rank on every node",
+    tell_apart="Use more than one rank on every node.",
 )

@@ -30,5 +30,5 @@ HYPOTHESIS = Hypothesis(
     sentence="Only the last micro-batch of the window is in the gradient.",
     look_at="zero_grad inside the loop over micro-batches, or gradients set instead of added",
     predict=predict,
-    tell_apart="at least two micro-batches, of different examples",
+    tell_apart="Use at least two micro-batches with different examples.",
 )

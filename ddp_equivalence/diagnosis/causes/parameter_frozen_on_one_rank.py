@@ -69,9 +69,10 @@ def indication(view: View) -> Indication | None:
 
 HYPOTHESIS = Hypothesis(
     name="parameter_frozen_on_one_rank",
-    sentence="A parameter requires no gradient on one rank, which brings nothing to its average.",
+    sentence="A parameter requires no gradient on one rank, so that this rank adds nothing to its "
+    "average.",
     look_at="requires_grad set under a condition that is not the same on all ranks",
     predict=predict,
     indication=indication,
-    tell_apart="nothing in the gradients: requires_grad on each rank",
+    tell_apart="The gradients cannot tell: compare requires_grad on all ranks.",
 )

@@ -31,5 +31,5 @@ HYPOTHESIS = Hypothesis(
     "iteration",
     predict=bucket_not_reduced.predict,
     indication=indication,
-    tell_apart="buckets of several parameters (a larger bucket_cap_mb)",
+    tell_apart="Use buckets of several parameters (a larger bucket_cap_mb).",
 )

@@ -72,8 +72,8 @@ def _predictions_without(
 
 HYPOTHESIS = Hypothesis(
     name="rank_left_out",
-    sentence="What a rank computed is in no other rank's gradient.",
+    sentence="The gradient that a rank computed is missing from the gradients of all other ranks.",
     look_at="the process group that gradients are reduced in, and early returns before all_reduce",
     predict=predict,
-    tell_apart="more than one rank on every node",
+    tell_apart="Use more than one rank on every node.",
 )

@@ -54,5 +54,5 @@ HYPOTHESIS = Hypothesis(
     "that get their gradient in several places (tied weights, micro-batches)",
     predict=predict,
     indication=indication,
-    tell_apart="a second run: a race seldom leaves the same bits twice",
+    tell_apart="Run the step again: a race seldom leaves the same bits twice.",
 )

@@ -39,9 +39,11 @@ HYPOTHESIS = Hypothesis(
     name="sampler_padding_counted",
     sentence="Examples were read more than once and counted each time. A sampler reads examples "
     "again to pad all shards to one length.",
-    look_at="DistributedSampler(drop_last=False) where the ranks do not divide the number of "
-    "examples: give the repeated examples no weight, or use uneven shards with a global mean",
+    look_at="DistributedSampler(drop_last=False) where the number of examples is no multiple of "
+    "the number of ranks: give the repeated examples no weight, or use uneven shards with a global "
+    "mean",
     predict=predict,
     indication=indication,
-    tell_apart="a number of examples that the ranks divide: the padding then goes away",
+    tell_apart="Use a multiple of the number of ranks as the number of examples: no padding is "
+    "then needed.",
 )

@@ -63,5 +63,5 @@ HYPOTHESIS = Hypothesis(
     "scale together (torch.distributed.fsdp.sharded_grad_scaler does this)",
     predict=predict,
     indication=indication,
-    tell_apart="two steps, since a scaler changes its scale between them",
+    tell_apart="Take two steps: a scaler changes its scale between them.",
 )

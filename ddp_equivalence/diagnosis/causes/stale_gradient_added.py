@@ -53,5 +53,5 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     factors=factors,
     indication=indication,
-    tell_apart="two steps on different examples, and another world size than 2",
+    tell_apart="Take two steps on different examples, with another world size than 2.",
 )

@@ -34,10 +34,10 @@ def factors(view: View) -> Sequence[WrongFactor]:
 HYPOTHESIS = Hypothesis(
     name="sum_not_mean",
     sentence="Gradients were added over the ranks but never divided by their number.",
-    look_at="a loss times the world size under DDP, which averages by itself; the factor after the "
-    "last all_reduce; a communication hook that replaces DDP's own",
+    look_at="a loss that is multiplied by the world size under DDP, which averages by itself; the "
+    "factor after the last all_reduce; a communication hook that sums where DDP's own averages",
     predict=predict,
     factors=factors,
-    tell_apart="another world size: only this factor follows it",
+    tell_apart="Use another world size: only this factor follows it.",
     limits_must_catch=True,
 )

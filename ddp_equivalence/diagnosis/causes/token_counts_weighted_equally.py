@@ -19,11 +19,11 @@ def predict(view: View) -> Sequence[Prediction]:
 
 HYPOTHESIS = Hypothesis(
     name="token_counts_weighted_equally",
-    sentence="Every rank divides by its own count (tokens, weights, positives), and these means "
-    "count equally.",
+    sentence="Every rank's loss divides by the rank's own count (tokens, weights, positives), and "
+    "these means count equally.",
     look_at="the divisor of the loss: all-reduce the count, and multiply the summed loss by the "
     "world size over it",
     predict=predict,
-    tell_apart="ranks with equal counts: only this one then goes away",
+    tell_apart="Give all ranks equal counts: only this difference then goes away.",
     limits_must_catch=True,
 )

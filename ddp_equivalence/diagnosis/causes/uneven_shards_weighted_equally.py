@@ -43,6 +43,6 @@ HYPOTHESIS = Hypothesis(
     look_at="the divisor of the loss: divide the summed loss by the examples of all ranks, "
     "times the world size under DDP",
     predict=predict,
-    tell_apart="shards of one size: only this one then goes away",
+    tell_apart="Give all ranks equally many examples: only this difference then goes away.",
     limits_must_catch=True,
 )

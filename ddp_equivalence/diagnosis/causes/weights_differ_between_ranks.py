@@ -29,5 +29,5 @@ HYPOTHESIS = Hypothesis(
     "hand does not), and seeds that depend on the rank",
     indication=indication,
     invalidates_gradients=True,
-    tell_apart="nothing in the gradients: the weights before the forward pass",
+    tell_apart="The gradients cannot tell: compare the weights before the forward pass.",
 )
