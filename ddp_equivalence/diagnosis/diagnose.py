@@ -13,7 +13,7 @@ from ddp_equivalence.diagnosis.finding import (
     finding_without_prediction,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
-from ddp_equivalence.diagnosis.ranking import LEAST_ACCEPTED, ranked
+from ddp_equivalence.diagnosis.ranking import LEAST_ACCEPTED, ranked, without_rounding
 from ddp_equivalence.diagnosis.residual import nearly_equal, unexplained
 from ddp_equivalence.diagnosis.two_causes import two_causes_at_once
 from ddp_equivalence.diagnosis.view import View
@@ -83,8 +83,7 @@ def _compared_with_predictions(
     residuals = [unexplained(view.measured.by_rank, one.by_rank) for one in predictions]
     best = _index_of_best(predictions, residuals, most_unexplained)
     would_show = any(not nearly_equal(one.by_rank, view.expected_by_rank) for one in predictions)
-    # Two explanations whose residuals differ only by rounding must be equally good.
-    residual = 0.0 if residuals[best] < LEAST_ACCEPTED / 10 else residuals[best]
+    residual = without_rounding(residuals[best])
     indication = hypothesis.indication(view)
     return replace(
         finding_without_prediction(hypothesis),

@@ -20,6 +20,11 @@ ROUNDING = 8.0
 """An explanation that leaves no more than this, in eps of the case's dtype, is as good too."""
 
 
+def without_rounding(residual: float) -> float:
+    """Zero for a residual that is only rounding, so that such explanations are equally good."""
+    return 0.0 if residual < LEAST_ACCEPTED / 10 else residual
+
+
 def ranked(findings: Sequence[Finding], dtype: torch.dtype) -> tuple[Finding, ...]:
     """All findings, the best first; those that are as good as the best are accepted.
 
@@ -38,7 +43,10 @@ def ranked(findings: Sequence[Finding], dtype: torch.dtype) -> tuple[Finding, ..
 
 
 def _most_credible(explaining: list[Finding]) -> list[Finding]:
-    """What was observed counts more than numbers alone, and a free prediction more than a fit."""
+    """The findings that are supported by observations, or else by numbers alone.
+
+    Among these, the findings whose predictions took no number from the measurement come first.
+    """
     for observed, fitted in ((True, False), (True, True), (False, False), (False, True)):
         group = [
             finding

@@ -10,7 +10,7 @@ from torch import Tensor
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from ddp_equivalence.diagnosis.finding import Finding, finding_without_prediction
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
-from ddp_equivalence.diagnosis.ranking import LEAST_ACCEPTED
+from ddp_equivalence.diagnosis.ranking import without_rounding
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, nearly_equal, unexplained
 from ddp_equivalence.diagnosis.view import View
 
@@ -82,7 +82,7 @@ def _finding(
         finding_without_prediction(first),
         sentence=f"Two causes at once. {first.sentence} And: {second.sentence}",
         look_at=f"{first.look_at}; and {second.look_at}",
-        unexplained=scaled.residual if scaled.residual > LEAST_ACCEPTED / 10 else 0.0,
+        unexplained=without_rounding(scaled.residual),
         fits=True,
         detail="; ".join(filter(None, (scaled.prediction.detail, factor.detail))),
         because=indication.because if indication else "",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,42 +12,24 @@ from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Predict
 from ddp_equivalence.diagnosis.view import View
 
 
-@dataclass(frozen=True)
-class WrongBoundary:
-    """What every rank holds, shape (reporting ranks, elements), if the wrong boundary lies at
-    ``micro_batch``, from 1, of ``count``.
-    """
-
-    micro_batch: int
-    count: int
-    by_rank: Tensor
-
-
 def predict(view: View) -> Sequence[Prediction]:
     """The reduction came after an earlier micro-batch, or the window lost one of them."""
-    early = [
-        Prediction(one.by_rank, f"reduced after micro-batch {one.micro_batch} of {one.count}")
-        for one in reduced_early(view)
-    ]
-    lost = [
-        Prediction(one.by_rank, f"without micro-batch {one.micro_batch} of {one.count}")
-        for one in _lost_a_micro_batch(view)
-    ]
-    return (*early, *lost)
+    early = [replace(one, detail=f"reduced {one.detail}") for one in reduced_early(view)]
+    return (*early, *_lost_a_micro_batch(view))
 
 
-def reduced_early(view: View) -> Iterator[WrongBoundary]:
-    """The micro-batches up to the boundary are averaged, and those after it stay local."""
+def reduced_early(view: View) -> Iterator[Prediction]:
+    """The micro-batches up to the reduction are averaged, and those after it stay local."""
     if not view.setting.every_rank_reports:
         return
     for gradients in _stacked_micro_batches(view):
         count = gradients.shape[1]
         for end in range(1, count):
             held = gradients[:, :end].sum(1).mean(0) + gradients[:, end:].sum(1)
-            yield WrongBoundary(end, count, view.on_reporting_ranks(held))
+            yield Prediction(view.on_reporting_ranks(held), f"after micro-batch {end} of {count}")
 
 
-def _lost_a_micro_batch(view: View) -> Iterator[WrongBoundary]:
+def _lost_a_micro_batch(view: View) -> Iterator[Prediction]:
     """The first or the last micro-batch of the window is missing."""
     for gradients in _stacked_micro_batches(view):
         count = gradients.shape[1]
@@ -55,7 +37,8 @@ def _lost_a_micro_batch(view: View) -> Iterator[WrongBoundary]:
             continue  # of two micro-batches only one would be left: another cause
         for missing in (0, count - 1):
             held = (gradients.sum(1) - gradients[:, missing]).mean(0)
-            yield WrongBoundary(missing + 1, count, view.on_every_rank(held))
+            detail = f"without micro-batch {missing + 1} of {count}"
+            yield Prediction(view.on_every_rank(held), detail)
 
 
 def _stacked_micro_batches(view: View) -> Iterator[Tensor]:

@@ -13,11 +13,7 @@ from ddp_equivalence.diagnosis.view import View
 
 def predict(view: View) -> Sequence[Prediction]:
     """Some parameters, or the later micro-batches, kept the rank's own gradient."""
-    early = [
-        Prediction(one.by_rank, f"after micro-batch {one.micro_batch} of {one.count}")
-        for one in reduced_early(view)
-    ]
-    return (*bucket_not_reduced.predict(view), *early)
+    return (*bucket_not_reduced.predict(view), *reduced_early(view))
 
 
 def indication(view: View) -> Indication | None:
