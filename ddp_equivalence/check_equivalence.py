@@ -21,7 +21,7 @@ from ddp_equivalence.case.steps import Compare, Steps
 from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.diagnosis import vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis, without_ranks
-from ddp_equivalence.diagnosis.diagnose import Finding
+from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import (

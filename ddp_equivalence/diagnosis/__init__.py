@@ -1,1 +1,1 @@
-"""Explain a difference: hypotheses with predictions, held against what was measured and seen."""
+"""Explains a difference between the measured gradients and the gradient of the big batch."""

@@ -5,32 +5,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ddp_equivalence.case.batch import count_examples
-from ddp_equivalence.case.build import build_batches, build_model
+from ddp_equivalence.case.build import build_batches
 from ddp_equivalence.case.case import Case
-from ddp_equivalence.case.losses import LOSSES
-from ddp_equivalence.case.random_state import step_seed
-from ddp_equivalence.case.shards import OWN, split
 from ddp_equivalence.case.steps import GradientKey, Steps
 from ddp_equivalence.comparison.comparison import ParameterComparison
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.comparison.tolerance import Noise
-from ddp_equivalence.diagnosis.diagnose import Finding, NearestFault, diagnose, nearest_fault
-from ddp_equivalence.diagnosis.divisor_candidates import counts
-from ddp_equivalence.diagnosis.divisors import WhoseMean, whose_mean
-from ddp_equivalence.diagnosis.localisation import Clues, clues, left_over_of_weights
-from ddp_equivalence.diagnosis.measured_view import first_wrong_step, repeats, taken_apart
+from ddp_equivalence.diagnosis.batch_parts import PartsByRank
+from ddp_equivalence.diagnosis.diagnose import diagnose
+from ddp_equivalence.diagnosis.divisors import Divisors, find_divisors
+from ddp_equivalence.diagnosis.example_gradients import GradientCache
+from ddp_equivalence.diagnosis.finding import Finding
+from ddp_equivalence.diagnosis.localisation import Localisation, localise, multiples_of_weights
+from ddp_equivalence.diagnosis.measured_view import (
+    first_wrong_step,
+    left_same_bits,
+    with_measurement,
+)
+from ddp_equivalence.diagnosis.nearest_fault import NearestFault, nearest_fault
+from ddp_equivalence.diagnosis.setting import setting_of
+from ddp_equivalence.diagnosis.share_fit import NoShares
 from ddp_equivalence.diagnosis.shares import Shares, shares_of
-from ddp_equivalence.diagnosis.view import Piece, View
+from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.measure import Measurement
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.request import Request
-from ddp_equivalence.strategies.sharded_batch import Indices, sharded_batches
+from ddp_equivalence.strategies.sharded_batch import sharded_batches
 
 MAX_ELEMENTS = 2_000_000
 """Ranks x elements that are kept to take a difference apart; of more, a selection is."""
@@ -95,7 +99,7 @@ class Analysis:
         """True if the second run left the same bits on every rank; None if that is not known."""
         if self.measurement is None or not self.sample.is_whole:
             return None
-        return repeats(self.measurement.measured, self.observed)
+        return left_same_bits(self.measurement.measured, self.observed)
 
     @cached_property
     def view(self) -> View | None:
@@ -106,7 +110,7 @@ class Analysis:
         view = self._view_of_step(step)
         if view is None:
             return None
-        return taken_apart(view, self.measurement, self.observed, step, self.repeated is False)
+        return with_measurement(view, self.measurement, self.observed, step, self.repeated is False)
 
     @cached_property
     def why_no_view(self) -> str:
@@ -133,85 +137,60 @@ class Analysis:
         return diagnose(self.view, self.measurement.comparison)
 
     @cached_property
-    def shares(self) -> Shares | str:
+    def shares(self) -> Shares | NoShares:
         """How often each example entered what each rank holds, or why that is not known."""
-        return self.why_no_view if self.view is None else shares_of(self.view)
+        return NoShares(self.why_no_view) if self.view is None else shares_of(self.view)
 
     @cached_property
-    def divisors(self) -> WhoseMean | None:
+    def divisors(self) -> Divisors | None:
         """The numbers that the loss, the ranks and the big batch divide by, if they are plain."""
-        return None if self.view is None else whose_mean(self.view)
+        return None if self.view is None else find_divisors(self.view)
 
     @cached_property
-    def localisation(self) -> Clues:
+    def localisation(self) -> Localisation:
         """In which half of the step, and in which module, the difference lies."""
         if self.measurement is None:
-            return Clues()
+            return Localisation()
         if self.view is None:
             if self.measurement.comparison.structure or not self._later_weights_are_wrong:
-                return Clues()
-            return Clues(weights=self._left_over_of_weights())
-        named = bool(self.findings) and self.findings[0].accepted
-        return clues(self.view, self.measurement.comparison, named=named)
+                return Localisation()
+            return Localisation(weight_multiples=self._multiples_of_weights())
+        has_cause = bool(self.findings) and self.findings[0].accepted
+        return localise(self.view, self.measurement.comparison, has_cause=has_cause)
 
     @property
     def _later_weights_are_wrong(self) -> bool:
         return self._request.compare == "update" and self._request.step_count > 1
 
     def _view_of_step(self, step: int) -> View | None:
-        """What hypotheses may look at in one step; None where there is nothing to look at."""
-        request, case, reference = self._request, self._request.case, self._expected.reference
-        if self._later_weights_are_wrong:
+        """One step as hypotheses see it before the ranks run; None if nothing can be predicted."""
+        sample = self.sample_of_step(0 if self._request.compare == "update" else step)
+        if self._later_weights_are_wrong or not sample.sizes:
             return None
-        model = build_model(case)
-        sample = self.sample_of_step(0 if request.compare == "update" else step)
-        if not sample.sizes:
-            return None
-        batches = build_batches(case, request.steps)
-        examples = count_examples(batches[step])
-        dealt = None
-        if case.shards != OWN:
-            dealt = split(case.shards, examples, case.ranks.world_size).indices
-        parts: tuple[tuple[Indices, ...], ...] | None = None
-        if dealt is not None:
-            parts = tuple((indices,) for indices in dealt)
-        if request.strategy is not None and case.is_catalogue:
-            parts = request.strategy.parts_by_rank(sharded_batches(case, request.steps)[step])
-        return View(
-            case=case,
-            layout=case.ranks,
-            expected=self._expected_of_step(sample, step),
-            shapes={
-                name: tuple(p.shape) for name, p in model.named_parameters() if name in sample.sizes
-            },
-            selection=sample,
-            ranks=tuple(range(request.processes.world_size)),
-            dealt=dealt,
-            parts=parts,
-            batch=batches[step],
-            examples=examples,
-            before=tuple(batches[:step]),
-            previous=tuple(self._expected_of_step(sample, earlier) for earlier in range(step)),
-            lr=request.lr,
-            has_batch_norm=_has(model, nn.modules.batchnorm._BatchNorm),
-            has_dropout=_has(model, nn.modules.dropout._DropoutNd)
-            and self._expected.rounding.order_matters,
-            dtype=reference.lowest_dtype,
-            seed=step_seed(case, step),
-            counts=counts(batches[step]),
-            batch_coupled=_coupled(case),
-            sums_in_nodes=request.strategy is not None and request.strategy.sums_in_nodes,
-            scale=-request.lr if request.compare == "update" else 1.0,
-            on_cpu=request.lane.device_type == "cpu",
-            known=self._known(step) if sample.is_whole else {},
+        request = self._request
+        batches = build_batches(request.case, request.steps)
+        setting = setting_of(request, self._expected, batches, step)
+        parts: PartsByRank | None = None
+        if setting.shards is not None:
+            parts = tuple((shard,) for shard in setting.shards)
+        if request.strategy is not None and request.case.is_catalogue:
+            sharded = sharded_batches(request.case, request.steps)[step]
+            parts = request.strategy.parts_by_rank(sharded)
+        return View.before_the_run(
+            setting,
+            sample,
+            self._expected_of_step(sample, step),
+            tuple(self._expected_of_step(sample, earlier) for earlier in range(step)),
+            parts,
+            self._cache(step) if sample.is_whole else {},
         )
 
-    def _left_over_of_weights(self) -> Mapping[str, float]:
-        """Of an update over several steps: how many times the first weights are left over."""
+    def _multiples_of_weights(self) -> Mapping[str, float]:
+        """Parameter -> how many times its first weights are left over in a wrong update."""
         assert self.measurement is not None
         sample = self.sample_of_step(0)
         measured = {name: one for (_, name), one in self.measurement.measured[0].items()}
-        return left_over_of_weights(
+        return multiples_of_weights(
             self._request.case,
             sample,
             self._expected_of_step(sample, 0),
@@ -223,35 +202,26 @@ class Analysis:
         expected = self._expected.reference.expected
         return sample.of({name: expected[step, name] for name in sample.sizes})
 
-    def _known(self, step: int) -> dict[tuple[Indices, bytes], Piece]:
+    def _cache(self, step: int) -> GradientCache:
         request = self._request
         if not request.case.is_catalogue:
             return {}
         scale = -request.lr if request.compare == "update" else 1.0
-        return _known_pieces(without_ranks(request.case), request.steps, step, request.lr, scale)
+        return _catalogue_cache(without_ranks(request.case), request.steps, step, request.lr, scale)
 
 
 def without_ranks(case: Case) -> Case:
-    """The case as one device sees it. Of a catalogue case only the batch depends on layout and
-    shards: through its size and, where the last shard is padded, its targets.
+    """The case as one device sees it, which is the same for many layouts and shards.
+
+    Layout and shards change only the batch of a catalogue case: its size and, where the last shard
+    is padded, its targets.
     """
     if case.shards == "no_valid_token":
         return case
     return replace(case, layout="1x1", shards="equal", examples=case.catalogue_examples)
 
 
-def _coupled(case: Case) -> str | None:
-    loss = LOSSES.get(case.loss) if isinstance(case.loss, str) else None
-    return getattr(loss, "batch_coupled", None)
-
-
-def _has(model: nn.Module, kind: Any) -> bool:
-    return any(isinstance(module, kind) and module.training for module in model.modules())
-
-
 @lru_cache(maxsize=256)
-def _known_pieces(
-    case: Case, steps: Steps, step: int, lr: float, scale: float
-) -> dict[tuple[Indices, bytes], Piece]:
-    """Filled by the views of one catalogue case: strategies meet the same parts of it again."""
+def _catalogue_cache(case: Case, steps: Steps, step: int, lr: float, scale: float) -> GradientCache:
+    """Shared by the views of one catalogue case, since many strategies ask for the same parts."""
     return {}

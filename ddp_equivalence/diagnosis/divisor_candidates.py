@@ -1,4 +1,4 @@
-"""What a mean over a batch may divide by: examples, elements, tokens that are not padding."""
+"""The numbers that a mean over a batch may divide by: examples, elements, tokens, set flags."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from ddp_equivalence.case.batch import count_examples
 from ddp_equivalence.case.losses.token_mean import PADDING
 
 
-def all_counts(batch: Any) -> Mapping[str, float]:
-    """Every count of this batch, by name: "examples", "elements of targets" ..."""
-    found: dict[str, float] = {"examples": count_examples(batch)}
+def all_divisors(batch: Any) -> Mapping[str, float]:
+    """Every count of this batch, by what it counts: "examples", "elements of targets" ..."""
+    divisors: dict[str, float] = {"examples": count_examples(batch)}
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Tensor):
             continue
         name = pytree.keystr(path).strip("[]'.") or "the batch"
-        found[f"elements of {name}"] = leaf.numel()
+        divisors[f"elements of {name}"] = leaf.numel()
         if bool(((leaf == 0) | (leaf == 1)).all()):
-            what, counted = f"elements of {name} that are set", leaf != 0
+            unit, is_counted = f"elements of {name} that are set", leaf != 0
         elif not leaf.is_floating_point():
-            what, counted = f"elements of {name} that are not {PADDING}", leaf != PADDING
+            unit, is_counted = f"elements of {name} that are not {PADDING}", leaf != PADDING
         else:
             continue
-        found[what] = int(counted.sum())
-        if counted.ndim > 1:
-            # A loss on the next token has no use for the first.
-            found[f"{what}, but for the first of each row"] = int(counted[:, 1:].sum())
-    return found
+        divisors[unit] = int(is_counted.sum())
+        if is_counted.ndim > 1:
+            # A loss on the next token predicts every token of a row but the first.
+            divisors[f"{unit}, but for the first of each row"] = int(is_counted[:, 1:].sum())
+    return divisors
 
 
-def counts(batch: Any) -> Mapping[str, float]:
-    """Those that are not zero, each number once."""
-    unique: dict[float, str] = {}
-    for what, count in all_counts(batch).items():
-        unique.setdefault(count, what)
-    return {what: count for count, what in unique.items() if count}
+def distinct_divisors(batch: Any) -> Mapping[str, float]:
+    """The counts that are not zero, each number once."""
+    units: dict[float, str] = {}
+    for unit, count in all_divisors(batch).items():
+        units.setdefault(count, unit)
+    return {unit: count for count, unit in units.items() if count}

@@ -1,4 +1,4 @@
-"""Whose mean is it? What the loss divides by, what the ranks do, and what the big batch does."""
+"""What each rank's loss, the reduction and the big batch divide by."""
 
 from __future__ import annotations
 
@@ -10,84 +10,101 @@ import torch
 
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.losses import LOSSES
-from ddp_equivalence.diagnosis.divisor_candidates import all_counts
-from ddp_equivalence.diagnosis.view import View, near, unexplained
+from ddp_equivalence.diagnosis.divisor_candidates import all_divisors
+from ddp_equivalence.diagnosis.residual import nearly_equal, unexplained
+from ddp_equivalence.diagnosis.view import View
 
-AGREE = 1e-3
+EQUAL = 1e-3
+"""Weights of ranks that differ by less are equal."""
 
 
 @dataclass(frozen=True)
-class WhoseMean:
-    """``kind``: "mean" where the big batch is the mean of the ranks' parts, each counted by its
-    ``counts`` of ``what``; "sum" where it is their sum. ``whole``: what the big batch divides by.
-    ``divided``: what the ranks' gradients were divided by when they were put together, None if
-    they do not count alike. ``right``: the factor on each rank's loss that would make it right.
+class Divisors:
+    """What the gradients are divided by on their way.
+
+    ``kind``: "mean" if the big batch is the mean of the ranks' shards, each weighted by its count
+    of ``unit``; "sum" if the big batch is the sum of the shards. ``counts``: what each rank's loss
+    divides by. ``big_batch``: what the loss of the big batch divides by. ``reduction``: what the
+    ranks' gradients are divided by when they are reduced, None if they do not count equally.
+    ``right_factors``: for each rank, the factor on its loss that would give the big batch; None if
+    it cannot be told.
     """
 
     kind: Literal["mean", "sum"]
-    what: str
+    unit: str
     counts: tuple[float, ...]
-    whole: float
-    divided: float | None
-    right: tuple[float, ...] | None
+    big_batch: float
+    reduction: float | None
+    right_factors: tuple[float, ...] | None
 
 
-def whose_mean(view: View) -> WhoseMean | None:
-    """None where no count of the batch makes the ranks' parts the big batch."""
-    if view.parts is None or view.world_size == 1:
+def find_divisors(view: View) -> Divisors | None:
+    """The divisors; None where no count of the batch makes the ranks' shards the big batch."""
+    if view.parts.by_rank is None or view.world_size == 1:
         return None
-    of_rank = [tuple(i for part in parts for i in part) for parts in view.parts]
-    weights = _weights(view)
-    if view.is_sum():
+    weights = _common_weights(view)
+    if view.parts.add_up_to_the_big_batch:
         ones = (1.0,) * view.world_size
-        return WhoseMean("sum", "", ones, 1.0, _divisor(weights), _right(ones, weights))
-    for what, by_rank in _candidates(view, of_rank).items():
-        whole = sum(by_rank)
-        if whole <= 0:
+        return Divisors("sum", "", ones, 1.0, _divisor(weights), _right_factors(ones, weights))
+    for unit, counts in _candidates(view).items():
+        total = sum(counts)
+        if total <= 0 or not _is_big_batch(view, [count / total for count in counts]):
             continue
-        mean = torch.zeros_like(view.expected)
-        for count, indices in zip(by_rank, of_rank, strict=True):
-            if count:
-                mean = mean + count / whole * view.gradient(indices)
-        if near(mean, view.expected):
-            fractions = [count / whole for count in by_rank]
-            return WhoseMean(
-                "mean", what, tuple(by_rank), whole, _divisor(weights), _right(fractions, weights)
-            )
+        right_factors = _right_factors([count / total for count in counts], weights)
+        return Divisors("mean", unit, tuple(counts), total, _divisor(weights), right_factors)
     return None
 
 
-def _candidates(view: View, of_rank: Sequence[tuple[int, ...]]) -> Mapping[str, list[float]]:
-    """What each rank's loss may divide by: examples first, then what the batch's tensors count."""
-    found: dict[str, list[float]] = {"examples": [float(len(indices)) for indices in of_rank]}
-    parts = [take(view.batch, indices) for indices in of_rank]
-    for what in all_counts(view.batch):
-        found.setdefault(what, [all_counts(part).get(what, 0.0) for part in parts])
-    if isinstance(view.case.loss, str):
-        terms = [LOSSES[view.case.loss].normalisers(part) for part in parts]
-        if all(len(of_part) == 1 for of_part in terms):
-            found[f"units of {view.case.loss}"] = [of_part[0].count for of_part in terms]
-    return found
+def _is_big_batch(view: View, fractions: Sequence[float]) -> bool:
+    """True if the big batch is the sum of the shards' gradients times these fractions."""
+    mean = torch.zeros_like(view.expected)
+    for fraction, examples in zip(fractions, view.parts.examples_by_rank, strict=True):
+        if fraction:
+            mean = mean + fraction * view.examples.gradient(examples)
+    return nearly_equal(mean, view.expected)
 
 
-def _weights(view: View) -> list[float] | None:
-    """How much of each rank's own gradient is in what all ranks hold."""
-    found = view.contributions()
-    weights = None if found is None else view.weights_of(found)
-    if found is None or weights is None or not bool((weights - weights[0]).abs().max() < AGREE):
+def _candidates(view: View) -> Mapping[str, list[float]]:
+    """What each rank's loss may divide by: unit -> count on every rank, examples first."""
+    shards = view.parts.examples_by_rank
+    candidates: dict[str, list[float]] = {"examples": [float(len(shard)) for shard in shards]}
+    batches = [take(view.setting.batch, shard) for shard in shards]
+    for unit in all_divisors(view.setting.batch):
+        candidates.setdefault(unit, [all_divisors(batch).get(unit, 0.0) for batch in batches])
+    loss = view.setting.case.loss
+    if isinstance(loss, str):
+        normalisers = [LOSSES[loss].normalisers(batch) for batch in batches]
+        if all(len(terms) == 1 for terms in normalisers):
+            candidates[f"units of {loss}"] = [terms[0].count for terms in normalisers]
+    return candidates
+
+
+def _common_weights(view: View) -> list[float] | None:
+    """The weight of each rank's contribution; None unless it is the same on all ranks."""
+    contributions = view.parts.contributions()
+    if contributions is None:
         return None
-    if unexplained(view.measured, weights @ found) > AGREE:
+    weights = view.measured.weights_of(contributions)
+    if weights is None or not bool((weights - weights[0]).abs().max() < EQUAL):
+        return None
+    if unexplained(view.measured.by_rank, weights @ contributions) > EQUAL:
         return None
     return [float(weight) for weight in weights[0]]
 
 
 def _divisor(weights: list[float] | None) -> float | None:
-    if weights is None or not weights[0] or max(weights) - min(weights) > AGREE * abs(weights[0]):
+    """The divisor of the reduction, if all ranks have the same weight."""
+    if weights is None or not weights[0]:
+        return None
+    if max(weights) - min(weights) > EQUAL * abs(weights[0]):
         return None
     return 1 / weights[0]
 
 
-def _right(wanted: Sequence[float], weights: list[float] | None) -> tuple[float, ...] | None:
-    if weights is None or not all(abs(weight) > AGREE for weight in weights):
+def _right_factors(
+    wanted: Sequence[float], weights: list[float] | None
+) -> tuple[float, ...] | None:
+    """The factors that would give each rank the weight that it should have."""
+    if weights is None or not all(abs(weight) > EQUAL for weight in weights):
         return None
     return tuple(want / weight for want, weight in zip(wanted, weights, strict=True))

@@ -1,47 +1,89 @@
-"""The loss and gradient of some examples alone, which is what every prediction is made of."""
+"""The gradient of any examples of the big batch alone, computed on one device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import warnings
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ddp_equivalence.case.build import build_model
-from ddp_equivalence.case.case import Case
-from ddp_equivalence.reference import in_dtype, loss_of_the_case, train
+from ddp_equivalence.case.batch import take
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.diagnosis.loss_and_gradient import loss_and_gradient_of
+from ddp_equivalence.diagnosis.parameter_elements import ParameterElements
+from ddp_equivalence.diagnosis.setting import Setting
+from ddp_equivalence.ranks.threads import threads_for
+from ddp_equivalence.strategies.sharded_batch import Indices
 
 
-def loss_and_gradient_of(
-    case: Case,
-    batch: Any,
-    earlier_batches: Sequence[Any] = (),
-    lr: float = 0.1,
-    generator: bytes = b"",
-) -> tuple[float, dict[str, Tensor | None]]:
-    """The float64 loss of ``batch`` alone and its gradient by parameter name.
+@dataclass(frozen=True)
+class LossAndGradient:
+    """The loss of some examples, and its gradient, shape (elements,)."""
 
-    The weights are those that plain SGD on the ``earlier_batches`` leaves. ``generator`` is the
-    state that torch's generator is given before each forward pass, if it is not the usual one.
-    Raises BadCase as the reference does, for instance if the loss needs more examples.
+    loss: float
+    gradient: Tensor
+
+
+GradientCache = dict[tuple[Indices, bytes], LossAndGradient]
+"""(examples, state of torch's generator) -> the loss and gradient that were computed for them."""
+
+
+@dataclass(frozen=True)
+class ExampleGradients:
+    """Computes the loss and the gradient of any examples, in float64, and remembers them.
+
+    ``expected``: the gradient of the big batch, shape (elements,). ``earlier_expected``: the
+    gradients of the earlier steps' big batches.
     """
-    loss = loss_of_the_case(case)
 
-    def with_generator(model: nn.Module, batch: Any) -> Any:
-        torch.set_rng_state(torch.frombuffer(bytearray(generator), dtype=torch.uint8))
-        return loss(model, batch)
+    setting: Setting
+    parameters: ParameterElements
+    expected: Tensor
+    earlier_expected: tuple[Tensor, ...] = ()
+    cache: GradientCache = field(default_factory=dict)
 
-    batches = [in_dtype(one, torch.float64) for one in (*earlier_batches, batch)]
-    gradients, losses = train(
-        case,
-        build_model(case).double(),
-        batches,
-        "gradients",
-        lr,
-        with_generator if generator else loss,
-    )
-    last = len(batches) - 1
-    return losses[-1], {
-        name: gradient for (step, name), gradient in gradients.items() if step == last
-    }
+    def gradient(self, examples: Indices) -> Tensor:
+        """The gradient of these examples alone, shape (elements,); NaN if they have no loss."""
+        return self.compute(examples).gradient
+
+    def loss(self, examples: Indices) -> float:
+        """The loss of these examples alone; NaN if they have none."""
+        return self.compute(examples).loss
+
+    @property
+    def big_batch_loss(self) -> float:
+        return self.loss(tuple(range(self.setting.example_count)))
+
+    def data_independent_gradient(self) -> Tensor | None:
+        """The gradient of the loss's terms that do not depend on the data; None if it has none."""
+        gradient = self.gradient(())
+        return gradient if bool(gradient.isfinite().all()) and bool(gradient.any()) else None
+
+    def compute(self, examples: Indices, generator: bytes = b"") -> LossAndGradient:
+        """The loss and gradient of these examples alone.
+
+        ``generator``: the state of torch's generator before the forward pass, if it is not the one
+        that the seed of the step gives.
+        """
+        key = examples, generator
+        if key not in self.cache:
+            with warnings.catch_warnings(), threads_for(self.parameters.total):
+                warnings.simplefilter("ignore")  # a single example may be too few for the loss
+                self.cache[key] = self._compute(examples, generator)
+        return self.cache[key]
+
+    def _compute(self, examples: Indices, generator: bytes) -> LossAndGradient:
+        setting, sample = self.setting, self.parameters.sample
+        try:
+            loss, gradients = loss_and_gradient_of(
+                setting.case,
+                take(setting.batch, examples),
+                setting.earlier_batches,
+                setting.lr,
+                generator,
+            )
+        except BadCase:
+            return LossAndGradient(float("nan"), torch.full_like(self.expected, torch.nan))
+        compared = {name: value for name, value in gradients.items() if name in sample.sizes}
+        return LossAndGradient(loss, setting.scale * sample.of(compared))

@@ -1,46 +1,59 @@
-"""Gradients of what the ranks really read: what the causes about data predict."""
+"""The examples that the ranks really read, and the gradients that a right rule makes of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from ddp_equivalence.diagnosis.hypothesis import Way
-from ddp_equivalence.diagnosis.view import View, near
+from ddp_equivalence.diagnosis.hypothesis import Prediction
+from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.view import View
 
 
-def as_read(view: View) -> Sequence[Way]:
-    """What a right rule leaves of the examples that were read, where that is not the big batch."""
-    if view.read is None:
+def predictions_from_examples_read(view: View, detail: str = "") -> Sequence[Prediction]:
+    """The gradients that a right rule leaves of what was read, unless that is the big batch's."""
+    read = view.observed.examples_read
+    if read is None:
         return ()
-    found = view.contributions(view.read)
-    if found is None:
+    parts_read = replace(view.parts, by_rank=read)
+    contributions = parts_read.contributions()
+    if contributions is None:
         return ()
-    everything = tuple(i for of_rank in view.read for part in of_rank for i in part)
-    results = [found.mean(0), view.gradient(everything), *(own.mean(0) for own in view.owns[1:])]
-    if view.is_sum():
-        results.append(found.sum(0))
-    return tuple(Way(view.everywhere(one)) for one in results if not near(one, view.expected))
+    everything_read = tuple(index for part in parts_read.examples_by_rank for index in part)
+    results = [
+        contributions.mean(0),
+        view.examples.gradient(everything_read),
+        *(local.mean(0) for local in view.local_gradients[1:]),
+    ]
+    if view.parts.add_up_to_the_big_batch:
+        results.append(contributions.sum(0))
+    return tuple(
+        Prediction(view.on_every_rank(result), detail)
+        for result in results
+        if not nearly_equal(result, view.expected)
+    )
 
 
-def numbers(indices: Sequence[int], most: int = 6) -> str:
-    """``example 3``, ``examples 3, 5, ... (12 in all)``."""
-    word = "example" if len(indices) == 1 else "examples"
-    shown = ", ".join(map(str, indices[:most]))
-    return f"{word} {shown}" + (f", ... ({len(indices)} in all)" if len(indices) > most else "")
+def example_numbers(examples: Sequence[int], most: int = 6) -> str:
+    """The examples as text: ``example 3``, ``examples 3, 5, ... (12 in all)``."""
+    word = "example" if len(examples) == 1 else "examples"
+    shown = ", ".join(map(str, examples[:most]))
+    return f"{word} {shown}" + (f", ... ({len(examples)} in all)" if len(examples) > most else "")
 
 
-def twice(view: View) -> list[int]:
-    """Examples that were read more than once."""
-    return sorted(index for index, times in view.times_read.items() if times > 1)
+def read_more_than_once(view: View) -> list[int]:
+    """The examples that were read more than once, on all ranks together."""
+    return sorted(index for index, times in view.observed.times_read.items() if times > 1)
 
 
-def never(view: View) -> list[int]:
-    """Examples that no rank read."""
-    return [index for index in range(view.examples) if not view.times_read[index]]
+def read_by_no_rank(view: View) -> list[int]:
+    """The examples that no rank read."""
+    times_read = view.observed.times_read
+    return [index for index in range(view.setting.example_count) if not times_read[index]]
 
 
-def all_the_same(view: View) -> bool:
+def all_ranks_read_the_same(view: View) -> bool:
     """True if every rank read the same examples."""
-    read = view.read or ()
-    every = {tuple(sorted(i for part in of_rank for i in part)) for of_rank in read}
-    return len(read) > 1 and len(every) == 1 and every != {()}
+    read = view.observed.examples_read or ()
+    distinct = {tuple(sorted(index for part in parts for index in part)) for parts in read}
+    return len(read) > 1 and len(distinct) == 1 and distinct != {()}

@@ -1,4 +1,4 @@
-"""A hypothesis: an explanation with a prediction of what every rank would then hold."""
+"""A hypothesis: an explanation, and what it predicts that every rank would then hold."""
 
 from __future__ import annotations
 
@@ -11,68 +11,75 @@ from ddp_equivalence.diagnosis.view import View
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way in which a cause can come about.
+class Prediction:
+    """What the ranks would hold if a cause had come about in one particular way.
 
-    ``predicted``: what the ranks would hold, shape (ranks, elements). ``detail`` says which ranks,
-    micro-batches or numbers, as a clause.
+    ``by_rank``: shape (reporting ranks, elements). ``detail`` says which ranks, micro-batches or
+    numbers it is about, as a clause. ``fitted``: some of its numbers were taken from the
+    measurement. It is then believed only where no other prediction fits.
     """
 
-    predicted: Tensor
+    by_rank: Tensor
     detail: str = ""
-    informed: bool = False
-    """Partly taken from what was measured: believed only where nothing predicts it outright."""
+    fitted: bool = False
 
 
 @dataclass(frozen=True)
-class Factor:
-    """A number that the whole gradient may be multiplied by: ``detail`` says what it is."""
+class WrongFactor:
+    """A number that the right gradient may have been multiplied by, and what that number is."""
 
     value: float
     detail: str
 
 
 @dataclass(frozen=True)
-class Sign:
-    """What the evidence says: ``speaks_for`` the cause, or against it, and ``because`` of what.
+class Indication:
+    """What the observations say about a cause.
 
-    ``decides``: it is believed without any number, where none is predicted.
+    ``supports``: they speak for the cause, or else against it. ``because``: what was observed, as a
+    clause. ``conclusive``: the cause is believed without a prediction that fits, unless a
+    prediction of another cause fits.
     """
 
-    speaks_for: bool
+    supports: bool
     because: str
-    decides: bool = False
+    conclusive: bool = False
 
 
-def _nothing(view: View) -> tuple[()]:
+def _no_predictions(view: View) -> tuple[()]:
     return ()
 
 
-def _silent(view: View) -> None:
+def _no_indication(view: View) -> None:
     return None
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One explanation.
+    """One explanation of a difference.
 
-    ``sentence`` says what happened, ``look_at`` where. ``predict(view)``: the ways in which it can
-    come about; none where it cannot be the cause. ``factors(view)``: where the cause is a number
-    times the right gradient; it may then come on top of another cause. ``sign(view)``: what the
-    evidence says, None if nothing; without prediction a sign that speaks for it is believed where
-    nothing predicts what was measured. ``plausible(view)``: neither, but the case has what it
-    takes. ``tell_apart``: the case on which the numbers are its own. ``of_the_rule``: a wrong rule,
-    which no limit may pass. ``comes_first``: where a
-    sign speaks for it, what the gradients say no longer means what it would.
+    ``sentence`` says what happened, ``look_at`` where in the code to look. ``tell_apart``: the
+    change of the case after which no other cause leaves the same numbers.
+
+    ``predict(view)``: what the ranks would hold, for each way in which the cause can come about;
+    empty where it cannot be the cause. ``factors(view)``: the numbers that the right gradient may
+    be multiplied by, if that is what the cause does. It can then come on top of another cause.
+    ``indication(view)``: what the observations say about the cause; None if they say nothing.
+    ``likely_but_unpredictable(view)``: the case makes this cause likely, but its gradient cannot be
+    predicted. It is then believed where nothing else explains the difference.
+
+    ``limits_must_catch``: the limits of every comparison must be narrow enough to catch this cause.
+    ``invalidates_gradients``: where an indication supports this cause, the gradients of the ranks
+    cannot be compared with any prediction, and no other cause is considered.
     """
 
     name: str
     sentence: str
     look_at: str
-    predict: Callable[[View], Sequence[Way]] = _nothing
-    factors: Callable[[View], Sequence[Factor]] = _nothing
-    sign: Callable[[View], Sign | None] = _silent
-    plausible: Callable[[View], bool] = lambda view: False
+    predict: Callable[[View], Sequence[Prediction]] = _no_predictions
+    factors: Callable[[View], Sequence[WrongFactor]] = _no_predictions
+    indication: Callable[[View], Indication | None] = _no_indication
+    likely_but_unpredictable: Callable[[View], bool] = lambda view: False
     tell_apart: str = ""
-    of_the_rule: bool = False
-    comes_first: bool = False
+    limits_must_catch: bool = False
+    invalidates_gradients: bool = False

@@ -1,9 +1,10 @@
-"""What is known of a difference beside its cause: in which half it lies, and where."""
+"""Where a difference lies: in which half of the step, in which modules, in multiples of weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,124 +13,126 @@ from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.element_sample import ElementSample
-from ddp_equivalence.diagnosis.diagnose import Finding, diagnose
-from ddp_equivalence.diagnosis.view import View, unexplained
+from ddp_equivalence.diagnosis.diagnose import diagnose
+from ddp_equivalence.diagnosis.finding import Finding
+from ddp_equivalence.diagnosis.parameter_elements import ParameterElements
+from ddp_equivalence.diagnosis.residual import unexplained
+from ddp_equivalence.diagnosis.view import View
 
-AGREE = 1e-6
-"""Vectors of float64 that agree to this are one; of other types, to ``ROUNDING`` eps."""
+EQUAL = 1e-6
+"""Float64 vectors whose relative difference is smaller are equal."""
 
 ROUNDING = 100.0
+"""Vectors of a lower precision are equal if they differ by no more than this, in eps."""
 
 PARALLEL = 0.98
-"""The cosine from which on a rest is called a multiple of the weights."""
+"""The cosine from which on a residual is called a multiple of the weights."""
+
+FEWEST_WEIGHTS = 3
+"""With fewer elements a residual is easily parallel to the weights by chance."""
+
+Half = Literal["local gradients", "reduction"]
 
 
 @dataclass(frozen=True)
-class Clues:
-    """``half``: "together" if the ranks' own gradients are right and what is made of them is not,
-    "before" if they are put together as they should be and are themselves not right, "" if that
-    cannot be said. ``by_module``: module -> what fits there alone, where nothing fits on all.
-    ``weights``: parameter -> how many times its own weights are left over. ``loss``: of the big
-    batch; ``mean_loss``: of the ranks' losses.
+class Localisation:
+    """Where the difference lies, beside its cause.
+
+    ``wrong_half``: "reduction" if the ranks' local gradients are right and what is made of them is
+    not; "local gradients" if they are wrong and are reduced as they should be; None if neither can
+    be said. ``findings_by_module``: module -> the cause that fits on its parameters alone; None
+    where a cause fits on all parameters. ``weight_multiples``: parameter -> c, where the difference
+    is c times the parameter itself. ``big_batch_loss``: the loss of the big batch, and
+    ``mean_rank_loss`` the mean of the ranks' losses; None where a rank's is not known.
     """
 
-    half: str = ""
-    by_module: Mapping[str, Finding] | None = None
-    weights: Mapping[str, float] | None = None
-    loss: float | None = None
-    mean_loss: float | None = None
+    wrong_half: Half | None = None
+    findings_by_module: Mapping[str, Finding] | None = None
+    weight_multiples: Mapping[str, float] | None = None
+    big_batch_loss: float | None = None
+    mean_rank_loss: float | None = None
 
 
-def clues(view: View, comparison: Comparison, named: bool) -> Clues:
-    """Everything that can be said of a difference in one step; the costly only if not ``named``."""
-    loss, mean_loss = _losses(view)
-    return Clues(
-        half=_half(view),
-        by_module=None if named else dict(_by_module(view, comparison)),
-        weights=None if named or view.before else _of_weights(view),
-        loss=loss,
-        mean_loss=mean_loss,
+def localise(view: View, comparison: Comparison, has_cause: bool) -> Localisation:
+    """Everything that can be said of where a difference lies in one step.
+
+    The costly parts are left out where the difference already has a cause.
+    """
+    big_batch_loss, mean_rank_loss = _losses(view)
+    multiples = None
+    if not has_cause and view.setting.step == 0:
+        multiples = multiples_of_weights(
+            view.setting.case, view.parameters.sample, view.expected, view.measured.by_rank[0]
+        )
+    return Localisation(
+        wrong_half=_wrong_half(view),
+        findings_by_module=None if has_cause else dict(_findings_by_module(view, comparison)),
+        weight_multiples=multiples,
+        big_batch_loss=big_batch_loss,
+        mean_rank_loss=mean_rank_loss,
     )
 
 
-def left_over_of_weights(
-    case: Case,
-    selection: ElementSample[str],
-    expected: Tensor,
-    measured: Tensor,
+def multiples_of_weights(
+    case: Case, sample: ElementSample[str], expected: Tensor, measured: Tensor
 ) -> Mapping[str, float]:
-    """Parameter -> c, where measured - expected is c times the weights it had at the start."""
-    start = {name: one.detach() for name, one in build_model(case).named_parameters()}
-    found, begin = {}, 0
-    for name in selection.sizes:
-        place = slice(begin, begin + selection.size(name))
-        begin = place.stop
-        weight = selection.only([name]).of({name: start[name]})
-        rest = measured[place] - expected[place]
-        sizes = float(weight.norm() * rest.norm())
-        if len(weight) < 3 or not sizes or float(rest.norm()) < AGREE * float(expected.norm()):
+    """Parameter -> c, where measured - expected is c times the weights that it began with.
+
+    ``expected``, ``measured``: shape (elements,).
+    """
+    initial = {name: weights.detach() for name, weights in build_model(case).named_parameters()}
+    multiples = {}
+    for name, place in ParameterElements(sample).places.items():
+        weights = sample.only([name]).of({name: initial[name]})
+        residual = measured[place] - expected[place]
+        norms = float(weights.norm() * residual.norm())
+        is_equal = float(residual.norm()) < EQUAL * float(expected.norm())
+        if len(weights) < FEWEST_WEIGHTS or not norms or is_equal:
             continue
-        if abs(float(weight @ rest)) >= PARALLEL * sizes:
-            found[name] = float(weight @ rest) / float(weight @ weight)
-    return found
+        product = float(weights @ residual)
+        if abs(product) >= PARALLEL * norms:
+            multiples[name] = product / float(weights @ weights)
+    return multiples
 
 
-def _half(view: View) -> str:
-    if view.seen is None or view.world_size == 1:
-        return ""
-    agree = max(AGREE, ROUNDING * torch.finfo(view.dtype).eps)
-    own = view.owns[0] if view.owns else None
-    if own is None:
-        return ""
-    ways = (own.mean(0), own.sum(0))
-    put_right = any(unexplained(view.measured, view.everywhere(way)) < agree for way in ways)
-    own_right = any(unexplained(way, view.expected) < agree for way in ways)
-    if put_right and not own_right:
-        return "before"
-    return "together" if own_right and not put_right else ""
+def _wrong_half(view: View) -> Half | None:
+    if view.observed_gradients is None or view.world_size == 1 or not view.local_gradients:
+        return None
+    most = max(EQUAL, ROUNDING * torch.finfo(view.setting.dtype).eps)
+    local = view.local_gradients[0]
+    reduced = (local.mean(0), local.sum(0))
+    reduction_is_right = any(
+        unexplained(view.measured.by_rank, view.on_every_rank(one)) < most for one in reduced
+    )
+    local_is_right = any(unexplained(one, view.expected) < most for one in reduced)
+    if reduction_is_right and not local_is_right:
+        return "local gradients"
+    return "reduction" if local_is_right and not reduction_is_right else None
 
 
 def _losses(view: View) -> tuple[float | None, float | None]:
-    now = len(view.before)
-    by_rank = []
-    for seen in view.observed.values():
-        values = [one.loss for one in seen.backwards if one.step == now]
-        if not values or any(value is None for value in values):
+    """The loss of the big batch, and the mean of the ranks' losses."""
+    losses_of_ranks = []
+    for rank in view.observed.by_rank:
+        losses = [call.loss for call in view.observed.backwards(rank)]
+        if not losses or any(loss is None for loss in losses):
             return None, None
-        by_rank.append(sum(value for value in values if value is not None))
-    if not by_rank:
+        losses_of_ranks.append(sum(loss for loss in losses if loss is not None))
+    if not losses_of_ranks:
         return None, None
-    return view.piece(tuple(range(view.examples))).loss, sum(by_rank) / len(by_rank)
+    return view.examples.big_batch_loss, sum(losses_of_ranks) / len(losses_of_ranks)
 
 
-def _by_module(view: View, comparison: Comparison) -> Iterator[tuple[str, Finding]]:
-    """Terms of a loss that reach some modules alone may be wrong in a way that has a name."""
+def _findings_by_module(view: View, comparison: Comparison) -> Iterator[tuple[str, Finding]]:
+    """A term of the loss that reaches some modules alone may be wrong for a cause with a name."""
     modules: dict[str, list[str]] = {}
-    for name in view.shapes:
+    for name in view.parameters.names:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
     if len(modules) == 1:
         return
     for module, names in modules.items():
-        if not view.differing.issuperset(names):
+        if not view.measured.differing.issuperset(names):
             continue
-        first, *_ = *diagnose(_only(view, names), comparison), None
-        if first is not None and first.accepted and not first.second:
-            yield module, first
-
-
-def _only(view: View, names: list[str]) -> View:
-    places = torch.cat([torch.arange(view.places[n].start, view.places[n].stop) for n in names])
-    return replace(
-        view,
-        expected=view.expected[places],
-        measured=view.measured[:, places],
-        shapes={name: view.shapes[name] for name in names},
-        selection=view.selection.only(names),
-        previous=tuple(one[places] for one in view.previous),
-        differing=view.differing.intersection(names),
-        known={},
-    )
-
-
-def _of_weights(view: View) -> Mapping[str, float]:
-    return left_over_of_weights(view.case, view.selection, view.expected, view.measured[0])
+        findings = diagnose(view.only(names), comparison)
+        if findings and findings[0].accepted and not findings[0].second_cause:
+            yield module, findings[0]

@@ -1,4 +1,4 @@
-"""What was measured and seen, put before the hypotheses."""
+"""Puts what was measured and observed on the ranks into the view of a step."""
 
 from __future__ import annotations
 
@@ -16,60 +16,66 @@ from ddp_equivalence.measurement.measure import Measurement
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.strategies.sharded_batch import Indices
 
-Kept = Mapping[int, Mapping[GradientKey, Tensor]]
 
-
-def taken_apart(
+def with_measurement(
     view: View,
-    found: Measurement,
+    measurement: Measurement,
     observed: Mapping[int, Observation],
     step: int,
-    unrepeatable: bool,
+    left_other_bits: bool,
 ) -> View:
-    """The view of one step with what was measured and observed in it.
+    """The view with what the ranks hold after this step, and with what they were seen to do.
 
-    What the ranks read tells the micro-batches of a step of one's own.
+    ``left_other_bits``: True if the watched second run left other gradients than the first. The
+    micro-batches of a user's own step are known only from the examples that it was seen to read.
     """
-    beyond = {one.key for one in found.comparison.parameters if not (one.same and one.ranks_agree)}
-    seen = replace(
-        view,
-        measured=torch.stack([_joined(view, found.measured[rank], step) for rank in view.ranks]),
-        differing=frozenset(name for name in view.shapes if (step, name) in beyond),
-        observed=observed,
-        unrepeatable=unrepeatable,
+    comparison, ranks = measurement.comparison, view.setting.reporting_ranks
+    differing = {p.key for p in comparison.parameters if not (p.same and p.ranks_agree)}
+    measured = replace(
+        view.measured,
+        by_rank=torch.stack([_joined(view, measurement.measured[rank], step) for rank in ranks]),
+        differing=frozenset(name for name in view.parameters.names if (step, name) in differing),
     )
-    if not view.case.is_catalogue and seen.read is not None and _is_the_deal(seen, seen.read):
-        seen = replace(seen, parts=seen.read)
-    return seen
+    observed_step = replace(view.observed, by_rank=observed, left_other_bits=left_other_bits)
+    with_both = replace(view, measured=measured, observed=observed_step)
+    read = observed_step.examples_read
+    if not view.setting.case.is_catalogue and read is not None and _read_own_shards(view, read):
+        return replace(with_both, parts=replace(with_both.parts, by_rank=read))
+    return with_both
 
 
 def first_wrong_step(comparison: Comparison, steps: int) -> int:
     """The first step with a parameter beyond its limit: the weights before it were still right."""
-    return min((one.key[0] for one in comparison.differing), default=steps - 1)
+    return min((parameter.key[0] for parameter in comparison.differing), default=steps - 1)
 
 
-def repeats(measured: Kept, observed: Mapping[int, Observation]) -> bool | None:
-    """True if the second run left the same bits on every rank; None if there was none."""
+def left_same_bits(
+    measured: Mapping[int, Mapping[GradientKey, Tensor]], observed: Mapping[int, Observation]
+) -> bool | None:
+    """True if the second run left the same bits on every rank; None if there was no second run."""
     if not observed:
         return None
     return all(
-        digest({key[1]: value}) == observed[rank].gradients.get(key)
-        for rank, of_rank in measured.items()
-        for key, value in of_rank.items()
+        digest({key[1]: gradient}) == observed[rank].gradients.get(key)
+        for rank, gradients in measured.items()
+        for key, gradient in gradients.items()
         if rank in observed
     )
 
 
 def _joined(view: View, measured: Mapping[GradientKey, Tensor], step: int) -> Tensor:
-    values = {name: measured[step, name] for name in view.shapes if (step, name) in measured}
-    return view.selection.joined(values)
+    """The sampled elements of all parameters in this step, shape (elements,)."""
+    names = view.parameters.names
+    return view.parameters.sample.joined(
+        {name: measured[step, name] for name in names if (step, name) in measured}
+    )
 
 
-def _is_the_deal(view: View, read: tuple[tuple[Indices, ...], ...]) -> bool:
-    """True if each rank read what it was given, or takes its examples itself."""
-    if view.dealt is None:
+def _read_own_shards(view: View, read: tuple[tuple[Indices, ...], ...]) -> bool:
+    """True if each rank read the examples that it was given, or if the step takes its own."""
+    if view.setting.shards is None:
         return True
     return all(
-        sorted(i for part in parts for i in part) == sorted(given)
-        for parts, given in zip(read, view.dealt, strict=True)
+        sorted(index for part in parts for index in part) == sorted(shard)
+        for parts, shard in zip(read, view.setting.shards, strict=True)
     )

@@ -9,9 +9,9 @@ from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.digest import digest
-from ddp_equivalence.diagnosis.diagnose import NearestFault
+from ddp_equivalence.diagnosis.nearest_fault import NearestFault
+from ddp_equivalence.diagnosis.residual import NEGLIGIBLE
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
-from ddp_equivalence.diagnosis.view import NEAR
 from ddp_equivalence.faults.plant import fault_named
 from ddp_equivalence.measurement.work import Evidence
 from ddp_equivalence.ranks.collectives import FORGOTTEN
@@ -129,7 +129,7 @@ def against_a_pass(
     """A result that is the same must have been able to differ.
 
     ``nearest`` computes the known fault that lies nearest to the big batch. It is called only where
-    a limit is wide enough for a fault to pass: a fault nearer than ``NEAR`` counts as none.
+    a limit is wide enough for a fault to pass: a fault nearer than ``NEGLIGIBLE`` counts as none.
     """
     if not comparison.parameters or not comparison.elements:
         return Unknown(UnknownBecause.NOTHING_TO_COMPARE, "no gradient element was compared")
@@ -146,7 +146,7 @@ def against_a_pass(
             "randomness that the seed does not fix, moves the big batch's own gradient as far",
         )
     limit = min(one.limit.relative for one in telling)
-    fault = nearest() if limit > NEAR else None
+    fault = nearest() if limit > NEGLIGIBLE else None
     if fault is not None and math.isfinite(fault.distance) and fault.distance < limit:
         return Unknown(
             UnknownBecause.LIMIT_ABOVE_SIGNAL,

@@ -12,16 +12,16 @@ from ddp_equivalence.report.wrapping import rank_names
 
 if TYPE_CHECKING:
     from ddp_equivalence.comparison.comparison import Comparison
-    from ddp_equivalence.diagnosis.localisation import Clues
+    from ddp_equivalence.diagnosis.localisation import Localisation
     from ddp_equivalence.report.verdict import Verdict
 
 HALVES = {
-    "together": "how gradients are put together. The ranks' own gradients, before any reduction, "
+    "reduction": "how gradients are put together. The ranks' own gradients, before any reduction, "
     "give the big batch",
-    "before": "what each rank computes: its data, forward pass and loss. The ranks' own gradients "
-    "are put together as they should be, but do not give the big batch",
+    "local gradients": "what each rank computes: its data, forward pass and loss. The ranks' own "
+    "gradients are put together as they should be, but do not give the big batch",
 }
-"""Where to look for a difference without a known cause, by ``Clues.half``."""
+"""Where to look for a difference without a known cause, by ``Localisation.wrong_half``."""
 
 STATISTICS = (
     "; a mean, variance or comparison over the batch (a normalisation, in-batch negatives) may see "
@@ -50,22 +50,29 @@ def cause_lines(verdict: Verdict) -> list[Line]:
 
 def _without_a_cause(verdict: Verdict) -> list[Line]:
     """What is known of a difference that has no name."""
-    clues = verdict.clues
+    localisation = verdict.localisation
     known = "; ".join(_known(verdict))
     lines = labelled("Known of it: ", f"{known}.") if known else []
-    for module, finding in list((clues.by_module or {}).items())[:MOST_MODULES]:
+    for module, finding in list((localisation.findings_by_module or {}).items())[:MOST_MODULES]:
         where = f"On the parameters of {module or 'the model itself'} alone"
         lines += paragraph(f"{where} it is {finding.cause}: {finding.sentence}", "  ")
         lines += labelled("Look at: ", finding.look_at)
-    if clues.half:
-        no_sum = clues.half == "before" and "no sum over" in verdict.why_no_shares
-        lines += labelled("Look at: ", HALVES[clues.half] + (STATISTICS if no_sum else ""))
+    if localisation.wrong_half:
+        no_sum = localisation.wrong_half == "local gradients" and _is_coupled(verdict)
+        lines += labelled(
+            "Look at: ", HALVES[localisation.wrong_half] + (STATISTICS if no_sum else "")
+        )
     return lines
+
+
+def _is_coupled(verdict: Verdict) -> bool:
+    """True if the loss or the model compares examples with each other."""
+    return verdict.why_no_shares is not None and verdict.why_no_shares.loss_is_no_sum
 
 
 def _known(verdict: Verdict) -> Iterator[str]:
     """Facts about a difference without a known cause, as clauses of one sentence."""
-    comparison, clues = verdict.comparison, verdict.clues
+    comparison, localisation = verdict.comparison, verdict.localisation
     assert comparison is not None
     yield from _not_finite(verdict, comparison)
     yield from _mixture(verdict)
@@ -73,9 +80,10 @@ def _known(verdict: Verdict) -> Iterator[str]:
         yield "the ranks do not hold the same"
     if verdict.repeated is False:
         yield "a second run left other bits: a race, or randomness without a seed"
-    yield from _multiple_of_the_weights(clues)
-    if clues.loss is not None and (there := at_the_loss(verdict, clues.loss)):
-        yield f"the big batch's loss is {clues.loss:.4g}, and backward began {there}"
+    yield from _multiple_of_the_weights(localisation)
+    loss = localisation.big_batch_loss
+    if loss is not None and (there := at_the_loss(verdict, loss)):
+        yield f"the big batch's loss is {loss:.4g}, and backward began {there}"
 
 
 def _not_finite(verdict: Verdict, comparison: Comparison) -> Iterator[str]:
@@ -109,12 +117,14 @@ def _mixture(verdict: Verdict) -> Iterator[str]:
         )
 
 
-def _multiple_of_the_weights(clues: Clues) -> Iterator[str]:
-    if not clues.weights:
+def _multiple_of_the_weights(localisation: Localisation) -> Iterator[str]:
+    if not localisation.weight_multiples:
         return
-    more = ", ..." if len(clues.weights) > MOST_WEIGHTS else ""
-    names = ", ".join(list(clues.weights)[:MOST_WEIGHTS]) + more
-    factors = ", ".join(dict.fromkeys(f"{factor:.2g}" for factor in clues.weights.values()))
+    more = ", ..." if len(localisation.weight_multiples) > MOST_WEIGHTS else ""
+    names = ", ".join(list(localisation.weight_multiples)[:MOST_WEIGHTS]) + more
+    factors = ", ".join(
+        dict.fromkeys(f"{factor:.2g}" for factor in localisation.weight_multiples.values())
+    )
     yield (
         f"the error of {names} is {factors} times the weights themselves: weight decay or a "
         "penalty counts otherwise than in the big batch"

@@ -52,34 +52,35 @@ def expected_and_held_lines(verdict: Verdict) -> list[Line]:
         sgd = f"plain SGD, learning rate {verdict.lr:g}, {steps} {plural(steps, 'step')}"
         lines += _line_of_argument("With", f"{sgd}: is that what the step does?")
     lines += _line_of_argument("But", verdict.promise or "every rank should hold 1 g")
-    return [*lines, *_whose_mean_lines(verdict)]
+    return [*lines, *_divisors_lines(verdict)]
 
 
 def _line_of_argument(word: str, text: str) -> list[Line]:
     return [Line(line) for line in wrapped(f"  {word:<7}{text}", "         ", first="")]
 
 
-def _whose_mean_lines(verdict: Verdict) -> list[Line]:
+def _divisors_lines(verdict: Verdict) -> list[Line]:
     """By what each rank's loss, the big batch and the ranks together divide, and what is right."""
-    mean = verdict.whose_mean
+    divisors = verdict.divisors
     named_otherwise = verdict.cause is not None and not WRONG_DIVISORS & set(verdict.causes)
-    if mean is None or named_otherwise:
+    if divisors is None or named_otherwise:
         return []
-    if mean.kind == "sum":
+    if divisors.kind == "sum":
         loss = "The loss is a sum, so that the ranks' losses add up to the big batch's"
         whole = "by nothing"
     else:
-        counts = _of_every_rank(mean.counts, "g")
-        loss = f"On its own each rank's loss divides by its {counts} {mean.what}"
-        whole = f"by {mean.whole:g}"
+        counts = _of_every_rank(divisors.counts, "g")
+        loss = f"On its own each rank's loss divides by its {counts} {divisors.unit}"
+        whole = f"by {divisors.big_batch:g}"
     text = f"{loss}; the big batch divides {whole}"
-    if mean.divided is not None:
-        divisor = "nothing" if abs(mean.divided - 1) < 1e-3 else f"{mean.divided:.4g}"
+    if divisors.reduction is not None:
+        divisor = "nothing" if abs(divisors.reduction - 1) < 1e-3 else f"{divisors.reduction:.4g}"
         text += f"; together the ranks' gradients were divided by {divisor}"
-    if mean.right is not None and verdict.cause is not None:
-        text += f". Right would be {_of_every_rank(mean.right, '.4g')} times the loss as it is now"
-        if mean.kind == "mean" and mean.divided is not None:
-            text += f", or {mean.divided:.4g} / {mean.whole:g} times the summed loss"
+    if divisors.right_factors is not None and verdict.cause is not None:
+        factors = _of_every_rank(divisors.right_factors, ".4g")
+        text += f". Right would be {factors} times the loss as it is now"
+        if divisors.kind == "mean" and divisors.reduction is not None:
+            text += f", or {divisors.reduction:.4g} / {divisors.big_batch:g} times the summed loss"
     question = "  Whose mean is it?"
     first, *more = wrapped(f"{question} {text}.", "    ", first="")
     return [Line(first, Style.LABEL, styled=len(question)), *map(Line, more)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ddp_equivalence.report.line import Line, labelled, paragraph
 
 if TYPE_CHECKING:
-    from ddp_equivalence.diagnosis.diagnose import Finding
+    from ddp_equivalence.diagnosis.finding import Finding
     from ddp_equivalence.report.verdict import Verdict
 
 MOST_RULED_OUT = 6
@@ -26,12 +26,12 @@ def other_causes_lines(verdict: Verdict) -> list[Line]:
     )
     if same_numbers:
         lines += labelled("Same numbers, but: ", same_numbers)
-    ruled_out = [finding for finding in verdict.findings if not finding.fits and finding.shows]
+    ruled_out = [finding for finding in verdict.findings if not finding.fits and finding.would_show]
     if ruled_out:
         label = "Ruled out: " if accepted else "Nearest, but none of them: "
         lines += labelled(label, ", ".join(_ruled_out(ruled_out)))
     hidden = ", ".join(
-        finding.cause for finding in verdict.findings if not finding.fits and not finding.shows
+        finding.cause for finding in verdict.findings if not finding.fits and not finding.would_show
     )
     if hidden:
         lines += labelled("Would not show on this case: ", hidden)
@@ -46,7 +46,7 @@ def _accepted_together(accepted: list[Finding]) -> list[Line]:
     lines = labelled("Cannot be told apart on this case: ", names)
     for finding in accepted:
         if finding.tell_apart:
-            lines += paragraph(f"{finding.cause} would stand out with {finding.tell_apart}", "    ")
+            lines += paragraph(f"{finding.cause}: {finding.tell_apart}", "    ")
     return lines
 
 

@@ -11,7 +11,8 @@ from ddp_equivalence.report.line import Line, Style, labelled, paragraph
 from ddp_equivalence.report.wrapping import plural, rank_names, wrapped
 
 if TYPE_CHECKING:
-    from ddp_equivalence.diagnosis.shares import Row, Shares
+    from ddp_equivalence.diagnosis.share_fit import ShareRow
+    from ddp_equivalence.diagnosis.shares import Shares
     from ddp_equivalence.report.verdict import Verdict
 
 MOST_RANKS = 8
@@ -32,7 +33,7 @@ def shares_lines(verdict: Verdict) -> list[Line]:
     shares = verdict.shares
     if shares is None:
         why = verdict.why_no_shares
-        return labelled("No shares of examples: ", why) if why else []
+        return labelled("No shares of examples: ", why.reason) if why else []
     return [
         *_title(shares),
         *_table(verdict, shares),
@@ -129,7 +130,7 @@ def _conditions(shares: Shares) -> list[Line]:
     return paragraph(text, "    ")
 
 
-def _differ(row: Row) -> bool:
+def _differ(row: ShareRow) -> bool:
     known = [share for share in row if share is not None]
     return bool(known) and max(known) - min(known) > OFF
 

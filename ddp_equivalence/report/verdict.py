@@ -10,9 +10,11 @@ from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.steps import Compare
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.diagnosis.analysis import Analysis
-from ddp_equivalence.diagnosis.diagnose import Finding, NearestFault
-from ddp_equivalence.diagnosis.divisors import WhoseMean
-from ddp_equivalence.diagnosis.localisation import Clues
+from ddp_equivalence.diagnosis.divisors import Divisors
+from ddp_equivalence.diagnosis.finding import Finding
+from ddp_equivalence.diagnosis.localisation import Localisation
+from ddp_equivalence.diagnosis.nearest_fault import NearestFault
+from ddp_equivalence.diagnosis.share_fit import NoShares
 from ddp_equivalence.diagnosis.shares import Shares
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.diagnosis.view import View
@@ -82,21 +84,23 @@ class Verdict:
     def shares(self) -> Shares | None:
         """How often each example entered the gradient of each rank; None if that is not known."""
         shares = None if self.analysis is None else self.analysis.shares
-        return None if isinstance(shares, str) else shares
+        return shares if isinstance(shares, Shares) else None
 
     @property
-    def why_no_shares(self) -> str:
-        """Why there are none, in words; "" if there are."""
-        shares = "" if self.analysis is None else self.analysis.shares
-        return shares if isinstance(shares, str) else ""
+    def why_no_shares(self) -> NoShares | None:
+        """Why ``shares`` is None; None if there are shares, or nothing was analysed."""
+        shares = None if self.analysis is None else self.analysis.shares
+        return shares if isinstance(shares, NoShares) else None
 
     @property
-    def whose_mean(self) -> WhoseMean | None:
+    def divisors(self) -> Divisors | None:
+        """The divisors of the ranks' losses, of the reduction and of the big batch, if known."""
         return None if self.analysis is None else self.analysis.divisors
 
     @property
-    def clues(self) -> Clues:
-        return Clues() if self.analysis is None else self.analysis.localisation
+    def localisation(self) -> Localisation:
+        """Where the difference lies, beside its cause."""
+        return Localisation() if self.analysis is None else self.analysis.localisation
 
     @property
     def view(self) -> View | None:

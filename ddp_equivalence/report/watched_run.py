@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ddp_equivalence.diagnosis.examples_read import numbers
+from ddp_equivalence.diagnosis.examples_read import example_numbers
 from ddp_equivalence.report.wrapping import plural, rank_names
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def _examples_read(verdict: Verdict) -> str:
     repeated = sorted(index for index, times in times_read.items() if times > 1)
     text = f"{len(times_read)} of {total} examples read"
     if repeated:
-        text += f", more than once {numbers(repeated)}"
+        text += f", more than once {example_numbers(repeated)}"
     if never:
-        text += f", never {numbers(never)}"
+        text += f", never {example_numbers(never)}"
     most_parts = max(map(len, parts_by_rank))
     if most_parts > len(steps):
         text += f", in {most_parts} micro-batches a rank"
@@ -110,7 +110,7 @@ def _losses(verdict: Verdict) -> Iterator[str]:
         shown = list(text_by_rank.items())[:MOST_RANKS]
         losses_text = "; ".join(f"rank {rank} {losses}" for rank, losses in shown)
         text = f"backward began at these losses: {losses_text}"
-    whole, mean = verdict.clues.loss, verdict.clues.mean_loss
+    whole, mean = verdict.localisation.big_batch_loss, verdict.localisation.mean_rank_loss
     if whole is None or mean is None:
         yield text
     elif abs(whole - mean) <= SAME_LOSS * abs(whole):

@@ -1,4 +1,4 @@
-"""Of a model too large to keep, a selection of elements is enough to name the cause."""
+"""If a model is too large to keep, a sample of its elements is enough to name the cause."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MLP = Case(model="mlp", loss="mse_mean", layout="2x2")
 
 
 @pytest.fixture(autouse=True)
-def few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixty elements of 244 on each of four ranks."""
+def few_elements_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty of the 244 elements are kept on each of four ranks."""
     monkeypatch.setattr(analysis, "MAX_ELEMENTS", 240)
     monkeypatch.setattr(analysis, "MAX_SELECTED", 240)
 
@@ -24,7 +24,7 @@ def few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     "cause",
     ["sum_not_mean", "averaged_twice", "no_all_reduce", "rank_left_out", "bucket_not_reduced"],
 )
-def test_a_selection_names_the_cause(cause: str) -> None:
+def test_a_sample_names_the_cause(cause: str) -> None:
     with planted(cause):
         verdict = check(MLP, "ddp_mean")
     assert verdict.view is not None
@@ -32,7 +32,7 @@ def test_a_selection_names_the_cause(cause: str) -> None:
     assert verdict.cause == cause, verdict
 
 
-def test_shares_of_a_selection_are_those_of_the_whole() -> None:
+def test_shares_of_a_sample_are_those_of_the_whole() -> None:
     with planted("rank_left_out"):
         verdict = check(MLP, "ddp_mean")
     assert verdict.shares is not None

@@ -1,4 +1,4 @@
-"""A fault is planted in other people's own parity tests too: which of them notice?"""
+"""Faults can be planted in other people's parity tests too, to see which of them notice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.package.someone_elses_run import run
 
 
 def parity(rank: int, port: int) -> None:
-    """What a careful project has: DDP on two ranks against the whole batch on one."""
+    """A careful project's own test: DDP on two ranks against the whole batch on one."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
-"""Every fault, planted in a real strategy on real ranks, is caught and named, and named once.
+"""Every fault that is planted in a real strategy on real ranks is caught and named.
 
-All layouts, models, losses and types are `ddp-equivalence faults --every`.
+`ddp-equivalence faults --every` plants them on all layouts, models, losses and types.
 """
 
 from __future__ import annotations
@@ -19,61 +19,67 @@ LAYOUTS = ("1x2", "2x2", "1+3")
 
 
 def _first_of_each() -> list[FaultTrial]:
-    """Each fault in its first strategy, on its first pair: float64, float32 on one layout."""
-    found: dict[tuple[str, str, torch.dtype | None], FaultTrial] = {}
-    for one in fault_trials(layouts=LAYOUTS, every=False):
-        case = one.trial.case
+    """Each fault in its first strategy and case: float64 on all layouts, float32 on one."""
+    first: dict[tuple[str, str, torch.dtype | None], FaultTrial] = {}
+    for fault_trial in fault_trials(layouts=LAYOUTS, every=False):
+        case = fault_trial.trial.case
         if case.dtype is torch.float64 or case.layout == "2x2":
-            found.setdefault((one.fault.name, case.layout, case.dtype), one)
-    return list(found.values())
+            first.setdefault((fault_trial.fault.name, case.layout, case.dtype), fault_trial)
+    return list(first.values())
 
 
 @pytest.mark.parametrize(
-    "what",
+    "fault_trial",
     [
-        pytest.param(one, id=str(one), marks=pytest.mark.planted_fault(one.fault.name))
-        for one in _first_of_each()
+        pytest.param(
+            fault_trial,
+            id=str(fault_trial),
+            marks=pytest.mark.planted_fault(fault_trial.fault.name),
+        )
+        for fault_trial in _first_of_each()
     ],
 )
-def test_a_planted_fault_is_caught_and_named(what: FaultTrial) -> None:
-    with planted(what.fault.name):
-        verdict = check(what.trial.case, what.trial.strategy, **what.trial.options)
-    result = result_of(what, verdict)
-    allowed = ("cannot_show",) if what.why_it_cannot_show else ("named", "among")
-    assert result.outcome in allowed, f"{result.outcome}\n{verdict}"
+def test_a_planted_fault_is_caught_and_named(fault_trial: FaultTrial) -> None:
+    with planted(fault_trial.fault.name):
+        verdict = check(
+            fault_trial.trial.case, fault_trial.trial.strategy, **fault_trial.trial.options
+        )
+    outcome = result_of(fault_trial, verdict).outcome
+    allowed = ("cannot_show",) if fault_trial.why_it_cannot_show else ("named", "among")
+    assert outcome in allowed, f"{outcome}\n{verdict}"
 
 
 @pytest.mark.self_check
 def test_a_fault_that_cannot_show_is_no_pass() -> None:
-    what = next(one for one in fault_trials(["sum_not_mean"], ["1x1"], every=False))
-    with planted("sum_not_mean") as found:
-        verdict = check(what.trial.case, what.trial.strategy)
-    assert found.fired == 0  # it fires on the ranks, not here
+    fault_trial = next(iter(fault_trials(["sum_not_mean"], ["1x1"], every=False)))
+    with planted("sum_not_mean") as plant:
+        verdict = check(fault_trial.trial.case, fault_trial.trial.strategy)
+    assert plant.fired == 0  # it fires on the ranks, not here
     assert (verdict.outcome, "cannot show" in verdict.reason) == ("unknown", True), verdict
 
 
 @pytest.mark.self_check
 def test_a_fault_that_never_fires_is_no_pass() -> None:
-    what = next(one for one in fault_trials(["only_last_micro_batch"], ["1x2"], every=False))
+    fault_trial = next(iter(fault_trials(["only_last_micro_batch"], ["1x2"], every=False)))
     with planted("only_last_micro_batch"):
-        verdict = check(what.trial.case, "manual_all_reduce_mean")
+        verdict = check(fault_trial.trial.case, "manual_all_reduce_mean")
     assert (verdict.outcome, "never came by" in verdict.reason) == ("unknown", True), verdict
 
 
 @pytest.mark.self_check
 def test_what_is_not_planted_is_not_broken() -> None:
-    what = next(one for one in fault_trials(["sum_not_mean"], ["1x2"], every=False))
+    fault_trial = next(iter(fault_trials(["sum_not_mean"], ["1x2"], every=False)))
     with planted("sum_not_mean"):
         pass
-    assert check(what.trial.case, what.trial.strategy).outcome == "same"
+    assert check(fault_trial.trial.case, fault_trial.trial.strategy).outcome == "same"
 
 
 @pytest.mark.self_check
 @pytest.mark.ddp(second_look=False)
 def test_without_a_second_look_all_that_leave_the_same_numbers_are_named() -> None:
-    what = next(one for one in fault_trials(["raw_module_called"], ["1x2"], every=False))
+    fault_trial = next(iter(fault_trials(["raw_module_called"], ["1x2"], every=False)))
     with planted("raw_module_called"):
-        verdict = check(what.trial.case, what.trial.strategy)
+        verdict = check(fault_trial.trial.case, fault_trial.trial.strategy)
     assert verdict.observed == {}
     accepted = {one.cause for one in verdict.findings if one.accepted}
     assert {"no_all_reduce", "raw_module_called", "no_sync_left_on", "wrapper_dropped"} <= accepted

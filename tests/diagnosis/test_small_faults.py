@@ -1,4 +1,4 @@
-"""What is wrong by little, or in few places, is caught too, and told where it is."""
+"""A small error, or an error in a few places, is caught too, and the report says where it is."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_one_wrong_element_is_caught_and_its_place_told(dtype: torch.dtype, delt
     assert "element [1, 2] on rank" in str(verdict)
 
 
-def one_parameter(model: nn.Module, shard: Any, rank: Rank) -> None:
+def last_parameter_is_off(model: nn.Module, shard: Any, rank: Rank) -> None:
     F.mse_loss(model(shard["inputs"]), shard["targets"]).backward()
     reduce_gradients(model, rank.world_size)
     last = list(model.parameters())[-1]
@@ -46,7 +46,7 @@ def one_parameter(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 
 def test_one_parameter_that_is_off_is_the_only_one_told() -> None:
-    verdict = check(mlp("1x2"), one_parameter)
+    verdict = check(mlp("1x2"), last_parameter_is_off)
     assert verdict.comparison is not None
     assert [one.name for one in verdict.comparison.differing] == ["2.bias"]
 
@@ -62,8 +62,8 @@ def squares(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.mse_loss(model(batch["inputs"]), batch["targets"])
 
 
-def but_one(model: nn.Module, shard: Any, rank: Rank) -> None:
-    """Example 17 is weighted with zero, and counted all the same."""
+def ignores_one_example(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """Weights example 17 with zero but counts it in the divisor."""
     rows = shard["inputs"]
     weight = torch.ones(len(rows), 1, dtype=rows.dtype)
     weight[17] = float(rank.rank != 0)
@@ -74,7 +74,7 @@ def but_one(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 def test_one_example_in_a_thousand_is_told_by_its_share() -> None:
     case = Case(model=lambda: nn.Linear(40, 30), batch=rows, loss=squares, layout="1x2")
-    verdict = check(case, but_one)
+    verdict = check(case, ignores_one_example)
     assert verdict.outcome == "different"
     assert verdict.shares is not None
     assert verdict.shares.by_example is not None
@@ -84,7 +84,7 @@ def test_one_example_in_a_thousand_is_told_by_its_share() -> None:
     assert "17: 0.00" in str(verdict)
 
 
-def lost(model: nn.Module, shard: Any, rank: Rank) -> None:
+def loses_one_example(model: nn.Module, shard: Any, rank: Rank) -> None:
     keep = slice(None, -1) if rank.rank == 1 else slice(None)
     squares(model, {name: leaf[keep] for name, leaf in shard.items()}).backward()
     reduce_gradients(model, rank.world_size)
@@ -92,6 +92,6 @@ def lost(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 def test_one_example_in_a_thousand_that_is_never_read_is_told_by_number() -> None:
     case = Case(model=lambda: nn.Linear(40, 30), batch=rows, loss=squares, layout="1x2")
-    verdict = check(case, lost)
+    verdict = check(case, loses_one_example)
     assert verdict.cause == "examples_dropped", verdict
     assert "example 999" in str(verdict)

@@ -1,4 +1,4 @@
-"""Two faults at once are both named."""
+"""If two faults are present at once, the report names both."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from ddp_equivalence import (
 from ddp_equivalence.comparison.comparator import compare
 from ddp_equivalence.comparison.tolerance import Noise, Tolerance
 from ddp_equivalence.diagnosis import vacuity
-from ddp_equivalence.diagnosis.diagnose import NearestFault
+from ddp_equivalence.diagnosis.nearest_fault import NearestFault
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from tests.package.own_cases import build_model, loss, make_batch, own_case, right_step
 

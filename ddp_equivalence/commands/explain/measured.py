@@ -63,7 +63,7 @@ def _shares(verdict: Verdict) -> tuple[tuple[tuple[float, ...], ...] | None, str
     """How often every example counts on every rank; or None and the reason."""
     shares = verdict.shares
     if shares is None:
-        return None, verdict.why_no_shares
+        return None, verdict.why_no_shares.reason if verdict.why_no_shares else ""
     if shares.by_example is None:
         return None, shares.why_not_examples
     rows = [shares.by_example[rank] for rank in sorted(shares.by_example)]

@@ -65,8 +65,8 @@ def search_space(
         example_subset.with_examples(case, examples)
         available = examples if isinstance(examples, int) else len(examples)
     else:
-        available = example_subset.examples_in(case) if case.batch is not None else
-        CATALOGUE_EXAMPLES
+        own = case.batch is not None
+        available = example_subset.examples_in(case) if own else CATALOGUE_EXAMPLES
     return SearchSpace(
         available=available,
         takes_all=trains or isinstance(steps, tuple) or examples is not None,

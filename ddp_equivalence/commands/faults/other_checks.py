@@ -1,4 +1,4 @@
-"""Other checks of training, and whether each would have noticed a planted fault."""
+"""What checks that people make instead would have seen of a fault."""
 
 from __future__ import annotations
 
@@ -10,39 +10,38 @@ from torch import Tensor
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.report.verdict import Verdict
 
-LOSS_TOLERANCE = 1e-4
-"""Relative: a loss that agrees to four digits looks right in a log."""
+DIGITS = 1e-4
+"""A loss that agrees to four digits looks right in a log."""
 
 ADAM_EPS = 1e-8
 LEARNING_RATE = 1e-3
 
 
 def loss_value(verdict: Verdict, view: View) -> bool:
-    """True if the mean of the ranks' losses is not the loss of the big batch, to four digits."""
-    step = len(view.before)
+    """The mean of the ranks' losses is not the loss of the big batch, to four digits."""
     by_rank = []
-    for observation in verdict.observed.values():
-        losses = [backward.loss for backward in observation.backwards if backward.step == step]
-        by_rank.append(sum(loss for loss in losses if loss is not None))
+    for seen in verdict.observed.values():
+        values = [call.loss for call in seen.backwards if call.step == view.setting.step]
+        by_rank.append(sum(value for value in values if value is not None))
     if not by_rank:
         return False
-    expected = view.piece(tuple(range(view.examples))).loss
-    return abs(sum(by_rank) / len(by_rank) - expected) > LOSS_TOLERANCE * abs(expected)
+    whole = view.examples.big_batch_loss
+    return abs(sum(by_rank) / len(by_rank) - whole) > DIGITS * abs(whole)
 
 
 def adam_update(verdict: Verdict, view: View) -> bool:
-    """True if torch.testing.assert_close, with its defaults, fails for rank 0's first Adam step."""
-    return not _close(_adam(view.measured[0]), _adam(view.expected), view.dtype)
+    """The first step of Adam on rank 0 differs, by torch.testing.assert_close as it comes."""
+    return not _close(_adam(view.measured.by_rank[0]), _adam(view.expected), view.setting.dtype)
 
 
 def rank_agreement(verdict: Verdict, view: View) -> bool:
-    """True if the ranks do not hold the same gradients."""
+    """The ranks do not hold the same."""
     return verdict.comparison is not None and not verdict.comparison.ranks_agree
 
 
 def assert_close(verdict: Verdict, view: View) -> bool:
-    """True if torch.testing.assert_close, with its defaults, fails for rank 0's gradients."""
-    return not _close(view.measured[0], view.expected, view.dtype)
+    """Rank 0's gradients are not the big batch's, by torch.testing.assert_close as it comes."""
+    return not _close(view.measured.by_rank[0], view.expected, view.setting.dtype)
 
 
 OTHER_CHECKS: dict[str, Callable[[Verdict, View], bool]] = {
@@ -51,14 +50,13 @@ OTHER_CHECKS: dict[str, Callable[[Verdict, View], bool]] = {
     "ranks agree": rank_agreement,
     "assert_close": assert_close,
 }
-"""By the name in the table: functions that return True if the check would have noticed."""
+"""Each says True if it would have noticed."""
 
 
 def _adam(gradient: Tensor) -> Tensor:
-    """The update of Adam's first step.
+    """Of the first step: both averages are of one gradient, and bias correction undoes the rest.
 
-    In the first step both moving averages are of one gradient, and bias correction cancels their
-    factors. Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 1.
+    Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 1.
     """
     return -LEARNING_RATE * gradient / (gradient.abs() + ADAM_EPS)
 

@@ -44,23 +44,23 @@ from ddp_equivalence.diagnosis.causes import (
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis
 
 HYPOTHESES: tuple[Hypothesis, ...] = (
-    # What the ranks started from and read: whatever comes later is meaningless if this is wrong.
+    # The ranks' weights and examples are wrong: nothing that comes later means anything then.
     weights_differ_between_ranks.HYPOTHESIS,
     every_rank_same_data.HYPOTHESIS,
     sampler_padding_counted.HYPOTHESIS,
     examples_dropped.HYPOTHESIS,
-    # Properties of models and losses.
+    # The model or the loss makes the difference, not the reduction.
     batch_norm_local_statistics.HYPOTHESIS,
     dropout_differs_from_reference.HYPOTHESIS,
     dropout_same_on_all_ranks.HYPOTHESIS,
     contrastive_local_negatives.HYPOTHESIS,
     batch_statistics_local.HYPOTHESIS,
-    # One factor for everything.
+    # One factor is wrong, for all parameters.
     mean_not_sum.HYPOTHESIS,
     sum_not_mean.HYPOTHESIS,
     gather_without_gradient.HYPOTHESIS,
     accumulation_not_divided.HYPOTHESIS,
-    # Who is in the sum, and with which weight.
+    # Ranks or micro-batches are missing in the sum, or have a wrong weight.
     no_all_reduce.HYPOTHESIS,
     raw_module_called.HYPOTHESIS,
     no_sync_left_on.HYPOTHESIS,
@@ -75,12 +75,12 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     node_left_out.HYPOTHESIS,
     clipped_before_reduce.HYPOTHESIS,
     scaler_differs_between_ranks.HYPOTHESIS,
-    # Only some parameters.
+    # Only some parameters are wrong.
     parameter_frozen_on_one_rank.HYPOTHESIS,
     bucket_not_reduced.HYPOTHESIS,
     parameter_not_reduced.HYPOTHESIS,
     reduced_before_backward_finished.HYPOTHESIS,
-    # What has rivals on most cases.
+    # On most cases other causes leave the same numbers, and are believed before these.
     averaged_twice.HYPOTHESIS,
     divided_by_local_world_size.HYPOTHESIS,
     stale_gradient_added.HYPOTHESIS,

@@ -1,68 +1,63 @@
-"""The window of micro-batches ends at another one than the one that reduces."""
+"""Gradients were reduced at another micro-batch than the last one of the window."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ddp_equivalence.diagnosis import indications
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Sign, Way
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.view import View
 
 
-def predict(view: View) -> Sequence[Way]:
-    return tuple(
-        Way(predicted, f"reduced after micro-batch {number} of {count}")
-        for number, count, predicted in reduced_early(view)
-    ) + tuple(
-        Way(predicted, f"without micro-batch {number} of {count}")
-        for number, count, predicted in _ended_early(view)
-    )
+def predict(view: View) -> Sequence[Prediction]:
+    """The reduction came after an earlier micro-batch, or the window lost one of them."""
+    early = [replace(one, detail=f"reduced {one.detail}") for one in reduced_early(view)]
+    return (*early, *_lost_a_micro_batch(view))
 
 
-def reduced_early(view: View) -> list[tuple[int, int, Tensor]]:
-    """(micro-batch, how many, prediction): those up to it are averaged, the rest stays local."""
-    count = view.micro_batches
-    if view.parts is None or count in (None, 1) or len(view.ranks) != view.world_size:
-        return []
-    assert count is not None
-    found = []
-    for way in view.micro:
-        if any(len(of_rank) != count for of_rank in way):
-            continue
-        pieces = torch.stack([torch.stack(of_rank) for of_rank in way])
-        for number in range(1, count):
-            held = pieces[:, :number].sum(1).mean(0) + pieces[:, number:].sum(1)
-            found.append((number, count, view.of_the_ranks(held)))
-    return found
+def reduced_early(view: View) -> Iterator[Prediction]:
+    """The micro-batches up to the reduction are averaged, and those after it stay local."""
+    if not view.setting.every_rank_reports:
+        return
+    for gradients in _stacked_micro_batches(view):
+        count = gradients.shape[1]
+        for end in range(1, count):
+            held = gradients[:, :end].sum(1).mean(0) + gradients[:, end:].sum(1)
+            yield Prediction(view.on_reporting_ranks(held), f"after micro-batch {end} of {count}")
 
 
-def _ended_early(view: View) -> list[tuple[int, int, Tensor]]:
-    """One micro-batch of the window is missing, the first or the last."""
-    count = view.micro_batches
-    if view.parts is None or count is None or count < 3:
-        return []  # of two, only one is left: another cause
-    found = []
-    for way in view.micro:
-        if any(len(of_rank) != count for of_rank in way):
-            continue
-        pieces = torch.stack([torch.stack(of_rank) for of_rank in way])
-        for number in (0, count - 1):
-            held = (pieces.sum(1) - pieces[:, number]).mean(0)
-            found.append((number + 1, count, view.everywhere(held)))
-    return found
+def _lost_a_micro_batch(view: View) -> Iterator[Prediction]:
+    """The first or the last micro-batch of the window is missing."""
+    for gradients in _stacked_micro_batches(view):
+        count = gradients.shape[1]
+        if count < 3:
+            continue  # of two micro-batches only one would be left: another cause
+        for missing in (0, count - 1):
+            held = (gradients.sum(1) - gradients[:, missing]).mean(0)
+            detail = f"without micro-batch {missing + 1} of {count}"
+            yield Prediction(view.on_every_rank(held), detail)
 
 
-def sign(view: View) -> Sign | None:
-    flags = [one.synchronised for one in indications.wrappers(view) if one.synchronised]
-    if not flags:
-        return None
-    early = all(any(of_one[:-1]) and not of_one[-1] for of_one in flags)
-    return (
-        Sign(True, "synchronisation was off in the last forward pass, on before") if early else None
-    )
+def _stacked_micro_batches(view: View) -> Iterator[Tensor]:
+    """Every candidate for their gradients, shape (world size, micro-batches, elements)."""
+    count = view.parts.micro_batches_per_rank
+    if count is None or count == 1:
+        return
+    for by_rank in view.micro_batch_gradients:
+        if all(len(gradients) == count for gradients in by_rank):
+            yield torch.stack([torch.stack(gradients) for gradients in by_rank])
+
+
+def indication(view: View) -> Indication | None:
+    """Looks for a last forward pass without synchronisation, after others with it."""
+    flags = [one.synchronised for one in view.observed.wrappers if one.synchronised]
+    if flags and all(any(of_wrapper[:-1]) and not of_wrapper[-1] for of_wrapper in flags):
+        because = "synchronisation was off in the last forward pass, on before"
+        return Indication(True, because)
+    return None
 
 
 HYPOTHESIS = Hypothesis(
@@ -72,6 +67,6 @@ HYPOTHESIS = Hypothesis(
     look_at="the condition that leaves no_sync, such as (i + 1) % accumulation_steps == 0, and the "
     "last window of an epoch",
     predict=predict,
-    sign=sign,
-    tell_apart="at least two micro-batches, of different examples",
+    indication=indication,
+    tell_apart="Use at least two micro-batches with different examples.",
 )

@@ -6,33 +6,49 @@ from collections.abc import Sequence
 
 import torch
 
-from ddp_equivalence.diagnosis import indications
-from ddp_equivalence.diagnosis.hypothesis import Factor, Hypothesis, Sign, Way
+from ddp_equivalence.diagnosis.hypothesis import (
+    Hypothesis,
+    Indication,
+    Prediction,
+    WrongFactor,
+)
+from ddp_equivalence.diagnosis.indications import common_loss_factor, losses_close
 from ddp_equivalence.diagnosis.view import View
 
+SURELY_DIVIDED = 0.9
+"""A loss that is this much smaller than that of the micro-batch was divided by something."""
 
-def predict(view: View) -> Sequence[Way]:
-    if view.parts is None or view.is_sum() or all(len(one) == 1 for one in view.parts):
+
+def predict(view: View) -> Sequence[Prediction]:
+    """The sum over each rank's micro-batches, averaged over the ranks."""
+    parts = view.parts.by_rank
+    if parts is None or view.parts.add_up_to_the_big_batch:
         return ()
-    rows = [torch.stack([view.gradient(p) for p in of_rank]).sum(0) for of_rank in view.parts]
-    most = max(map(len, view.parts))
-    return (Way(view.everywhere(torch.stack(rows).mean(0)), f"{most} micro-batches in the window"),)
-
-
-def factors(view: View) -> Sequence[Factor]:
-    count = view.micro_batches
-    if count is None or count == 1 or view.is_sum():
+    if all(len(of_rank) == 1 for of_rank in parts):
         return ()
-    return (Factor(count, f"times the {count} micro-batches of the window"),)
+    sums = [torch.stack([view.examples.gradient(p) for p in of_rank]).sum(0) for of_rank in parts]
+    detail = f"{max(map(len, parts))} micro-batches in the window"
+    return (Prediction(view.on_every_rank(torch.stack(sums).mean(0)), detail),)
 
 
-def sign(view: View) -> Sign | None:
-    found, count = indications.loss_factor(view), view.micro_batches
-    if found is None or count in (None, 1):
+def factors(view: View) -> Sequence[WrongFactor]:
+    """The number of micro-batches, where their losses should be averaged."""
+    count = view.parts.micro_batches_per_rank
+    if count is None or count == 1 or view.parts.add_up_to_the_big_batch:
+        return ()
+    return (WrongFactor(count, f"times the {count} micro-batches of the window"),)
+
+
+def indication(view: View) -> Indication | None:
+    """Compares the losses at which backward began with those of the micro-batches."""
+    factor = common_loss_factor(view)
+    if factor is None or view.parts.micro_batches_per_rank in (None, 1):
         return None
-    if indications.close(found, 1.0):
-        return Sign(True, "every backward began at the whole mean of its own micro-batch")
-    return Sign(False, "the losses of the micro-batches were divided") if found < 0.9 else None
+    if losses_close(factor, 1.0):
+        return Indication(True, "every backward began at the whole mean of its own micro-batch")
+    if factor < SURELY_DIVIDED:
+        return Indication(False, "the losses of the micro-batches were divided")
+    return None
 
 
 HYPOTHESIS = Hypothesis(
@@ -41,6 +57,6 @@ HYPOTHESIS = Hypothesis(
     look_at="loss / accumulation_steps before backward",
     predict=predict,
     factors=factors,
-    sign=sign,
-    tell_apart="another number of micro-batches, which is no multiple of the ranks",
+    indication=indication,
+    tell_apart="Use another number of micro-batches that is no multiple of the number of ranks.",
 )

@@ -1,35 +1,42 @@
-"""Divided by the number of ranks once more than needed."""
+"""Gradients were divided by the number of ranks once more than needed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis import indications
-from ddp_equivalence.diagnosis.hypothesis import Factor, Hypothesis, Sign, Way
+from ddp_equivalence.diagnosis.hypothesis import (
+    Hypothesis,
+    Indication,
+    Prediction,
+    WrongFactor,
+)
+from ddp_equivalence.diagnosis.indications import every_loss_is_the_big_batch_loss
 from ddp_equivalence.diagnosis.view import View
 
 
-def predict(view: View) -> Sequence[Way]:
-    if view.world_size == 1 or view.is_sum():
+def predict(view: View) -> Sequence[Prediction]:
+    """The big batch, or the mean of what the ranks contribute, over the world size."""
+    if view.world_size == 1 or view.parts.add_up_to_the_big_batch:
         return ()
-    found = view.contributions()
-    whole = Way(view.everywhere(view.expected / view.world_size))
-    return (
-        (whole,)
-        if found is None
-        else (whole, Way(view.everywhere(found.mean(0) / view.world_size)))
-    )
+    means = [view.expected]
+    contributions = view.parts.contributions()
+    if contributions is not None:
+        means.append(contributions.mean(0))
+    return tuple(Prediction(view.on_every_rank(mean / view.world_size)) for mean in means)
 
 
-def factors(view: View) -> Sequence[Factor]:
-    if view.world_size == 1 or view.is_sum():
+def factors(view: View) -> Sequence[WrongFactor]:
+    """One over the world size, where the ranks' gradients should be averaged once."""
+    if view.world_size == 1 or view.parts.add_up_to_the_big_batch:
         return ()
-    return (Factor(1 / view.world_size, f"divided by the {view.world_size} ranks once more"),)
+    detail = f"divided by the {view.world_size} ranks once more"
+    return (WrongFactor(1 / view.world_size, detail),)
 
 
-def sign(view: View) -> Sign | None:
-    if indications.loss_is_the_big_batch(view) and indications.gathers(view):
-        return Sign(False, "every rank's loss is already that of the whole batch")
+def indication(view: View) -> Indication | None:
+    """A loss over gathered outputs explains the factor otherwise."""
+    if every_loss_is_the_big_batch_loss(view) and view.observed.a_rank_gathered:
+        return Indication(False, "every rank's loss is already that of the whole batch")
     return None
 
 
@@ -39,7 +46,7 @@ HYPOTHESIS = Hypothesis(
     look_at="a division by the world size in the loss or after backward: DDP already averages",
     predict=predict,
     factors=factors,
-    sign=sign,
-    tell_apart="another world size: only this factor follows it",
-    of_the_rule=True,
+    indication=indication,
+    tell_apart="Use another world size: only this factor follows it.",
+    limits_must_catch=True,
 )

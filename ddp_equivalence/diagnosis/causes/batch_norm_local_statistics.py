@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Way
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
 from ddp_equivalence.diagnosis.view import View
 
 
-def predict(view: View) -> Sequence[Way]:
-    found = view.contributions()
-    if found is None or view.part_count == 1 or not view.has_batch_norm:
+def predict(view: View) -> Sequence[Prediction]:
+    """The mean of gradients that were each computed from one part's own statistics."""
+    contributions = view.parts.contributions()
+    if contributions is None or view.parts.count == 1 or not view.setting.has_batch_norm:
         return ()
-    ways = [found.mean(0), *view.put_together()]
-    return tuple(Way(view.everywhere(way)) for way in ways)
+    results = [contributions.mean(0), *view.averages_of_node_sums()]
+    return tuple(Prediction(view.on_every_rank(result)) for result in results)
 
 
 HYPOTHESIS = Hypothesis(
@@ -22,6 +23,6 @@ HYPOTHESIS = Hypothesis(
     "of the model, not a fault of the reduction.",
     look_at="SyncBatchNorm, or a normalisation that does not look across examples",
     predict=predict,
-    tell_apart="the same model in eval mode",
-    of_the_rule=True,
+    tell_apart="Put the model in eval mode: this difference then goes away.",
+    limits_must_catch=True,
 )

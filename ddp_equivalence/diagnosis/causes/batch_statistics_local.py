@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis.causes.contrastive_local_negatives import of_local_losses
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Way
+from ddp_equivalence.diagnosis.causes.contrastive_local_negatives import mean_of_local_losses
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
 from ddp_equivalence.diagnosis.view import View
 
 NAME = "batch_statistics_local"
 
 
-def predict(view: View) -> Sequence[Way]:
-    return of_local_losses(view) if view.batch_coupled == NAME else ()
+def predict(view: View) -> Sequence[Prediction]:
+    """The mean of the ranks' losses, where the loss is known to use statistics of the batch."""
+    return mean_of_local_losses(view) if view.setting.batch_coupled == NAME else ()
 
 
 HYPOTHESIS = Hypothesis(
@@ -22,5 +23,5 @@ HYPOTHESIS = Hypothesis(
     "reduction.",
     look_at="the loss: gather the outputs of all ranks with their gradient before the statistics",
     predict=predict,
-    tell_apart="the loss without that term",
+    tell_apart="Leave that term out of the loss: this difference then goes away.",
 )

@@ -4,54 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis import indications
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Sign, Way
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.view import View
 
+NAMES_SHOWN = 4
 
-def predict(view: View) -> Sequence[Way]:
-    if not view.only_some_differ or len(view.ranks) != view.world_size:
+
+def predict(view: View) -> Sequence[Prediction]:
+    """Every rank's local gradient of the parameters that differ; the others are right."""
+    if not view.measured.only_some_parameters_differ or not view.setting.every_rank_reports:
         return ()
-    right = view.everywhere(view.expected)
-    names = ", ".join(sorted(view.differing)[:4])
-    detail = names + (", ..." if len(view.differing) > 4 else "")
-    ways = []
-    for own in view.owns:
-        mixed = view.mix(view.of_the_ranks(own), right, view.differing)
-        ways.append(Way(mixed, detail))
-    if view.seen is None and view.ranks_differ:
-        # Whatever each rank's own gradient is: reduced, they would have been the big batch.
-        mixed = view.measured - view.measured.mean(0) + view.expected
-        ways.append(Way(view.mix(mixed, right, view.differing), detail, informed=True))
-    return tuple(ways)
+    differing = view.measured.differing
+    names = ", ".join(sorted(differing)[:NAMES_SHOWN])
+    detail = names + (", ..." if len(differing) > NAMES_SHOWN else "")
+    candidates = [(view.on_reporting_ranks(local), False) for local in view.local_gradients]
+    if view.observed_gradients is None and view.measured.ranks_differ:
+        # Unknown local gradients whose mean would have been the big batch.
+        measured = view.measured.by_rank
+        candidates.append((measured - measured.mean(0) + view.expected, True))
+    right, combined = view.expected_by_rank, view.parameters.combined
+    return tuple(
+        Prediction(combined(local, right, differing), detail, fitted)
+        for local, fitted in candidates
+    )
 
 
-def buckets_concerned(view: View) -> list[tuple[str, ...]] | None:
-    """The buckets that the differing parameters fill; None if none, or if that is unknown."""
-    for one in indications.wrappers(view):
-        concerned = [bucket for bucket in one.buckets if view.differing.intersection(bucket)]
-        if concerned and set().union(*concerned) == view.differing:
-            return concerned
+def differing_buckets(view: View) -> list[tuple[str, ...]] | None:
+    """The buckets that the differing parameters fill.
+
+    None if they do not fill whole buckets, or if the buckets are not known.
+    """
+    differing = view.measured.differing
+    for wrapper in view.observed.wrappers:
+        buckets = [bucket for bucket in wrapper.buckets if differing.intersection(bucket)]
+        if buckets and set().union(*buckets) == differing:
+            return buckets
     return None
 
 
-def sign(view: View) -> Sign | None:
-    if not any(one.buckets for one in indications.wrappers(view)):
+def indication(view: View) -> Indication | None:
+    """Compares the parameters that differ with DDP's buckets."""
+    if not any(wrapper.buckets for wrapper in view.observed.wrappers):
         return None
-    concerned = buckets_concerned(view)
-    if concerned is None:
-        return Sign(False, "the parameters that differ are no whole buckets")
-    if all(len(bucket) == 1 for bucket in concerned):
+    buckets = differing_buckets(view)
+    if buckets is None:
+        return Indication(False, "the parameters that differ are no whole buckets")
+    if all(len(bucket) == 1 for bucket in buckets):
         return None
-    return Sign(True, f"they are {len(concerned)} whole bucket{'s'[: len(concerned) != 1]} of DDP")
+    plural = "s" if len(buckets) > 1 else ""
+    return Indication(True, f"they are {len(buckets)} whole bucket{plural} of DDP")
 
 
 HYPOTHESIS = Hypothesis(
     name="bucket_not_reduced",
-    sentence="The gradients of a whole bucket were not reduced: every rank holds its own there.",
-    look_at="a communication hook that returns a bucket as it came, or a bucket that never becomes "
-    "ready, because one of its parameters gets no gradient",
+    sentence="The gradients of a whole bucket were not reduced: every rank holds its own gradients "
+    "of it.",
+    look_at="a communication hook that returns a bucket unchanged, or a bucket that never becomes "
+    "ready because one of its parameters gets no gradient",
     predict=predict,
-    sign=sign,
-    tell_apart="buckets of several parameters (a larger bucket_cap_mb)",
+    indication=indication,
+    tell_apart="Use buckets of several parameters (a larger bucket_cap_mb).",
 )

@@ -6,55 +6,71 @@ from collections.abc import Sequence
 from itertools import product
 
 import torch
+from torch import Tensor
 
-from ddp_equivalence.diagnosis import indications
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Sign, Way
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.indications import ranks_by_number
 from ddp_equivalence.diagnosis.view import View
 
-AGREE = 1e-3
-"""Norms after clipping that agree within this are tried as one max_norm."""
+EQUAL = 1e-3
+"""Factors and norms that differ by less, relatively, are equal."""
 
 ADDED_TO_NORM = (1e-6, 0.0)
-"""By torch's clip_grad_norm_, and by one written out."""
+"""torch's clip_grad_norm_ adds 1e-6 to the norm that it divides by; clipping written out may not.
+
+Source: torch 2.13, torch/nn/utils/clip_grad.py.
+"""
 
 
-def predict(view: View) -> Sequence[Way]:
-    weights = view.weights
-    if weights is None or view.world_size == 1 or not view.selection.is_whole:
+def predict(view: View) -> Sequence[Prediction]:
+    """The mean or the sum of gradients that were clipped to one norm, which the weights tell."""
+    weights = view.weights_of_ranks
+    if weights is None or view.world_size == 1 or not view.parameters.sample.is_whole:
         return ()
-    own = view.owns[0]
-    norms = own.norm(dim=1)
-    ways = []
+    predictions = []
     for divisor, added in product((view.world_size, 1), ADDED_TO_NORM):
-        kept = weights[0] * divisor  # what each rank's gradient was multiplied by
-        clipped = kept < 1 - AGREE
-        if not bool(clipped.any()) or bool((kept <= 0).any()):
-            continue
-        limits = (kept * (norms + added))[clipped]
-        max_norm = limits.mean()
-        if float((limits - max_norm).abs().max()) > AGREE * float(max_norm):
-            continue
-        factors = torch.clamp(max_norm / (norms + added), max=1.0)
-        if bool((factors[~clipped] < 1 - AGREE).any()):
-            continue
-        ranks = indications.listed(torch.nonzero(clipped).flatten().tolist())
-        held = view.everywhere((factors[:, None] * own).sum(0) / divisor)
-        ways.append(Way(held, f"{ranks} to a norm of {max_norm:.3g}"))
-    return tuple(ways)
+        prediction = _clipped(view, weights[0] * divisor, divisor, added)
+        if prediction is not None:
+            predictions.append(prediction)
+    return tuple(predictions)
 
 
-def sign(view: View) -> Sign | None:
-    calls = [call for seen in view.observed.values() for call in seen.clipped]
-    if not calls:
+def _clipped(view: View, kept: Tensor, divisor: int, added: float) -> Prediction | None:
+    """The prediction, or None if no single norm explains what each rank ``kept``.
+
+    ``kept``: the factor that each rank's gradient was multiplied by, shape (world size,).
+    """
+    local = view.local_gradients[0]
+    norms = local.norm(dim=1) + added
+    is_clipped = kept < 1 - EQUAL
+    if not bool(is_clipped.any()) or bool((kept <= 0).any()):
         return None
-    return Sign(True, f"clip_grad_norm_ was called with max_norm {calls[0]:g}")
+    norms_after = (kept * norms)[is_clipped]
+    max_norm = norms_after.mean()
+    if float((norms_after - max_norm).abs().max()) > EQUAL * float(max_norm):
+        return None
+    factors = torch.clamp(max_norm / norms, max=1.0)
+    if bool((factors[~is_clipped] < 1 - EQUAL).any()):
+        return None
+    ranks = ranks_by_number(torch.nonzero(is_clipped).flatten().tolist())
+    held = (factors[:, None] * local).sum(0) / divisor
+    return Prediction(view.on_every_rank(held), f"{ranks} to a norm of {max_norm:.3g}")
+
+
+def indication(view: View) -> Indication | None:
+    """Looks for a call of torch's clip_grad_norm_."""
+    max_norms = [norm for seen in view.observed.by_rank.values() for norm in seen.clipped]
+    if not max_norms:
+        return None
+    return Indication(True, f"clip_grad_norm_ was called with max_norm {max_norms[0]:g}")
 
 
 HYPOTHESIS = Hypothesis(
     name="clipped_before_reduce",
-    sentence="Each rank clipped the norm of its own gradient, and the clipped ones were averaged.",
+    sentence="Each rank clipped the norm of its own gradient, and the clipped gradients were "
+    "averaged.",
     look_at="clip_grad_norm_ before the all_reduce, or inside a communication hook: clip after it",
     predict=predict,
-    sign=sign,
-    tell_apart="a max_norm that bites on some ranks only",
+    indication=indication,
+    tell_apart="Use a max_norm that only some ranks' gradients exceed.",
 )

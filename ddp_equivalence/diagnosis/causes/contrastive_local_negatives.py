@@ -1,4 +1,4 @@
-"""A loss that compares examples with each other sees only those of its own rank."""
+"""A contrastive loss sees only the negatives of each rank's own shard."""
 
 from __future__ import annotations
 
@@ -7,50 +7,65 @@ from collections.abc import Sequence
 import torch
 
 from ddp_equivalence.diagnosis.causes.uneven_shards_weighted_equally import is_mean_over_examples
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Way
-from ddp_equivalence.diagnosis.view import View, near
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
+from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.view import View
 
 NAME = "contrastive_local_negatives"
 
+NO_GRADIENT = 1e-9
+"""A gradient with a smaller norm, relative to the big batch's, is zero but for rounding."""
 
-def predict(view: View) -> Sequence[Way]:
-    return of_local_losses(view) if view.batch_coupled in (NAME, None) else ()
+EXAMPLES_TRIED = 3
+"""This many single examples without a gradient show that the loss compares examples."""
 
 
-def of_local_losses(view: View) -> Sequence[Way]:
-    """The mean of losses that each look at their own shard only."""
-    found = view.contributions()
-    if found is None or view.part_count == 1 or view.is_sum():
+def predict(view: View) -> Sequence[Prediction]:
+    """The mean of the ranks' losses, where the loss may compare examples with each other."""
+    return mean_of_local_losses(view) if view.setting.batch_coupled in (NAME, None) else ()
+
+
+def mean_of_local_losses(view: View) -> Sequence[Prediction]:
+    """The mean of losses that each look at their own shard only.
+
+    Empty where the loss does not compare examples with each other.
+    """
+    contributions = view.parts.contributions()
+    if contributions is None or view.parts.count == 1 or view.parts.add_up_to_the_big_batch:
         return ()
-    if view.has_batch_norm or view.has_dropout or not _compares_examples(view):
+    if view.setting.has_batch_norm or view.setting.has_dropout or not _compares_examples(view):
         return ()
-    # Equally, or by their examples where a global count divides.
-    sizes = [sum(map(len, of_rank)) for of_rank in view.parts or ()]
-    counted = [size * row for size, row in zip(sizes, found, strict=True) if size]
-    ways = [found.mean(0), *view.put_together()]
-    if counted:
-        ways.append(torch.stack(counted).sum(0) / sum(sizes))
-    return tuple(Way(view.everywhere(way)) for way in ways if not near(way, view.expected))
+    means = [contributions.mean(0), *view.averages_of_node_sums()]
+    # A loss that divides by a global count weights the ranks by their examples instead.
+    sizes = [len(shard) for shard in view.parts.examples_by_rank]
+    weighted = [size * row for size, row in zip(sizes, contributions, strict=True) if size]
+    if weighted:
+        means.append(torch.stack(weighted).sum(0) / sum(sizes))
+    return tuple(
+        Prediction(view.on_every_rank(mean))
+        for mean in means
+        if not nearly_equal(mean, view.expected)
+    )
 
 
 def _compares_examples(view: View) -> bool:
-    """True if it is known, or if single examples have no gradient though the batch has one."""
-    if view.batch_coupled:
+    """True if the loss is known to compare examples, or if single examples have no gradient."""
+    if view.setting.batch_coupled:
         return True
     if is_mean_over_examples(view):
         return False
-    first = [view.gradient((index,)) for index in range(min(view.examples, 3))]
-    size = float(view.expected.norm())
-    return all(float(one.nan_to_num(0.0).norm()) < 1e-9 * size for one in first)
+    tried = range(min(view.setting.example_count, EXAMPLES_TRIED))
+    norms = [float(view.examples.gradient((index,)).nan_to_num(0.0).norm()) for index in tried]
+    return max(norms, default=0.0) < NO_GRADIENT * float(view.expected.norm())
 
 
 HYPOTHESIS = Hypothesis(
     name=NAME,
-    sentence="The loss compares examples with each other, and on every rank only with those of its "
-    "own shard: fewer negatives than in the big batch. This is a property of the loss, not a fault "
-    "of the reduction.",
+    sentence="The loss compares examples with each other, and on every rank only with the examples "
+    "of its own shard, so that there are fewer negatives than in the big batch. This is a property "
+    "of the loss, not a fault of the reduction.",
     look_at="the loss: gather the outputs of all ranks with their gradient "
     "(torch.distributed.nn.functional.all_gather) before it",
     predict=predict,
-    tell_apart="one example a rank, which then has nothing to compare with and no gradient",
+    tell_apart="Give each rank one example: it then has nothing to compare with and no gradient.",
 )

@@ -1,35 +1,40 @@
-"""Summed over all ranks, divided by the ranks of one node."""
+"""The sum over all ranks, divided by the ranks of one node."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ddp_equivalence.diagnosis.hypothesis import Factor, Hypothesis, Way
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
 from ddp_equivalence.diagnosis.view import View
 
 
-def predict(view: View) -> Sequence[Way]:
-    if view.layout.nodes == 1:
+def predict(view: View) -> Sequence[Prediction]:
+    """The sum of the local gradients over the number of ranks of a node."""
+    if view.setting.layout.nodes == 1:
         return ()
-    return tuple(way for own in view.owns for way in _divided(view, own.sum(0)))
+    return tuple(one for local in view.local_gradients for one in _divided(view, local.sum(0)))
 
 
-def _divided(view: View, total: Tensor) -> Sequence[Way]:
-    local = torch.tensor([row.local_world_size for row in view.layout.rows], dtype=total.dtype)
-    # Of nodes that differ, each divides by its own; or all by that of the first.
-    of_each = view.of_the_ranks(total / local[:, None])
-    sizes = sorted(set(local.tolist()))
-    return Way(of_each), *(Way(view.everywhere(total / size)) for size in sizes if len(sizes) > 1)
+def _divided(view: View, total: Tensor) -> Iterator[Prediction]:
+    """Each rank divides by the ranks of its own node, or all by those of one node."""
+    by_rank = [row.local_world_size for row in view.setting.layout.rows]
+    divisors = torch.tensor(by_rank, dtype=total.dtype)[:, None]
+    yield Prediction(view.on_reporting_ranks(total / divisors))
+    if len(set(by_rank)) > 1:
+        for size in sorted(set(by_rank)):
+            yield Prediction(view.on_every_rank(total / size))
 
 
-def factors(view: View) -> Sequence[Factor]:
-    sizes = {row.local_world_size for row in view.layout.rows}
-    if len(sizes) > 1 or view.layout.nodes == 1 or view.is_sum():
+def factors(view: View) -> Sequence[WrongFactor]:
+    """The number of nodes, where all nodes have equally many ranks."""
+    layout = view.setting.layout
+    sizes = {row.local_world_size for row in layout.rows}
+    if len(sizes) > 1 or layout.nodes == 1 or view.parts.add_up_to_the_big_batch:
         return ()
-    return (Factor(view.world_size / sizes.pop(), "ranks of all nodes over ranks of one"),)
+    return (WrongFactor(view.world_size / sizes.pop(), "ranks of all nodes over ranks of one"),)
 
 
 HYPOTHESIS = Hypothesis(
@@ -39,5 +44,6 @@ HYPOTHESIS = Hypothesis(
     "dist.get_world_size() is meant",
     predict=predict,
     factors=factors,
-    tell_apart="nodes with several ranks, such as 2x4, where all counts differ",
+    tell_apart="Use nodes with several ranks, such as 2x4, where the numbers of nodes, of ranks on "
+    "a node and of all ranks differ.",
 )

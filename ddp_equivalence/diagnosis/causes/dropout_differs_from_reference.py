@@ -1,61 +1,68 @@
-"""Dropout masks that no big batch would have drawn."""
+"""Dropout draws other masks on the ranks than for the big batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Sign, Way
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.view import View
 
 
-def predict(view: View) -> Sequence[Way]:
-    found = view.contributions()
-    if found is None or not view.has_dropout:
+def predict(view: View) -> Sequence[Prediction]:
+    """The mean of gradients that were each computed with one part's own masks."""
+    contributions = view.parts.contributions()
+    if contributions is None or not view.setting.has_dropout:
         return ()
-    # The masks that the ranks drew are in the gradients that they were seen to compute.
-    seen = [Way(view.everywhere(way)) for way in view.put_together()]
-    if view.part_count == 1:
-        return (*seen, *replayed(view))
-    # The same seed on every rank: each draws the mask of its own shard's shape. Holds on the
-    # device the prediction is computed on; another has another generator.
-    return (Way(view.everywhere(found.mean(0))), *seen, *replayed(view))
+    # The gradients that the ranks were seen to compute already contain the masks that they drew.
+    observed = [Prediction(view.on_every_rank(one)) for one in view.averages_of_node_sums()]
+    if view.parts.count == 1:
+        return (*observed, *replayed(view))
+    # With the same seed on every rank, each draws the masks that its shard alone would get. This
+    # holds on the device that predictions are computed on: another one has another generator.
+    same_seed = Prediction(view.on_every_rank(contributions.mean(0)))
+    return (same_seed, *observed, *replayed(view))
 
 
-def replayed(view: View) -> Iterator[Way]:
-    """What the ranks' own generators draw, as they stood before each forward pass."""
-    if view.read is None or not view.on_cpu:
-        return
-    rows = []
-    for rank, micro_batches in enumerate(view.read):
-        seen = view.observed[rank]
-        if len(seen.forwards) != len(micro_batches):
-            return
-        pieces = [
-            view.piece(examples, forward.generator).vector
-            for examples, forward in zip(micro_batches, seen.forwards, strict=True)
+def replayed(view: View) -> Sequence[Prediction]:
+    """The masks that the ranks' generators draw from their states before each forward pass."""
+    if view.observed.examples_read is None or not view.setting.draws_on_cpu:
+        return ()
+    contributions = []
+    for rank, micro_batches in enumerate(view.observed.examples_read):
+        forwards = view.observed.by_rank[rank].forwards
+        if len(forwards) != len(micro_batches):
+            return ()
+        gradients = [
+            view.examples.compute(examples, forward.generator).gradient
+            for examples, forward in zip(micro_batches, forwards, strict=True)
         ]
-        rows.append(torch.stack(pieces).mean(0))
-    yield Way(view.everywhere(torch.stack(rows).mean(0)))
+        contributions.append(torch.stack(gradients).mean(0))
+    return (Prediction(view.on_every_rank(torch.stack(contributions).mean(0))),)
 
 
-def same_masks_by_choice(view: View) -> bool | None:
+def step_set_the_same_seed(view: View) -> bool | None:
     """True if the step itself set the same seed on all ranks; None if that is not known."""
-    seeds = {tuple(one.seed for one in seen.forwards) for seen in view.observed.values()}
+    seeds = {
+        tuple(forward.seed for forward in observation.forwards)
+        for observation in view.observed.by_rank.values()
+    }
     if not seeds or view.world_size == 1:
         return None
-    return len(seeds) == 1 and view.seed not in seeds.pop()
+    return len(seeds) == 1 and view.setting.seed not in seeds.pop()
 
 
-def sign(view: View) -> Sign | None:
-    if same_masks_by_choice(view):
-        return Sign(False, "the step gave all ranks the same seed")
+def indication(view: View) -> Indication | None:
+    """A seed that the step sets on all ranks is a cause of its own."""
+    if step_set_the_same_seed(view):
+        return Indication(False, "the step gave all ranks the same seed")
     return None
 
 
-def plausible(view: View) -> bool:
-    return view.has_dropout and view.part_count > 1 and not view.on_cpu
+def likely_but_unpredictable(view: View) -> bool:
+    """True if the ranks draw their masks on a device whose generator cannot be replayed here."""
+    return view.setting.has_dropout and view.parts.count > 1 and not view.setting.draws_on_cpu
 
 
 HYPOTHESIS = Hypothesis(
@@ -64,8 +71,8 @@ HYPOTHESIS = Hypothesis(
     "the model, not a fault of the reduction.",
     look_at="model.eval() or p=0 while gradients are compared",
     predict=predict,
-    sign=sign,
-    plausible=plausible,
-    tell_apart="the same model in eval mode",
-    of_the_rule=True,
+    indication=indication,
+    likely_but_unpredictable=likely_but_unpredictable,
+    tell_apart="Put the model in eval mode: this difference then goes away.",
+    limits_must_catch=True,
 )

@@ -1,26 +1,31 @@
-"""The step gives all ranks one seed, so that each draws the same masks for other examples."""
+"""The step gives all ranks the same seed, so that dropout drops the same places on each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis.causes import dropout_differs_from_reference
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Sign, Way
+from ddp_equivalence.diagnosis.causes.dropout_differs_from_reference import (
+    replayed,
+    step_set_the_same_seed,
+)
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.view import View
 
 
-def predict(view: View) -> Sequence[Way]:
-    if not view.has_dropout or view.part_count == 1:
+def predict(view: View) -> Sequence[Prediction]:
+    """The mean of gradients that were computed with the masks that the ranks drew."""
+    if not view.setting.has_dropout or view.parts.count == 1:
         return ()
-    seen = [Way(view.everywhere(way)) for way in view.put_together()]
-    return (*seen, *dropout_differs_from_reference.replayed(view))
+    observed = [Prediction(view.on_every_rank(one)) for one in view.averages_of_node_sums()]
+    return (*observed, *replayed(view))
 
 
-def sign(view: View) -> Sign | None:
-    chosen = dropout_differs_from_reference.same_masks_by_choice(view)
-    if chosen:
-        return Sign(True, "the step set the same seed on all ranks before its forward pass")
-    return Sign(False, "the step did not set the same seed on all ranks")
+def indication(view: View) -> Indication | None:
+    """Compares the seeds before the forward passes of the ranks."""
+    if step_set_the_same_seed(view):
+        because = "the step set the same seed on all ranks before its forward pass"
+        return Indication(True, because)
+    return Indication(False, "the step did not set the same seed on all ranks")
 
 
 HYPOTHESIS = Hypothesis(
@@ -29,6 +34,6 @@ HYPOTHESIS = Hypothesis(
     "each: masks of different examples are not independent.",
     look_at="torch.manual_seed on every rank: add the rank to the seed once the weights are built",
     predict=predict,
-    sign=sign,
-    tell_apart="nothing in the gradients: the state of the ranks' generators",
+    indication=indication,
+    tell_apart="The gradients cannot tell: compare the states of the ranks' generators.",
 )

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis import examples_read, indications
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Sign, Way
+from ddp_equivalence.diagnosis.examples_read import (
+    all_ranks_read_the_same,
+    example_numbers,
+    predictions_from_examples_read,
+)
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.view import View
 
 
-def predict(view: View) -> Sequence[Way]:
-    if view.read is not None:
-        return examples_read.as_read(view) if examples_read.all_the_same(view) else ()
-    found = view.contributions()
-    if found is None or view.world_size == 1:
+def predict(view: View) -> Sequence[Prediction]:
+    """The gradient of what all ranks read; where that is not known, of any one rank's shard."""
+    if view.observed.examples_read is not None:
+        return predictions_from_examples_read(view) if all_ranks_read_the_same(view) else ()
+    contributions = view.parts.contributions()
+    if contributions is None or view.world_size == 1:
         return ()
     return tuple(
-        Way(view.everywhere(row), f"that of rank {rank}") for rank, row in enumerate(found)
+        Prediction(view.on_every_rank(contribution), f"that of rank {rank}")
+        for rank, contribution in enumerate(contributions)
     )
 
 
-def sign(view: View) -> Sign | None:
-    if view.read is None:
+def indication(view: View) -> Indication | None:
+    """Compares the examples that each rank read."""
+    if view.observed.examples_read is None:
         return None
-    read = sorted({i for part in view.read[0] for i in part})
-    return indications.only_if(
-        examples_read.all_the_same(view),
-        f"every rank read {examples_read.numbers(read)}",
+    read_by_rank_0 = sorted({i for part in view.observed.examples_read[0] for i in part})
+    return indication_if(
+        all_ranks_read_the_same(view),
+        f"every rank read {example_numbers(read_by_rank_0)}",
         "the ranks read different examples",
     )
 
@@ -36,6 +44,6 @@ HYPOTHESIS = Hypothesis(
     sentence="All ranks read the same examples, so that the average is over copies of one shard.",
     look_at="a DistributedSampler that is missing, or that every rank makes with the same rank",
     predict=predict,
-    sign=sign,
-    tell_apart="nothing in the gradients: which examples each rank reads",
+    indication=indication,
+    tell_apart="The gradients cannot tell: compare the examples that the ranks read.",
 )

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis import examples_read, indications
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Sign, Way
+from ddp_equivalence.diagnosis.examples_read import (
+    example_numbers,
+    predictions_from_examples_read,
+    read_by_no_rank,
+    read_more_than_once,
+)
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.view import View
 
 
-def predict(view: View) -> Sequence[Way]:
-    if view.read is None or examples_read.twice(view) or not examples_read.never(view):
+def predict(view: View) -> Sequence[Prediction]:
+    """The gradient of what was read, if some examples were not and none was read twice."""
+    if view.observed.examples_read is None or read_more_than_once(view):
         return ()
-    detail = f"without {examples_read.numbers(examples_read.never(view))}"
-    return tuple(Way(way.predicted, detail) for way in examples_read.as_read(view))
+    dropped = read_by_no_rank(view)
+    if not dropped:
+        return ()
+    return predictions_from_examples_read(view, f"without {example_numbers(dropped)}")
 
 
-def sign(view: View) -> Sign | None:
-    if view.read is None:
+def indication(view: View) -> Indication | None:
+    """Looks for examples that no rank read."""
+    if view.observed.examples_read is None:
         return None
-    never = examples_read.never(view)
-    return indications.only_if(
-        bool(never),
-        f"{examples_read.numbers(never)} of {view.examples} were read by no rank",
+    dropped = read_by_no_rank(view)
+    return indication_if(
+        bool(dropped),
+        f"{example_numbers(dropped)} of {view.setting.example_count} were read by no rank",
         "every example was read",
     )
 
@@ -32,6 +42,7 @@ HYPOTHESIS = Hypothesis(
     sentence="Some examples of the big batch were read by no rank.",
     look_at="drop_last, a sampler or a slice whose length is rounded down, a filter on one rank",
     predict=predict,
-    sign=sign,
-    tell_apart="a number of examples that the ranks divide: nothing is then dropped",
+    indication=indication,
+    tell_apart="Use a multiple of the number of ranks as the number of examples: nothing is then "
+    "dropped.",
 )

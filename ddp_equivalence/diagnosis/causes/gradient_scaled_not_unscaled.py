@@ -1,38 +1,45 @@
-"""The loss was scaled against underflow, and the gradient never unscaled."""
+"""The gradient still carries the factor of a loss scaler."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log2
 
-from ddp_equivalence.diagnosis import indications
-from ddp_equivalence.diagnosis.hypothesis import Factor, Hypothesis, Sign
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, WrongFactor
+from ddp_equivalence.diagnosis.indications import (
+    LOSS_ROUNDING,
+    common_loss_factor,
+    losses_close,
+)
 from ddp_equivalence.diagnosis.view import View
 
-LEAST = 8.0
-"""A scale below this saves nothing from underflow."""
+SMALLEST_SCALE_POWER = 3
+LARGEST_SCALE_POWER = 32
+"""Loss scales are powers of two. A scale below 8 does not prevent underflow."""
 
 
-def factors(view: View) -> Sequence[Factor]:
-    found = []
-    for power in range(int(log2(LEAST)), 33):
-        found.append(Factor(2.0**power, f"a loss scale of {2**power}"))
-        found.append(Factor(2.0**-power, f"unscaled by {2**power}, never scaled"))
-    return tuple(found)
+def factors(view: View) -> Sequence[WrongFactor]:
+    """Every loss scale, and one over it."""
+    factors = []
+    for power in range(SMALLEST_SCALE_POWER, LARGEST_SCALE_POWER + 1):
+        factors.append(WrongFactor(2.0**power, f"a loss scale of {2**power}"))
+        factors.append(WrongFactor(2.0**-power, f"unscaled by {2**power}, never scaled"))
+    return tuple(factors)
 
 
-def sign(view: View) -> Sign | None:
-    found = indications.loss_factor(view)
-    if found is None or indications.close(found, view.world_size):
+def indication(view: View) -> Indication | None:
+    """Compares the losses at which backward began with those of what was read."""
+    loss_factor = common_loss_factor(view)
+    # A loss times the world size is another cause.
+    if loss_factor is None or losses_close(loss_factor, view.world_size):
         return None
-    if (
-        found >= LEAST * (1 - indications.CLOSE)
-        and view.factor
-        and indications.close(found, view.factor)
-    ):
-        return Sign(True, f"backward began at {found:.6g} times the loss of the rank's examples")
-    if indications.close(found, 1.0):
-        return Sign(False, "backward began at the loss of the rank's own examples, not scaled")
+    gradient_factor = view.measured.factor
+    is_a_scale = loss_factor >= 2.0**SMALLEST_SCALE_POWER * (1 - LOSS_ROUNDING)
+    if is_a_scale and gradient_factor and losses_close(loss_factor, gradient_factor):
+        because = f"backward began at {loss_factor:.6g} times the loss of the rank's examples"
+        return Indication(True, because)
+    if losses_close(loss_factor, 1.0):
+        because = "backward began at the loss of the rank's own examples, not scaled"
+        return Indication(False, because)
     return None
 
 
@@ -42,6 +49,6 @@ HYPOTHESIS = Hypothesis(
     look_at="GradScaler.unscale_ or scaler.step before the gradient is read, clipped or reduced by "
     "hand",
     factors=factors,
-    sign=sign,
-    tell_apart="another loss scale: only this factor follows it",
+    indication=indication,
+    tell_apart="Use another loss scale: only this factor follows it.",
 )

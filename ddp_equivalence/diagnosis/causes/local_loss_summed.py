@@ -1,31 +1,33 @@
-"""Each rank takes the sum over its examples, where the big batch takes the mean."""
+"""Each rank's loss is a sum where the big batch's is a mean."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis import indications
-from ddp_equivalence.diagnosis.hypothesis import Factor, Hypothesis, Sign
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, WrongFactor
+from ddp_equivalence.diagnosis.indications import losses_close, losses_of_backwards
 from ddp_equivalence.diagnosis.view import View
 
 
-def factors(view: View) -> Sequence[Factor]:
-    if view.is_sum():
+def factors(view: View) -> Sequence[WrongFactor]:
+    """Every number that the mean may divide by, with and without an average over the ranks."""
+    if view.parts.add_up_to_the_big_batch:
         return ()
-    found = {}
-    for what, count in view.counts.items():
-        found[count / view.world_size] = f"{count:g} {what} over {view.world_size} ranks"
-        found[count] = f"{count:g} {what}, added over the ranks"
-    return tuple(Factor(value, detail) for value, detail in found.items() if value not in (0, 1))
+    details = {}
+    for unit, count in view.setting.divisor_candidates.items():
+        details[count / view.world_size] = f"{count:g} {unit} over {view.world_size} ranks"
+        details[count] = f"{count:g} {unit}, added over the ranks"
+    return tuple(
+        WrongFactor(value, detail) for value, detail in details.items() if value not in (0, 1)
+    )
 
 
-def sign(view: View) -> Sign | None:
-    pairs = indications.losses(view)
-    if pairs is None:
-        return None
-    larger = [value / own for value, own in pairs if own]
-    if larger and all(indications.close(one, 1.0) for one in larger):
-        return Sign(False, "backward began at the mean over the rank's own examples")
+def indication(view: View) -> Indication | None:
+    """Compares the losses at which backward began with the means over what was read."""
+    pairs = losses_of_backwards(view)
+    ratios = [value / own for value, own in pairs or () if own]
+    if ratios and all(losses_close(ratio, 1.0) for ratio in ratios):
+        return Indication(False, "backward began at the mean over the rank's own examples")
     return None
 
 
@@ -34,6 +36,6 @@ HYPOTHESIS = Hypothesis(
     sentence="Each rank's loss is the sum over its own examples; the big batch's is their mean.",
     look_at='the loss\'s reduction: "sum" where "mean" is meant, or a mean taken in one place only',
     factors=factors,
-    sign=sign,
-    tell_apart="another number of examples: only this factor follows it",
+    indication=indication,
+    tell_apart="Use another number of examples: only this factor follows it.",
 )

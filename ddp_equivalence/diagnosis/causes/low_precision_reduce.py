@@ -1,61 +1,72 @@
-"""Gradients were reduced in a narrower type than they have."""
+"""Gradients went through a narrower type on their way over the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Sign, Way
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.view import View
 
 NARROWER = (torch.bfloat16, torch.float16, torch.float32)
 
-MOST = 8.0
-"""In eps of the narrower type: a smooth error is no larger, relative to the norm."""
+LARGEST_ERROR = 8.0
+"""In eps of the narrower type and for each rank: the largest error, relative to the norm, that
+rounding to that type leaves."""
 
 ENOUGH = 0.99
-"""The share of the elements that must be values of the narrower type."""
+"""The part of the elements that must be values of the narrower type."""
+
+LOGGED_NAMES = ("Half", "BFloat16", "c10::Half")
+"""The names of the half-precision types in torch's flight recorder."""
 
 
-def predict(view: View) -> Sequence[Way]:
-    dtype = view.dtype
-    if not bool(view.measured.isfinite().all()) or not bool(view.measured.any()):
+def predict(view: View) -> Sequence[Prediction]:
+    """The measurement itself, if nearly all its values are values of a narrower type.
+
+    The rounding cannot be predicted; it is explained by the type.
+    """
+    measured = view.measured.by_rank
+    if not view.measured.is_finite or not bool(measured.any()):
         return ()
-    error = float((view.measured - view.expected).norm() / view.measured.norm())
+    eps = torch.finfo(view.setting.dtype).eps
+    error = float((measured - view.expected).norm() / measured.norm())
     for narrow in NARROWER:
-        if torch.finfo(narrow).eps <= torch.finfo(dtype).eps:
+        narrow_eps = torch.finfo(narrow).eps
+        if narrow_eps <= eps or error > LARGEST_ERROR * narrow_eps * view.world_size:
             continue
-        if error > MOST * torch.finfo(narrow).eps * view.world_size:
-            continue
-        for times in (1, view.world_size):
-            values = view.measured * times
-            rounded = values.to(narrow).double()
-            # Rounded to the case's own type after a division.
-            there = (rounded - values).abs() <= 4 * torch.finfo(dtype).eps * values.abs()
-            if float(there.double().mean()) >= ENOUGH:
+        # The sum may have been divided by the world size after it had been rounded.
+        for multiple in (measured, measured * view.world_size):
+            if _values_of_type(multiple, narrow, eps) >= ENOUGH:
                 name = str(narrow).removeprefix("torch.")
-                # No rounding can be predicted; that all values are of this type explains it.
-                return (Way(view.measured, f"every value is one of {name}", informed=True),)
+                return (Prediction(measured, f"every value is one of {name}", fitted=True),)
     return ()
 
 
-def sign(view: View) -> Sign | None:
-    logs = [seen.collectives or () for seen in view.observed.values()]
-    sent = {one.dtype for log in logs for one in log if "reduce" in one.op and one.elements > 1}
-    narrow = sorted(name for name in sent if name in ("Half", "BFloat16", "c10::Half"))
-    if narrow:
-        return Sign(True, f"a reduction ran in {', '.join(narrow)}")
-    return None
+def _values_of_type(values: Tensor, narrow: torch.dtype, eps: float) -> float:
+    """The part of the elements that are values of this type, but for rounding of the case's."""
+    rounded = values.to(narrow).double()
+    is_value = (rounded - values).abs() <= 4 * eps * values.abs()
+    return float(is_value.double().mean())
+
+
+def indication(view: View) -> Indication | None:
+    """Looks for a reduction that ran in half precision."""
+    logs = [seen.collectives or () for seen in view.observed.by_rank.values()]
+    dtypes = {e.dtype for log in logs for e in log if "reduce" in e.op and e.elements > 1}
+    narrow = sorted(name for name in dtypes if name in LOGGED_NAMES)
+    return Indication(True, f"a reduction ran in {', '.join(narrow)}") if narrow else None
 
 
 HYPOTHESIS = Hypothesis(
     name="low_precision_reduce",
-    sentence="Gradients were reduced in a narrower type than they have: the error is smooth and of "
-    "the size of its rounding.",
+    sentence="Gradients were reduced in a narrower type than their own: the error is smooth and of "
+    "the size of that type's rounding.",
     look_at="a compression hook (fp16_compress_hook, bf16_compress_hook), mixed_precision's "
     "reduce_dtype, or a cast around all_reduce",
     predict=predict,
-    sign=sign,
-    tell_apart="the same case in the narrower type, where it goes away",
+    indication=indication,
+    tell_apart="Run the case in the narrower type: this difference then goes away.",
 )

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis.hypothesis import Factor, Hypothesis, Way
-from ddp_equivalence.diagnosis.view import View, near
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
+from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.view import View
 
 
-def predict(view: View) -> Sequence[Way]:
-    found, total, constant = view.contributions(), view.total(), view.constant()
-    if found is None or total is None or view.part_count == 1:
+def predict(view: View) -> Sequence[Prediction]:
+    """The mean of parts that add up to the big batch, over all ranks or only over the nodes."""
+    contributions, total = view.parts.contributions(), view.parts.total()
+    if contributions is None or total is None or view.parts.count == 1:
         return ()
-    data = total if constant is None else total - view.part_count * constant
-    whole = data if constant is None else data + constant
-    # The parts of a sum add up to the big batch, but for a term that does not depend on the data.
-    adds_up = near(total, view.expected)  # all data on one rank may be a mean as well
-    if not (adds_up or (constant is not None and near(whole, view.expected))):
+    # Every part has the gradient of the data-independent terms; the big batch has it only once.
+    constant = view.examples.data_independent_gradient()
+    data = total if constant is None else total - view.parts.count * constant
+    big_batch = data if constant is None else data + constant
+    # Unlike add_up_to_the_big_batch, this also holds if one part has all the data.
+    adds_up = nearly_equal(total, view.expected)
+    adds_up_but_for_constant = constant is not None and nearly_equal(big_batch, view.expected)
+    if not adds_up and not adds_up_but_for_constant:
         return ()
-    mean = Way(view.everywhere(found.mean(0)))
-    if view.layout.nodes == 1:
-        return (mean,)
-    # Summed inside the nodes and averaged between them.
-    between_nodes = whole - data * (1 - 1 / view.layout.nodes)
-    return mean, Way(view.everywhere(between_nodes), "between the nodes")
+    mean_of_ranks = Prediction(view.on_every_rank(contributions.mean(0)))
+    nodes = view.setting.layout.nodes
+    if nodes == 1:
+        return (mean_of_ranks,)
+    summed_in_nodes = big_batch - data * (1 - 1 / nodes)
+    return mean_of_ranks, Prediction(view.on_every_rank(summed_in_nodes), "between the nodes")
 
 
-def factors(view: View) -> Sequence[Factor]:
-    if view.world_size == 1 or not view.is_sum():
+def factors(view: View) -> Sequence[WrongFactor]:
+    """One over the world size, where the ranks' losses should be added up."""
+    if view.world_size == 1 or not view.parts.add_up_to_the_big_batch:
         return ()
-    return (Factor(1 / view.world_size, f"divided by the {view.world_size} ranks"),)
+    return (WrongFactor(1 / view.world_size, f"divided by the {view.world_size} ranks"),)
 
 
 HYPOTHESIS = Hypothesis(
@@ -38,6 +44,6 @@ HYPOTHESIS = Hypothesis(
     look_at="the loss's reduction: multiply a sum-reduced loss by the world size under DDP",
     predict=predict,
     factors=factors,
-    tell_apart="another world size: only this factor follows it",
-    of_the_rule=True,
+    tell_apart="Use another world size: only this factor follows it.",
+    limits_must_catch=True,
 )

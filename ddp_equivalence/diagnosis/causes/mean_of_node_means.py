@@ -6,32 +6,35 @@ from collections.abc import Sequence
 
 import torch
 
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Way
-from ddp_equivalence.diagnosis.view import View, near
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
+from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.view import View
 
 
-def predict(view: View) -> Sequence[Way]:
-    found = view.contributions()
-    if view.parts is None or found is None or view.layout.nodes == 1 or view.is_sum():
+def predict(view: View) -> Sequence[Prediction]:
+    """The mean of the nodes' means, with the ranks of a node taken together or averaged."""
+    nodes = view.setting.ranks_by_node
+    if view.parts.by_rank is None or len(nodes) == 1 or view.parts.add_up_to_the_big_batch:
         return ()
-    nodes = [view.layout.ranks_on(node) for node in range(view.layout.nodes)]
-    as_one = [
-        view.gradient(tuple(i for rank in ranks for part in view.parts[rank] for i in part))
+    sizes = {len(ranks) for ranks in nodes}
+    if max(sizes) == 1:
+        return ()  # every node is a rank: other causes
+    shards = view.parts.examples_by_rank
+    means = [
+        view.examples.gradient(tuple(index for rank in ranks for index in shards[rank]))
         for ranks in nodes
     ]
-    if max(map(len, nodes)) == 1:
-        return ()  # these are ranks
-    rules = [(as_one, "")]
-    if len({len(ranks) for ranks in nodes}) > 1:
-        for own in view.owns:
-            of_ranks = [own[list(ranks)].mean(0) for ranks in nodes]
-            rules.append((of_ranks, "the mean of each node's ranks, then the mean of the nodes"))
-    ways = []
-    for means, detail in rules:
-        mean = torch.stack(means).mean(0)
-        if not near(mean, view.expected):
-            ways.append(Way(view.everywhere(mean), detail))
-    return tuple(ways)
+    candidates = [(torch.stack(means).mean(0), "")]
+    if len(sizes) > 1:
+        detail = "the mean of each node's ranks, then the mean of the nodes"
+        for local in view.local_gradients:
+            means = [local[list(ranks)].mean(0) for ranks in nodes]
+            candidates.append((torch.stack(means).mean(0), detail))
+    return tuple(
+        Prediction(view.on_every_rank(mean), detail)
+        for mean, detail in candidates
+        if not nearly_equal(mean, view.expected)
+    )
 
 
 HYPOTHESIS = Hypothesis(
@@ -39,6 +42,7 @@ HYPOTHESIS = Hypothesis(
     sentence="The nodes hold different amounts of data, and the means of the nodes count equally.",
     look_at="the average between nodes: weight it by what each node's loss divides by",
     predict=predict,
-    tell_apart="nodes with several ranks, and as many ranks on each: only this one then goes away",
-    of_the_rule=True,
+    tell_apart="Use nodes with several ranks, and equally many on each: only this difference then "
+    "goes away.",
+    limits_must_catch=True,
 )

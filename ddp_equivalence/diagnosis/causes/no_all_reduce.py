@@ -1,34 +1,50 @@
-"""Every rank kept the gradient of its own shard, for a reason that the evidence does not tell."""
+"""Every rank kept the gradient of its own shard, for a reason that was not observed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis import indications
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Sign, Way
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.view import View
 
-TELL_APART = "nothing in the gradients: what was called, with which flags, and what was sent"
+TELL_APART = (
+    "The gradients cannot tell: look at what was called, with which flags, and what was sent."
+)
 
 
-def predict(view: View) -> Sequence[Way]:
-    if view.world_size == 1 or len(view.ranks) != view.world_size:
+def predict(view: View) -> Sequence[Prediction]:
+    """Every rank's local gradient."""
+    if view.world_size == 1 or not view.setting.every_rank_reports:
         return ()
-    ways = [Way(view.of_the_ranks(own)) for own in view.owns]
-    unseen = view.seen is None and view.measured.numel() > 0
-    if unseen and not view.only_some_differ and view.ranks_differ:
-        # Whatever each rank's own gradient is: reduced, they would have been the big batch.
-        apart = view.measured - view.measured.mean(0)
-        for divisor, detail in ((1, ""), (view.world_size, "their sum is the big batch")):
-            ways.append(Way(apart + view.expected / divisor, detail, informed=True))
-    return tuple(ways)
+    predictions = [Prediction(view.on_reporting_ranks(local)) for local in view.local_gradients]
+    return (*predictions, *_fitted(view))
 
 
-def sign(view: View) -> Sign | None:
-    sent = indications.reduced_elements(view)
-    least = min(2, sum(view.selection.sizes.values()))
-    if sent is not None and sent < least and not indications.wrappers(view):
-        return Sign(True, "no gradient went through a collective, and there was no wrapper")
+def _fitted(view: View) -> Sequence[Prediction]:
+    """Unknown local gradients whose mean, or whose sum, would have been the big batch."""
+    measured = view.measured
+    if view.observed_gradients is not None or not measured.is_known:
+        return ()
+    if measured.only_some_parameters_differ or not measured.ranks_differ:
+        return ()
+    deviations = measured.by_rank - measured.by_rank.mean(0)
+    return (
+        Prediction(deviations + view.expected, fitted=True),
+        Prediction(
+            deviations + view.expected / view.world_size,
+            "their sum is the big batch",
+            fitted=True,
+        ),
+    )
+
+
+def indication(view: View) -> Indication | None:
+    """Counts the elements that went through a reduction."""
+    reduced = view.observed.reduced_elements
+    fewest = min(2, view.parameters.total)
+    if reduced is not None and reduced < fewest and not view.observed.wrappers:
+        because = "no gradient went through a collective, and there was no wrapper"
+        return Indication(True, because)
     return None
 
 
@@ -38,7 +54,7 @@ HYPOTHESIS = Hypothesis(
     look_at="the call of the wrapper (ddp(...), not ddp.module(...)), no_sync, and whether the "
     "wrapper is still alive when backward runs",
     predict=predict,
-    sign=sign,
+    indication=indication,
     tell_apart=TELL_APART,
-    of_the_rule=True,
+    limits_must_catch=True,
 )

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from ddp_equivalence.diagnosis import indications
 from ddp_equivalence.diagnosis.causes import no_all_reduce
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Sign
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
+from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.view import View
 
 
-def sign(view: View) -> Sign | None:
-    if not view.observed:
+def indication(view: View) -> Indication | None:
+    """Looks at whether synchronisation was on in each forward pass."""
+    if not view.observed.by_rank:
         return None
-    flags = [flag for one in indications.wrappers(view) for flag in one.synchronised]
-    if not flags:
-        return Sign(False, "no DistributedDataParallel was called")
-    return indications.only_if(
-        not any(flags),
-        f"each of {len(flags)} forward passes ran with synchronisation off",
+    synchronised = [flag for one in view.observed.wrappers for flag in one.synchronised]
+    if not synchronised:
+        return Indication(False, "no DistributedDataParallel was called")
+    return indication_if(
+        not any(synchronised),
+        f"each of {len(synchronised)} forward passes ran with synchronisation off",
         "a forward pass ran with synchronisation on",
-        decides=True,
+        conclusive=True,
     )
 
 
@@ -27,8 +28,8 @@ HYPOTHESIS = Hypothesis(
     sentence="DistributedDataParallel was told not to synchronise in any forward pass, so nothing "
     "was reduced.",
     look_at="no_sync() around the last micro-batch too, or require_backward_grad_sync left False: "
-    "the forward pass decides, not the backward",
+    "the flag counts in the forward pass, not in the backward",
     predict=no_all_reduce.predict,
-    sign=sign,
+    indication=indication,
     tell_apart=no_all_reduce.TELL_APART,
 )

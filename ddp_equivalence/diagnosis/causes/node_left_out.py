@@ -1,31 +1,37 @@
-"""What all ranks of a node computed is in no other node's gradient."""
+"""The gradient of all ranks of a node is in no other node's gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from ddp_equivalence.diagnosis.causes import rank_left_out
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Way
+from ddp_equivalence.diagnosis.causes.rank_left_out import (
+    predictions_without,
+    ranks_that_may_be_left_out,
+)
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
 from ddp_equivalence.diagnosis.view import View
 
 
-def predict(view: View) -> Sequence[Way]:
-    if view.layout.nodes == 1:
+def predict(view: View) -> Sequence[Prediction]:
+    """The gradients without the ranks of each node that may be left out."""
+    nodes = view.setting.ranks_by_node
+    if len(nodes) == 1:
         return ()
-    left_out = set(rank_left_out.candidates(view))
-    found = []
-    for node in range(view.layout.nodes):
-        ranks = view.layout.ranks_on(node)
-        if ranks in left_out:
-            for way in rank_left_out.without(view, ranks):
-                found.append(Way(way.predicted, f"node {node}, {way.detail}"))
-    return tuple(found)
+    left_out = ranks_that_may_be_left_out(view)
+    return tuple(
+        replace(prediction, detail=f"node {node}, {prediction.detail}")
+        for node, ranks in enumerate(nodes)
+        if ranks in left_out
+        for prediction in predictions_without(view, ranks)
+    )
 
 
 HYPOTHESIS = Hypothesis(
     name="node_left_out",
-    sentence="What a node computed is in no other node's gradient.",
-    look_at="the process group between the nodes, and which rank of a node speaks for it",
+    sentence="The gradients that the ranks of a node computed are missing from the gradients of "
+    "all other nodes.",
+    look_at="the process group between the nodes, and the rank of each node that belongs to it",
     predict=predict,
-    tell_apart="more than one rank on every node",
+    tell_apart="Use more than one rank on every node.",
 )

@@ -6,22 +6,23 @@ from collections.abc import Sequence
 
 import torch
 
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Way
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
 from ddp_equivalence.diagnosis.view import View
 
 
-def predict(view: View) -> Sequence[Way]:
-    if view.parts is None or all(len(of_rank) == 1 for of_rank in view.parts):
+def predict(view: View) -> Sequence[Prediction]:
+    """The mean of the ranks' last micro-batches, divided by the number of them or not."""
+    parts = view.parts.by_rank
+    if parts is None or all(len(of_rank) == 1 for of_rank in parts):
         return ()
-    ways = []
-    most = max(map(len, view.parts))
-    for of_ranks in view.micro:
-        last = torch.stack([of_rank[-1] for of_rank in of_ranks]).mean(0)
-        detail = f"1 of the {most} micro-batches of the window"
-        ways.append(Way(view.everywhere(last), detail))
-    whole = torch.stack([view.gradient(of_rank[-1]) for of_rank in view.parts]).mean(0)
-    ways.append(Way(view.everywhere(whole), "not divided by the micro-batches of the window"))
-    return tuple(ways)
+    detail = f"1 of the {max(map(len, parts))} micro-batches of the window"
+    last = [
+        (torch.stack([gradients[-1] for gradients in by_rank]).mean(0), detail)
+        for by_rank in view.micro_batch_gradients
+    ]
+    undivided = torch.stack([view.examples.gradient(of_rank[-1]) for of_rank in parts]).mean(0)
+    last.append((undivided, "not divided by the micro-batches of the window"))
+    return tuple(Prediction(view.on_every_rank(mean), detail) for mean, detail in last)
 
 
 HYPOTHESIS = Hypothesis(
@@ -29,5 +30,5 @@ HYPOTHESIS = Hypothesis(
     sentence="Only the last micro-batch of the window is in the gradient.",
     look_at="zero_grad inside the loop over micro-batches, or gradients set instead of added",
     predict=predict,
-    tell_apart="at least two micro-batches, of different examples",
+    tell_apart="Use at least two micro-batches with different examples.",
 )

@@ -1,67 +1,78 @@
-"""A parameter requires no gradient on some rank, which then brings nothing to it."""
+"""A parameter requires no gradient on some rank, which then brings nothing to its average."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ddp_equivalence.diagnosis import indications
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Sign, Way
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.indications import indication_if, ranks_by_number
 from ddp_equivalence.diagnosis.view import View
 
+NAMES_SHOWN = 4
 
-def predict(view: View) -> Sequence[Way]:
-    if view.world_size == 1 or not view.differing:
+
+def predict(view: View) -> Sequence[Prediction]:
+    """The mean without one rank's gradient of the parameters that differ."""
+    if view.world_size == 1 or not view.measured.differing:
         return ()
-    return tuple(way for own in view.owns for way in _without(view, own))
+    # Where nothing was observed to be frozen, every rank is tried.
+    ranks = sorted(_ranks_with_frozen_parameters(view)) or range(view.world_size)
+    return tuple(
+        prediction
+        for local in view.local_gradients
+        for rank in ranks
+        for prediction in _predictions_without(view, rank, local)
+    )
 
 
-def _without(view: View, found: Tensor) -> Sequence[Way]:
-    frozen = _frozen(view)
-    right = view.everywhere(view.expected)
-    ways = []
-    for rank in [rank for rank in range(view.world_size) if not frozen or rank in frozen]:
-        others = [other for other in range(view.world_size) if other != rank]
-        without = view.everywhere(found[others].sum(0) / view.world_size)
-        detail = f"{indications.listed([rank])}: {', '.join(sorted(view.differing)[:4])}"
-        ways.append(Way(view.mix(without, right, view.differing), detail))
-        # Its own gradient may be left out on that rank alone, as None or as zero.
-        own = without.clone()
-        if rank in view.ranks:
-            own[view.ranks.index(rank)] = torch.zeros_like(view.expected)
-            ways.append(Way(view.mix(own, right, view.differing), detail))
-    return tuple(ways)
+def _predictions_without(view: View, frozen_on: int, local: Tensor) -> Iterator[Prediction]:
+    """``local``: every rank's local gradient, shape (world size, elements)."""
+    differing = view.measured.differing
+    names = ", ".join(sorted(differing)[:NAMES_SHOWN])
+    detail = f"{ranks_by_number([frozen_on])}: {names}"
+    others = [rank for rank in range(view.world_size) if rank != frozen_on]
+    by_rank = view.on_every_rank(local[others].sum(0) / view.world_size)
+    combined = view.parameters.combined
+    yield Prediction(combined(by_rank, view.expected_by_rank, differing), detail)
+    # The rank itself may hold no gradient of these parameters: None or zero.
+    by_rank = by_rank.clone()
+    if frozen_on in view.setting.reporting_ranks:
+        row = view.setting.reporting_ranks.index(frozen_on)
+        by_rank[row] = torch.zeros_like(view.expected)
+        yield Prediction(combined(by_rank, view.expected_by_rank, differing), detail)
 
 
-def _frozen(view: View) -> set[int]:
-    """Ranks on which a differing parameter is frozen, though not on all."""
-    return {
-        rank
-        for rank, seen in view.observed.items()
-        for name in seen.frozen
-        if name in view.differing and any(name not in o.frozen for o in view.observed.values())
-    }
+def _ranks_with_frozen_parameters(view: View) -> set[int]:
+    """The ranks on which a differing parameter is frozen, though not on all ranks."""
+    frozen_by_rank = {rank: set(seen.frozen) for rank, seen in view.observed.by_rank.items()}
+    frozen_on_some = set[str]().union(*frozen_by_rank.values())
+    frozen_on_all = frozen_on_some.intersection(*frozen_by_rank.values())
+    concerned = view.measured.differing - frozen_on_all
+    return {rank for rank, frozen in frozen_by_rank.items() if concerned & frozen}
 
 
-def sign(view: View) -> Sign | None:
-    if not view.observed:
+def indication(view: View) -> Indication | None:
+    """Compares requires_grad of the differing parameters on all ranks."""
+    if not view.observed.by_rank:
         return None
-    frozen = sorted(_frozen(view))
-    return indications.only_if(
-        bool(frozen),
-        f"requires_grad was False there on {indications.listed(frozen)}",
+    ranks = sorted(_ranks_with_frozen_parameters(view))
+    return indication_if(
+        bool(ranks),
+        f"requires_grad was False there on {ranks_by_number(ranks)}",
         "requires_grad was the same on all ranks",
-        decides=True,
+        conclusive=True,
     )
 
 
 HYPOTHESIS = Hypothesis(
     name="parameter_frozen_on_one_rank",
-    sentence="A parameter requires no gradient on one rank, which brings nothing to its average.",
+    sentence="A parameter requires no gradient on one rank, so that this rank adds nothing to its "
+    "average.",
     look_at="requires_grad set under a condition that is not the same on all ranks",
     predict=predict,
-    sign=sign,
-    tell_apart="nothing in the gradients: requires_grad on each rank",
+    indication=indication,
+    tell_apart="The gradients cannot tell: compare requires_grad on all ranks.",
 )

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from ddp_equivalence.diagnosis import indications
 from ddp_equivalence.diagnosis.causes import bucket_not_reduced
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Sign
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
 from ddp_equivalence.diagnosis.view import View
 
 
-def sign(view: View) -> Sign | None:
-    ignored = {name for one in indications.wrappers(view) for name in one.ignored}
-    if ignored and view.differing <= ignored:
-        return Sign(True, "DDP was told to ignore them")
-    sent = indications.reduced_elements(view)
-    elements = sum(view.selection.sizes.values())
-    missing = sum(view.selection.sizes[name] for name in view.differing)
-    if not indications.wrappers(view) and sent == elements - missing:
-        return Sign(True, f"{sent} of {elements} elements were all-reduced: all but theirs")
-    concerned = bucket_not_reduced.buckets_concerned(view)
-    if concerned is not None and any(len(bucket) > 1 for bucket in concerned):
-        return Sign(False, "they are whole buckets of DDP")
+def indication(view: View) -> Indication | None:
+    """Compares the parameters that differ with what DDP ignores, and with what was reduced."""
+    differing, wrappers = view.measured.differing, view.observed.wrappers
+    ignored = {name for wrapper in wrappers for name in wrapper.ignored}
+    if ignored and differing <= ignored:
+        return Indication(True, "DDP was told to ignore them")
+    reduced, elements = view.observed.reduced_elements, view.parameters.total
+    if not wrappers and reduced == elements - view.parameters.total_of(differing):
+        because = f"{reduced} of {elements} elements were all-reduced: all but theirs"
+        return Indication(True, because)
+    buckets = bucket_not_reduced.differing_buckets(view)
+    if buckets is not None and any(len(bucket) > 1 for bucket in buckets):
+        return Indication(False, "they are whole buckets of DDP")
     return None
 
 
@@ -30,6 +30,6 @@ HYPOTHESIS = Hypothesis(
     "replaced or added after the model was wrapped, told to be ignored, or unused in the first "
     "iteration",
     predict=bucket_not_reduced.predict,
-    sign=sign,
-    tell_apart="buckets of several parameters (a larger bucket_cap_mb)",
+    indication=indication,
+    tell_apart="Use buckets of several parameters (a larger bucket_cap_mb).",
 )

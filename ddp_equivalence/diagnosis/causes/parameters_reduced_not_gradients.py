@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from ddp_equivalence.diagnosis import indications
 from ddp_equivalence.diagnosis.causes import no_all_reduce
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Sign
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
+from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.view import View
 
 
-def sign(view: View) -> Sign | None:
-    sent = indications.reduced_elements(view)
-    if sent is None:
+def indication(view: View) -> Indication | None:
+    """Counts the elements that were reduced, unless DDP reduced gradients itself."""
+    reduced, elements = view.observed.reduced_elements, view.parameters.total
+    if reduced is None:
         return None
-    elements = sum(view.selection.sizes.values())
     if any(
-        any(one.synchronised) and "comm_hook" not in one.logged
-        for one in indications.wrappers(view)
+        any(wrapper.synchronised) and "comm_hook" not in wrapper.logged
+        for wrapper in view.observed.wrappers
     ):
-        return Sign(False, "DistributedDataParallel reduced gradients")
-    return indications.only_if(
-        sent >= elements,
-        f"{sent} elements were all-reduced for {elements} of parameters, none of them a gradient",
-        f"only {sent} elements were all-reduced for {elements} of parameters",
+        return Indication(False, "DistributedDataParallel reduced gradients")
+    return indication_if(
+        reduced >= elements,
+        f"{reduced} elements were all-reduced for {elements} of parameters, none of them a "
+        "gradient",
+        f"only {reduced} elements were all-reduced for {elements} of parameters",
     )
 
 
@@ -31,6 +32,6 @@ HYPOTHESIS = Hypothesis(
     "gradient of its own shard.",
     look_at="what is given to all_reduce: parameter.grad, not parameter or parameter.data",
     predict=no_all_reduce.predict,
-    sign=sign,
+    indication=indication,
     tell_apart=no_all_reduce.TELL_APART,
 )

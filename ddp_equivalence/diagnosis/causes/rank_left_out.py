@@ -1,4 +1,4 @@
-"""What some ranks computed is in nobody's gradient."""
+"""The gradient of some ranks is in no other rank's gradient."""
 
 from __future__ import annotations
 
@@ -7,73 +7,73 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ddp_equivalence.diagnosis import indications
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Way
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
+from ddp_equivalence.diagnosis.indications import ranks_by_number
 from ddp_equivalence.diagnosis.view import View
 
-NOTHING = 1e-3
-"""A weight below this, against the largest, is none: it says which ranks are tried."""
+NO_WEIGHT = 1e-3
+"""A rank with a smaller weight, relative to the largest, is tried as one that was left out."""
 
 
-def predict(view: View) -> Sequence[Way]:
-    # All ranks of a node have a name of their own.
-    nodes = [view.layout.ranks_on(node) for node in range(view.layout.nodes)]
-    whole = [ranks for ranks in nodes if len(ranks) > 1 and view.layout.nodes > 1]
-    left_out = [ranks for ranks in candidates(view) if ranks not in whole]
-    return tuple(way for ranks in left_out for way in without(view, ranks))
+def predict(view: View) -> Sequence[Prediction]:
+    """The gradients without the ranks that may be left out, unless these are a whole node."""
+    nodes = view.setting.ranks_by_node
+    whole_nodes = [ranks for ranks in nodes if len(ranks) > 1 and len(nodes) > 1]
+    left_out = [ranks for ranks in ranks_that_may_be_left_out(view) if ranks not in whole_nodes]
+    return tuple(one for ranks in left_out for one in predictions_without(view, ranks))
 
 
-def candidates(view: View) -> list[tuple[int, ...]]:
-    """The ranks whose weight is zero on the ranks that hold others' gradients; else each rank."""
-    weights = view.weights
-    each: list[tuple[int, ...]] = [(rank,) for rank in range(view.world_size)]
-    if weights is None or view.world_size == 1:
-        return each if view.world_size > 1 else []
-    found = []
-    for row in weights:
-        size = row.abs()
-        zeros = tuple(torch.nonzero(size < NOTHING * size.max()).flatten().tolist())
-        if 0 < len(zeros) < view.world_size:
-            found.append(zeros)
-    return list(dict.fromkeys(found))
+def ranks_that_may_be_left_out(view: View) -> list[tuple[int, ...]]:
+    """The sets of ranks that have no weight in what some rank holds.
+
+    Each single rank, where weights cannot be told.
+    """
+    if view.world_size == 1:
+        return []
+    if view.weights_of_ranks is None:
+        return [(rank,) for rank in range(view.world_size)]
+    candidates = []
+    for weights in view.weights_of_ranks.abs():
+        without_weight = torch.nonzero(weights < NO_WEIGHT * weights.max()).flatten().tolist()
+        if 0 < len(without_weight) < view.world_size:
+            candidates.append(tuple(without_weight))
+    return list(dict.fromkeys(candidates))
 
 
-def without(view: View, ranks: tuple[int, ...]) -> Iterator[Way]:
-    """The mean or the sum of the others; those left out hold the same, or their own."""
-    for own in view.owns:
-        yield from _without(view, ranks, own)
+def predictions_without(view: View, left_out: tuple[int, ...]) -> Iterator[Prediction]:
+    """The mean or the sum of the other ranks' gradients, for every candidate for these."""
+    for local in view.local_gradients:
+        # A rank whose gradient is zero brings nothing anyway.
+        if bool(local[list(left_out)].any()):
+            yield from _predictions_without(view, left_out, local)
 
 
-def _without(view: View, ranks: tuple[int, ...], own: Tensor) -> Iterator[Way]:
-    if not bool(own[list(ranks)].any()):
-        return  # they bring nothing anyway
-    others = [rank for rank in range(view.world_size) if rank not in ranks]
-    total = own[others].sum(0)
-    name = indications.listed(ranks)
+def _predictions_without(
+    view: View, left_out: tuple[int, ...], local: Tensor
+) -> Iterator[Prediction]:
+    """``local``: every rank's local gradient, shape (world size, elements)."""
+    others = [rank for rank in range(view.world_size) if rank not in left_out]
+    names = ranks_by_number(left_out)
     divisors: dict[int, str] = {
-        view.world_size: f"{name}; the divisor counts all {view.world_size}",
-        len(others): f"{name}; the divisor counts the other {len(others)}",
+        view.world_size: f"{names}; the divisor counts all {view.world_size}",
+        len(others): f"{names}; the divisor counts the other {len(others)}",
     }
-    if view.is_sum():
-        divisors[1] = name
+    if view.parts.add_up_to_the_big_batch:
+        divisors[1] = names
     for divisor, detail in divisors.items():
-        held = total / divisor
-        yield Way(view.everywhere(held), detail)
-        # Of one that is left, everybody would hold his own: another cause.
-        if len(view.ranks) == view.world_size and len(others) > 1:
-            yield Way(_own_for(ranks, held, own), f"{detail}; what they hold is their own")
-
-
-def _own_for(ranks: tuple[int, ...], held: Tensor, found: Tensor) -> Tensor:
-    rows = held.expand(len(found), -1).clone()
-    rows[list(ranks)] = found[list(ranks)]
-    return rows
+        held = local[others].sum(0) / divisor
+        yield Prediction(view.on_every_rank(held), detail)
+        # If only one rank is not left out, every rank would hold its own gradient: another cause.
+        if view.setting.every_rank_reports and len(others) > 1:
+            by_rank = held.expand(view.world_size, -1).clone()
+            by_rank[list(left_out)] = local[list(left_out)]
+            yield Prediction(by_rank, f"{detail}; what they hold is their own")
 
 
 HYPOTHESIS = Hypothesis(
     name="rank_left_out",
-    sentence="What a rank computed is in no other rank's gradient.",
+    sentence="The gradient that a rank computed is missing from the gradients of all other ranks.",
     look_at="the process group that gradients are reduced in, and early returns before all_reduce",
     predict=predict,
-    tell_apart="more than one rank on every node",
+    tell_apart="Use more than one rank on every node.",
 )

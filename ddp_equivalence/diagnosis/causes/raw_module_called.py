@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from ddp_equivalence.diagnosis import indications
 from ddp_equivalence.diagnosis.causes import no_all_reduce
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Sign
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
+from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.view import View
 
 
-def sign(view: View) -> Sign | None:
-    if not view.observed:
+def indication(view: View) -> Indication | None:
+    """Counts the forward passes of every DistributedDataParallel."""
+    if not view.observed.by_rank:
         return None
-    found = indications.wrappers(view)
-    if not found:
-        return Sign(False, "there was no DistributedDataParallel")
-    forwards = sum(len(one.synchronised) for one in found)
-    return indications.only_if(
-        forwards == 0,
+    wrappers = view.observed.wrappers
+    if not wrappers:
+        return Indication(False, "there was no DistributedDataParallel")
+    return indication_if(
+        not any(wrapper.synchronised for wrapper in wrappers),
         "the model was called, its DistributedDataParallel never",
         "DistributedDataParallel itself was called",
-        decides=True,
+        conclusive=True,
     )
 
 
@@ -28,6 +28,6 @@ HYPOTHESIS = Hypothesis(
     sentence="The model was called past its DistributedDataParallel, whose hooks then never fire.",
     look_at="the forward pass: ddp(...), not ddp.module(...) nor the model that was wrapped",
     predict=no_all_reduce.predict,
-    sign=sign,
+    indication=indication,
     tell_apart=no_all_reduce.TELL_APART,
 )

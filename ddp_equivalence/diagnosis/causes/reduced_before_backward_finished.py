@@ -4,48 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis import indications
 from ddp_equivalence.diagnosis.causes import bucket_not_reduced
 from ddp_equivalence.diagnosis.causes.accumulation_boundary_off_by_one import reduced_early
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Sign, Way
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.view import View
 
 
-def predict(view: View) -> Sequence[Way]:
-    ways = list(bucket_not_reduced.predict(view))
-    ways += [
-        Way(predicted, f"after micro-batch {number} of {count}")
-        for number, count, predicted in reduced_early(view)
-    ]
-    return tuple(ways)
+def predict(view: View) -> Sequence[Prediction]:
+    """Some parameters, or the later micro-batches, kept the rank's own gradient."""
+    return (*bucket_not_reduced.predict(view), *reduced_early(view))
 
 
-def during_backward(view: View) -> bool | None:
-    """True if collectives ran inside a backward and none after the last one, without DDP."""
-    if not view.observed or indications.wrappers(view):
-        return None
-    found = []
-    for seen in view.observed.values():
-        spans = [one.issued for one in seen.backwards]
-        if not spans or any(None in span for span in spans):
-            return None
-        inside = sum((end or 0) - (begin or 0) for begin, end in spans)
-        found.append(inside > 0)
-    return all(found)
-
-
-def sign(view: View) -> Sign | None:
-    if view.unrepeatable:
-        return Sign(True, "the same step left other bits when it ran again")
-    if indications.wrappers(view):
-        return Sign(
-            False, "DistributedDataParallel waits for backward, and a second run left the same bits"
-        )
-    return indications.only_if(
-        during_backward(view),
+def indication(view: View) -> Indication | None:
+    """Looks at whether the step is repeatable, and at when its collectives were issued."""
+    if view.observed.left_other_bits:
+        return Indication(True, "the same step left other bits when it ran again")
+    if view.observed.wrappers:
+        because = "DistributedDataParallel waits for backward, and a second run left the same bits"
+        return Indication(False, because)
+    return indication_if(
+        _collectives_ran_inside_backward(view),
         "collectives were issued while backward was running, by no DistributedDataParallel",
         "no collective was issued while backward was running",
     )
+
+
+def _collectives_ran_inside_backward(view: View) -> bool | None:
+    """True if every rank issued a collective inside a backward; None if that is not known."""
+    if not view.observed.by_rank:
+        return None
+    inside_by_rank = []
+    for observation in view.observed.by_rank.values():
+        issued = [call.issued for call in observation.backwards]
+        if not issued or any(None in counts for counts in issued):
+            return None
+        inside_by_rank.append(sum((end or 0) - (begin or 0) for begin, end in issued))
+    return all(inside > 0 for inside in inside_by_rank)
 
 
 HYPOTHESIS = Hypothesis(
@@ -54,6 +49,6 @@ HYPOTHESIS = Hypothesis(
     look_at="asynchronous collectives in hooks, streams that are not waited for, and parameters "
     "that get their gradient in several places (tied weights, micro-batches)",
     predict=predict,
-    sign=sign,
-    tell_apart="a second run: a race seldom leaves the same bits twice",
+    indication=indication,
+    tell_apart="Run the step again: a race seldom leaves the same bits twice.",
 )

@@ -4,36 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis import examples_read, indications
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Sign, Way
+from ddp_equivalence.diagnosis.examples_read import (
+    all_ranks_read_the_same,
+    example_numbers,
+    predictions_from_examples_read,
+    read_more_than_once,
+)
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.view import View
 
 
-def predict(view: View) -> Sequence[Way]:
-    if not examples_read.twice(view) or examples_read.all_the_same(view):
+def predict(view: View) -> Sequence[Prediction]:
+    """The gradient of what was read, if some examples were read more than once."""
+    repeated = read_more_than_once(view)
+    if not repeated or all_ranks_read_the_same(view):
         return ()
-    detail = f"{examples_read.numbers(examples_read.twice(view))} more than once"
-    return tuple(Way(way.predicted, detail) for way in examples_read.as_read(view))
+    return predictions_from_examples_read(view, f"{example_numbers(repeated)} more than once")
 
 
-def sign(view: View) -> Sign | None:
-    if view.read is None:
+def indication(view: View) -> Indication | None:
+    """Counts how often each example was read."""
+    if view.observed.examples_read is None:
         return None
-    twice = examples_read.twice(view)
-    return indications.only_if(
-        bool(twice),
-        f"{examples_read.numbers(twice)} of {view.examples} were read more than once",
+    repeated = read_more_than_once(view)
+    return indication_if(
+        bool(repeated),
+        f"{example_numbers(repeated)} of {view.setting.example_count} were read more than once",
         "no example was read twice",
     )
 
 
 HYPOTHESIS = Hypothesis(
     name="sampler_padding_counted",
-    sentence="Examples were read more than once, as a sampler does that pads all shards to one "
-    "length, and count each time.",
-    look_at="DistributedSampler(drop_last=False) where the data do not divide by the ranks: give "
-    "the repeated examples no weight, or use uneven shards with a global mean",
+    sentence="Examples were read more than once and counted each time. A sampler reads examples "
+    "again to pad all shards to one length.",
+    look_at="DistributedSampler(drop_last=False) where the number of examples is no multiple of "
+    "the number of ranks: give the repeated examples no weight, or use uneven shards with a global "
+    "mean",
     predict=predict,
-    sign=sign,
-    tell_apart="a number of examples that the ranks divide: the padding then goes away",
+    indication=indication,
+    tell_apart="Use a multiple of the number of ranks as the number of examples: no padding is "
+    "then needed.",
 )

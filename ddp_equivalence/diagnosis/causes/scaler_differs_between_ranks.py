@@ -4,57 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis import indications
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Sign, Way
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.indications import losses_close
 from ddp_equivalence.diagnosis.view import View
 
-APART = 1e-2
-"""Scales nearer to each other than this are one scale."""
+EQUAL = 1e-2
+"""Scales that differ by less, relatively, are equal."""
 
-LEAST = 1e-9
-"""What a rank holds of another, against the most, if it holds anything of it."""
+NO_WEIGHT = 1e-9
+"""A smaller weight, relative to the largest, is none."""
 
 
-def predict(view: View) -> Sequence[Way]:
-    weights = view.weights
-    if weights is None or view.world_size == 1 or len(view.ranks) != view.world_size:
+def predict(view: View) -> Sequence[Prediction]:
+    """The mean of the scaled gradients, unscaled on each rank by its own scale.
+
+    Rank r then holds rank 0's gradient times scale 0 over scale r, and so do the weights tell it.
+    """
+    weights = view.weights_of_ranks
+    if weights is None or view.world_size == 1 or not view.setting.every_rank_reports:
         return ()
-    if bool((weights.abs() < LEAST * weights.abs().max()).any()):
+    if bool((weights.abs() < NO_WEIGHT * weights.abs().max()).any()):
         return ()
-    # What rank r holds of any rank is what rank 0 holds of it, times scale 0 over scale r.
     scales = (weights[0] / weights).mean(1)
-    if float((scales - 1).abs().max()) < APART or bool((scales <= 0).any()):
+    if float((scales - 1).abs().max()) < EQUAL or bool((scales <= 0).any()):
         return ()
-    told = " : ".join(f"{scale:.4g}" for scale in scales.tolist())
+    ratio = " : ".join(f"{scale:.4g}" for scale in scales.tolist())
     return tuple(
-        Way(
-            view.of_the_ranks((scales[:, None] * own).mean(0) / scales[:, None]),
-            f"the ranks' scales are as {told}",
+        Prediction(
+            view.on_reporting_ranks((scales[:, None] * local).mean(0) / scales[:, None]),
+            f"the ranks' scales are as {ratio}",
         )
-        for own in view.owns
+        for local in view.local_gradients
     )
 
 
-def sign(view: View) -> Sign | None:
-    pairs = [
-        (seen.backwards[0].loss or 0.0) / view.piece(view.read[rank][0]).loss
-        for rank, seen in sorted(view.observed.items())
-        if view.read is not None and seen.backwards and view.piece(view.read[rank][0]).loss
-    ]
-    pairs = [one for one in pairs if one == one]
-    if len(pairs) > 1 and not all(indications.close(one, pairs[0]) for one in pairs):
-        told = ", ".join(f"{one:.4g}" for one in pairs)
-        return Sign(True, f"backward began at {told} times the loss of the rank's own examples")
-    return None
+def indication(view: View) -> Indication | None:
+    """Compares the ratios of the loss that backward began at to the loss of what was read."""
+    read = view.observed.examples_read
+    if read is None:
+        return None
+    ratios = []
+    for rank, observation in sorted(view.observed.by_rank.items()):
+        own_loss = view.examples.loss(read[rank][0])
+        if observation.backwards and own_loss:
+            ratios.append((observation.backwards[0].loss or 0.0) / own_loss)
+    ratios = [ratio for ratio in ratios if ratio == ratio]
+    if len(ratios) < 2 or all(losses_close(ratio, ratios[0]) for ratio in ratios):
+        return None
+    values = ", ".join(f"{ratio:.4g}" for ratio in ratios)
+    return Indication(True, f"backward began at {values} times the loss of the rank's own examples")
 
 
 HYPOTHESIS = Hypothesis(
     name="scaler_differs_between_ranks",
     sentence="Each rank scaled its loss and unscaled the reduced gradient by a scale of its own.",
     look_at="where the scale is computed: reduce it, or what it is taken from, before it is used. "
-    "Of a GradScaler on each rank found_inf must be reduced, so that all change their scale "
-    "together (torch.distributed.fsdp.sharded_grad_scaler does)",
+    "With a GradScaler on each rank, found_inf must be reduced so that all ranks change their "
+    "scale together (torch.distributed.fsdp.sharded_grad_scaler does this)",
     predict=predict,
-    sign=sign,
-    tell_apart="two steps, since a scaler changes its scale between them",
+    indication=indication,
+    tell_apart="Take two steps: a scaler changes its scale between them.",
 )

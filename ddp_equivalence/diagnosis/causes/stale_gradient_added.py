@@ -6,33 +6,40 @@ from collections.abc import Sequence
 
 import torch
 
-from ddp_equivalence.diagnosis import indications
-from ddp_equivalence.diagnosis.hypothesis import Factor, Hypothesis, Sign, Way
+from ddp_equivalence.diagnosis.hypothesis import (
+    Hypothesis,
+    Indication,
+    Prediction,
+    WrongFactor,
+)
+from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.view import View
 
 
-def predict(view: View) -> Sequence[Way]:
-    ways = []
-    for count in range(1, len(view.previous) + 1):
-        earlier = torch.stack(view.previous[-count:]).sum(0)
+def predict(view: View) -> Sequence[Prediction]:
+    """The big batch plus the gradients of the last one, two ... steps before."""
+    earlier = view.examples.earlier_expected
+    predictions = []
+    for count in range(1, len(earlier) + 1):
+        total = view.expected + torch.stack(earlier[-count:]).sum(0)
         steps = "step" if count == 1 else f"{count} steps"
-        ways.append(
-            Way(view.everywhere(view.expected + earlier), f"that of the {steps} before is in it")
-        )
-    return tuple(ways)
+        detail = f"that of the {steps} before is in it"
+        predictions.append(Prediction(view.on_every_rank(total), detail))
+    return tuple(predictions)
 
 
-def factors(view: View) -> Sequence[Factor]:
-    return (Factor(2.0, "that of an earlier pass over the same examples is in it"),)
+def factors(view: View) -> Sequence[WrongFactor]:
+    """Two, where the same examples were passed before."""
+    return (WrongFactor(2.0, "that of an earlier pass over the same examples is in it"),)
 
 
-def sign(view: View) -> Sign | None:
-    if not view.observed or view.previous:
+def indication(view: View) -> Indication | None:
+    """Counts the calls of backward in a first step."""
+    if not view.observed.by_rank or view.setting.step > 0:
         return None
-    now = len(view.before)
-    passes = max(sum(b.step == now for b in seen.backwards) for seen in view.observed.values())
-    return indications.only_if(
-        passes > 1 and not (view.micro_batches or 1) > 1,
+    passes = max(len(view.observed.backwards(rank)) for rank in view.observed.by_rank)
+    return indication_if(
+        passes > 1 and not (view.parts.micro_batches_per_rank or 1) > 1,
         f"backward was called {passes} times in this step",
         "backward was called once in this step",
     )
@@ -45,6 +52,6 @@ HYPOTHESIS = Hypothesis(
     "that no optimizer holds",
     predict=predict,
     factors=factors,
-    sign=sign,
-    tell_apart="two steps on different examples, and another world size than 2",
+    indication=indication,
+    tell_apart="Take two steps on different examples, with another world size than 2.",
 )

@@ -4,38 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis.hypothesis import Factor, Hypothesis, Way
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
 from ddp_equivalence.diagnosis.view import View
 
 
-def predict(view: View) -> Sequence[Way]:
-    if view.world_size == 1 or view.is_sum():
+def predict(view: View) -> Sequence[Prediction]:
+    """The sum of what the ranks contribute, and the world size times the big batch."""
+    if view.world_size == 1 or view.parts.add_up_to_the_big_batch:
         return ()
-    found, constant = view.contributions(), view.constant()
-    whole = view.everywhere(view.world_size * view.expected)
-    if found is None:
-        return (Way(whole),)
-    total = found.sum(0)
-    if constant is None:
-        return Way(whole), Way(view.everywhere(total))
-    # A term that does not depend on the data may have been kept out of the sum.
-    only_data = total - (view.world_size - 1) * constant
-    return Way(whole), Way(view.everywhere(total)), Way(view.everywhere(only_data))
+    multiple = view.world_size * view.expected
+    contributions = view.parts.contributions()
+    if contributions is None:
+        return (Prediction(view.on_every_rank(multiple)),)
+    sums = [multiple, contributions.sum(0)]
+    constant = view.examples.data_independent_gradient()
+    if constant is not None:
+        # The data-independent terms may have been kept out of the sum.
+        sums.append(contributions.sum(0) - (view.world_size - 1) * constant)
+    return tuple(Prediction(view.on_every_rank(one)) for one in sums)
 
 
-def factors(view: View) -> Sequence[Factor]:
-    if view.world_size == 1 or view.is_sum():
+def factors(view: View) -> Sequence[WrongFactor]:
+    """The world size, where the ranks' gradients should be averaged."""
+    if view.world_size == 1 or view.parts.add_up_to_the_big_batch:
         return ()
-    return (Factor(view.world_size, f"times the {view.world_size} ranks"),)
+    return (WrongFactor(view.world_size, f"times the {view.world_size} ranks"),)
 
 
 HYPOTHESIS = Hypothesis(
     name="sum_not_mean",
     sentence="Gradients were added over the ranks but never divided by their number.",
-    look_at="a loss times the world size under DDP, which averages by itself; the factor after the "
-    "last all_reduce; a communication hook that replaces DDP's own",
+    look_at="a loss that is multiplied by the world size under DDP, which averages by itself; the "
+    "factor after the last all_reduce; a communication hook that sums where DDP's own averages",
     predict=predict,
     factors=factors,
-    tell_apart="another world size: only this factor follows it",
-    of_the_rule=True,
+    tell_apart="Use another world size: only this factor follows it.",
+    limits_must_catch=True,
 )

@@ -8,21 +8,22 @@ from ddp_equivalence.diagnosis.causes.uneven_shards_weighted_equally import (
     is_mean_over_examples,
     mean_of_means,
 )
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Way
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
 from ddp_equivalence.diagnosis.view import View
 
 
-def predict(view: View) -> Sequence[Way]:
+def predict(view: View) -> Sequence[Prediction]:
+    """The mean of the ranks' means, where the big batch does not weight by examples."""
     return () if is_mean_over_examples(view) else mean_of_means(view)
 
 
 HYPOTHESIS = Hypothesis(
     name="token_counts_weighted_equally",
-    sentence="Every rank divides by its own count (tokens, weights, positives), and these means "
-    "count equally.",
+    sentence="Every rank's loss divides by the rank's own count (tokens, weights, positives), and "
+    "these means count equally.",
     look_at="the divisor of the loss: all-reduce the count, and multiply the summed loss by the "
     "world size over it",
     predict=predict,
-    tell_apart="ranks with equal counts: only this one then goes away",
-    of_the_rule=True,
+    tell_apart="Give all ranks equal counts: only this difference then goes away.",
+    limits_must_catch=True,
 )

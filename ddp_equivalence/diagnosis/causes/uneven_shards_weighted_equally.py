@@ -6,33 +6,35 @@ from collections.abc import Sequence
 
 import torch
 
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Way
-from ddp_equivalence.diagnosis.view import View, near
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
+from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.view import View
 
 
-def mean_of_means(view: View) -> Sequence[Way]:
-    """The mean of what the ranks contribute, where that is not the big batch."""
-    found = view.contributions()
-    if found is None or view.is_sum() or view.has_batch_norm or view.has_dropout:
+def predict(view: View) -> Sequence[Prediction]:
+    """The mean of the ranks' means, where the big batch weights them by their examples."""
+    return mean_of_means(view) if is_mean_over_examples(view) else ()
+
+
+def mean_of_means(view: View) -> Sequence[Prediction]:
+    """The mean of what the ranks contribute, unless that is the big batch's gradient."""
+    contributions, setting = view.parts.contributions(), view.setting
+    if contributions is None or view.parts.add_up_to_the_big_batch:
         return ()
-    if view.batch_coupled:
+    if setting.has_batch_norm or setting.has_dropout or setting.batch_coupled:
         return ()
-    mean = found.mean(0)
-    return () if near(mean, view.expected) else (Way(view.everywhere(mean)),)
+    mean = contributions.mean(0)
+    return () if nearly_equal(mean, view.expected) else (Prediction(view.on_every_rank(mean)),)
 
 
 def is_mean_over_examples(view: View) -> bool:
-    """True if the big batch is the mean of the parts, each counted by its examples."""
-    parts = [part for of_rank in view.parts or () for part in of_rank if part]
-    total = sum(map(len, parts))
+    """True if the big batch is the mean of the parts, each weighted by its examples."""
+    parts = [part for of_rank in view.parts.by_rank or () for part in of_rank if part]
     if not parts:
         return False
-    mean = torch.stack([len(part) / total * view.gradient(part) for part in parts]).sum(0)
-    return near(mean, view.expected)
-
-
-def predict(view: View) -> Sequence[Way]:
-    return mean_of_means(view) if is_mean_over_examples(view) else ()
+    example_count = sum(map(len, parts))
+    weighted = [len(part) / example_count * view.examples.gradient(part) for part in parts]
+    return nearly_equal(torch.stack(weighted).sum(0), view.expected)
 
 
 HYPOTHESIS = Hypothesis(
@@ -41,6 +43,6 @@ HYPOTHESIS = Hypothesis(
     look_at="the divisor of the loss: divide the summed loss by the examples of all ranks, "
     "times the world size under DDP",
     predict=predict,
-    tell_apart="shards of one size: only this one then goes away",
-    of_the_rule=True,
+    tell_apart="Give all ranks equally many examples: only this difference then goes away.",
+    limits_must_catch=True,
 )

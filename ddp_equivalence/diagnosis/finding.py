@@ -1,0 +1,66 @@
+"""A finding: one explanation, held against what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One explanation and what it leaves unexplained: ||measured - predicted|| / ||measured||.
+
+    ``cause``: its public name. ``sentence``: what happened. ``look_at``: where in the code to look.
+    ``unexplained`` is None where nothing could be predicted. ``accepted``: this explanation is
+    believed. ``fits``: its numbers agree with the measurement; it is not accepted if a better
+    explanation fits too. ``would_show``: False where this cause leaves the big batch's gradient on
+    this case.
+
+    ``detail``: which rank, number or micro-batch, as a clause. ``fitted``: some numbers of the
+    prediction were taken from the measurement. ``because``: what was observed for or against the
+    cause; ``refuted``: it is against. ``tell_apart``: the change of the case after which no other
+    cause leaves the same numbers. ``second_cause``: the cause that comes on top, where it takes two
+    to explain the measurement.
+    """
+
+    cause: str
+    sentence: str
+    look_at: str
+    unexplained: float | None
+    accepted: bool
+    would_show: bool = True
+    fits: bool = False
+    detail: str = ""
+    because: str = ""
+    refuted: bool = False
+    tell_apart: str = ""
+    fitted: bool = False
+    second_cause: str = ""
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """The names of all causes that this explanation takes."""
+        return (self.cause, self.second_cause) if self.second_cause else (self.cause,)
+
+    @property
+    def explains(self) -> bool:
+        """True if the numbers fit and no observation is against it."""
+        return self.fits and not self.refuted
+
+
+def finding_without_prediction(hypothesis: Hypothesis) -> Finding:
+    """The words of the hypothesis; nothing was predicted yet, and nothing is accepted."""
+    return Finding(
+        cause=hypothesis.name,
+        sentence=hypothesis.sentence,
+        look_at=hypothesis.look_at,
+        unexplained=None,
+        accepted=False,
+        tell_apart=hypothesis.tell_apart,
+    )
+
+
+def finding_from_observation(hypothesis: Hypothesis, because: str = "") -> Finding:
+    """The hypothesis is believed although no numbers were predicted."""
+    return replace(finding_without_prediction(hypothesis), fits=True, because=because)

@@ -1,0 +1,47 @@
+"""The loss and gradient of some examples alone, which is what every prediction is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_equivalence.case.build import build_model
+from ddp_equivalence.case.case import Case
+from ddp_equivalence.reference import in_dtype, loss_of_the_case, train
+
+
+def loss_and_gradient_of(
+    case: Case,
+    batch: Any,
+    earlier_batches: Sequence[Any] = (),
+    lr: float = 0.1,
+    generator: bytes = b"",
+) -> tuple[float, dict[str, Tensor | None]]:
+    """The float64 loss of ``batch`` alone and its gradient by parameter name.
+
+    The weights are those that plain SGD on the ``earlier_batches`` leaves. ``generator`` is the
+    state that torch's generator is given before each forward pass, if it is not the usual one.
+    Raises BadCase as the reference does, for instance if the loss needs more examples.
+    """
+    loss = loss_of_the_case(case)
+
+    def with_generator(model: nn.Module, batch: Any) -> Any:
+        torch.set_rng_state(torch.frombuffer(bytearray(generator), dtype=torch.uint8))
+        return loss(model, batch)
+
+    batches = [in_dtype(one, torch.float64) for one in (*earlier_batches, batch)]
+    gradients, losses = train(
+        case,
+        build_model(case).double(),
+        batches,
+        "gradients",
+        lr,
+        with_generator if generator else loss,
+    )
+    last = len(batches) - 1
+    return losses[-1], {
+        name: gradient for (step, name), gradient in gradients.items() if step == last
+    }

@@ -1,0 +1,80 @@
+"""What the ranks were seen to do in the step when it ran a second time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from ddp_equivalence.diagnosis.batch_parts import PartsByRank
+from ddp_equivalence.diagnosis.setting import Setting
+from ddp_equivalence.measurement.observation import Backward, Observation, Wrapper
+from ddp_equivalence.ranks.collectives import FORGOTTEN
+
+
+@dataclass(frozen=True)
+class ObservedStep:
+    """The observations of the ranks.
+
+    ``by_rank``: rank -> what was seen of it; empty where the step did not run a second time.
+    ``left_other_bits``: the second run left other gradients than the first.
+    """
+
+    setting: Setting
+    by_rank: Mapping[int, Observation]
+    left_other_bits: bool = False
+
+    @property
+    def covers_every_rank(self) -> bool:
+        return sorted(self.by_rank) == list(range(self.setting.world_size))
+
+    def backwards(self, rank: int) -> list[Backward]:
+        """The calls of backward on this rank in this step."""
+        calls = self.by_rank[rank].backwards
+        return [call for call in calls if call.step == self.setting.step]
+
+    @cached_property
+    def examples_read(self) -> PartsByRank | None:
+        """The micro-batches that each rank read; None unless they are known of every rank."""
+        if not self.covers_every_rank:
+            return None
+        first, count = self.setting.first_example, self.setting.example_count
+        by_rank = []
+        for rank in range(self.setting.world_size):
+            micro_batches = self.by_rank[rank].examples_read(self.setting.step)
+            if micro_batches is None:
+                return None
+            by_rank.append(tuple(tuple(i - first for i in part) for part in micro_batches))
+        indices = [index for parts in by_rank for part in parts for index in part]
+        return tuple(by_rank) if all(0 <= index < count for index in indices) else None
+
+    @cached_property
+    def times_read(self) -> Counter[int]:
+        """Example -> the number of times that it was read on all ranks together."""
+        return Counter(i for parts in self.examples_read or () for part in parts for i in part)
+
+    @property
+    def wrappers(self) -> list[Wrapper]:
+        """Every DistributedDataParallel that was made around the model, on any rank."""
+        return [wrapper for seen in self.by_rank.values() for wrapper in seen.wrappers]
+
+    @property
+    def reduced_elements(self) -> int | None:
+        """The elements that were all-reduced or reduce-scattered on the rank with the fewest.
+
+        None where that is not known: torch's flight recorder is missing or has lost entries.
+        """
+        logs = [seen.collectives for seen in self.by_rank.values()]
+        known = [
+            log for log in logs if log is not None and all(entry.op != FORGOTTEN for entry in log)
+        ]
+        if not logs or len(known) != len(logs):
+            return None
+        return min(sum(entry.elements for entry in log if "reduce" in entry.op) for log in known)
+
+    @property
+    def a_rank_gathered(self) -> bool:
+        """True if a rank gathered more than single elements."""
+        logs = [seen.collectives or () for seen in self.by_rank.values()]
+        return any("gather" in entry.op and entry.elements > 1 for log in logs for entry in log)

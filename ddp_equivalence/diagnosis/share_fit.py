@@ -1,0 +1,116 @@
+"""A least-squares fit: the measured gradient as a mixture of the gradients of single pieces.
+
+With g_i the gradient of piece i alone, solve measured = sum_i s_i g_i, and the same for the big
+batch. The ratio of the two solutions is the share of the piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.diagnosis.measured_gradients import WORST_CONDITION
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.strategies.sharded_batch import Indices
+
+MOST_UNEXPLAINED = 1e-6
+"""The part of the big batch that its own pieces may leave unexplained: rounding."""
+
+NO_SHARE = 1e-9
+"""A piece with a smaller share of the big batch, relative to the largest, does not count in it."""
+
+SMALLEST_NORM = 1e-300
+"""A divisor instead of a norm that is zero."""
+
+ShareRow = tuple[float | None, ...]
+"""The share of each piece in what one rank holds; None for a piece without a gradient."""
+
+
+@dataclass(frozen=True)
+class ShareFit:
+    """``by_rank``: rank -> the share of each piece in what it holds. ``unexplained``: rank -> what
+    no mixture of the pieces explains of it. ``condition``: the condition number of the fit.
+    """
+
+    by_rank: Mapping[int, ShareRow]
+    unexplained: Mapping[int, float]
+    condition: float
+
+
+@dataclass(frozen=True)
+class NoShares:
+    """Shares cannot be told: the ``reason`` in words.
+
+    ``loss_is_no_sum``: True if the big batch's gradient is no sum over its pieces, because the loss
+    or the model compares examples with each other.
+    """
+
+    reason: str
+    loss_is_no_sum: bool = False
+
+
+def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | NoShares:
+    """The share of each of these sets of examples, or the reason why it cannot be told.
+
+    ``name`` says what the pieces are, for the reason.
+    """
+    positions = fitted_positions(view)
+    if not view.measured.is_finite or not bool(view.expected.isfinite().all()):
+        return NoShares("what a rank holds is not finite")
+    gradients = [view.examples.gradient(piece)[positions] for piece in pieces]
+    usable = [n for n, g in enumerate(gradients) if bool(g.isfinite().all()) and bool(g.any())]
+    if not usable:
+        return NoShares(f"none of the {name} has a gradient of its own")
+    matrix = torch.stack([gradients[n] for n in usable], dim=1)
+    condition = _condition(matrix)
+    if condition is None:
+        return NoShares(
+            f"{len(usable)} {name}, but only {len(positions)} elements to tell them apart by"
+        )
+    if condition > WORST_CONDITION:
+        return NoShares(
+            f"the gradients of the {name} are too alike (condition number {condition:.1e})"
+        )
+    expected = view.expected[positions]
+    measured = view.measured.by_rank[:, positions]
+    solution = torch.linalg.lstsq(matrix, torch.stack([expected, *measured], dim=1)).solution
+    in_big_batch, in_ranks = solution[:, 0], solution[:, 1:].T
+    left = _relative_norm(expected - matrix @ in_big_batch, expected)
+    if left > MOST_UNEXPLAINED:
+        words = "the ranks' shards" if name == "ranks" else name
+        return NoShares(
+            f"the loss is no sum over {words}: they leave {left:.2g} of the big batch unexplained",
+            loss_is_no_sum=True,
+        )
+    if bool((in_big_batch.abs() < NO_SHARE * in_big_batch.abs().max()).any()):
+        return NoShares(f"some {name} do not count in the big batch")
+    by_rank, unexplained = {}, {}
+    for row, rank in enumerate(view.setting.reporting_ranks):
+        shares = dict(zip(usable, (in_ranks[row] / in_big_batch).tolist(), strict=True))
+        by_rank[rank] = tuple(shares.get(n) for n in range(len(pieces)))
+        residual = measured[row] - matrix @ in_ranks[row]
+        unexplained[rank] = _relative_norm(residual, measured[row])
+    return ShareFit(by_rank, unexplained, condition)
+
+
+def fitted_positions(view: View) -> Tensor:
+    """The elements that are fitted: of the parameters that differ, if the others are right."""
+    names = view.parameters.names
+    if view.measured.only_some_parameters_differ:
+        names = tuple(name for name in names if name in view.measured.differing)
+    return view.parameters.positions_of(names)
+
+
+def _condition(matrix: Tensor) -> float | None:
+    """The condition number; None if there are fewer elements than pieces."""
+    if matrix.shape[0] < matrix.shape[1]:
+        return None
+    values = torch.linalg.svdvals(matrix)
+    return float(values[0] / values[-1]) if values[-1] > 0 else float("inf")
+
+
+def _relative_norm(residual: Tensor, whole: Tensor) -> float:
+    return float(residual.norm()) / max(float(whole.norm()), SMALLEST_NORM)

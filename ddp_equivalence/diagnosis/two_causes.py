@@ -1,0 +1,90 @@
+"""Two causes at once: one predicts the gradient up to a factor, the other is that factor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ddp_equivalence.diagnosis.causes import HYPOTHESES
+from ddp_equivalence.diagnosis.finding import Finding, finding_without_prediction
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
+from ddp_equivalence.diagnosis.ranking import without_rounding
+from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, nearly_equal, unexplained
+from ddp_equivalence.diagnosis.view import View
+
+
+@dataclass(frozen=True)
+class ScaledPrediction:
+    """A prediction that fits once it is multiplied by ``factor``, up to the ``residual``."""
+
+    hypothesis: Hypothesis
+    prediction: Prediction
+    factor: float
+    residual: float
+
+
+def two_causes_at_once(view: View, most_unexplained: float) -> list[Finding]:
+    """Every pair of causes that together leave at most this much unexplained."""
+    findings: dict[tuple[str, ...], Finding] = {}
+    for scaled in _scaled_predictions(view, most_unexplained):
+        for hypothesis, factor in _wrong_factors(view):
+            agrees = abs(scaled.factor / factor.value - 1) <= max(NEGLIGIBLE, most_unexplained)
+            if agrees and hypothesis.name != scaled.hypothesis.name:
+                finding = _finding(view, scaled, hypothesis, factor)
+                findings.setdefault(finding.causes, finding)
+    return list(findings.values())
+
+
+def _scaled_predictions(view: View, most_unexplained: float) -> Iterator[ScaledPrediction]:
+    """The predictions that fit the measurement once they are multiplied by some factor."""
+    for hypothesis in HYPOTHESES:
+        if _is_refuted(view, hypothesis):
+            continue
+        for prediction in hypothesis.predict(view):
+            if prediction.fitted or nearly_equal(prediction.by_rank, view.expected_by_rank):
+                continue
+            factor = _nearest_factor(view.measured.by_rank, prediction.by_rank)
+            # Two causes that cancel each other explain nothing.
+            if factor is None or nearly_equal(factor * prediction.by_rank, view.expected_by_rank):
+                continue
+            residual = unexplained(view.measured.by_rank, factor * prediction.by_rank)
+            if residual <= most_unexplained:
+                yield ScaledPrediction(hypothesis, prediction, factor, residual)
+
+
+def _wrong_factors(view: View) -> Iterator[tuple[Hypothesis, WrongFactor]]:
+    for hypothesis in HYPOTHESES:
+        if not _is_refuted(view, hypothesis):
+            for factor in hypothesis.factors(view):
+                yield hypothesis, factor
+
+
+def _is_refuted(view: View, hypothesis: Hypothesis) -> bool:
+    indication = hypothesis.indication(view)
+    return indication is not None and not indication.supports
+
+
+def _nearest_factor(measured: Tensor, predicted: Tensor) -> float | None:
+    """The number k for which k times the prediction is nearest to the measurement."""
+    square = float((predicted * predicted).sum())
+    product = float((measured * predicted).sum())
+    return product / square if square > 0 and product == product else None
+
+
+def _finding(
+    view: View, scaled: ScaledPrediction, second: Hypothesis, factor: WrongFactor
+) -> Finding:
+    first = scaled.hypothesis
+    indication = first.indication(view)
+    return replace(
+        finding_without_prediction(first),
+        sentence=f"Two causes at once. {first.sentence} And: {second.sentence}",
+        look_at=f"{first.look_at}; and {second.look_at}",
+        unexplained=without_rounding(scaled.residual),
+        fits=True,
+        detail="; ".join(filter(None, (scaled.prediction.detail, factor.detail))),
+        because=indication.because if indication else "",
+        second_cause=second.name,
+    )

@@ -1,0 +1,18 @@
+"""The table of causes in docs/diagnosis.md says what the reports say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddp_equivalence.diagnosis.causes import HYPOTHESES
+
+pytestmark = pytest.mark.self_check
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "diagnosis.md"
+
+
+def test_every_cause_is_documented_in_the_words_of_its_report() -> None:
+    rows = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
+    assert rows == [f"| `{one.name}` | {one.sentence} | {one.look_at} |" for one in HYPOTHESES]
