@@ -42,14 +42,14 @@ def doctor_lines(states: Sequence[LaneState]) -> Iterator[str]:
     """The versions and devices of this machine, and one line for each lane."""
     from ddp_equivalence.report.versions import versions
 
-    found = versions()
+    installed = versions()
     yield (
-        f"ddp_equivalence {found['ddp_equivalence']}, torch {found['torch']}, "
-        f"Python {found['python']}"
+        f"ddp_equivalence {installed['ddp_equivalence']}, torch {installed['torch']}, "
+        f"Python {installed['python']}"
     )
-    yield f"{found['platform']}, {os.cpu_count()} CPU cores"
-    devices = found["cuda_devices"]
-    cuda = f" (CUDA {found['cuda']}, NCCL {found['nccl']})" if devices else ""
+    yield f"{installed['platform']}, {os.cpu_count()} CPU cores"
+    devices = installed["cuda_devices"]
+    cuda = f" (CUDA {installed['cuda']}, NCCL {installed['nccl']})" if devices else ""
     yield f"CUDA devices: {devices}{cuda}"
     yield ""
     yield "Lanes, each with 2 ranks and collectives with known answers"
