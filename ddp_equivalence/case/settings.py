@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``check`` uses where its caller gives no argument."""
+    """The values that ``check`` uses where its caller gives no argument."""
 
     backend: str = "auto"
     """The backend of the ranks. "auto" is NCCL with one GPU for each rank, else gloo on the CPU."""

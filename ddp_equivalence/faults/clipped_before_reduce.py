@@ -23,7 +23,9 @@ def clip_before_reducing(task: Task, step: TrainStep, record_firing: RecordFirin
         task.loss(task.model, shard).backward()
         if task.rank.world_size == 1:
             return
-        gradients = [p.grad for p in task.model.parameters() if p.grad is not None]
+        gradients = [
+            parameter.grad for parameter in task.model.parameters() if parameter.grad is not None
+        ]
         largest = torch.nn.utils.get_total_norm(gradients).detach().clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         torch.nn.utils.clip_grad_norm_(

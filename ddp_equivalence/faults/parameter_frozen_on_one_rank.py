@@ -13,7 +13,7 @@ def freeze_on_last_rank(record_firing: RecordFiring) -> Any:
     """Freeze the first parameter on the last rank, after DDP was made."""
 
     def change(ddp: Any) -> None:
-        trained = [p for p in ddp.module.parameters() if p.requires_grad]
+        trained = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         if is_last_rank():
             trained[0].requires_grad_(False)
             record_firing()

@@ -19,7 +19,7 @@ def ignore_first_parameter(record_firing: RecordFiring) -> Iterator[None]:
     initialise = DistributedDataParallel.__init__
 
     def making(ddp: Any, module: nn.Module, *given: Any, **named: Any) -> None:
-        first, *others = [p for p in module.parameters() if p.requires_grad]
+        first, *others = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if others:
             # A shared parameter has several names, and is ignored under all of them.
             named_parameters = module.named_parameters(remove_duplicate=False)

@@ -32,7 +32,7 @@ class PlantedFault(AbstractContextManager["PlantedFault"]):
 
     @property
     def fired(self) -> int:
-        """How often the fault fired here, plus the number of other processes in which it fired."""
+        """The times that the fault fired here, plus the number of other processes it fired in."""
         path = self.fired_elsewhere
         return self._fired_here + (path.stat().st_size if path and path.exists() else 0)
 

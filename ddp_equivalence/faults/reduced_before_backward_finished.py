@@ -13,7 +13,7 @@ from ddp_equivalence.strategies.strategy import Task, TrainStep
 
 def reduce_too_early(task: Task, step: TrainStep, record_firing: RecordFiring) -> TrainStep:
     """A step that reduces gradients inside backward."""
-    trained = [p for p in task.model.parameters() if p.requires_grad]
+    trained = [parameter for parameter in task.model.parameters() if parameter.requires_grad]
     not_reduced: list[bool] = []
 
     def reduce_all(parameter: Tensor) -> None:

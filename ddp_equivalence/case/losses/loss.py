@@ -19,7 +19,7 @@ Kind = Literal["mean", "sum", "once"]
 
 @dataclass(frozen=True)
 class Normaliser:
-    """What one term of a loss divides by, on one batch.
+    """The number that one term of a loss divides by on one batch, and the kind of the term.
 
     ``kind`` says how the term is made. A ``mean`` is a total divided by ``count``; total and count
     both add up over examples. A ``sum`` is a total divided by nothing. A term of the kind ``once``

@@ -1,4 +1,4 @@
-"""Run trials with a fault planted in each, and print what became of every fault as a table."""
+"""Run trials with a fault planted in each, and print the results as a table, a row per fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddp_equivalence.faults.trials import FaultTrial
 from ddp_equivalence.report.verdict import Verdict
 
 Outcome = Literal["named", "among", "misnamed", "missed", "cannot_show", "never_fired"]
-"""What became of a planted fault.
+"""The result of planting a fault, in a word.
 
 The suite found a difference, and accepted the fault's name as the first cause ("named"), as one of
 several ("among") or not at all ("misnamed"). Or the suite found no difference: because the fault
