@@ -50,18 +50,18 @@ def cuda_devices() -> tuple[str, ...]:
 
 def missing(name: str, world_size: int) -> str | None:
     """The reason why lane ``name`` cannot run ``world_size`` ranks here; None if it can."""
-    found = len(cuda_devices())
+    devices = len(cuda_devices())
     if name in ("gloo", "gloo_fallback"):
         return None if dist.is_gloo_available() else "this torch was built without gloo"
     if name == "gloo_cuda":
-        return None if found else "needs 1 CUDA device, found 0"
+        return None if devices else "needs 1 CUDA device, found 0"
     if name == "data_parallel":
         # With a single device nn.DataParallel only calls the module.
         wanted = max(2, world_size)
-        return None if found >= wanted else f"needs {wanted} CUDA devices, found {found}"
-    if found < world_size:
-        devices = "device" if world_size == 1 else "devices"
-        return f"needs {world_size} CUDA {devices} (one rank each), found {found}"
+        return None if devices >= wanted else f"needs {wanted} CUDA devices, found {devices}"
+    if devices < world_size:
+        noun = "device" if world_size == 1 else "devices"
+        return f"needs {world_size} CUDA {noun} (one rank each), found {devices}"
     if not dist.is_backend_available(name):
         return f"torch {torch.__version__} has no backend {name}"
     return None

@@ -69,7 +69,10 @@ def _wait(waiting: Mapping[int, RankProcess], until: float) -> bool:
 
 
 def _next_message(rank: RankProcess) -> tuple[tuple[str, Any] | None, RankEnd | None]:
-    """The rank's next message, if there is one, and its end, if it can send none any more."""
+    """(message, None) if the rank has sent one, (None, end) if it can send no more messages.
+
+    (None, None) if it has sent nothing yet.
+    """
     try:
         if rank.connection.poll():
             return messages.receive(rank.connection), None

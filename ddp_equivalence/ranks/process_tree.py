@@ -54,14 +54,14 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 def with_variable(name: str, value: str) -> list[psutil.Process]:
     """The processes that were started with this variable in their environment."""
-    found = []
+    processes = []
     # psutil 7.2 raises IndexError where /proc is empty.
     with suppress(*GONE, IndexError):
         for process in psutil.process_iter():
             with suppress(*GONE):
                 if process.environ().get(name) == value:
-                    found.append(process)
-    return found
+                    processes.append(process)
+    return processes
 
 
 def is_stopped(pid: int) -> bool:

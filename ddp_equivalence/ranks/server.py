@@ -21,8 +21,16 @@ START_METHOD_VARIABLE = "DDP_EQUIVALENCE_START_METHOD"
 
 START_METHODS = ("forkserver", "spawn")
 
-PRELOAD = ("ddp_equivalence.ranks.server_cleanup", "ddp_equivalence.measurement.preload")
-"""The modules that the server imports. multiprocessing ignores a name that does not exist."""
+PRELOAD = (
+    "ddp_equivalence.ranks.server_cleanup",
+    "ddp_equivalence.ranks.process",
+    "ddp_equivalence.measurement.preload",
+)
+"""The modules that the server imports, so that ranks need not: that would take them seconds.
+
+multiprocessing ignores a name that does not exist. The last module works on ranks as part of a
+check; it is only named here, since this package does not depend on measurement.
+"""
 
 COMPILE_THREADS_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
 

@@ -55,7 +55,7 @@ def test_rank_0_is_this_process_and_the_others_are_not(
         assert str(HERE) not in [text[3] for text in others]
 
 
-def test_a_difference_is_named_as_it_is_without() -> None:
+def test_a_difference_is_named_with_rank_0_in_process_too() -> None:
     assert check(own_case(), wrong_on_all, in_process=True).cause == "sum_not_mean"
 
 
