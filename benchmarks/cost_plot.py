@@ -1,4 +1,4 @@
-"""Draws the cost curves: three small panels, each curve named where it runs."""
+"""Draw the cost curves in three panels, each curve with its name beside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLOURS = {SUITE: "#1b6ca8", FLOOR: "#767676"}
 
 @dataclass(frozen=True)
 class Panel:
-    """One curve's panel. ``scale``: how many of its unit a second is."""
+    """The panel of one curve. ``scale``: the number of its units in a second."""
 
     curve: str
     title: str
@@ -32,15 +32,15 @@ PANELS = (
 
 
 def draw(points: Sequence[Point], path: Path) -> None:
-    """Write the plot; its format is the path's ending."""
+    """Write the plot, in the format that the path ends with."""
     import matplotlib as mpl
     from matplotlib import pyplot
 
     mpl.use("agg")
-    # The same data gives the same file.
+    # With a fixed salt the same data gives the same file.
     mpl.rcParams.update({"svg.hashsalt": "cost", "font.size": 9, "axes.titlesize": 10})
-    figure, every = pyplot.subplots(1, 3, figsize=(10.5, 3.3), layout="constrained")
-    for axes, panel in zip(every, PANELS, strict=True):
+    figure, all_axes = pyplot.subplots(1, 3, figsize=(10.5, 3.3), layout="constrained")
+    for axes, panel in zip(all_axes, PANELS, strict=True):
         _draw_panel(axes, panel, [point for point in points if point.curve == panel.curve])
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {})
     pyplot.close(figure)
@@ -49,22 +49,22 @@ def draw(points: Sequence[Point], path: Path) -> None:
 def _draw_panel(axes: Any, panel: Panel, points: Sequence[Point]) -> None:
     places = sorted({point.at for point in points})
     curves = {
-        world: [
+        program: [
             panel.scale * point.seconds
             for point in sorted(points, key=lambda point: point.at)
-            if point.world == world
+            if point.program == program
         ]
-        for world in COLOURS
+        for program in COLOURS
     }
     scale = "log" if panel.logarithmic else "linear"
     axes.set(xscale=scale, yscale=scale, xlabel=panel.below, ylabel=panel.unit)
     axes.set_title(panel.title, loc="left")
-    for world, values in curves.items():
-        colour = COLOURS[world]
+    for program, values in curves.items():
+        colour = COLOURS[program]
         axes.plot(places, values, color=colour, marker="o", markersize=4, linewidth=1.6)
     _set_ticks(axes, panel, places)
-    for world, other in ((SUITE, FLOOR), (FLOOR, SUITE)):
-        _label(axes, panel, places, world, curves[world], curves[other])
+    for program, other in ((SUITE, FLOOR), (FLOOR, SUITE)):
+        _label(axes, panel, places, program, curves[program], curves[other])
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -73,7 +73,7 @@ def _draw_panel(axes: Any, panel: Panel, points: Sequence[Point]) -> None:
 def _set_ticks(axes: Any, panel: Panel, places: Sequence[int]) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    # On a linear axis the small places lie on each other.
+    # On a linear axis the labels of small places would overlap.
     shown = [at for at in places if panel.logarithmic or at == places[0] or 10 * at > places[-1]]
     powers = panel.curve == "parameters"
     labels = [f"$10^{{{len(str(at)) - 1}}}$" if powers else str(at) for at in shown]
@@ -91,12 +91,12 @@ def _label(
     axes: Any,
     panel: Panel,
     places: Sequence[int],
-    world: str,
+    program: str,
     own: Sequence[float],
     other: Sequence[float],
 ) -> None:
-    """The curve's name on its way, and its figures at both ends."""
-    colour = COLOURS[world]
+    """Write the curve's name near its middle, and its values at both ends."""
+    colour = COLOURS[program]
     for place in {0, len(places) - 1}:
         above = own[place] > other[place]
         axes.annotate(
@@ -111,7 +111,7 @@ def _label(
     place = len(places) // 2 if panel.logarithmic else max(0, len(places) - 2)
     above = own[place] > other[place]
     axes.annotate(
-        world,
+        program,
         (places[place], own[place]),
         xytext=(-5 if above else 5, 5 if above else -14),
         textcoords="offset points",
@@ -122,7 +122,7 @@ def _label(
 
 
 def _figure(value: float) -> str:
-    """Two digits, or the whole number where it has more."""
+    """Two digits, or all digits of a larger whole number."""
     if value >= 10:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 1 else f"{value:.2g}"

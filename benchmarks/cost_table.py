@@ -1,4 +1,4 @@
-"""The points of the cost curves as a table on disk."""
+"""Read and write the points of the cost curves as a table."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 SUITE, FLOOR = "this suite", "bare ranks"
-"""The two worlds of every curve."""
+"""The two programs of every curve."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a curve: ``seconds`` is the median of so many ``timed``."""
+    """One point of a curve: ``seconds`` is the median of ``timed`` measurements."""
 
     curve: str
     at: int
-    world: str
+    program: str
     seconds: float
     lowest: float
     highest: float
@@ -25,7 +25,7 @@ class Point:
 
 
 def write(points: Iterable[Point], path: Path) -> None:
-    """One line a point."""
+    """Write a line for every point."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([field.name for field in fields(Point)])
@@ -35,13 +35,13 @@ def write(points: Iterable[Point], path: Path) -> None:
 
 
 def read(path: Path) -> list[Point]:
-    """What ``write`` wrote."""
+    """Read the points that ``write`` has written."""
     with path.open(newline="") as file:
         return [
             Point(
                 curve=row["curve"],
                 at=int(row["at"]),
-                world=row["world"],
+                program=row["program"],
                 seconds=float(row["seconds"]),
                 lowest=float(row["lowest"]),
                 highest=float(row["highest"]),

@@ -1,10 +1,10 @@
-"""Does the diagnosis of a large model name its cause, in which time, and in how much memory?
+"""Measure the time and the memory in which planted faults of a large model are named.
 
     python benchmarks/large_diagnosis.py [--parameters 100000000]
 
-Two ranks with one thread each, float64; the faults of the suite, planted. Seconds are of the whole
-check beside those of a right one; memory is the most that the judging process held above what it
-held after a small check, in copies of the gradients.
+The checks run on two ranks with one thread each, in float64. Seconds are those of a whole check;
+the first line is a right one. Memory is the peak of the judging process above its peak after a
+small check, in copies of the gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEADLINE = 900.0
 
 
 def main() -> int:
-    """Print the table; 0 if every cause was named."""
+    """Print the table; return 0 if every cause was named."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parameters", type=int, default=100_000_000)
     parameters = parser.parse_args().parameters
@@ -38,7 +38,7 @@ def main() -> int:
         BENCHMARK_PARAMETERS=str(parameters), BENCHMARK_CHECKS="1", BENCHMARK_DTYPE="float64"
     )
     os.environ["OMP_NUM_THREADS"] = "1"
-    sys.path.insert(0, str(BENCHMARKS / "large_worlds"))
+    sys.path.insert(0, str(BENCHMARKS / "large_programs"))
     import chain
 
     from ddp_equivalence import Case, check
@@ -59,9 +59,9 @@ def main() -> int:
     copy = parameters * 8
     print(f"{parameters:,} parameters on 2 ranks, float64; one copy is {copy / 2**20:.0f} MiB")
     print(f"{'planted':<22}{'outcome':<12}{'named':<36}{'seconds':>9}{'copies':>8}")
-    good = True
+    all_named = True
     for fault in FAULTS:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         started = time.perf_counter()
         if fault:
             with planted(fault):
@@ -70,14 +70,14 @@ def main() -> int:
             verdict = check(case(parameters), "ddp_mean", deadline=DEADLINE)
         seconds = time.perf_counter() - started
         copies = (chain.peak_bytes() - before) / copy
-        named = ", ".join(one.cause for one in verdict.findings if one.accepted)
-        good &= named.startswith(fault) and bool(fault) == (verdict.outcome == "different")
+        named = ", ".join(finding.cause for finding in verdict.findings if finding.accepted)
+        all_named &= named.startswith(fault) and bool(fault) == (verdict.outcome == "different")
         print(
             f"{fault or 'nothing':<22}{verdict.outcome:<12}{named:<36}{seconds:>9.1f}"
             f"{copies:>8.2f}",
             flush=True,
         )
-    return int(not good)
+    return int(not all_named)
 
 
 if __name__ == "__main__":

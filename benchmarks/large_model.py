@@ -2,10 +2,11 @@
 
     python benchmarks/large_model.py [--parameters 100000000] [--dtype float64] [--repeats 3]
 
-Two ranks with one thread each. The floor (``benchmarks/large_worlds/bare.py``) is the big batch in
-one process and DDP's step on two others, with and without comparing every gradient; without is what
-any check has to wait for. They and this suite take turns, each time in new processes, and the
-medians are printed. Memory is the most that a process held above what it held after a small check.
+Two ranks with one thread each. The floor (``benchmarks/large_programs/bare.py``) is the big batch
+in one process and DDP's step on two others. It runs with and without comparing every gradient;
+without, it takes the time that any check has to wait. The floor and this suite take turns, each
+time in new processes, and the medians are printed. Memory is the peak of a process, above its peak
+after a small check.
 """
 
 from __future__ import annotations
@@ -18,57 +19,57 @@ from statistics import median
 from measured_process import (
     BENCHMARKS,
     Finished,
-    WorldFailed,
+    ProgramFailed,
     end_with_sigterm,
     machine,
-    run_world,
+    run_program,
     whole_number,
 )
 
 RANKS = 2
 SECONDS_A_CHECK = 900.0
-"""No check may take longer: then it hangs, and is a failure."""
+"""A check that takes longer hangs, which is a failure."""
 
 
 @dataclass(frozen=True)
-class World:
-    """A way to make the check."""
+class Program:
+    """A program that makes the check; ``compare`` is 1 if it compares the gradients, else 0."""
 
     name: str
     file: str
     compare: int = 1
 
 
-BARE_STEP = World("bare ranks, not compared", "bare.py", compare=0)
-BARE = World("bare ranks, compared (floor)", "bare.py")
-SUITE = World("this suite", "suite.py")
-WORLDS = (BARE_STEP, BARE, SUITE)
+BARE_STEP = Program("bare ranks, not compared", "bare.py", compare=0)
+BARE = Program("bare ranks, compared (floor)", "bare.py")
+SUITE = Program("this suite", "suite.py")
+PROGRAMS = (BARE_STEP, BARE, SUITE)
 
 
 @dataclass
 class Row:
-    """What was measured in one world. Seconds of each check, bytes of each run."""
+    """The measurements of one program: the seconds of each check, and the bytes of each run."""
 
     seconds: list[float] = field(default_factory=list)
     judging: list[int] = field(default_factory=list)
     rank: list[int] = field(default_factory=list)
 
 
-def run(world: World, parameters: int, dtype: str, checks: int) -> Finished:
-    """Run some checks after one that does not count. Raises WorldFailed."""
-    folder = BENCHMARKS / "large_worlds"
-    files = {name: folder / name for name in ("chain.py", world.file)}
+def run(program: Program, parameters: int, dtype: str, checks: int) -> Finished:
+    """Run the checks, after one that does not count. Raises ProgramFailed."""
+    folder = BENCHMARKS / "large_programs"
+    files = {name: folder / name for name in ("chain.py", program.file)}
     settings = {
         "PARAMETERS": parameters,
         "DTYPE": dtype,
         "CHECKS": checks,
-        "COMPARE": world.compare,
+        "COMPARE": program.compare,
     }
-    return run_world(files, [world.file], settings, SECONDS_A_CHECK * (checks + 1))
+    return run_program(files, [program.file], settings, SECONDS_A_CHECK * (checks + 1))
 
 
 def main() -> int:
-    """Print one line a world; 1 if one of them failed."""
+    """Print one line for every program; return 1 if one of them failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -78,15 +79,15 @@ def main() -> int:
     arguments = parser.parse_args()
     end_with_sigterm()
     print(machine(), flush=True)
-    rows = {world: Row() for world in WORLDS}
+    rows = {program: Row() for program in PROGRAMS}
     last: Finished | None = None
     for turn in range(arguments.repeats):
-        for world, row in rows.items():
-            print(f"{turn + 1} of {arguments.repeats}: {world.name}", file=sys.stderr, flush=True)
+        for program, row in rows.items():
+            print(f"{turn + 1} of {arguments.repeats}: {program.name}", file=sys.stderr, flush=True)
             try:
-                last = run(world, arguments.parameters, arguments.dtype, checks=1)
-            except WorldFailed as error:
-                print(f"{world.name} FAILED: {error}", file=sys.stderr)
+                last = run(program, arguments.parameters, arguments.dtype, checks=1)
+            except ProgramFailed as error:
+                print(f"{program.name} FAILED: {error}", file=sys.stderr)
                 return 1
             row.seconds += last.result["seconds"]
             judging, rank = (
@@ -95,26 +96,26 @@ def main() -> int:
             )
             row.judging.append(judging)
             row.rank.append(rank)
-    assert last is not None  # the suite's, which runs last
-    found = last.result
-    copy = found["elements"] * (8 if arguments.dtype == "float64" else 4)
+    assert last is not None  # The suite runs last.
+    result = last.result
+    copy = result["elements"] * (8 if arguments.dtype == "float64" else 4)
     print(
-        f"{found['elements']:,} parameters on {RANKS} ranks, {arguments.dtype}; one copy of the "
+        f"{result['elements']:,} parameters on {RANKS} ranks, {arguments.dtype}; one copy of the "
         f"gradients is {copy / 2**20:.0f} MiB; medians of {arguments.repeats}"
     )
-    print(f"outcome same: error {found['error']:.1e}, limit {found['limit']:.1e}")
+    print(f"outcome same: error {result['error']:.1e}, limit {result['limit']:.1e}")
     print(
         "                              seconds  over floor   peak of judging process"
         "          peak of a rank"
     )
     floor = median(rows[BARE].seconds)
-    for world, row in rows.items():
+    for program, row in rows.items():
         memory = "".join(
             f"{most / 2**20:>12.0f} MiB{most / copy:>5.2f} copies"
             for most in (median(row.judging), median(row.rank))
         )
         seconds = median(row.seconds)
-        print(f"{world.name:<28}{seconds:>9.2f}{seconds / floor:>12.2f}  {memory}")
+        print(f"{program.name:<28}{seconds:>9.2f}{seconds / floor:>12.2f}  {memory}")
     return 0
 
 

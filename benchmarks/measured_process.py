@@ -1,7 +1,7 @@
-"""Run one world of a benchmark in processes of its own, and leave nothing of it behind.
+"""Run one program of a benchmark in a new process, and leave nothing of it behind.
 
-A world runs in a new session and a temporary folder. However it ends, by Ctrl-C too, whatever the
-session still holds is killed and the folder removed.
+A program runs in a new session and a temporary folder. However it ends, by Ctrl-C too, every
+process that is left in the session is killed, and the folder is removed.
 """
 
 from __future__ import annotations
@@ -25,63 +25,63 @@ BENCHMARKS = Path(__file__).resolve().parent
 CHECKOUT = BENCHMARKS.parent
 
 GRACE = 2.0
-"""Seconds that helpers of a finished world (a fork server) get to see that it is gone."""
+"""Seconds that helpers of a finished program, such as a fork server, get to end by themselves."""
 
 
-class WorldFailed(Exception):
-    """A world that did not do its work; the message is the end of what it printed."""
+class ProgramFailed(Exception):
+    """A program did not do its work; the message is the end of its output."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A world that did its work: when it was started and had ended, and what it wrote."""
+    """When a program was started and when it had ended, and the result that it wrote."""
 
     started: float
     ended: float
     result: dict[str, Any]
 
 
-def run_world(
+def run_program(
     files: Mapping[str, Path],
     arguments: Sequence[str],
     settings: Mapping[str, object],
     limit: float,
 ) -> Finished:
-    """Run ``python ARGUMENTS`` in a new folder with copies of ``files``; it writes its result.
+    """Run ``python ARGUMENTS`` in a new folder that holds copies of ``files``.
 
-    ``files``: name in the folder -> where it is. ``settings``: what the world is told, as
-    BENCHMARK_<NAME> in its environment; BENCHMARK_RESULT is where it writes its JSON.
-    Raises WorldFailed if it fails, writes nothing, or takes longer than ``limit`` seconds.
+    ``files``: the name in the folder -> the file to copy. ``settings``: the program reads them as
+    BENCHMARK_<NAME> in its environment. It writes its result as JSON to BENCHMARK_RESULT. Raises
+    ProgramFailed if it fails, writes nothing, or takes longer than ``limit`` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         folder = Path(name)
         (folder / "tmp").mkdir()
-        (folder / "world").mkdir()
-        for called, file in files.items():
-            shutil.copyfile(file, folder / "world" / called)
+        (folder / "program").mkdir()
+        for file_name, file in files.items():
+            shutil.copyfile(file, folder / "program" / file_name)
         result = folder / "result.json"
         environment = _environment(folder / "tmp")
-        told = settings | {"RESULT": result}
-        environment |= {f"BENCHMARK_{name}": str(value) for name, value in told.items()}
+        variables = settings | {"RESULT": result}
+        environment |= {f"BENCHMARK_{name}": str(value) for name, value in variables.items()}
         with (folder / "output").open("w+b") as output:
             started = time.monotonic()
             process = subprocess.Popen(
                 [sys.executable, *arguments],
-                cwd=folder / "world",
+                cwd=folder / "program",
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            late = Timer(limit, process.kill)
-            late.start()
+            timeout = Timer(limit, process.kill)
+            timeout.start()
             try:
                 code = process.wait()
                 ended = time.monotonic()
             finally:
-                in_time = late.is_alive()
-                late.cancel()
+                in_time = timeout.is_alive()
+                timeout.cancel()
                 process.kill()
                 process.wait()
                 _end_session(process.pid)
@@ -89,14 +89,14 @@ def run_world(
                 output.seek(0)
                 printed = output.read().decode(errors="replace").strip()
                 reason = f"exit code {code}" if in_time else f"took longer than {limit:g} s"
-                raise WorldFailed(f"{printed[-3000:]}\n{reason}")
+                raise ProgramFailed(f"{printed[-3000:]}\n{reason}")
         return Finished(started, ended, json.loads(result.read_text()))
 
 
 def _environment(temporary: Path) -> dict[str, str]:
-    """The same for every world: this checkout, its own temporary folder, no other plugins."""
+    """The same for every program: this checkout, a temporary folder, no other plugins."""
     path = os.pathsep.join(filter(None, (str(CHECKOUT), os.environ.get("PYTHONPATH"))))
-    own = {
+    variables = {
         "PYTHONPATH": path,
         "TMPDIR": str(temporary),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
@@ -105,11 +105,11 @@ def _environment(temporary: Path) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    return os.environ | own
+    return os.environ | variables
 
 
 def _end_session(leader: int) -> None:
-    """Wait for what the session still holds, then kill it."""
+    """Wait for the processes that are left in the session, then kill them."""
     until = time.monotonic() + GRACE
     while left := _members(leader):
         if time.monotonic() > until:
@@ -122,22 +122,22 @@ def _end_session(leader: int) -> None:
 
 
 def _members(leader: int) -> list[int]:
-    """The processes of a session, but for those that are dead and not yet buried (Linux)."""
-    found = []
+    """The processes of a session without its zombies (Linux)."""
+    members = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             status = (entry / "stat").read_text()
         except OSError:
-            continue  # it has just ended
-        # state, parent, group, session; the name before them may hold anything
+            continue  # the process has just ended
+        # The name may contain anything. After it come state, parent, group and session.
         state, _, _, session = status.rpartition(")")[2].split()[:4]
         if int(session) == leader and state not in "ZX":
-            found.append(int(entry.name))
-    return found
+            members.append(int(entry.name))
+    return members
 
 
 def end_with_sigterm() -> None:
-    """Clean up on SIGTERM and SIGHUP as on Ctrl-C."""
+    """Let SIGTERM and SIGHUP clean up as Ctrl-C does."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
 
@@ -147,7 +147,7 @@ def _leave(number: int, frame: object) -> None:
 
 
 def whole_number(least: int) -> Any:
-    """An argparse type: a whole number that is at least this."""
+    """An argparse type for whole numbers from ``least``."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -158,8 +158,8 @@ def whole_number(least: int) -> Any:
 
 
 def machine() -> str:
-    """One line on what the figures were taken on."""
-    # Without importing torch: this process stays small beside what it measures.
+    """One line about the machine and the versions on which the figures were measured."""
+    # Importing torch here would make this process large beside those that it measures.
     from importlib.metadata import version
 
     cores = len(os.sched_getaffinity(0))

@@ -1,9 +1,10 @@
-"""How far rounding alone moves a right gradient, and how far away the nearest fault is.
+"""Measure how far rounding moves a right gradient, and how far away the nearest fault is.
 
     python benchmarks/rounding.py [--seeds 20]
 
-For right strategies on ranks, by dtype: the error in eps, over that of one device, over the limit;
-and the distance of the nearest planted fault in limits. Worst over all parameters and ranks.
+For a right strategy on ranks, and each dtype, it prints the error in eps, over the error of one
+device, and over the limit, and the distance of the nearest planted fault in limits. The error is
+that of the worst rank, for every parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter of one verdict."""
+    """The figures of one parameter in one verdict."""
 
     in_eps: float
     over_single: float
@@ -40,18 +41,20 @@ def rows_of(verdict: Verdict, dtype: torch.dtype) -> Iterator[Row]:
     """The figures of every parameter that has a gradient."""
     assert verdict.comparison is not None
     assert verdict.nearest is not None
-    for one in verdict.comparison.parameters:
-        if one.norm > 0:
+    for parameter in verdict.comparison.parameters:
+        if parameter.norm > 0:
             yield Row(
-                in_eps=one.error / torch.finfo(dtype).eps,
-                over_single=one.error / one.limit.floor if one.limit.floor else 0.0,
-                over_limit=one.error / one.limit.relative,
-                fault_in_limits=verdict.nearest.distance / one.limit.relative,
+                in_eps=parameter.error / torch.finfo(dtype).eps,
+                over_single=parameter.error / parameter.limit.floor
+                if parameter.limit.floor
+                else 0.0,
+                over_limit=parameter.error / parameter.limit.relative,
+                fault_in_limits=verdict.nearest.distance / parameter.limit.relative,
             )
 
 
 def main() -> None:
-    """Print one line a dtype."""
+    """Print one line for each dtype."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
     seeds = parser.parse_args().seeds

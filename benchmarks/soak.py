@@ -1,4 +1,4 @@
-"""Thousands of checks on one set of ranks: do memory, descriptors, threads or time grow?
+"""Make thousands of checks on one set of ranks: do memory, descriptors, threads or time grow?
 
 python benchmarks/soak.py [--checks 5000] [--layout 1x2]
 """
@@ -25,7 +25,7 @@ BLOCKS = 10
 EXAMPLES = 16
 
 MOST_GROWTH = 2.0
-"""MiB that a process may grow from the second block to the last: the allocator's own breathing."""
+"""MiB that a process may grow from the second block to the last, since allocators vary."""
 
 
 def build() -> nn.Module:
@@ -47,27 +47,27 @@ def loss(model: nn.Module, rows: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def step(model: nn.Module, shard: Any, rank: Rank) -> None:
-    """DDP as it comes."""
+    """Use DDP with its defaults."""
     ddp = DistributedDataParallel(model)
     loss(ddp, shard).backward()
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a process has."""
+class Resources:
+    """The memory in MiB, the open descriptors and the threads of a process."""
 
     memory: float
     descriptors: int
     threads: int
 
 
-def held_by(pid: int) -> Held:
-    """Resident memory in MiB, open descriptors, threads."""
+def resources_of(pid: int) -> Resources:
+    """Read what a process holds now (Linux)."""
     folder = Path(f"/proc/{pid}")
     status = dict(
         line.split(":", 1) for line in (folder / "status").read_text().splitlines() if ":" in line
     )
-    return Held(
+    return Resources(
         memory=int(status["VmRSS"].split()[0]) / 1024,
         descriptors=len(list((folder / "fd").iterdir())),
         threads=int(status["Threads"]),
@@ -80,7 +80,7 @@ def pids_of_ranks() -> list[int]:
 
 
 def main() -> None:
-    """Print one line a block, and whether anything grew; exit status 1 if it did."""
+    """Print one line for each block, and what grew; exit with 1 if anything did."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checks", type=int, default=5000)
     parser.add_argument("--layout", default="1x2")
@@ -88,7 +88,7 @@ def main() -> None:
     if arguments.checks < BLOCKS:
         parser.error(f"--checks {arguments.checks}: at least {BLOCKS}")
     torch.set_num_threads(1)
-    blocks: list[tuple[float, list[Held]]] = []
+    blocks: list[tuple[float, list[Resources]]] = []
     print(f"{'checks':>8}  {'ms a check':>10}  judge and each rank: MiB / descriptors / threads")
     for block in range(BLOCKS):
         seconds = []
@@ -107,9 +107,11 @@ def main() -> None:
             if verdict.outcome != "same":
                 raise SystemExit(str(verdict))
         gc.collect()
-        held = [held_by(pid) for pid in (os.getpid(), *pids_of_ranks())]
-        blocks.append((1e3 * statistics.median(seconds), held))
-        cells = "   ".join(f"{one.memory:.1f} / {one.descriptors} / {one.threads}" for one in held)
+        resources = [resources_of(pid) for pid in (os.getpid(), *pids_of_ranks())]
+        blocks.append((1e3 * statistics.median(seconds), resources))
+        cells = "   ".join(
+            f"{each.memory:.1f} / {each.descriptors} / {each.threads}" for each in resources
+        )
         print(f"{(block + 1) * size:>8}  {blocks[-1][0]:>10.1f}  {cells}", flush=True)
     grown = list(what_grew(blocks[1][1], blocks[-1][1]))
     print(f"sets of ranks started   {warm_ranks().started}")
@@ -118,8 +120,8 @@ def main() -> None:
     raise SystemExit(bool(grown) or warm_ranks().started != 1)
 
 
-def what_grew(before: list[Held], after: list[Held]) -> list[str]:
-    """As phrases; process 0 is the judging one."""
+def what_grew(before: list[Resources], after: list[Resources]) -> list[str]:
+    """A phrase for everything that grew. Process 0 is the judging one."""
     grown = []
     for number, (old, new) in enumerate(zip(before, after, strict=True)):
         name = "judge" if number == 0 else f"rank {number - 1}"

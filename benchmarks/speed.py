@@ -1,12 +1,12 @@
-"""What a check costs here and in other ways to test on several ranks, over a floor without any.
+"""The time of a check with this suite and with other test harnesses, over bare ranks.
 
     python benchmarks/speed.py [--ranks 2 4 8] [--checks 200] [--slow-checks 5] [--rounds 3]
 
 Every row does the same check: DDP's gradients of a small model on every rank against one big batch,
-in float64, on gloo. The floor is bare ranks that do nothing else; what each row does is said in its
-file in ``benchmarks/speed_worlds``. Times run from the start of a check to the start of the next.
-Fast rows take turns with the floor, ``--rounds`` times, and their ratio is the median of the
-rounds' own; slow rows make ``--slow-checks``, once.
+in float64, on gloo. The floor is bare ranks that do nothing else. Every row has a program in
+``benchmarks/speed_programs``, which says what it does. A time is from the start of a check to the
+start of the next. Fast rows take turns with the floor, ``--rounds`` times, and their ratio is the
+median over the rounds; slow rows make ``--slow-checks`` checks, once.
 """
 
 from __future__ import annotations
@@ -24,51 +24,55 @@ from statistics import median
 from measured_process import (
     BENCHMARKS,
     Finished,
-    WorldFailed,
+    ProgramFailed,
     end_with_sigterm,
     machine,
-    run_world,
+    run_program,
     whole_number,
 )
 
 EXAMPLES = 16
-"""Of the big batch; it is dealt to the ranks in equal shards."""
+"""The examples of the big batch, which the ranks share equally."""
 
 SECONDS_TO_START = 120.0
 SECONDS_A_CHECK = 60.0
-"""No world may take longer: then it hangs, and is a failure."""
+"""A program that takes longer hangs, which is a failure."""
 
 
 @dataclass(frozen=True)
 class Harness:
-    """A way to run the checks. ``world``: its file; ``needs``: packages beside torch and pytest."""
+    """A way to run the checks.
+
+    ``program``: its file in ``speed_programs``, without ``.py``. ``options``: of pytest. ``slow``:
+    every check takes seconds. ``needs``: the packages that it needs beside torch and pytest.
+    """
 
     name: str
-    world: str
+    program: str
     options: tuple[str, ...] = ()
     slow: bool = False
     needs: tuple[str, ...] = ()
 
     @property
-    def drop(self) -> int:
-        """First checks that do not count."""
+    def warm_up(self) -> int:
+        """The number of first checks that do not count."""
         return 1 if self.slow else 5
 
     @property
     def file(self) -> str:
-        """Its name where it runs: to pytest it is a file of tests like any other."""
-        return f"{self.world}.py" if self is FLOOR else f"test_{self.world}.py"
+        """The name of its file in the folder where it runs; pytest finds tests by this name."""
+        return f"{self.program}.py" if self is FLOOR else f"test_{self.program}.py"
 
     @property
     def files(self) -> dict[str, Path]:
-        """What lies in its folder."""
-        worlds = BENCHMARKS / "speed_worlds"
-        around = {name: worlds / name for name in ("the_check.py", "record_times.py", "bare.py")}
-        return around | {self.file: worlds / f"{self.world}.py"}
+        """The files in the folder where it runs."""
+        programs = BENCHMARKS / "speed_programs"
+        shared = {name: programs / name for name in ("the_check.py", "record_times.py", "bare.py")}
+        return shared | {self.file: programs / f"{self.program}.py"}
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What python is given."""
+        """The arguments of Python."""
         if self is FLOOR:
             return (self.file,)
         plugins = ("-p", "record_times", "-p", "no:cacheprovider")
@@ -76,7 +80,7 @@ class Harness:
 
 
 SUITE = ("-p", "ddp_equivalence.pytest_plugin")
-INTERNAL = ("expecttest",)  # what torch's internal test classes import
+INTERNAL = ("expecttest",)  # torch's internal test classes import it
 
 FLOOR = Harness("bare ranks (the floor)", "bare")
 WARM = Harness("this suite", "suite", SUITE)
@@ -94,7 +98,11 @@ HARNESSES = (
 
 @dataclass
 class Row:
-    """What was measured of a harness at a number of ranks. Seconds, by round."""
+    """The measurements of a harness on a number of ranks, in seconds.
+
+    ``checks``: the times of each round. ``cold``: from the start of each run to its first
+    comparison. ``trouble``: why nothing was measured.
+    """
 
     ranks: int
     harness: str
@@ -103,35 +111,35 @@ class Row:
     trouble: str = ""
 
     @property
-    def every(self) -> list[float]:
-        return sorted(seconds for one in self.checks for seconds in one)
+    def sorted_checks(self) -> list[float]:
+        return sorted(seconds for of_round in self.checks for seconds in of_round)
 
 
 def run(harness: Harness, ranks: int, total: int) -> Finished:
-    """Run so many checks in a harness, once. Raises WorldFailed if not every one passed."""
+    """Run ``total`` checks in a harness. Raises ProgramFailed if not every check passed."""
     limit = SECONDS_TO_START + total * SECONDS_A_CHECK
     settings = {"RANKS": ranks, "CHECKS": total}
-    finished = run_world(harness.files, harness.arguments, settings, limit)
+    finished = run_program(harness.files, harness.arguments, settings, limit)
     if finished.result["passed"] != total:
-        raise WorldFailed(f"{finished.result['passed']} of {total} checks passed")
+        raise ProgramFailed(f"{finished.result['passed']} of {total} checks passed")
     return finished
 
 
 def total_for(harness: Harness, counted: int) -> int:
-    """Those that count, those before, and one whose start ends the last."""
-    return harness.drop + counted + 1
+    """The checks that count, those that warm up, and one more, whose start ends the last time."""
+    return harness.warm_up + counted + 1
 
 
 def between_starts(harness: Harness, finished: Finished) -> list[float]:
     """The seconds of every check that counts."""
-    starts = finished.result["starts"][harness.drop :]
+    starts = finished.result["starts"][harness.warm_up :]
     return [after - before for before, after in pairwise(starts)]
 
 
 def measure(
     harnesses: tuple[Harness, ...], ranks: int, checks: int, slow_checks: int, rounds: int
 ) -> list[Row]:
-    """All rows at a number of ranks; fast ones in turns, so that a busy minute meets them all."""
+    """All rows for a number of ranks. Fast harnesses take turns, so a busy minute slows all."""
     rows = {harness: Row(ranks, harness.name) for harness in harnesses}
     for harness in _turns(harnesses, rounds):
         row = rows[harness]
@@ -140,13 +148,13 @@ def measure(
             row.trouble = f"NOT RUN: needs {', '.join(missing)} (the extra 'benchmarks')"
         if row.trouble:
             continue
-        _say(f"{ranks} ranks: {harness.name}")
+        _print_progress(f"{ranks} ranks: {harness.name}")
         counted = slow_checks if harness.slow else checks
         try:
             finished = run(harness, ranks, total_for(harness, counted))
-        except WorldFailed as error:
+        except ProgramFailed as error:
             row.trouble = f"FAILED: {str(error).splitlines()[-1]}"
-            _say(str(error))
+            _print_progress(str(error))
             continue
         row.checks.append(between_starts(harness, finished))
         row.cold.append(finished.result["first_comparison"] - finished.started)
@@ -159,8 +167,8 @@ def _turns(harnesses: tuple[Harness, ...], rounds: int) -> Iterator[Harness]:
     yield from (harness for harness in harnesses if harness.slow)
 
 
-def _say(text: str) -> None:
-    """What goes on, beside the table."""
+def _print_progress(text: str) -> None:
+    """Print to stderr, so that stdout has the table only."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -170,35 +178,35 @@ HEAD = (
 )
 
 
-def lines(rows: list[Row]) -> Iterator[str]:
-    """The table of one number of ranks."""
+def table_lines(rows: list[Row]) -> Iterator[str]:
+    """The lines of the table for one number of ranks."""
     floor = rows[0]
     for row in rows:
         start = f"{row.ranks:>5}  {row.harness:<26}"
         if row.trouble:
             yield f"{start}  {row.trouble}"
             continue
-        every = row.every
+        checks = row.sorted_checks
         ratios = _over(row, floor)
         ratio = f"{median(ratios):.2f}" if ratios else ""
         by_round = f"({min(ratios):.2f}-{max(ratios):.2f})" if len(ratios) > 1 else ""
         yield (
-            f"{start}{len(every):>10}{_time(median(every)):>11}{_time(_ninth_tenth(every)):>11}"
+            f"{start}{len(checks):>10}{_time(median(checks)):>11}{_time(_ninth_decile(checks)):>11}"
             f"{ratio:>12}  {by_round:<12}{median(row.cold):>15.1f} s"
         )
 
 
 def _over(row: Row, floor: Row) -> list[float]:
-    """The medians over those of the floor: round by round, so that both met the same machine."""
+    """The row's medians over the floor's: one for each round if both have the same rounds."""
     if not floor.checks:
         return []
     if len(row.checks) != len(floor.checks):
-        return [median(row.every) / median(floor.every)]
+        return [median(row.sorted_checks) / median(floor.sorted_checks)]
     pairs = zip(row.checks, floor.checks, strict=True)
     return [median(own) / median(bare) for own, bare in pairs]
 
 
-def _ninth_tenth(ordered: list[float]) -> float:
+def _ninth_decile(ordered: list[float]) -> float:
     return ordered[min(len(ordered) - 1, round(0.9 * len(ordered)))]
 
 
@@ -207,15 +215,20 @@ def _time(seconds: float) -> str:
 
 
 def main() -> int:
-    """Print the table; 1 if a harness failed."""
+    """Print the table; return 1 if a harness failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=whole_number(1), nargs="+", default=[2, 4, 8])
     parser.add_argument(
-        "--checks", type=whole_number(1), default=200, help="of a fast row, a round"
+        "--checks", type=whole_number(1), default=200, help="checks of a fast row in a round"
     )
-    parser.add_argument("--slow-checks", type=whole_number(0), default=5, help="0: no slow rows")
+    parser.add_argument(
+        "--slow-checks",
+        type=whole_number(0),
+        default=5,
+        help="checks of a slow row (0: no slow rows)",
+    )
     parser.add_argument("--rounds", type=whole_number(1), default=3)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write every time measured")
     arguments = parser.parse_args()
@@ -227,16 +240,16 @@ def main() -> int:
     end_with_sigterm()
     print(machine())
     print(HEAD, flush=True)
-    harnesses = tuple(one for one in HARNESSES if arguments.slow_checks or not one.slow)
-    every = []
+    harnesses = tuple(each for each in HARNESSES if arguments.slow_checks or not each.slow)
+    all_rows = []
     for ranks in arguments.ranks:
         rows = measure(harnesses, ranks, arguments.checks, arguments.slow_checks, arguments.rounds)
-        print("\n".join(lines(rows)), flush=True)
-        every += rows
+        print("\n".join(table_lines(rows)), flush=True)
+        all_rows += rows
     if arguments.json:
-        found = {"machine": machine(), "rows": [vars(row) for row in every]}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    return int(any(row.trouble.startswith("FAILED") for row in every))
+        results = {"machine": machine(), "rows": [vars(row) for row in all_rows]}
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    return int(any(row.trouble.startswith("FAILED") for row in all_rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""mp.spawn inside every test, and the assertion inside the ranks."""
+"""Every test starts its ranks with mp.spawn; the ranks assert."""
 
 from __future__ import annotations
 

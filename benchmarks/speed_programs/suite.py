@@ -1,4 +1,4 @@
-"""A user's own tests with this suite: the same model, batch and loss as in the other worlds."""
+"""A user's tests with this suite: the same model, batch and loss as in the other programs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def step(model: nn.Module, shard: dict[str, Tensor], rank: Rank) -> None:
-    """What is held to the big batch."""
+    """The step that is compared with the big batch."""
     ddp = DistributedDataParallel(model)
     loss(ddp, shard).backward()
 

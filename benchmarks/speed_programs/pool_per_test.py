@@ -1,6 +1,6 @@
-"""A pool of processes for every test, forked from a server, as DeepSpeed's tests have it.
+"""Every test forks a pool of processes from a server, as DeepSpeed's tests do.
 
-DeepSpeed also sleeps for half a second after every test; that is left out.
+DeepSpeed also sleeps for half a second after every test; this program does not.
 """
 
 from __future__ import annotations

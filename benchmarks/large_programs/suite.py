@@ -1,4 +1,4 @@
-"""The same with this suite."""
+"""The same checks with this suite."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEADLINE = 500.0
 
 
 def case_of(parameters: int) -> Case:
-    """The chain with that many parameters."""
+    """A case of the chain with this many parameters."""
 
     def batch(generator: torch.Generator) -> Tensor:
         return torch.randn(EXAMPLES, width_of(parameters), generator=generator)
@@ -44,19 +44,19 @@ def case_of(parameters: int) -> Case:
 
 
 def step(model: nn.Module, shard: Tensor, rank: Rank) -> None:
-    """What is held to the big batch."""
+    """The step that is compared with the big batch."""
     ddp = DistributedDataParallel(model)
     loss(ddp, shard).backward()
 
 
-def step_that_tells(model: nn.Module, shard: Tensor, rank: Rank) -> None:
-    """The same, and prints how much memory the rank has held so far."""
+def step_that_prints_its_peak(model: nn.Module, shard: Tensor, rank: Rank) -> None:
+    """Make the step, and print the rank's peak memory."""
     step(model, shard, rank)
     print(peak_bytes())
 
 
 def same(parameters: int, train: object = step) -> Verdict:
-    """One check; raises if its outcome is another one."""
+    """Make one check; raise AssertionError if its outcome is not "same"."""
     verdict = check(case_of(parameters), train, deadline=DEADLINE)
     if verdict.outcome != "same":
         raise AssertionError(str(verdict))
@@ -64,14 +64,14 @@ def same(parameters: int, train: object = step) -> Verdict:
 
 
 def peaks() -> tuple[int, int]:
-    """The most that the judging process, and that any rank, has held so far."""
+    """The peak memory of this process, and the largest of all ranks."""
     here = peak_bytes()
-    told = same(WARM_UP, step_that_tells).output
-    return here, max(int(text.split()[-1]) for text in told.values())
+    output = same(WARM_UP, step_that_prints_its_peak).output
+    return here, max(int(text.split()[-1]) for text in output.values())
 
 
 def main() -> None:
-    """Run the checks, and write what they took."""
+    """Run the checks, and write their seconds and the peak memory."""
     seconds = []
     same(WARM_UP)
     before = peaks()

@@ -1,4 +1,4 @@
-"""The model of the large worlds: a chain of square linear layers, as long as it has to be."""
+"""The model of the large programs: a chain of square linear layers of any length."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ EXAMPLES = 4
 RANKS = 2
 
 WARM_UP = min(PARAMETERS, WIDEST**2)
-"""Parameters of the first check, which is not measured: what starting costs is in it."""
+"""The parameters of the first check. It is not measured, because it includes the start."""
 
 
 def width_of(parameters: int) -> int:
-    """One layer up to a million parameters, then layers of a million each."""
+    """The width of each layer: one layer up to a million parameters, else layers of a million."""
     return min(WIDEST, math.isqrt(parameters))
 
 
 def build(parameters: int) -> nn.Module:
-    """A model of about that many parameters; values keep their size from layer to layer."""
+    """A model of about this many parameters, whose values keep their size from layer to layer."""
     width = width_of(parameters)
     layers = [
         nn.Linear(width, width, bias=False, dtype=DTYPE)
@@ -45,9 +45,9 @@ def loss(model: nn.Module, rows: Tensor) -> Tensor:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process ever held (Linux).
+    """The peak memory of this process in bytes (Linux).
 
-    Of the process and not, as ru_maxrss, of whatever it was before exec.
+    ``ru_maxrss`` would include the process before its exec.
     """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):

@@ -1,4 +1,4 @@
-"""PyTorch's own MultiProcContinuousTest: processes for a class of tests, which assert there."""
+"""PyTorch's MultiProcContinuousTest keeps its ranks for a class of tests; the ranks assert."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.testing._internal.common_distributed import MultiProcContinuousTest
 
 
 class TestStep(MultiProcContinuousTest):
-    """One test a seed."""
+    """One test for each seed."""
 
     world_size = RANKS
 
@@ -29,7 +29,7 @@ class TestStep(MultiProcContinuousTest):
 
 
 def one_test(seed: int) -> Callable[[TestStep], None]:
-    """The check with this seed as a method."""
+    """A test method that makes the check with this seed."""
 
     def test(self: TestStep) -> None:
         check_on_rank(seed, self.rank)

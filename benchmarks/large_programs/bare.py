@@ -1,8 +1,8 @@
-"""The floor: the big batch here, DDP's step on two bare ranks, gradients compared as they come.
+"""The floor: bare ranks make DDP's step, and this process compares their gradients.
 
-The judging process computes the big batch while the ranks work. Then each sends one parameter's
-gradient after the other through its pipe, and only one of them is held at a time.
-BENCHMARK_COMPARE=0 leaves out the sending and the comparing.
+This process computes the big batch while the ranks work. Then every rank sends its gradients
+through a pipe, parameter by parameter, so that only one is held at a time. With
+BENCHMARK_COMPARE=0 nothing is sent and compared.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from torch.nn.parallel import DistributedDataParallel
 
 COMPARE = os.environ["BENCHMARK_COMPARE"] == "1"
 LIMIT = {torch.float64: 1e-11, torch.float32: 1e-3}[DTYPE]
-"""Of the error of a parameter's gradient over its norm."""
+"""The limit of the error of a parameter's gradient, relative to the gradient's norm."""
 
 PEAK = -1
-"""Sent instead of a number of parameters: asks for the rank's peak memory."""
+"""Is sent to a rank instead of a number of parameters, to ask for the rank's peak memory."""
 
 
 def build_all(parameters: int) -> tuple[nn.Module, Tensor]:
-    """Model and big batch, the same in every process."""
+    """The model and the big batch, the same in every process."""
     torch.default_generator.manual_seed(0)
     model = build(parameters)
     return model, torch.randn(EXAMPLES, width_of(parameters), dtype=DTYPE)
 
 
 def work(rank: int, rendezvous: str, connections: list[Connection]) -> None:
-    """What a rank does until it is told to stop."""
+    """Make a step for every number of parameters that arrives, until None arrives."""
     torch.set_num_threads(1)
     store = dist.FileStore(rendezvous, RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     connection = connections[rank]
-    while (wanted := connection.recv()) is not None:
-        if wanted == PEAK:
+    while (request := connection.recv()) is not None:
+        if request == PEAK:
             connection.send(peak_bytes())
         else:
-            step(rank, wanted, connection)
-    # Taking the group apart has its own deadlocks; the kernel does it better.
+            step(rank, request, connection)
+    # Destroying the group can deadlock, so the process just ends.
     os._exit(0)
 
 
 def step(rank: int, parameters: int, connection: Connection) -> None:
-    """One distributed step; sends the gradients, or else that it is done."""
+    """Make one distributed step, and send the gradients, or a message that it is done."""
     model, rows = build_all(parameters)
     each = EXAMPLES // RANKS
     ddp = DistributedDataParallel(model)
@@ -76,7 +76,7 @@ def step(rank: int, parameters: int, connection: Connection) -> None:
 
 
 def check(parameters: int, connections: list[Connection]) -> None:
-    """One check; raises if a gradient of a rank is another one than the big batch's."""
+    """Make one check; raise AssertionError if a rank has another gradient than the big batch."""
     for connection in connections:
         connection.send(parameters)
     model, rows = build_all(parameters)
@@ -99,20 +99,20 @@ def check(parameters: int, connections: list[Connection]) -> None:
 
 
 def peaks(connections: list[Connection]) -> tuple[int, int]:
-    """The most that the judging process, and that any rank, has held so far."""
+    """The peak memory of this process, and the largest of all ranks."""
     for connection in connections:
         connection.send(PEAK)
     return peak_bytes(), max(connection.recv() for connection in connections)
 
 
 def main() -> None:
-    """Run the checks, and write what they took."""
-    # The cores that the ranks leave: more threads than cores wait for each other in turns.
+    """Run the checks, and write their seconds and the peak memory."""
+    # Use the cores that the ranks leave. More threads than cores would wait for each other.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - RANKS))
     seconds = []
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(RANKS)), strict=True)
-        # daemon: they are ended if a check fails here.
+        # Daemons end with this process if a check fails.
         arguments = f"{folder}/store", theirs
         ranks = multiprocessing.spawn(work, arguments, RANKS, join=False, daemon=True)
         check(WARM_UP, ours)

@@ -1,7 +1,7 @@
-"""The floor: the checks back to back on bare ranks, with nothing around them.
+"""The floor: bare ranks make one check after the other, without any harness.
 
-The judging process hands every rank the seed, computes the big batch while the ranks work, and
-compares the one vector that each sends back.
+This process sends every rank the seed, computes the big batch while the ranks work, and compares
+the vector that each rank sends back.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from the_check import CHECKS, RANKS, assert_same, big_batch, distributed, join_g
 
 
 def work(rank: int, rendezvous: str, connections: list[Connection]) -> None:
-    """What a rank does until it is told to stop."""
+    """Send back a gradient for every seed that arrives, until None arrives."""
     join_group(rank, rendezvous)
     connection = connections[rank]
     while (seed := connection.recv()) is not None:
         connection.send_bytes(distributed(seed, rank).numpy())
-    # Taking the group apart has its own deadlocks; the kernel does it better.
+    # Destroying the group can deadlock, so the process just ends.
     os._exit(0)
 
 
 @contextmanager
 def bare_ranks() -> Iterator[tuple[Connection, ...]]:
-    """A connection to every rank, until the end of the block."""
+    """Start the ranks, give a connection to each, and stop them at the end."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         pipes = [multiprocessing.Pipe() for _ in range(RANKS)]
         ours, theirs = zip(*pipes, strict=True)
-        # daemon: they are ended if a check fails here.
+        # Daemons end with this process if a check fails.
         arguments = f"{folder}/store", theirs
         ranks = multiprocessing.spawn(work, arguments, RANKS, join=False, daemon=True)
         yield ours
@@ -47,7 +47,7 @@ def bare_ranks() -> Iterator[tuple[Connection, ...]]:
 
 
 def check(seed: int, ranks: tuple[Connection, ...]) -> None:
-    """One check; raises if a gradient of a rank is another one than the big batch's."""
+    """Make one check; raise AssertionError if a rank has another gradient than the big batch."""
     for connection in ranks:
         connection.send(seed)
     expected = big_batch(seed)
@@ -57,7 +57,7 @@ def check(seed: int, ranks: tuple[Connection, ...]) -> None:
 
 
 def main() -> None:
-    """Run the checks, and write when each began."""
+    """Run the checks, and write when each of them began."""
     starts = []
     first_comparison = 0.0
     with bare_ranks() as ranks:

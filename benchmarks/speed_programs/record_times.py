@@ -1,4 +1,4 @@
-"""A pytest plugin that writes when each test began; the same for every harness under pytest."""
+"""A pytest plugin that writes when each test began; every harness under pytest uses it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ compared: list[float] = []
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol() -> None:
-    """A test begins, before its fixtures and with all that pytest does for it."""
+    """Record the start of a test, before pytest sets up its fixtures."""
     starts.append(time.monotonic())
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A test that has passed has compared."""
+    """Record when a test has passed, and so has compared."""
     if report.when == "call" and report.passed:
         compared.append(time.monotonic())
 
 
 def pytest_sessionfinish() -> None:
-    """Write what was recorded."""
+    """Write the recorded times."""
     first = compared[0] if compared else None
     times = {"starts": starts, "first_comparison": first, "passed": len(compared)}
     Path(os.environ["BENCHMARK_RESULT"]).write_text(json.dumps(times))

@@ -1,4 +1,4 @@
-"""What every world checks: DDP's gradients on every rank against one big batch, in float64."""
+"""The check of every program: DDP's gradients on every rank against one big batch, in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLES = 16
 
 
 def build(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """Model, rows and targets: the same in every process."""
+    """The model, rows and targets, the same in every process."""
     # torch.manual_seed would format a stack for every device that is not initialised.
     torch.default_generator.manual_seed(seed)
     model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 3)).double()
@@ -41,29 +41,29 @@ def distributed(seed: int, rank: int) -> Tensor:
 
 
 def gradients_of(model: nn.Module) -> Tensor:
-    """All gradients of a model, one after the other."""
+    """All gradients of a model as one vector."""
     return torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
 
 
 def assert_same(measured: Tensor, expected: Tensor) -> None:
-    """Equal but for rounding."""
+    """Raise AssertionError if the gradients differ by more than rounding."""
     torch.testing.assert_close(measured, expected, rtol=1e-10, atol=1e-12)
 
 
 def join_group(rank: int, rendezvous: str) -> None:
-    """Join the group of all ranks, which meet in a file."""
+    """Join the process group; the ranks find each other through a file."""
     torch.set_num_threads(1)
     store = dist.FileStore(rendezvous, RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
 
 
 def check_on_rank(seed: int, rank: int) -> None:
-    """The whole check where a world asserts on its ranks."""
+    """The whole check, for programs whose ranks assert."""
     assert_same(distributed(seed, rank), big_batch(seed))
 
 
 def check_in_new_group(rank: int, rendezvous: str, seed: int) -> None:
-    """The whole check where a world starts its ranks for every test."""
+    """The whole check, for programs that start their ranks for every test."""
     join_group(rank, rendezvous)
     check_on_rank(seed, rank)
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""PyTorch's own MultiProcessTestCase: new processes for every test, which assert on their own."""
+"""PyTorch's MultiProcessTestCase starts new ranks for every test; the ranks assert."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.testing._internal.common_distributed import MultiProcessTestCase
 
 
 class TestStep(MultiProcessTestCase):
-    """One test a seed."""
+    """One test for each seed."""
 
     @property
     def world_size(self) -> int:
@@ -23,12 +23,12 @@ class TestStep(MultiProcessTestCase):
 
     def tearDown(self) -> None:
         super().tearDown()
-        with suppress(FileNotFoundError):  # the store may have removed it
+        with suppress(FileNotFoundError):  # The store may have removed it.
             os.remove(self.file_name)
 
 
 def one_test(seed: int) -> Callable[[TestStep], None]:
-    """The check with this seed as a method."""
+    """A test method that makes the check with this seed."""
 
     def test(self: TestStep) -> None:
         join_group(self.rank, self.file_name)

@@ -1,4 +1,4 @@
-"""The floor as tests: what pytest itself costs is in it, and nothing of a harness."""
+"""The floor as tests: it adds the time of pytest, but no harness."""
 
 from __future__ import annotations
 
