@@ -1,4 +1,4 @@
-"""A tiny GPT-2 on lines of different length: the mean over tokens is not the mean over ranks.
+"""A tiny GPT-2 on paragraphs grouped by length: the mean over tokens is not the mean over ranks.
 
 ddp-equivalence check examples/gpt2_padded.py
 ddp-equivalence check examples/gpt2_padded.py:step_rank_mean
@@ -18,12 +18,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from ddp_equivalence import Case, Rank
 
 TEXT = Path(__file__).resolve().parent.parent / "LICENSE"
-LINES = 8
-LONGEST = 48  # bytes; a longer line is cut
+PARAGRAPHS = 8
+LONGEST = 256  # bytes; a longer paragraph is cut
 PADDING = 256  # the token after the 256 bytes
 IGNORED = -100  # the label that cross_entropy leaves out
 
-Batch = dict[str, Tensor]  # input_ids, attention_mask, labels: (lines, LONGEST)
+Batch = dict[str, Tensor]  # input_ids, attention_mask, labels: (PARAGRAPHS, LONGEST)
 
 
 def build_model() -> nn.Module:
@@ -44,13 +44,16 @@ def build_model() -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
-def some_lines(generator: torch.Generator) -> Batch:
-    lines = [line.strip() for line in TEXT.read_bytes().splitlines() if line.strip()]
-    chosen = torch.randperm(len(lines), generator=generator)[:LINES].tolist()
-    input_ids = torch.full((LINES, LONGEST), PADDING)
+def some_paragraphs(generator: torch.Generator) -> Batch:
+    """Random paragraphs, the short ones first, as samplers that group by length order them."""
+    paragraphs = [b" ".join(text.split()) for text in TEXT.read_bytes().split(b"\n\n")]
+    paragraphs = [paragraph for paragraph in paragraphs if paragraph]
+    chosen = torch.randperm(len(paragraphs), generator=generator)[:PARAGRAPHS].tolist()
+    chosen.sort(key=lambda number: len(paragraphs[number]))
+    input_ids = torch.full((PARAGRAPHS, LONGEST), PADDING)
     for row, number in enumerate(chosen):
-        line = torch.tensor(list(lines[number][:LONGEST]))
-        input_ids[row, : len(line)] = line
+        paragraph = torch.tensor(list(paragraphs[number][:LONGEST]))
+        input_ids[row, : len(paragraph)] = paragraph
     is_text = input_ids != PADDING
     labels = input_ids.masked_fill(~is_text, IGNORED)
     return {"input_ids": input_ids, "attention_mask": is_text.long(), "labels": labels}
@@ -77,7 +80,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     return cross_entropy(model, batch, reduction="mean")
 
 
-case = Case(model=build_model, batch=some_lines, loss=loss, layout="1x2")
+case = Case(model=build_model, batch=some_paragraphs, loss=loss, layout="1x2")
 
 
 def step_global_mean(model: nn.Module, shard: Batch, rank: Rank) -> None:
