@@ -54,7 +54,7 @@ def step(model: nn.Module, shard: Batch, rank: Rank) -> None:
 
 
 def step_with_scaled_loss(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    """Wrong: somebody read that DDP divides by the world size, and multiplied it back in."""
+    """Wrong: somebody read that DDP divides by the world size, and multiplied the loss by it."""
     ddp = DistributedDataParallel(model)
     (rank.world_size * loss(ddp, shard)).backward()
 
@@ -63,7 +63,7 @@ def digits_of_all_steps(generator: torch.Generator) -> Batch:
     return some_digits(generator, count=STEPS * BIG_BATCH)
 
 
-# "own": every rank receives the digits of all steps, and its sampler takes the rank's part.
+# With shards="own" every rank receives the digits of all steps, and its sampler takes its share.
 training_case = Case(
     model=build_model, batch=digits_of_all_steps, loss=loss, layout="2x2", shards="own"
 )
@@ -72,8 +72,8 @@ training_case = Case(
 def train(model: nn.Module, batch: Batch, rank: Rank) -> None:
     """Right: a whole training loop, judged by how far it has moved the weights.
 
-    Unshuffled, the sampler deals examples like cards: rank r takes r, r + 4, r + 8, ... Four of
-    them on each rank are then together 16 neighbours, which is the big batch of that step.
+    Without shuffling, the sampler gives rank r the examples r, r + 4, r + 8, ... In each step every
+    rank takes four of them. Together these are 16 consecutive examples: the big batch of that step.
     """
     dataset = TensorDataset(*batch)
     loader = DataLoader(

@@ -1,4 +1,6 @@
-"""A tiny GPT-2 on paragraphs grouped by length: the mean over tokens is not the mean over ranks.
+"""A tiny GPT-2 on paragraphs grouped by length.
+
+It shows that the mean over all tokens is not the mean of the ranks' means.
 
 ddp-equivalence check examples/gpt2_padded.py
 ddp-equivalence check examples/gpt2_padded.py:step_rank_mean
@@ -65,7 +67,7 @@ def next_tokens(batch: Batch) -> Tensor:
 
 
 def cross_entropy(model: nn.Module, batch: Batch, reduction: str) -> Tensor:
-    # Not the loss that GPT-2 returns: that one is float32, even if the model is float64.
+    # This does not use the loss that GPT-2 returns, which is float32 even if the model is float64.
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     return F.cross_entropy(
         logits[:, :-1].flatten(0, 1),
@@ -84,7 +86,7 @@ case = Case(model=build_model, batch=some_paragraphs, loss=loss, layout="1x2")
 
 
 def step_global_mean(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    """Right: every rank divides by the tokens of all ranks, and takes back DDP's own division."""
+    """Right: every rank divides by the tokens of all ranks, and undoes DDP's own division."""
     ddp = DistributedDataParallel(model)
     tokens = (next_tokens(shard) != IGNORED).sum()
     dist.all_reduce(tokens)
@@ -93,7 +95,7 @@ def step_global_mean(model: nn.Module, shard: Batch, rank: Rank) -> None:
 
 
 def step_rank_mean(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    """Wrong, and what most code does: a token counts for more on the rank that has fewer."""
+    """Wrong, though most code does this: a token counts more on a rank that has fewer tokens."""
     ddp = DistributedDataParallel(model)
     loss(ddp, shard).backward()
 

@@ -17,7 +17,6 @@ from ddp_equivalence.report.terminal import painted, width_of
 if TYPE_CHECKING:
     from ddp_equivalence.case.case import Case
     from ddp_equivalence.commands import Commands
-    from ddp_equivalence.commands.user_file import UserCheck
     from ddp_equivalence.report.verdict import Verdict
 
 CASE_OPTIONS = ("layout", "shards", "seed")

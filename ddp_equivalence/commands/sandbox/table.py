@@ -152,7 +152,8 @@ def foot_lines(rows: Sequence[FinishedRow]) -> Iterator[str]:
         values = ", ".join(
             f"{value:+.4f} at batch {batch}" for batch, value in sorted(kurtosis.items())
         )
-        yield f"An update step is a mean over its batch, nearly normal: excess kurtosis {values}."
+        yield "An update step is a mean over its batch, and is nearly normally distributed:"
+        yield f"excess kurtosis {values}."
     yield f"Intervals: {LEVEL:.1%}. multi: DistributedDataParallel on {RANKS} ranks (gloo, CPU)."
     yield f"{len(rows) - len(wrong)} of {len(ROWS)} published rows agree."
 

@@ -1,4 +1,4 @@
-"""The repository's own training step against one big batch."""
+"""The repository's own training step, compared with one big batch."""
 
 from __future__ import annotations
 
