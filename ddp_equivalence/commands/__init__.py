@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Command(Protocol):
-    """A module of this folder."""
+    """The functions of every command's module."""
 
     def add(self, commands: Commands, /) -> None:
         """Add the command's parser."""

@@ -22,7 +22,7 @@ def require_writable_file(field: str, path: Path | None) -> None:
 
 
 def require_writable_folder(field: str, path: Path | None) -> None:
-    """Raises BadCase if a path is given and no folder that can be written to is or can be there."""
+    """Raises BadCase if a path is given that is not a writable folder and cannot become one."""
     if path is None:
         return
     whole = path.resolve()

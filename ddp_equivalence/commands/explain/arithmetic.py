@@ -13,7 +13,10 @@ from ddp_equivalence.report.wrapping import plural
 
 
 def explain(setup: Setup) -> Explanation:
-    """Work out what the setup computes. ``Setup`` has refused what cannot be right already."""
+    """Work out what the setup computes.
+
+    This raises nothing, because a ``Setup`` that cannot be right is refused when it is made.
+    """
     weights = example_weights(setup)
     batch = setup.effective_batch
     factor = batch * sum(

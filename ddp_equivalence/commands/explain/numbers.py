@@ -8,8 +8,8 @@ from fractions import Fraction
 def number(value: Fraction | float) -> str:
     """The number as text, such as 12, 0.01 or 0.02828.
 
-    It is exact if six significant digits are enough for that, or if the number is whole. Otherwise
-    it is rounded to four digits.
+    A Fraction is exact if six significant digits are enough for that, or if it is whole. Every
+    other number is rounded to four significant digits.
     """
     exact = f"{float(value):.6g}"
     if isinstance(value, Fraction) and Fraction(exact) == value:

@@ -61,7 +61,7 @@ def training(
 ) -> None:
     """Train ``steps`` consecutive steps with plain SGD. The shard holds the examples of all steps.
 
-    ``mended``: the setup follows the advice.
+    ``mended``: whether the setup follows the advice.
     """
     one_step = mended_step if mended else gradient_step
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)

@@ -22,7 +22,7 @@ SINGLE_RANK_SHARE = 20
 """At most one trial in this many runs on a single rank, where a strategy can do little wrong."""
 
 Progress = Callable[[str], None]
-"""Is called with every line that tells how far a search has come."""
+"""A function that is called with every line that tells how far a search has come."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def _shares(count: int) -> dict[str, int]:
 def _trials_of_kind(promised: bool, share: int) -> Callable[[Trial], bool]:
     """A condition that accepts trials of this kind, but no two with the same seed.
 
-    After each draw, Hypothesis tries trials that differ from it in one thing only. Most of these
-    have the same seed, and are refused.
+    After each draw, Hypothesis tries trials that differ from it in one thing only. Those with the
+    same seed are refused.
     """
     seeds: set[int] = set()
     on_single_rank: list[Trial] = []

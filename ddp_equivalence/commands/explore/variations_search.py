@@ -36,7 +36,7 @@ OUTCOMES = ("same", "different", "failed", "unknown", "refused")
 "refused": ``check`` refused the case itself."""
 
 Progress = Callable[[str], None]
-"""Is called with every line that tells how far a search has come."""
+"""A function that is called with every line that tells how far a search has come."""
 
 RepeatLine = Callable[[Variation], str]
 """The command line that runs a variation again."""
@@ -110,8 +110,8 @@ def search(
 def different_seeds(space: SearchSpace) -> Callable[[Variation], bool]:
     """A condition that accepts no two variations with the same seed, if the seed may vary.
 
-    After each draw, Hypothesis tries variations that differ from it in one thing only. Most of
-    these have the same seed, and are refused.
+    After each draw, Hypothesis tries variations that differ from it in one thing only. Those
+    with the same seed are refused.
     """
     seeds: set[int] = set()
 

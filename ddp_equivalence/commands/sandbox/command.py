@@ -36,8 +36,8 @@ def add(commands: Commands) -> None:
         description="Train one neuron y = w x, which starts at w = 1, on 256 samples with L1 loss "
         "and plain SGD. Inputs are 1 and targets 0; standard normal noise is added to both unless "
         "--deterministic True. The command prints what was measured, the closed form, and whether "
-        "they agree within 99.9 % intervals (extra `sandbox`). Exit code 0: all agree, 1: some do "
-        "not, 2: bad input, 3: could not be judged.",
+        "they agree within 99.9 % intervals. This needs the extra `sandbox`. Exit code 0: all "
+        "agree, 1: some do not, 2: bad input, 3: could not be judged.",
     )
     parser.add_argument(
         "mode", nargs="?", choices=("single", "multi"), help="one process, or many ranks"
@@ -51,7 +51,12 @@ def add(commands: Commands) -> None:
         "seeds in 100 print DIFFER by chance",
     )
     parser.add_argument("--table", action="store_true", help="run all nine published rows")
-    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw two plots (SVG) into DIR")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="DIR",
+        help="draw two plots (SVG) into DIR; this needs the extra `plots`",
+    )
     parser.add_argument(
         "--json", type=Path, metavar="PATH", help="write the rows of --table to this file, as JSON"
     )

@@ -19,10 +19,10 @@ from ddp_equivalence.ranks import Rank
 from ddp_equivalence.ranks.on_ranks import on_ranks
 
 DEADLINE, DEADLINE_A_STEP = 60.0, 0.1
-"""The seconds that the ranks get for a block: a fixed number, and a number for each step."""
+"""The seconds that the ranks get for a block: a fixed number, and more for each step."""
 
 Progress = Callable[[int, int], None]
-"""Is called with the number of finished blocks and the number of all blocks."""
+"""A function that is called with the number of finished blocks and the number of all blocks."""
 
 
 @dataclass(frozen=True)
