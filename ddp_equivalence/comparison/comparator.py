@@ -73,9 +73,9 @@ class _Sums:
     """The sums that are kept of one parameter on one rank while its chunks pass.
 
     Here m is the measured gradient and t the true one. ``difference``, ``measured``: sums of
-    squares of m - t and of m. ``product``: the sum of m t.
-    ``element``: the worst |m_i - t_i| / max(|t_i|, rms of t), at index ``place``. ``largest``: the
-    largest |m_i - t_i|. ``seen``: how many elements have passed.
+    squares of m - t and of m. ``product``: the sum of m t. ``element``: the worst
+    |m_i - t_i| / max(|t_i|, rms of t), at index ``place``. ``largest``: the largest |m_i - t_i|.
+    ``seen``: how many elements have passed. ``bits``: a hash of the chunks that have passed.
     """
 
     difference: float = 0.0
@@ -89,7 +89,7 @@ class _Sums:
 
 
 class Comparator:
-    """Compares gradients as they arrive. Of measured gradients, only sums are kept.
+    """Compares gradients as they arrive. It holds the expected ones, and sums of the measured ones.
 
     Call ``begin`` for every rank, ``add`` its chunks in any order, then ``finish``.
     """

@@ -52,4 +52,5 @@ class CatalogueModel:
     draws_random_numbers: bool = False
     """The forward pass draws random numbers in the order of the examples."""
     only_exact: bool = False
-    """The model is used only in cases that are compared bit for bit, where it is needed."""
+    """The model is used only in cases that are compared bit for bit. In other cases it would show
+    nothing that the other models do not show."""
