@@ -276,7 +276,7 @@ def test_a_builder_that_hands_out_one_instance_is_refused_before_it_can_matter()
         ({"model": Complex, "dtype": None}, "model", "weight is torch.complex64"),
         ({"model": lambda: nn.LazyLinear(3)}, "model", "weight is lazy"),
         ({"loss": loss_without_way_back}, "loss", "go backward; it raised NotImplementedError"),
-        ({"shards": "no_valid_token"}, "shards", "only the catalogue pads its batch so"),
+        ({"shards": "no_valid_token"}, "shards", "only batches of the catalogue are padded so"),
         ({"seed": 2**64}, "seed", "below 2\\*\\*62"),
     ],
     ids=["complex", "lazy", "no backward", "no valid token", "seed"],
