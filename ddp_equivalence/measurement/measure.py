@@ -145,7 +145,7 @@ def observe(
 
 
 def wrong_collectives(ranks: RankSet, request: Request) -> tuple[str, ...]:
-    """The collectives of this backend with wrong results, as phrases; tried once in a run."""
+    """The collectives of this backend that give wrong results. They are tried once in a run."""
     if ranks.broken or request.in_process or request.processes.world_size == 1:
         return ()
     try:

@@ -26,7 +26,7 @@ LEAST_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of one ``check``, known to be right, with the run's settings filled in."""
+    """The valid arguments of one ``check``, with the settings of the run filled in."""
 
     case: Case
     step: Step | str
@@ -121,7 +121,7 @@ def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request
         if lane.name == "gloo_fallback" and "nccl" in now.must_run:
             raise BadCase("layout", case.layout, f"{lane.reason}; --must-run nccl allows no other")
     if strategy is not None and case.shards == OWN:
-        right = f"examples given to every rank: {strategy.name} does not choose its own"
+        right = f"shards dealt to the ranks: {strategy.name} does not choose examples itself"
         raise BadCase("shards", OWN, right)
     if strategy is not None and strategy.needs_normalisers:
         catalogue_loss_of(case, needed_by=strategy.name)

@@ -28,8 +28,8 @@ class Rerun:
     """The result of the rerun: ``failure`` is None if the ranks did not fail again.
 
     ``ranks_began``: False if the ranks could not even be started. ``cut_short``: True if the rerun
-    was stopped at its own deadline, which is shorter than that of the case. Nobody knows whether it
-    hung again or was only slow.
+    was stopped at its own deadline, which is shorter than that of the case. It is then not known
+    whether the rerun hung again or was only slow.
     """
 
     failure: RankFailed | None

@@ -19,7 +19,7 @@ READY, PORT, WORK, STOP = "ready", "port", "work", "stop"
 RESULTS, FINISHED, RAISED = "results", "finished", "raised"
 
 SMALL_ARRAY = 4096
-"""An array of at most this many bytes is copied into the pickle; that is faster than a message."""
+"""Arrays of at most this many bytes go into the pickle: a message of their own would cost more."""
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def _cloudpickle(values: tuple[object, ...]) -> bytes:
 
 
 class _CloudPickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it is not typed
-    """Pickles as a name also a module of a special class, such as ``torch.backends.cudnn``."""
+    """Pickles even a module of a special class, such as ``torch.backends.cudnn``, as its name."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, ModuleType) and type(value) is not ModuleType:

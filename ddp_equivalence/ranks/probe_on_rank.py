@@ -1,6 +1,6 @@
 """Runs collectives on a rank and compares what they return with results worked out beforehand.
 
-Every rank has other inputs at every position, so that mixed-up ranks or positions show.
+The inputs depend on rank and position, so that a result with either of them mixed up is wrong.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _all_gather(group: _Group, size: int, dtype: torch.dtype) -> ProbeResult:
 
 
 def _broadcast(group: _Group, size: int, dtype: torch.dtype) -> ProbeResult:
-    """Broadcast from the last rank of the group, which has the same number among all ranks."""
+    """Broadcast from the group's last rank, whose number is the same among all ranks."""
 
     def call() -> Tensor:
         values = group.own_input(size, dtype)

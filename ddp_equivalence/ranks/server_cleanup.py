@@ -3,8 +3,8 @@
 The descendants are the ranks and the processes that these have started.
 
 The server ends when the judging process does. A judging process that is killed cannot clean up
-itself, so the server does it. Only the server imports this module. It does so first, because
-importing torch takes seconds, in which the judging process may be killed.
+itself, so the server does it. Only the server imports this module. It does so before it imports
+torch, because that takes seconds, in which the judging process may be killed.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from ddp_equivalence.ranks.server import start_method
 from ddp_equivalence.ranks.xdist_locks import Devices, xdist_locks
 
 MAX_IDLE_RANKS = 48
-"""At most so many processes are kept idle. The sets that were idle longest are stopped first."""
+"""At most this many processes are kept idle. The sets that were idle longest are stopped first."""
 
 DESCRIPTORS_PER_RANK = 6
 """File descriptors of the judging process: two pipes, two files, a sentinel, and one to spare."""
