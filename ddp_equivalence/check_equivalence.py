@@ -152,8 +152,8 @@ def _same_if_shown(verdict: Verdict, measurement: Measurement, request: Request)
     ) or vacuity.against_a_hidden_plant(request.plant, request.processes)
     if why_unknown is not None:
         return _unknown(verdict, why_unknown)
-    if measurement.left is not None and not (request.allow_changes or request.in_process):
-        return _failed(verdict, measurement.left)
+    if measurement.changes_error is not None and not (request.allow_changes or request.in_process):
+        return _failed(verdict, measurement.changes_error)
     return replace(verdict, outcome="same")
 
 

@@ -111,7 +111,7 @@ def pytest_terminal_summary(
 
 
 def _has_not_shown_enough(results: run_results.RunResults, config: pytest.Config) -> bool:
-    """True if a lane that had to run did not, or if nothing was compared where something had to."""
+    """True if a required lane did not run, or if nothing was compared although that is required."""
     if config.getoption("--ddp-require-comparison") and not results.compared:
         return True
     return bool(results.lanes_missing(config.getoption("--must-run")))

@@ -293,7 +293,7 @@ def test_what_cannot_be_judged_is_refused_by_name(
     "options", [{"steps": 2}, {"compare": "update"}], ids=["two steps", "update"]
 )
 def test_exact_is_one_step_of_gradients(options: dict[str, Any]) -> None:
-    with pytest.raises(BadCase, match="leaves the integers"):
+    with pytest.raises(BadCase, match="leave the integers"):
         check(Case(model="mlp", loss="mse_sum", exact=True), "ddp_sum", **options)
 
 
