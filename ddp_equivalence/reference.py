@@ -161,7 +161,7 @@ def _plain_sgd_step(model: nn.Module, lr: float) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter.sub_(lr * parameter.grad.to_dense())
+                parameter.sub_(parameter.grad.to_dense(), alpha=lr)
 
 
 def _first_length(batch: Any) -> int:

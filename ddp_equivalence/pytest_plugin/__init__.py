@@ -22,11 +22,11 @@ from ddp_equivalence.pytest_plugin import (
     run_results,
     summary_table,
 )
-from ddp_equivalence.pytest_plugin.equivalence_fixture import equivalence
+from ddp_equivalence.pytest_plugin.equivalence_fixture import Equivalence, equivalence
 from ddp_equivalence.pytest_plugin.planting import Planting
 from ddp_equivalence.pytest_plugin.run_deadline import RunDeadline
 
-__all__ = ["equivalence"]  # pytest finds the fixture here
+__all__ = ["Equivalence", "equivalence"]  # the fixture, which pytest finds here, and its type
 
 _results = pytest.StashKey[run_results.RunResults]()
 _settings = pytest.StashKey[settings.Settings]()
