@@ -1,4 +1,4 @@
-"""The gradient of any examples of the big batch alone, computed on one device."""
+"""The gradient of any examples of the big batch, computed on one device without the others."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class ExampleGradients:
     def compute(self, examples: Indices, generator: bytes = b"") -> LossAndGradient:
         """The loss and gradient of these examples alone.
 
-        ``generator``: the state of torch's generator before the forward pass, if it is not the one
-        that the seed of the step gives.
+        ``generator``: the state that torch's generator gets before the forward pass; if it is
+        empty, the generator starts from the seed of the step.
         """
         key = examples, generator
         if key not in self.cache:
             with warnings.catch_warnings(), threads_for(self.parameters.total):
-                warnings.simplefilter("ignore")  # a single example may be too few for the loss
+                warnings.simplefilter("ignore")  # the loss may warn that one example is too few
                 self.cache[key] = self._compute(examples, generator)
         return self.cache[key]
 

@@ -156,7 +156,7 @@ class Steps:
         (counting(), "it sets calls of the function around it"),
         (eval("lambda model, shard, rank: None"), "has no source"),
         (step_that_checks, "check of ddp_equivalence"),
-        (step_with_the_case, "CASE is a Case, of which only fields can be used"),
+        (step_with_the_case, "CASE is a Case, and only its fields can be used"),
         (Steps().step, "a Steps that no module holds"),
     ],
     ids=["tensor", "object", "nonlocal", "eval", "check", "case", "method"],

@@ -1,4 +1,4 @@
-"""Find lambdas, and functions and classes that are defined in a function, in their file.
+"""Find the source of lambdas, and of functions and classes that are defined in a function.
 
 A script defines them at its top level, so it needs the values of their free variables.
 """
@@ -72,7 +72,7 @@ class LocalDefinition:
 def local_definition(source: Source, value: FunctionType | type) -> LocalDefinition:
     """Find the definition of a function or class in its file.
 
-    Raises NoSource if it is not there any more, or needs more than values from outside.
+    Raises NoSource if it is no longer there, or if it needs more from outside than values.
     """
     if isinstance(value, type):
         return LocalDefinition(_class_node(source, value), _free_variables_of_class(value))

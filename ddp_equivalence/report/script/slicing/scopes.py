@@ -14,7 +14,7 @@ Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 class FreeName:
     """One use of a name that no scope of the piece binds.
 
-    ``attributes``: of ``a.b.c`` the nodes ``a.b`` and ``a.b.c``. ``local_names``: the names that
+    ``attributes``: in ``a.b.c``, the nodes ``a.b`` and ``a.b.c``. ``local_names``: the names that
     the scopes around this place bind. ``in_signature``: the name is part of an annotation in the
     signature of a function.
     """
@@ -46,7 +46,7 @@ class Scopes:
 
 
 def scopes_of(piece: ast.AST, skip: Iterable[ast.AST] = ()) -> Scopes:
-    """Analyse a statement, function or lambda, but for the nodes in ``skip``."""
+    """Analyse a statement, function or lambda, except for the nodes in ``skip``."""
     visitor = _Visitor(set(map(id, skip)))
     visitor.visit(piece)
     return visitor.found
