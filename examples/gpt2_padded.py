@@ -27,7 +27,7 @@ Batch = dict[str, Tensor]  # input_ids, attention_mask, labels: (PARAGRAPHS, LON
 
 
 def build_model() -> nn.Module:
-    """Random weights, no dropout."""
+    """A GPT-2 with random weights and no dropout."""
     config = GPT2Config(
         vocab_size=257,
         n_positions=LONGEST,
@@ -84,7 +84,7 @@ case = Case(model=build_model, batch=some_paragraphs, loss=loss, layout="1x2")
 
 
 def step_global_mean(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    """Right: every rank divides by the tokens of all ranks, and takes back DDP's own division."""
+    """Right: every rank divides by the tokens of all ranks, and undoes DDP's division."""
     ddp = DistributedDataParallel(model)
     tokens = (next_tokens(shard) != IGNORED).sum()
     dist.all_reduce(tokens)
@@ -93,7 +93,7 @@ def step_global_mean(model: nn.Module, shard: Batch, rank: Rank) -> None:
 
 
 def step_rank_mean(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    """Wrong, and what most code does: a token counts for more on the rank that has fewer."""
+    """Wrong but common: a token counts more on a rank with fewer tokens."""
     ddp = DistributedDataParallel(model)
     loss(ddp, shard).backward()
 

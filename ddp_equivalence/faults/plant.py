@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class PlantedFault(AbstractContextManager["PlantedFault"]):
     """A fault that breaks this process while the block lasts, and counts how often it fired.
 
-    Other processes that have the same fault add one byte each to the file ``fired_elsewhere``.
+    Every other process in which the same fault fires adds one byte to the file
+    ``fired_elsewhere``.
     """
 
     def __init__(self, fault: Fault, fired_elsewhere: Path | None = None) -> None:
@@ -113,8 +114,8 @@ def planted(name: str) -> Iterator[PlantedFault]:
     every process that multiprocessing starts inside the block, also through
     ``torch.multiprocessing.spawn``.
 
-    The value that the block gets counts in ``fired`` how often the fault did its damage. A test
-    that passes although the fault fired has not noticed it.
+    In ``with planted(name) as fault``, ``fault.fired`` counts how often the fault did its damage. A
+    test that passes although the fault fired has not noticed it.
 
     Raises BadCase for an unknown name.
     """

@@ -1,4 +1,4 @@
-"""Somebody's model of how far a car rolls until it stops, trained without any wrapper.
+"""A model of how far a car rolls until it stops, trained without any wrapper.
 
 ``cars.csv``: 50 measurements from the 1920s. Ezekiel, Methods of Correlation Analysis, 1930.
 """

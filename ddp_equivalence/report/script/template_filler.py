@@ -23,8 +23,8 @@ from ddp_equivalence.report.script.slicing.source_module import source_module
 from ddp_equivalence.strategies.strategy import Task
 
 CASE_ATTRIBUTES = ("task.case", "task.shards", "task.notes")
-"""A strategy that uses one of these gets the template's ``TaskWithCase``. Most strategies need
-only a model, a rank and a loss."""
+"""The script of a strategy that uses one of these contains ``TaskWithCase``. Most strategies only
+need the model, the rank and the loss, which ``Task`` has."""
 
 
 def fill_template(request: Request) -> Contents:
@@ -52,9 +52,9 @@ def _bad_field(request: Request, field: str, error: Exception) -> BadCase:
 
 
 class _TemplateFiller:
-    """Knows what stands in the script for every name that depends on the case.
+    """Maps every name that depends on the case to a function that brings it into the script.
 
-    ``functions``: the fields that hold functions, and what brings each into the script.
+    ``functions`` has the same for the fields that hold functions: model, batch, loss and step.
     """
 
     def __init__(self, request: Request) -> None:
@@ -106,7 +106,7 @@ class _TemplateFiller:
         return placeholders
 
     def _package_replacements(self) -> dict[tuple[str, str], Replacement]:
-        """The package's definitions that strategies use and that a script has in shorter form."""
+        """Definitions that strategies use, and that a script contains in a shorter form."""
         shorter_forms = (Task, catalogue_loss_of, count_examples, keep_group)
         replacements = {
             (form.__module__, form.__name__): self._part("catalogue_step", form.__name__)

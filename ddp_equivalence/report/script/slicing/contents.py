@@ -67,7 +67,7 @@ class Contents:
 
     @contextmanager
     def editing(self, module: SourceModule) -> Iterator[None]:
-        """Every dependency that is added inside the block is one of this module."""
+        """In this block, ``add_dependency_on`` adds dependencies of this module."""
         self._files_being_edited.append(module.source.file)
         try:
             yield
@@ -75,7 +75,7 @@ class Contents:
             self._files_being_edited.pop()
 
     def add_dependency_on(self, module: SourceModule) -> None:
-        """Note that the module being edited takes a name from this one."""
+        """Record that the module which is being edited takes a name from this module."""
         if self._files_being_edited:
             user = self._files_being_edited[-1]
             self.dependencies.setdefault(user, set()).add(module.source.file)

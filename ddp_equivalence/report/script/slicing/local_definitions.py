@@ -126,10 +126,10 @@ def _is_lambda_of(node: ast.Lambda, code: CodeType) -> bool:
 
 def _class_node(source: Source, value: type) -> ast.ClassDef:
     name = value.__qualname__.rpartition(".")[2]
-    found = [n for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef) and n.name == name]
-    if len(found) != 1:
-        raise NoSource(f"there are {len(found)} classes {name} in {source.file}")
-    return found[0]
+    nodes = [n for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef) and n.name == name]
+    if len(nodes) != 1:
+        raise NoSource(f"there are {len(nodes)} classes {name} in {source.file}")
+    return nodes[0]
 
 
 def _free_variables_of_class(value: type) -> dict[str, Any]:

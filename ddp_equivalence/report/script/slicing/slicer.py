@@ -117,7 +117,7 @@ class Slicer:
         for node, default in local.defaults:
             fragment.edits.append(Edit(*module.source.span(node), self.expression(default)))
         self._name_edits.edit(fragment, scopes, local.free_variables)
-        # It stands after the module's statements and the local definitions that it uses.
+        # It stands after the statements of its module, and after the local definitions it uses.
         self.contents.fragments[file, 1 + len(self.contents.fragments), span[0]] = fragment
         return output
 
@@ -130,7 +130,7 @@ class Slicer:
         self._names.once((module.source.file, name), lambda: self._names.free(*wanted, last_resort))
 
     def _enter(self, module: SourceModule) -> None:
-        """Note a module at its first definition; bring in what its import sets in torch."""
+        """Add a module at its first definition, with its statements that set something in torch."""
         file = module.source.file
         if file in self.contents.modules:
             return

@@ -18,7 +18,7 @@ from ddp_equivalence.report.script.slicing.source_module import SourceModule, so
 
 
 class ValueExpressions:
-    """Brings what a value is made of into the script."""
+    """Brings the definitions that a value needs into the script."""
 
     def __init__(self, imports: ImportResolver, definitions: Definitions) -> None:
         self._imports = imports
