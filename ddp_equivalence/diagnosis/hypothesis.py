@@ -69,7 +69,8 @@ class Hypothesis:
     but its gradient cannot be predicted. The cause is then believed if nothing else explains the
     difference.
 
-    ``limits_must_catch``: the limits of every comparison must be narrow enough to catch this cause.
+    ``limits_must_catch``: the limits of every comparison must be narrow enough to catch what
+    ``predict`` gives.
     ``invalidates_gradients``: where an indication supports this cause, the gradients of the ranks
     cannot be compared with any prediction, and no other cause is considered.
     """

@@ -68,7 +68,8 @@ def parse(name: str) -> Layout:
     the nodes in turn. Raises BadCase for any other name.
     """
     right = 'nodes x ranks per node such as "2x2", or ranks of each node such as "1+3"'
-    right += '; "-round-robin" may follow'
+    endings = ", ".join(f'"{ending}"' for ending in ORDERS if ending)
+    right += f"; {endings} may follow"
     if not isinstance(name, str):
         raise BadCase("layout", name, right)
     ending = max((ending for ending in ORDERS if name.endswith(ending)), key=len)
