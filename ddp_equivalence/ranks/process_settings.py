@@ -26,7 +26,7 @@ Source: torch/backends/__init__.py.
 
 
 @dataclass(frozen=True)
-class Setting:
+class ProcessSetting:
     """How to read one setting and how to write it."""
 
     read: Callable[[], Any]
@@ -96,14 +96,14 @@ def _set_matmul_precision(precision: str) -> None:
         torch.set_float32_matmul_precision(precision)
 
 
-def _precision_of(module: str) -> Setting:
+def _precision_of(module: str) -> ProcessSetting:
     """The float32 precision of one backend and operation."""
     get_module = attrgetter(module)
 
     def write(value: str) -> None:
         get_module(torch).fp32_precision = value
 
-    return Setting(lambda: get_module(torch).fp32_precision, write)
+    return ProcessSetting(lambda: get_module(torch).fp32_precision, write)
 
 
 def _set_default_device(device: torch.device) -> None:
@@ -111,27 +111,29 @@ def _set_default_device(device: torch.device) -> None:
     torch.set_default_device(None if device == torch.device("cpu") else device)
 
 
-SETTINGS: dict[str, Setting] = {
-    "working folder": Setting(_working_folder, os.chdir),
-    "torch's default dtype": Setting(torch.get_default_dtype, torch.set_default_dtype),
-    "torch's default device": Setting(torch.get_default_device, _set_default_device),
-    "torch's threads": Setting(torch.get_num_threads, torch.set_num_threads),
-    "torch's deterministic algorithms": Setting(
+SETTINGS: dict[str, ProcessSetting] = {
+    "working folder": ProcessSetting(_working_folder, os.chdir),
+    "torch's default dtype": ProcessSetting(torch.get_default_dtype, torch.set_default_dtype),
+    "torch's default device": ProcessSetting(torch.get_default_device, _set_default_device),
+    "torch's threads": ProcessSetting(torch.get_num_threads, torch.set_num_threads),
+    "torch's deterministic algorithms": ProcessSetting(
         torch.are_deterministic_algorithms_enabled,
         torch.use_deterministic_algorithms,
     ),
-    "torch's grad mode": Setting(torch.is_grad_enabled, torch.set_grad_enabled),
-    "torch's precision of float32 products": Setting(_matmul_precision, _set_matmul_precision),
+    "torch's grad mode": ProcessSetting(torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch's precision of float32 products": ProcessSetting(
+        _matmul_precision, _set_matmul_precision
+    ),
     **{f"{name}.fp32_precision": _precision_of(name) for name in PRECISION_MODULES},
-    "cuDNN's benchmark": Setting(
+    "cuDNN's benchmark": ProcessSetting(
         lambda: torch.backends.cudnn.benchmark,
         lambda value: setattr(torch.backends.cudnn, "benchmark", value),
     ),
-    "autocast on the CPU": Setting(
+    "autocast on the CPU": ProcessSetting(
         lambda: torch.is_autocast_enabled("cpu"),
         lambda value: torch.set_autocast_enabled("cpu", value),
     ),
-    "current CUDA device": Setting(_cuda_device, _set_cuda_device),
+    "current CUDA device": ProcessSetting(_cuda_device, _set_cuda_device),
 }
 
 TRAINING_SETTINGS = (
