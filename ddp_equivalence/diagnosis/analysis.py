@@ -31,6 +31,7 @@ from ddp_equivalence.diagnosis.setting import setting_of
 from ddp_equivalence.diagnosis.share_fit import NoShares
 from ddp_equivalence.diagnosis.shares import Shares, shares_of
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import Measurement
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.request import Request
@@ -91,7 +92,8 @@ class Analysis:
         """
         if not self.sample.is_whole:
             return None
-        noise = self._expected.rounding.noise.get(parameter.key, Noise())
+        with without_planted_faults():  # the report may be printed while a fault is planted
+            noise = self._expected.rounding.noise.get(parameter.key, Noise())
         return noise.norm / parameter.norm if parameter.norm > 0 else 0.0
 
     @cached_property
@@ -169,7 +171,8 @@ class Analysis:
             return None
         request = self._request
         batches = build_batches(request.case, request.steps)
-        setting = setting_of(request, self._expected, batches, step)
+        with without_planted_faults():
+            setting = setting_of(request, self._expected, batches, step)
         parts: PartsByRank | None = None
         if setting.shards is not None:
             parts = tuple((shard,) for shard in setting.shards)

@@ -13,6 +13,7 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.diagnosis.loss_and_gradient import loss_and_gradient_of
 from ddp_equivalence.diagnosis.parameter_elements import ParameterElements
 from ddp_equivalence.diagnosis.setting import Setting
+from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.ranks.threads import threads_for
 from ddp_equivalence.strategies.sharded_batch import Indices
 
@@ -68,7 +69,12 @@ class ExampleGradients:
         """
         key = examples, generator
         if key not in self.cache:
-            with warnings.catch_warnings(), threads_for(self.parameters.total):
+            # The report that asks for a gradient may be printed while a fault is planted.
+            with (
+                warnings.catch_warnings(),
+                threads_for(self.parameters.total),
+                without_planted_faults(),
+            ):
                 warnings.simplefilter("ignore")  # the loss may warn that one example is too few
                 self.cache[key] = self._compute(examples, generator)
         return self.cache[key]

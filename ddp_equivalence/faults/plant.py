@@ -56,10 +56,15 @@ class PlantedFault(AbstractContextManager["PlantedFault"]):
         self._broken_torch = self.fault.break_torch(self.record_firing)
         self._broken_torch.__enter__()
 
+    @property
+    def breaks_torch_now(self) -> bool:
+        return self._broken_torch is not None
+
     def mend_torch(self) -> None:
         """Undo ``break_torch``."""
         assert self._broken_torch is not None
         self._broken_torch.__exit__(None, None, None)
+        self._broken_torch = None
 
     def __enter__(self) -> PlantedFault:
         self.break_torch()
@@ -77,8 +82,11 @@ _planted_here: list[PlantedFault] = []
 
 @contextmanager
 def without_planted_faults() -> Iterator[None]:
-    """Inside the block, torch is intact: the code that judges must not be broken itself."""
-    faults = list(_planted_here)
+    """Inside the block, torch is intact: the code that judges must not be broken itself.
+
+    Blocks may be nested.
+    """
+    faults = [fault for fault in _planted_here if fault.breaks_torch_now]
     for fault in reversed(faults):
         fault.mend_torch()
     try:
