@@ -1,6 +1,7 @@
-"""The commands of ``ddp-equivalence``, one a file or folder: ``add`` its arguments, ``run`` it.
+"""The commands of ``ddp-equivalence``. Each is a file or a folder here.
 
-No command imports torch before it runs. Bad input raises BadCase.
+A command has two functions: ``add`` adds its parser, and ``run`` runs it. No command imports torch
+before it runs. Bad input raises BadCase.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ddp_equivalence.commands.sandbox import command as sandbox
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-    """A command adds its own parser to this."""
+    """The collection of parsers to which every command adds its own."""
 
 
 class Command(Protocol):
@@ -30,7 +31,8 @@ class Command(Protocol):
     def run(self, arguments: argparse.Namespace, /) -> int:
         """Run the command and return the exit code.
 
-        ``arguments.rest``: the arguments that no parser knows. Only ``run`` takes any, for pytest.
+        ``arguments.rest``: the arguments that no parser knows. Only the command ``run`` accepts
+        such arguments; it hands them to pytest.
         """
 
 
@@ -43,4 +45,4 @@ COMMANDS: Mapping[str, Command] = {
     "sandbox": sandbox,
     "doctor": doctor,
 }
-"""In the order in which --help lists them."""
+"""The commands by name, in the order in which --help lists them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,24 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.commands.exit_codes import OF_OUTCOME
+from ddp_equivalence.commands.exit_codes import EXIT_CODE_OF_OUTCOME
 from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.report.terminal import painted, width_of
 
 if TYPE_CHECKING:
     from ddp_equivalence.case.case import Case
     from ddp_equivalence.commands import Commands
-    from ddp_equivalence.commands.user_file import UserCheck
     from ddp_equivalence.report.verdict import Verdict
 
 CASE_OPTIONS = ("layout", "shards", "seed")
-"""Options of the command line that replace the field of the case of the same name."""
+"""Options of the command line that replace the field of the case that has the same name."""
 
 CHECK_OPTIONS = (
     *("backend", "compare", "steps", "lr", "deadline", "collective_deadline"),
     *("in_process", "allow_changes"),
 )
-"""Options of the command line that are arguments of check() of the same name."""
+"""Options of the command line that become the argument of check() that has the same name."""
 
 EXPORT_OPTIONS = ("compare", "lr", "steps", "backend")
 """Arguments of check() that the exported script takes too."""
@@ -57,8 +55,8 @@ def add(commands: Commands) -> None:
         "--explore",
         type=int,
         metavar="N",
-        help="try N variations of the case, which vary everything that no other option fixes, and "
-        "shrink a variation that is not the same to the smallest such case",
+        help="try N variations of the case, in everything that no other option fixes; if some are "
+        "not the same, show the smallest such case",
     )
     parser.add_argument(
         "--export-repro",
@@ -70,47 +68,65 @@ def add(commands: Commands) -> None:
 
 
 def _add_options_of_the_case(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layout", help="replaces the layout of the case; such as 2x2 or 1+3")
-    parser.add_argument("--shards", help="replaces the shards of the case; such as equal or 5+3")
-    parser.add_argument("--dtype", choices=DTYPES, help="replaces the dtype of the case")
-    parser.add_argument("--seed", type=int, help="replaces the seed of the case")
+    parser.add_argument("--layout", help="replace the layout of the case by this, such as 2x2")
+    parser.add_argument("--shards", help="replace the shards of the case by these, such as 5+3")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="replace the dtype of the case by this; as-built keeps the dtype of the model",
+    )
+    parser.add_argument("--seed", type=int, help="replace the seed of the case by this")
     parser.add_argument(
         "--examples",
         metavar="N or 0,1,5",
-        help="takes the first N examples of the batch, or those at these positions",
+        help="take only the first N examples of the batch, or those at these positions",
     )
 
 
 def _add_options_of_the_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", help="auto, gloo, gloo_cuda, nccl, nccl2 or nccl-legacy")
-    parser.add_argument("--compare", help="gradients or update")
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="reads the batch as N consecutive big batches"
+        "--backend",
+        help="run on this backend: auto, gloo, gloo_cuda, nccl, nccl2 or nccl-legacy; auto takes "
+        "NCCL if there is a GPU for each rank, and gloo on the CPU otherwise",
     )
-    parser.add_argument("--lr", type=float, help="learning rate of the reference's SGD")
-    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="time that the ranks get")
+    parser.add_argument(
+        "--compare",
+        help="what is compared: gradients (the default), or update, which is how far the weights "
+        "have moved",
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", help="read the batch as N consecutive big batches"
+    )
+    parser.add_argument(
+        "--lr", type=float, help="with --compare update: the learning rate of the reference's SGD"
+    )
+    parser.add_argument(
+        "--deadline", type=float, metavar="SECONDS", help="the time that the ranks get for the case"
+    )
     parser.add_argument(
         "--collective-deadline",
         type=float,
         metavar="SECONDS",
-        help="time that one collective gets",
+        help="the time that one collective gets; default half of the deadline",
     )
     parser.add_argument(
         "--in-process",
         action="store_true",
         default=None,
-        help="run rank 0 in this process, without a deadline: breakpoint() works in the step",
+        help="run rank 0 in this process, without a deadline, so that breakpoint() works in the "
+        "step",
     )
     parser.add_argument(
         "--allow-changes",
         action="store_true",
         default=None,
-        help="the step may change its process: seed, environment, default dtype, threads ...",
+        help="do not fail if the step changes its process (seed, environment, default dtype, "
+        "threads ...)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Judge one case, or with --explore many, and print the report."""
+    """Judge the case, or many variations of it with --explore, and print the report."""
     path, name = _target(arguments.target)
     start_early()  # the ranks' server imports torch while this process does
     from ddp_equivalence.case import example_subset
@@ -121,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
     changes = _changes_of_the_case(arguments)
     given_options = _given(arguments, CHECK_OPTIONS)
     options = user_check.options | given_options
-    _look_at_options(user_check, options)
+    _require_known_options(options)
     examples = None
     if arguments.examples is not None:
         examples = example_subset.parse(arguments.examples)
@@ -133,14 +149,14 @@ def run(arguments: argparse.Namespace) -> int:
         outcome = explore_variations(
             with_options, fixed, arguments.explore, arguments.target, given_options
         )
-        return OF_OUTCOME[outcome]
+        return EXIT_CODE_OF_OUTCOME[outcome]
     case: Case = replace(user_check.case, **changes)
     case = case if examples is None else example_subset.with_examples(case, examples)
     verdict = check(case, user_check.step, **options)
     _print_report(verdict)
     if arguments.export_repro is not None:
         print(_reproduction(verdict, user_check.step, options, arguments.export_repro))
-    return OF_OUTCOME[verdict.outcome]
+    return EXIT_CODE_OF_OUTCOME[verdict.outcome]
 
 
 def _target(text: str) -> tuple[Path, str]:
@@ -155,7 +171,7 @@ def _target(text: str) -> tuple[Path, str]:
 
 
 def _given(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
-    """The options of these names that the command line has."""
+    """Those of the named options that the command line has, with their values."""
     return {
         name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None
     }
@@ -172,14 +188,14 @@ def _changes_of_the_case(arguments: argparse.Namespace) -> dict[str, Any]:
     return changes
 
 
-def _look_at_options(user_check: UserCheck, options: dict[str, Any]) -> None:
+def _require_known_options(options: dict[str, Any]) -> None:
     """Raises BadCase if check() does not take the options."""
-    from ddp_equivalence.check_equivalence import check
+    from ddp_equivalence.measurement.request import CheckOptions
 
-    try:
-        inspect.signature(check).bind(user_check.case, user_check.step, **options)
-    except TypeError as error:
-        raise BadCase("options", options, f"arguments of check(); {error}") from error
+    known = CheckOptions.__annotations__
+    if unknown := options.keys() - known.keys():
+        right = f"options of check(): {', '.join(known)}; {min(unknown)!r} is none of them"
+        raise BadCase("options", options, right)
 
 
 def _print_report(verdict: Verdict) -> None:
@@ -191,7 +207,10 @@ def _print_report(verdict: Verdict) -> None:
 
 
 def _reproduction(verdict: Verdict, step: Any, options: dict[str, Any], folder: Path) -> str:
-    """Write the script if there is a difference to show. Returns where it is, or why it is not."""
+    """Write the script if there is a difference to show.
+
+    Returns the line to print: where the script is, or why there is none.
+    """
     from ddp_equivalence.report.script import command_of, export
 
     if verdict.outcome != "different" and verdict.failure is None:

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 SAME, DIFFERENT, BAD_INPUT, NOT_JUDGED = 0, 1, 2, 3
 INTERRUPTED = 130
-OF_OUTCOME = {"same": SAME, "different": DIFFERENT, "unknown": NOT_JUDGED}
+EXIT_CODE_OF_OUTCOME = {"same": SAME, "different": DIFFERENT, "unknown": NOT_JUDGED}

@@ -13,7 +13,10 @@ from ddp_equivalence.commands.exit_codes import BAD_INPUT, INTERRUPTED, NOT_JUDG
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. None takes the command line of this process."""
+    """Run one command and return its exit code.
+
+    ``command_line``: the arguments; None stands for those of this process.
+    """
     parser = argparse.ArgumentParser(
         prog="ddp-equivalence",
         description="Does data-parallel training compute the gradients of one big batch?",
@@ -33,7 +36,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception:
-        # Neither same nor different: Python's own exit code 1 would say "different".
+        # The answer is neither "same" nor "different". Python's own exit code for an error is 1,
+        # which would say "different".
         traceback.print_exc()
         return NOT_JUDGED
     finally:
@@ -41,7 +45,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 
 def _stop_ranks() -> None:
-    """End the ranks before Python exits: Ctrl-C does not interrupt what runs at exit."""
+    """End the ranks here, and not in an atexit function, which Ctrl-C does not interrupt."""
     warm = sys.modules.get("ddp_equivalence.ranks.warm_ranks")
     if warm is not None:
         warm.warm_ranks().stop()

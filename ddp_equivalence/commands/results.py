@@ -1,4 +1,7 @@
-"""Files and folders for results. They are checked before the work is done, so that none is lost."""
+"""Files and folders for results.
+
+A command asks whether it can write them before it starts its work, so that no result is lost.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from pathlib import Path
 from ddp_equivalence.case.errors import BadCase
 
 
-def look_at_file(field: str, path: Path | None) -> None:
-    """Raises BadCase if there is a path at which no file can be written."""
+def require_writable_file(field: str, path: Path | None) -> None:
+    """Raises BadCase if a path is given and no file can be written there."""
     if path is None:
         return
     folder = path.resolve().parent
@@ -18,8 +21,8 @@ def look_at_file(field: str, path: Path | None) -> None:
         raise BadCase(field, str(path), "a file in a folder that exists and can be written to")
 
 
-def look_at_folder(field: str, path: Path | None) -> None:
-    """Raises BadCase if there is a path at which no folder exists or can be made."""
+def require_writable_folder(field: str, path: Path | None) -> None:
+    """Raises BadCase if a path is given and no folder that can be written to is or can be there."""
     if path is None:
         return
     whole = path.resolve()
@@ -29,7 +32,7 @@ def look_at_folder(field: str, path: Path | None) -> None:
 
 
 def write_json(field: str, path: Path | None, content: object) -> None:
-    """Write the file if there is a path. Raises BadCase if that fails after all."""
+    """Write the file if a path is given. Raises BadCase if that fails after all."""
     if path is None:
         return
     try:

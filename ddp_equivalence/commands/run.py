@@ -19,7 +19,7 @@ def add(commands: Commands) -> None:
         "run",
         help="run the suite on this machine and print the table",
         description="Run the suite on this machine and print what was compared with one big batch. "
-        "Every other argument goes to pytest: -k ddp_mean, -n 2, -x.",
+        "Every other argument goes to pytest, such as -k ddp_mean, -n 2 or -x.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -30,7 +30,8 @@ def add(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="LANE",
-        help="fail unless something was compared on this lane, such as nccl or data_parallel",
+        help="fail unless something was compared on this lane, such as nccl or data_parallel; may "
+        "be repeated",
     )
 
 
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         "--ddp-require-comparison",
         "--ddp-repeat-with=ddp-equivalence run",
         *(f"--must-run={lane}" for lane in arguments.must_run),
-        *(_absolute(one, before) for one, before in zip(rest, ["", *rest], strict=False)),
+        *(_absolute(argument, before) for argument, before in zip(rest, ["", *rest], strict=False)),
     ]
     if arguments.json is not None:
         of_pytest.append(f"--ddp-json={arguments.json.resolve()}")
@@ -53,16 +54,17 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         cache = Path(tempfile.gettempdir()) / f"ddp_equivalence-pytest-cache-{os.getuid()}"
         of_pytest += ["-o", f"cache_dir={cache}"]
     os.chdir(suite_folder())
-    # This process becomes pytest, so that Ctrl-C reaches one process, and so that no module of the
-    # package is imported before pytest loads the plugin, which pytest would warn of.
+    # This process becomes pytest, so that Ctrl-C reaches one process only. Pytest would also warn
+    # of modules of the package that were imported before it loads the plugin; after execv there
+    # are none.
     os.execv(sys.executable, [sys.executable, "-m", "pytest", *of_pytest])
 
 
 def _absolute(argument: str, before: str) -> str:
-    """The argument, as an absolute path where it names a file or folder of the caller.
+    """The argument; made an absolute path if it names a file or folder of the caller.
 
-    A path that does not exist in the caller's folder is left to mean one within the suite.
-    ``before``: the argument that stands before this one.
+    A path that does not exist in the caller's folder is left as it is, because it may name a file
+    of the suite. ``before``: the argument that stands before this one.
     """
     path, separator, test = argument.partition("::")
     value_of_option = before.startswith("-") and "=" not in before

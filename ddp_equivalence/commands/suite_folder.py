@@ -1,4 +1,4 @@
-"""Find the tests of the suite: in the checkout, or in the wheel, which carries them."""
+"""Find the suite's tests: beside the package in a checkout, or inside the installed package."""
 
 from __future__ import annotations
 

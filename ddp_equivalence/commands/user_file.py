@@ -22,7 +22,10 @@ CONVENTION = (
 
 @dataclass(frozen=True)
 class UserCheck:
-    """The arguments of ``check``. ``options``: the file's own ``options`` dict, if it has one."""
+    """The arguments that a user's file gives for ``check``.
+
+    ``options``: from the tuple or the file's ``options`` dict; empty if the file has neither.
+    """
 
     case: Case
     step: Any
@@ -30,7 +33,7 @@ class UserCheck:
 
 
 def load(path: Path, name: str) -> UserCheck:
-    """Run the file and take the step of this name, with its case.
+    """Run the file, and return the step of this name and its case.
 
     Raises BadCase if the file raises an error, or has no such step or no case.
     """
@@ -56,7 +59,7 @@ def load(path: Path, name: str) -> UserCheck:
 
 
 def _run(path: Path) -> ModuleType:
-    """Import the file under a name of our own, with its folder on sys.path."""
+    """Import the file as a module with a name of our own. Its folder is put on sys.path."""
     name = f"ddp_equivalence_user_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ddp_equivalence.commands.doctor.lane_states import LaneState
 
 WORDS = {True: "works", False: "WRONG", None: "no"}
-"""By ``LaneState.works``."""
+"""The word that is printed for each value of ``LaneState.works``."""
 
 
 def add(commands: Commands) -> None:
@@ -24,12 +24,13 @@ def add(commands: Commands) -> None:
         "doctor",
         help="say which lanes this machine can run, and why not the others",
         description="Start 2 ranks on every lane that this machine can run, and ask its "
-        "collectives questions with known answers. Exit code 0: all answers are right, 1: not.",
+        "collectives questions with known answers. Exit code 0: all answers are right, 1: some are "
+        "wrong.",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Try every lane."""
+    """Try every lane, print what it can do, and return the exit code."""
     start_early()  # the ranks' server imports torch while this process does
     from ddp_equivalence.commands.doctor.lane_states import lane_states
 

@@ -14,7 +14,7 @@ from ddp_equivalence.ranks.lanes import Lane, cuda_devices, missing
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 
 DEADLINE = 30.0
-"""Seconds for all answers of one lane. One collective gets half of that."""
+"""The seconds for all answers of one lane. One collective gets half of them."""
 
 LANES_TRIED = tuple(lane for lane in LANES if lane not in ("gloo", "emulated"))
 
@@ -48,10 +48,10 @@ def _probe(name: str) -> LaneState:
     device = "cpu" if name == "gloo_fallback" else "cuda"
     backend = "gloo" if name.startswith("gloo") else name
     lane, layout = Lane(name, backend, device), parse("1x2")
-    started = time.monotonic()
+    began = time.monotonic()
     try:
         with warm_ranks().acquire(layout, lane, DEADLINE / 2) as ranks:
-            start = time.monotonic() - started
+            seconds_to_start = time.monotonic() - began
             results = probe.probe_ranks(ranks, DEADLINE)
     except RankFailed as error:
         return LaneState(name, False, str(error))
@@ -59,6 +59,6 @@ def _probe(name: str) -> LaneState:
     if wrong:
         return LaneState(name, False, f"wrong answers: {', '.join(wrong)}")
     right = sum(result.correct for result in results)
-    text = f"{right} answers right, ranks started in {start:.1f} s"
+    text = f"{right} answers right, ranks started in {seconds_to_start:.1f} s"
     refused = probe.summarise_refusals(results)
     return LaneState(name, True, f"{text}; refuses {refused}" if refused else text)

@@ -1,4 +1,4 @@
-"""Which learning rate and batch size keep training the same: worked out, and verified on ranks."""
+"""Work out which learning rate and batch size keep training the same, and verify this on ranks."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from ddp_equivalence.report.wrapping import plural
 
 
 def explain(setup: Setup) -> Explanation:
-    """Work out what the setup computes. Raises nothing: ``Setup`` refuses what cannot be."""
+    """Work out what the setup computes. ``Setup`` has refused what cannot be right already."""
     weights = example_weights(setup)
     batch = setup.effective_batch
     factor = batch * sum(
@@ -23,7 +23,8 @@ def explain(setup: Setup) -> Explanation:
     uneven = len(set(weights)) > 1
     losses = len(setup.loss_sizes) * setup.accumulation * setup.processes
     is_multiple = not uneven and not (setup.loss == "token-mean" and losses > 1)
-    # Tokens: one count of all replaces every divisor. Uneven replicas: the other divisors stay.
+    # The advice for tokens replaces every divisor by one count of all tokens. The advice for uneven
+    # replicas leaves the other divisors as they are.
     mended = factor if is_multiple or setup.loss != "token-mean" else Fraction(1)
     return Explanation(
         setup=setup,

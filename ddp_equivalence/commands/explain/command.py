@@ -13,7 +13,7 @@ from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
 from ddp_equivalence.commands.explain import KnownGood, Setup, explain
 from ddp_equivalence.commands.explain.data import as_data
 from ddp_equivalence.commands.explain.setup import Loss, Optimizer, Parallelism
-from ddp_equivalence.commands.results import look_at_file, write_json
+from ddp_equivalence.commands.results import require_writable_file, write_json
 from ddp_equivalence.report.terminal import width_of
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "explain",
         help="say which batch size and learning rate keep training the same, for a setup",
-        description="Says how the gradient of a setup compares with one big batch's, which "
+        description="Say how the gradient of a setup compares with one big batch's, which "
         "learning rate follows from one that worked on one device, and how many steps an epoch "
-        "has. Exit code 0; 2: bad input; with --verify 1 if ranks find something else, 3 if they "
-        "could not judge.",
+        "has. Exit code 0: done, 2: bad input; with --verify also 1: the ranks found something "
+        "else, 3: it could not be judged.",
     )
     _add_setup_options(parser)
     parser.add_argument(
@@ -46,10 +46,13 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="run the setup on ranks and check the gradient; with SGD it also trains three steps "
-        "with the rate for the same batch",
+        help="run the setup on ranks and check the gradient; with SGD, also train three steps with "
+        "the learning rate that keeps the length of a step, and compare the weights with those of "
+        "one big batch",
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write machine-readable results")
+    parser.add_argument(
+        "--json", type=Path, metavar="PATH", help="write the results to this file, as JSON"
+    )
 
 
 def _add_setup_options(parser: argparse.ArgumentParser) -> None:
@@ -64,37 +67,47 @@ def _add_setup_options(parser: argparse.ArgumentParser) -> None:
         "--parallelism",
         choices=get_args(Parallelism),
         default="ddp",
-        help="default ddp; hybrid: one process a node, DataParallel inside it and DDP between the "
-        "nodes; all-reduce-sum: an all_reduce of your own that does not divide",
+        help="how the ranks train together; default ddp. hybrid: one process on each node, "
+        "DataParallel inside the process and DDP between the nodes. all-reduce-sum: an all_reduce "
+        "of your own that does not divide",
     )
     parser.add_argument(
         "--examples", type=int, metavar="N", help="the size of the dataset, for steps per epoch"
     )
-    parser.add_argument("--drop-last", action="store_true", help="drop_last of the DataLoader")
     parser.add_argument(
-        "--optimizer", choices=get_args(Optimizer), default="sgd", help="default sgd"
+        "--drop-last", action="store_true", help="the DataLoader has drop_last=True"
+    )
+    parser.add_argument(
+        "--optimizer", choices=get_args(Optimizer), default="sgd", help="the optimizer; default sgd"
     )
 
 
 def _add_batch_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="default 1")
+    parser.add_argument(
+        "--nodes", type=int, default=1, metavar="N", help="the number of nodes; default 1"
+    )
     parser.add_argument(
         "--ranks-per-node",
         type=int,
         default=1,
         metavar="N",
-        help="default 1; with data-parallel and hybrid, the GPUs that one process drives",
+        help="the ranks on each node, or with data-parallel and hybrid the GPUs that one process "
+        "drives; default 1",
     )
     parser.add_argument(
         "--batch",
         type=int,
         required=True,
         metavar="B",
-        help="the examples that one process takes for one micro-batch: DDP's batch is per rank, "
-        "DataParallel's is split over its GPUs",
+        help="the examples that one process takes for one micro-batch: with DDP the batch of one "
+        "rank, with DataParallel the batch that is split over the GPUs",
     )
     parser.add_argument(
-        "--accumulation", type=int, default=1, metavar="K", help="micro-batches per optimizer step"
+        "--accumulation",
+        type=int,
+        default=1,
+        metavar="K",
+        help="the micro-batches of one optimizer step; default 1",
     )
     divided = parser.add_mutually_exclusive_group()
     divided.add_argument(
@@ -107,47 +120,52 @@ def _add_batch_options(parser: argparse.ArgumentParser) -> None:
         "--accumulation-not-divided",
         action="store_false",
         dest="accumulation_divided",
-        help="it is not divided: the gradients of the micro-batches add up",
+        help="the loss of each micro-batch is not divided, so their gradients add up",
     )
 
 
-def run(known: argparse.Namespace) -> int:
-    """Explain the setup, verify it if asked to, and return the exit code. Raises BadCase."""
-    look_at_file("json", known.json)
-    explanation = explain(setup_of(known))
+def run(arguments: argparse.Namespace) -> int:
+    """Explain the setup, verify it with ``--verify``, and return the exit code.
+
+    Raises BadCase for a setup that cannot be right.
+    """
+    require_writable_file("json", arguments.json)
+    explanation = explain(setup_of(arguments))
     with settings.using(settings.replaced(width=width_of(sys.stdout, settings.current().width))):
         print(explanation, end="", flush=True)
-        if not known.verify:
-            write_json("json", known.json, as_data(explanation))
+        if not arguments.verify:
+            write_json("json", arguments.json, as_data(explanation))
             return SAME
         from ddp_equivalence.ranks.server import start_early
 
-        start_early()  # the server imports torch while this process does
+        start_early()  # the ranks' server imports torch while this process does
         from ddp_equivalence.commands.explain.verification import verify
 
-        write_json("json", known.json, as_data(explanation))  # the ranks may fail
+        write_json("json", arguments.json, as_data(explanation))  # now, since the ranks may fail
         verification = verify(explanation)
         print(f"\n{verification}", end="")
-    write_json("json", known.json, as_data(explanation) | {"verification": verification.as_data()})
+    write_json(
+        "json", arguments.json, as_data(explanation) | {"verification": verification.as_data()}
+    )
     return CODE_OF_VERIFICATION[verification.outcome]
 
 
-def setup_of(known: argparse.Namespace) -> Setup:
+def setup_of(arguments: argparse.Namespace) -> Setup:
     """The setup that the arguments describe. Raises BadCase if they cannot be right."""
-    if known.known_loss is not None and known.known_good is None:
-        right = "left out, unless --known-good BATCH@LR says what worked"
-        raise BadCase("known_loss", known.known_loss, right)
-    good = known.known_good
+    if arguments.known_loss is not None and arguments.known_good is None:
+        right = "left out, unless --known-good BATCH@LR is given"
+        raise BadCase("known_loss", arguments.known_loss, right)
+    good = arguments.known_good
     return Setup(
-        batch=known.batch,
-        nodes=known.nodes,
-        ranks_per_node=known.ranks_per_node,
-        accumulation=known.accumulation,
-        accumulation_divided=known.accumulation_divided,
-        loss=known.loss,
-        parallelism=known.parallelism,
-        known_good=None if good is None else KnownGood.read(good, known.known_loss or "mean"),
-        examples=known.examples,
-        drop_last=known.drop_last,
-        optimizer=known.optimizer,
+        batch=arguments.batch,
+        nodes=arguments.nodes,
+        ranks_per_node=arguments.ranks_per_node,
+        accumulation=arguments.accumulation,
+        accumulation_divided=arguments.accumulation_divided,
+        loss=arguments.loss,
+        parallelism=arguments.parallelism,
+        known_good=None if good is None else KnownGood.read(good, arguments.known_loss or "mean"),
+        examples=arguments.examples,
+        drop_last=arguments.drop_last,
+        optimizer=arguments.optimizer,
     )

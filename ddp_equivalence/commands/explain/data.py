@@ -1,4 +1,7 @@
-"""An explanation as plain data for machines: numbers are floats, the factor is also exact text."""
+"""An explanation as plain data for machines.
+
+Fractions become floats. The factor is also there as exact text.
+"""
 
 from __future__ import annotations
 

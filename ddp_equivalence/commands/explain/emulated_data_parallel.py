@@ -15,7 +15,7 @@ LossOf = Callable[[Tensor, Tensor], Tensor]
 
 
 class EmulatedDataParallel(nn.Module):
-    """Stands where ``nn.DataParallel(module)`` on ``gpus`` GPUs would.
+    """Takes the place of ``nn.DataParallel(module)`` on ``gpus`` GPUs.
 
     ``Replicas`` runs a replica of the module on each part of the batch and gathers the outputs,
     which must be one tensor. The batch is cut by ``Tensor.chunk``, as nn.DataParallel cuts it.
@@ -27,7 +27,7 @@ class EmulatedDataParallel(nn.Module):
         self.replicas, self.gpus = Replicas(module), gpus
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Inputs of shape (examples, ...) to the gathered outputs."""
+        """The gathered outputs for inputs of shape (examples, ...)."""
         self.replicas.sizes = [len(part) for part in inputs[0].chunk(self.gpus)]
         trained = {
             name: parameter

@@ -19,8 +19,8 @@ def epoch_sentences(explanation: Explanation) -> Iterator[str]:
         return
     if epoch.largest_step < explanation.effective_batch:
         yield (
-            f"No step has the whole {explanation.effective_batch}: the largest has "
-            f"{epoch.largest_step}. The learning rate above is not for it."
+            f"No step has all {explanation.effective_batch} examples: the largest has "
+            f"{epoch.largest_step}. The learning rate above is not for such a step."
         )
     yield _batches(setup, epoch)
     if setup.accumulation > 1:
@@ -56,7 +56,8 @@ def _batches(setup: Setup, epoch: Epoch) -> str:
 def _repeated(setup: Setup, epoch: Epoch) -> str:
     assert setup.examples is not None
     dealt = setup.processes * epoch.examples_each
-    why = f"so that every rank gets as many: {setup.processes} x {epoch.examples_each} = {dealt}"
+    each = epoch.examples_each
+    why = f"so that every rank gets the same number: {setup.processes} x {each} = {dealt}"
     if epoch.repeated <= setup.examples:
         verb = plural(epoch.repeated, "example is", "examples are")
         return f"{epoch.repeated} {verb} repeated, {why}."
@@ -85,8 +86,8 @@ def _window_sentences(setup: Setup, epoch: Epoch) -> Iterator[str]:
         return
     if setup.accumulation_divided:
         yield (
-            f"Divide by {rest} in that step: divided by {whole}, its gradient is {rest}/{whole} as "
-            "large as it should be."
+            f"Divide by {rest} in that step: if you divide by {whole}, its gradient is "
+            f"{rest}/{whole} as large as it should be."
         )
     else:
         yield f"That step's gradient is {rest}/{whole} as large as {_others(epoch)}."
@@ -100,9 +101,9 @@ def _last_batch_sentences(explanation: Explanation, epoch: Epoch) -> Iterator[st
     alone = (epoch.rest or setup.accumulation) == 1
     if setup.loss == "mean" and not alone:
         yield (
-            f"The last batch, of {last}, weighs as much as the full ones in its step: there an "
-            f"example counts {setup.batch}/{last} as often as in a full one. drop_last leaves the "
-            "last batch out."
+            f"The last batch, of {last}, weighs as much as the full batches in its step: each of "
+            f"its examples counts {setup.batch}/{last} times as often as one in a full batch. "
+            "drop_last leaves the last batch out."
         )
     if setup.loss == "mean" and len(set(sizes)) > 1 and explanation.is_multiple:
         yield (
@@ -113,8 +114,8 @@ def _last_batch_sentences(explanation: Explanation, epoch: Epoch) -> Iterator[st
     if setup.loss == "sum" and not alone and more != 1:
         yield (
             f"The last batch, of {last}, goes to {len(sizes)} {plural(len(sizes), 'replica')}: "
-            f"there an example counts {times(more)} times as often as in the full ones of its "
-            "step. drop_last leaves the last batch out."
+            f"each of its examples counts {times(more)} times as often as one in a full batch of "
+            "its step. drop_last leaves the last batch out."
         )
 
 
@@ -128,9 +129,9 @@ def _last_sum_sentences(setup: Setup, epoch: Epoch) -> Iterator[str]:
     what = f"adds up {examples} {plural(examples, 'example')}{each}"
     if len(setup.loss_sizes) > 1:
         dealt = " + ".join(map(str, epoch.last_sizes))
-        what = f"has {examples} {plural(examples, 'example')}, the last batch of it dealt {dealt}"
+        what = f"has {examples} {plural(examples, 'example')}, and its last batch is dealt {dealt}"
     yield f"The last step {what}: its gradient is {size} as large as {_others(epoch)}."
 
 
 def _others(epoch: Epoch) -> str:
-    return "that of the others" if epoch.steps > 1 else "a whole step's"
+    return "that of the other steps" if epoch.steps > 1 else "that of a whole step"

@@ -25,7 +25,7 @@ class Divisor:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a setup computes; ``str()`` gives the text. Only square roots are rounded.
+    """What a setup computes. ``str()`` gives the text. All numbers are exact except square roots.
 
     Let g be the gradient of the mean loss over the ``effective_batch`` examples of one step.
 

@@ -60,8 +60,8 @@ def judged(
 ) -> Prediction:
     """Compare the gradient of every rank with the expected one.
 
-    ``what``: the name of what is compared. ``counts``: as in ``expected``; needed if it is no
-    multiple of g.
+    ``what``: the name of what is compared. ``counts``: as in ``expected``; needed if the expected
+    gradient is no multiple of g.
     """
     wanted = expected_text(prediction)
     if measured.unexplained < LITTLE:

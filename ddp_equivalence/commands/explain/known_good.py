@@ -1,4 +1,4 @@
-"""KnownGood: a learning rate that worked on one device; and checks of counts and choices."""
+"""KnownGood: a batch and learning rate that worked on one device. Checks of counts and choices."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from ddp_equivalence.case.errors import BadCase
 LARGEST = 10**12
 """The largest count accepted: a larger one is a typing error."""
 SLOWEST, FASTEST = Fraction(1, 10**30), Fraction(10**30)
-"""The learning rates accepted. Others are typing errors, and their products may not fit a float."""
+"""The smallest and the largest learning rate accepted. Others are typing errors, and products of
+them may not fit a float."""
 
 
 @dataclass(frozen=True)
 class KnownGood:
     """The effective ``batch`` and ``learning_rate`` that worked on one device.
 
-    ``loss``: the reduction of that loss over the batch.
-    Raises BadCase for a field that cannot be right.
+    ``loss``: the reduction of the loss over that batch. Raises BadCase for a field that cannot be
+    right.
     """
 
     batch: int
@@ -51,7 +52,7 @@ class KnownGood:
 
     @property
     def factor(self) -> Fraction:
-        """Its gradient as a multiple of the gradient of the mean loss."""
+        """The gradient of the loss that worked, as a multiple of the gradient of the mean loss."""
         return Fraction(self.batch if self.loss == "sum" else 1)
 
 

@@ -48,7 +48,10 @@ class LearningRates:
 
     @property
     def names_eps(self) -> bool:
-        """Whether the square-root rule gives Adam an eps: at another batch, if the rule applies."""
+        """True if the square-root rule gives Adam an eps.
+
+        It does so if the rule applies and the batch is another one than the known batch.
+        """
         return self.scaling != 1 and self.adam is not None and self.adam.betas is not None
 
 

@@ -16,7 +16,8 @@ class Measured:
     ``factors``: for each rank the k for which k g is nearest to its gradient. ``unexplained``: the
     largest remainder of any rank, relative to the rank's gradient. ``shares``: for each rank how
     often each example (or token) counts; None if this is unknown for some, and ``why`` gives the
-    reason. ``unmixed``: the largest remainder that the shares leave of any rank's gradient.
+    reason. ``unmixed``: the largest part of any rank's gradient that the shares do not explain,
+    relative to the gradient.
     """
 
     factors: tuple[float, ...]

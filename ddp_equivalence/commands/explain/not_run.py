@@ -6,7 +6,7 @@ from ddp_equivalence.commands.explain.explanation import Explanation
 
 
 def not_run(explanation: Explanation) -> tuple[str, ...]:
-    """The phrases, in the order of the text."""
+    """One phrase for each part that is not run, in the order of the text."""
     setup, rates = explanation.setup, explanation.learning_rates
     phrases = []
     if setup.optimizer == "adam":

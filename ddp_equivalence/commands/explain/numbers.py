@@ -6,7 +6,11 @@ from fractions import Fraction
 
 
 def number(value: Fraction | float) -> str:
-    """Exact where six significant digits are enough, else rounded to four: 12, 0.01, 0.02828."""
+    """The number as text, such as 12, 0.01 or 0.02828.
+
+    It is exact if six significant digits are enough for that, or if the number is whole. Otherwise
+    it is rounded to four digits.
+    """
     exact = f"{float(value):.6g}"
     if isinstance(value, Fraction) and Fraction(exact) == value:
         return _plain(exact)
@@ -16,7 +20,10 @@ def number(value: Fraction | float) -> str:
 
 
 def _plain(text: str) -> str:
-    """``1e-05`` as ``1e-5``, ``1e+06`` as ``1000000``; from ``1e15`` on with an exponent."""
+    """The text of a number with a shorter exponent, or with none if the number is below 1e15.
+
+    ``1e-05`` becomes ``1e-5``, and ``1e+06`` becomes ``1000000``.
+    """
     mantissa, e, exponent = text.partition("e")
     if not e:
         return text
@@ -24,9 +31,9 @@ def _plain(text: str) -> str:
 
 
 def times(value: Fraction | float) -> str:
-    """A multiple as text: ``4``, ``3.75``.
+    """A multiple as text, such as ``4`` or ``3.75``.
 
-    It is a fraction if its decimals do not end or it is below one: ``5/3``, ``1/4``, ``1/4096``.
+    A multiple below 1 or with endless decimals becomes a fraction: ``5/3``, ``1/4``, ``1/4096``.
     """
     exact = isinstance(value, Fraction) and Fraction(number(value)) == value and value >= 1
     if not isinstance(value, Fraction) or exact:
@@ -35,15 +42,15 @@ def times(value: Fraction | float) -> str:
 
 
 def as_many(value: Fraction) -> str:
-    """``4 times``, ``1/4 of``."""
+    """How many times as many, as text: ``4 times`` or ``1/4 of``."""
     return f"{times(value)} times" if value >= 1 else f"{times(value)} of"
 
 
 def divided_by(value: Fraction) -> str:
-    """``/ 12``, or ``x 16`` for 1/16."""
+    """A division by ``value`` as text: ``/ 12`` for 12, ``x 16`` for 1/16."""
     return f"/ {times(value)}" if value >= 1 else f"x {times(1 / value)}"
 
 
 def of_g(factor: Fraction) -> str:
-    """``g``, ``12 g``, ``1/4 g``."""
+    """A multiple of g as text: ``g``, ``12 g``, ``1/4 g``."""
     return "g" if factor == 1 else f"{times(factor)} g"

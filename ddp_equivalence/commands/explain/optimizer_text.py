@@ -1,4 +1,6 @@
-"""Sentences on how to mend unequal counts, and on the settings that a factor changes."""
+"""Sentences on how to mend unequal counts, and on the optimizer's settings that must change if the
+gradient has a factor.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from ddp_equivalence.commands.explain.setup import Setup, framework_divisor
 
 
 def mend_sentences(explanation: Explanation) -> Iterator[str]:
-    """Says how to turn a gradient that is no multiple of g into one that is."""
+    """Says how to turn a gradient that is no multiple of g into a multiple of g."""
     setup = explanation.setup
     if explanation.is_multiple:
         return
@@ -20,8 +22,8 @@ def mend_sentences(explanation: Explanation) -> Iterator[str]:
             f"outputs (data-parallel). Either gives {of_g(explanation.mended_factor)}."
         )
         yield (
-            f"A multiple of {setup.replicas} also changes the effective batch: ask again with that "
-            "batch."
+            f"A multiple of {setup.replicas} also changes the effective batch, so run explain "
+            "again with that batch."
         )
         return
     of = f"all {setup.accumulation} micro-batches" if setup.accumulation > 1 else "the batch"
@@ -39,7 +41,7 @@ def _mended_loss(setup: Setup) -> str:
 
 
 def optimizer_sentences(explanation: Explanation) -> Iterator[str]:
-    """Says which other settings a factor on the gradient changes; nothing if there is no factor."""
+    """Says which other settings must change if the gradient has a factor; says nothing if not."""
     rates, adam = explanation.learning_rates, explanation.setup.optimizer == "adam"
     factor = explanation.mended_factor if rates is None else rates.relative
     if not explanation.is_multiple and adam:
@@ -47,23 +49,24 @@ def optimizer_sentences(explanation: Explanation) -> Iterator[str]:
     if factor == 1:
         return
     if adam:
-        eps = f"Multiply eps by {times(factor)}"
+        eps = f"Multiply eps by {times(factor)},"
         if rates is not None and rates.names_eps:
             assert rates.adam is not None
             new_eps = number(rates.adam.eps * factor)
             eps = f"Multiply the eps above by {times(factor)}, which gives {new_eps},"
         yield (
-            f"Adam divides the gradient by its own size, so the factor {times(factor)} cancels "
-            f"except beside eps. {eps} and nothing of it is left."
+            f"Adam divides the gradient by its own size, so the factor {times(factor)} cancels, "
+            f"except in the comparison with eps. {eps} and the factor cancels completely."
         )
         yield (
-            f"Adam adds weight_decay to the gradient: multiply it by {times(factor)}. AdamW does "
-            f"not: leave it. Clipping sees the factor: multiply max_norm by {times(factor)}."
+            f"Adam adds weight_decay to the gradient: multiply weight_decay by {times(factor)}. "
+            "AdamW does not: leave weight_decay as it is. Clipping sees the factor: multiply "
+            f"max_norm by {times(factor)}."
         )
         yield f"Or multiply the loss by {times(1 / factor)} instead, and keep all settings."
         return
     yield (
         f"if you change the learning rate and not the loss, multiply weight_decay by "
-        f"{times(factor)} (it is added to the gradient), and clipping's max_norm by "
+        f"{times(factor)} (SGD adds it to the gradient), and clipping's max_norm by "
         f"{times(factor)}. Momentum stays as it was."
     )

@@ -1,8 +1,9 @@
-"""Sentences on learning rates: what each of them keeps. The reader decides which of it matters."""
+"""Sentences on learning rates: what each of them keeps. The reader decides what matters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 
 from ddp_equivalence.commands.explain.explanation import Explanation
 from ddp_equivalence.commands.explain.known_good import KnownGood
@@ -11,7 +12,10 @@ from ddp_equivalence.commands.explain.numbers import as_many, divided_by, number
 
 
 def rate_sentences(explanation: Explanation) -> Iterator[str]:
-    """Sentences on the learning rate. If none is known to be good, they say how to divide it."""
+    """Sentences on the learning rate.
+
+    If none is known to be good, they say how to divide one that works on one device.
+    """
     rates, known = explanation.learning_rates, explanation.setup.known_good
     if rates is None or known is None:
         yield from _without_known(explanation)
@@ -24,15 +28,19 @@ def rate_sentences(explanation: Explanation) -> Iterator[str]:
 def _without_known(explanation: Explanation) -> Iterator[str]:
     factor = explanation.mended_factor
     if explanation.setup.optimizer == "adam":
-        change = ": Adam cancels a constant factor"
+        change = ", unchanged, because Adam cancels a constant factor"
     else:
-        change = ", unchanged" if factor == 1 else f", {divided_by(factor)}"
-    change += "" if explanation.is_multiple else ", after the change above"
+        change = ", unchanged" if factor == 1 else f", {_divided_in_words(factor)}"
+    change += "" if explanation.is_multiple else ", with the change above"
     yield (
         f"the one that works on one device with a mean loss and batch "
         f"{explanation.effective_batch}{change}."
     )
-    yield "If you know one that worked with any batch, give it: --known-good BATCH@LR."
+    yield "If you know one that worked with any other batch, give it: --known-good BATCH@LR."
+
+
+def _divided_in_words(factor: Fraction) -> str:
+    return f"divided by {times(factor)}" if factor >= 1 else f"multiplied by {times(1 / factor)}"
 
 
 def _at_the_same_batch(
@@ -43,13 +51,14 @@ def _at_the_same_batch(
     if not explanation.is_multiple:
         by = f"{was} {divided_by(rates.relative)} = " if rates.relative != 1 and not adam else ""
         yield (
-            f"{by}{now} after that change, as on one device. Before it, no learning rate trains "
+            f"{by}{now} with that change, as on one device. Without it, no learning rate trains "
             "the same."
         )
     elif adam:
         yield f"{now}, as on one device: Adam cancels a constant factor of the gradient."
     elif rates.relative == 1:
-        more = f" Do not multiply it by {ranks}, nor by its square root." if ranks > 1 else ""
+        not_by = f"{ranks}, nor by the square root of {ranks}"
+        more = f" Do not multiply it by {not_by}." if ranks > 1 else ""
         yield f"{now}, as on one device: every update is the same.{more}"
     else:
         yield (
@@ -75,18 +84,18 @@ def _at_another_batch(
         yield from _for_adam(rates)
     elif rates.relative != 1:
         why = _why_divided(explanation, known)
-        yield f"({why}; each of them includes {divided_by(rates.relative)} for that.)"
+        yield f"({why}; each rate below includes the {divided_by(rates.relative)} for that.)"
     if explanation.setup.optimizer == "sgd":
         yield from _for_sgd(rates)
     if not explanation.is_multiple:
         yield (
-            "All of this holds after the change above. Before it, no learning rate keeps any of it "
-            "exactly."
+            "All of this holds with the change above. Without it, no learning rate keeps any of "
+            "these exactly."
         )
 
 
 def _why_divided(explanation: Explanation, known: KnownGood) -> str:
-    after = "" if explanation.is_multiple else " after the change above"
+    after = "" if explanation.is_multiple else " with the change above"
     mine = f"Your gradient is {of_g(explanation.mended_factor)}{after}"
     if known.loss == "mean":
         return mine
@@ -101,8 +110,8 @@ def _for_sgd(rates: LearningRates) -> Iterator[str]:
     )
     larger = rates.scaling > 1
     caveat = (
-        " They find that it fails while the weights change fast, so they warm up to it in the "
-        "first epochs, and that it fails beyond some batch size."
+        " They find that linear scaling fails while the weights change fast, so they warm up to it "
+        "in the first epochs. They also find that it fails beyond some batch size."
         if larger
         else ""
     )
@@ -114,7 +123,7 @@ def _for_sgd(rates: LearningRates) -> Iterator[str]:
     )
     yield (
         f"{number(rates.square_root)} (square root, x {_root(rates)}) keeps the variance of the "
-        "update, which comes from drawing examples. Krizhevsky 2014, arXiv 1404.5997 (to whom "
+        "update, which comes from drawing examples. Krizhevsky 2014, arXiv 1404.5997 (for whom "
         "linear scaling worked better); Hoffer et al. 2017, arXiv 1705.08741."
     )
 
@@ -135,8 +144,8 @@ def _for_adam(rates: LearningRates) -> Iterator[str]:
         betas = ", ".join(number(beta) for beta in rates.adam.betas)
         settings = f"From torch's defaults, it needs betas ({betas}) and eps {eps}."
     yield (
-        f"{number(rates.square_root)} (square root, x {_root(rates)}) keeps the path and its "
-        f"noise if noise is most of the gradient. {settings} Malladi et al. 2022, "
+        f"{number(rates.square_root)} (square root, x {_root(rates)}) keeps the path of the "
+        f"weights and its noise if noise is most of the gradient. {settings} Malladi et al. 2022, "
         "arXiv 2205.10287."
     )
     far = "goes too far" if rates.scaling > 1 else "does not go far enough"

@@ -9,7 +9,7 @@ from ddp_equivalence.commands.explain.setup import Setup
 
 MOST_RANKS = 8
 MOST_RANKS_A_NODE = 4
-"""The most ranks on each of several nodes, so that several nodes are left."""
+"""The most ranks on each node if there are several nodes, so that there still are several."""
 MOST_MICRO_BATCHES = 32
 SMALL_BATCH = 6
 MOST_TOLD_APART = 96
@@ -17,7 +17,7 @@ MOST_TOLD_APART = 96
 
 
 def scaled_down(setup: Setup) -> tuple[Setup, tuple[str, ...]]:
-    """The setup that is run, and phrases that say how it differs from the one described."""
+    """The smaller setup, and phrases that say how it differs from ``setup``."""
     ranks, nodes = setup.ranks_per_node, setup.nodes
     if setup.parallelism == "hybrid" or setup.processes > 1 or setup.replicas > 1:
         ranks = min(ranks, MOST_RANKS if nodes == 1 else MOST_RANKS_A_NODE)
@@ -36,11 +36,11 @@ def scaled_down(setup: Setup) -> tuple[Setup, tuple[str, ...]]:
     differences = []
     if (nodes, ranks) != (setup.nodes, setup.ranks_per_node):
         now, was = f"{nodes} x {ranks}", f"{setup.nodes} x {setup.ranks_per_node}"
-        differences.append(f"nodes x ranks per node {now} for {was}")
+        differences.append(f"nodes x ranks per node {now} instead of {was}")
     if micro_batches != setup.accumulation:
-        differences.append(f"{micro_batches} micro-batches for {setup.accumulation}")
+        differences.append(f"{micro_batches} micro-batches instead of {setup.accumulation}")
     if small.batch != setup.batch:
-        differences.append(f"batch {small.batch} for {setup.batch}")
+        differences.append(f"batch {small.batch} instead of {setup.batch}")
     return small, tuple(differences)
 
 

@@ -1,4 +1,7 @@
-"""Setup: how somebody trains, in the words of the command line. It refuses what cannot be."""
+"""Setup: how somebody trains, in the words of the command line.
+
+A Setup refuses fields that cannot be right.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ class Setup:
     """Which ranks train, on which batches, and with which loss.
 
     ``batch``: the examples that one process takes for one micro-batch. nn.DataParallel and "hybrid"
-    have one process a node, which splits this batch over replicas on ``ranks_per_node`` GPUs.
+    have one process on each node, which splits this batch over replicas on ``ranks_per_node`` GPUs.
     ``accumulation``: the micro-batches of one optimizer step. ``accumulation_divided``: whether the
     loss of each micro-batch is divided by their number; None if there is only one. ``loss``: the
     reduction of each rank's loss. ``parallelism``: "hybrid" is DataParallel inside each node and
-    DDP between the nodes; "all-reduce-sum" is an all_reduce of one's own that does not divide.
+    DDP between the nodes; "all-reduce-sum" is the user's own all_reduce, which does not divide.
     ``known_good``: a learning rate that worked on one device. ``examples``: the size of the
-    dataset. ``drop_last``: that of the DataLoader.
+    dataset. ``drop_last``: the DataLoader's ``drop_last``.
 
     Raises BadCase for a field that cannot be right or that contradicts another one.
     """
@@ -68,9 +71,9 @@ class Setup:
             raise BadCase("known_good", known, "a KnownGood, such as KnownGood.read('16@0.01')")
         if known.loss == "sum" and self.loss == "token-mean":
             right = (
-                "mean: a loss summed over tokens grows with their number, which is not given; "
-                "multiply that learning rate by the tokens of its batch, and give the product as "
-                "that of a mean"
+                "mean: a loss summed over tokens grows with their number, which is not given here. "
+                "Multiply that learning rate by the number of tokens of its batch, and give the "
+                "product as the learning rate of a mean"
             )
             raise BadCase("known_loss", known.loss, right)
 
@@ -80,7 +83,10 @@ class Setup:
             right = f"1: {what} is one process; for several use ddp, hybrid or all-reduce-sum"
             raise BadCase("nodes", self.nodes, right)
         if self.parallelism == "none" and self.ranks_per_node > 1:
-            right = "1: several ranks without any parallelism are separate trainings; name one"
+            right = (
+                "1: several ranks without any parallelism are separate trainings; name a "
+                "parallelism"
+            )
             raise BadCase("ranks_per_node", self.ranks_per_node, right)
 
     def _check_accumulation(self) -> None:
@@ -98,14 +104,17 @@ class Setup:
     def _check_epoch(self) -> None:
         if self.examples is None:
             if self.drop_last:
-                right = "left out, or the dataset's size given as examples"
+                right = "left out, unless the dataset's size is given as examples"
                 raise BadCase("drop_last", self.drop_last, right)
             return
         check_count("examples", self.examples)
         each = self.examples_per_process
         if self.drop_last and each is not None and each < self.batch:
             whose = "there are" if self.processes == 1 else f"each of {self.processes} ranks gets"
-            right = f"at most {each}, the examples that {whose}: drop_last leaves 0 steps an epoch"
+            right = (
+                f"at most {each}, the examples that {whose}: with a larger batch, drop_last leaves "
+                "no step in an epoch"
+            )
             raise BadCase("batch", self.batch, right)
 
     @property

@@ -59,7 +59,7 @@ def training(
     shard: Any,
     rank: Rank,
 ) -> None:
-    """Train ``steps`` consecutive steps with plain SGD; the shard holds the examples of all.
+    """Train ``steps`` consecutive steps with plain SGD. The shard holds the examples of all steps.
 
     ``mended``: the setup follows the advice.
     """

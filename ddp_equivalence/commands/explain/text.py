@@ -51,7 +51,7 @@ def _headline(explanation: Explanation) -> str:
     values = (rates.same_step, rates.square_root, rates.linear)
     *first, last = (number(rate) for rate in values)
     choice = f"{', '.join(first)} or {last}"
-    return f"{gradient}; the learning rate is {choice}, depending on what it is to keep."
+    return f"{gradient}; the learning rate is {choice}, depending on what it should keep."
 
 
 def _gradient_sentences(explanation: Explanation) -> Iterator[str]:
@@ -72,7 +72,8 @@ def _gradient_sentences(explanation: Explanation) -> Iterator[str]:
             for size, share in dict.fromkeys(explanation.shares)
         )
         yield (
-            f"So it is no multiple of g: an example counts {shares}. In the big batch it counts 1."
+            f"So the gradient is no multiple of g: an example counts {shares}. In the big batch "
+            "every example counts 1."
         )
         return
     together = batch / factor
@@ -81,7 +82,7 @@ def _gradient_sentences(explanation: Explanation) -> Iterator[str]:
     )
     product = f"{product} = " if " x " in product else ""
     yield (
-        f"In all this divides by {product}{number(together)}; the big batch's mean divides by "
+        f"Together this divides by {product}{number(together)}; the big batch's mean divides by "
         f"{batch}."
     )
     who = "every rank holds" if setup.processes > 1 else "the gradient is"
@@ -89,7 +90,7 @@ def _gradient_sentences(explanation: Explanation) -> Iterator[str]:
     yield f"So {who} {ratio}{of_g(factor)}."
     if setup.loss == "sum":
         yield (
-            "That is for a loss with one value an example, such as cross entropy. "
+            "That is for a loss with one value per example, such as cross entropy. "
             'nn.MSELoss(reduction="sum") also adds up the elements of each example, so its factor '
             "is larger by their number."
         )
@@ -114,8 +115,11 @@ def _token_sentences(explanation: Explanation) -> Iterator[str]:
         return
     losses = len(setup.loss_sizes) * setup.accumulation * setup.processes
     yield (
-        f"So it is no multiple of g if the counts differ: each of the {losses} means in a step "
-        "weighs the same, however many tokens it has. A token of a mean with few tokens counts "
-        "more."
+        f"So the gradient is no multiple of g if the counts differ: each of the {losses} means in "
+        "a step weighs the same, however many tokens it has, and a token in a mean of few tokens "
+        "counts more."
     )
-    yield f"On average over the tokens it is {of_g(factor)}; if all counts are equal, exactly so."
+    yield (
+        f"On average over the tokens the gradient is {of_g(factor)}; if all counts are equal, it "
+        "is exactly that."
+    )

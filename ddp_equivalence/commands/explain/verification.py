@@ -1,4 +1,4 @@
-"""Run what was explained on ranks, and compare what they find with what was worked out."""
+"""Run an explained setup on ranks, and compare what they find with what was worked out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ SLOWEST, FASTEST = 1e-4, 0.5
 
 
 def verify(explanation: Explanation) -> Verification:
-    """Run the setup on ranks, scaled down if it is large. Raises nothing if the ranks disagree."""
+    """Run the setup on ranks, scaled down if it is large.
+
+    If the ranks find something else than the explanation says, the Verification says so; nothing is
+    raised.
+    """
     setup, scaled = scaled_down(explanation.setup)
     # A smaller setup needs its own prediction. Otherwise the given explanation is verified.
     predicted = explain(setup) if scaled else explanation
@@ -38,7 +42,10 @@ def verify(explanation: Explanation) -> Verification:
     with settings.using(settings.replaced(second_look=False)):
         verdict, gradient = _gradient(setup, predicted)
         if predicted.is_multiple != explanation.is_multiple:
-            why = "Scaled down, it is not the same question: only one of them is a multiple of g."
+            why = (
+                "Scaled down, it is not the same question: of the two setups, only one has a "
+                "gradient that is a multiple of g."
+            )
             gradient = replace(gradient, outcome="unknown", why=why)
         comparisons = [gradient]
         if mended:
@@ -57,10 +64,10 @@ def _gradient(setup: Setup, predicted: Explanation) -> tuple[Verdict, Prediction
 
 
 def _mended(setup: Setup, predicted: Explanation) -> Prediction:
-    """The gradient of the setup with the advice followed."""
+    """The gradient of the setup after the change that the explanation advises."""
     what = "gradient with one loss over the gathered outputs"
     if setup.loss == "token-mean":
-        what = "gradient with the tokens counted over all"
+        what = "gradient with one count of all tokens"
     verdict = check(case_of(setup, 1), partial(mended_step, setup))
     return _compared(what, Expected(predicted.mended_factor, None), verdict)
 
@@ -84,8 +91,8 @@ def _training(setup: Setup, predicted: Explanation, mended: bool) -> Prediction:
     assert predicted.learning_rates is not None
     rate, wanted = float(predicted.learning_rates.same_step), float(_rate_for_mean(known))
     what = (
-        f"{STEPS} SGD steps{' after that' if mended else ''} with learning rate {number(rate)}, "
-        f"one big batch with {number(wanted)}"
+        f"{STEPS} SGD steps with {'that change and ' if mended else ''}learning rate "
+        f"{number(rate)}, one big batch with {number(wanted)}"
     )
     if given is not None and known != given:
         what += f" in place of your {number(given.learning_rate)}"

@@ -15,7 +15,8 @@ VerificationOutcome = Literal["agrees", "differs", "unknown"]
 class Prediction:
     """One prediction and what was measured.
 
-    ``what`` names it. ``why``: the reason if it could not be judged.
+    ``what``: the name of what is predicted. ``why``: the reason if the prediction could not be
+    judged.
     """
 
     what: str
@@ -29,9 +30,9 @@ class Prediction:
 class Verification:
     """What ranks found.
 
-    ``setup``: the setup that they ran. ``lane``: the backend and its device. ``scaled``: how that
-    setup differs from the one that was asked about. ``not_run``: the statements of the explanation
-    that were not verified.
+    ``setup``: the setup that they ran. ``lane``: the name of the backend on a kind of device.
+    ``scaled``: how that setup differs from the explained one. ``not_run``: the parts of the
+    explanation that were not verified.
     """
 
     setup: Setup
@@ -42,7 +43,7 @@ class Verification:
 
     @property
     def outcome(self) -> VerificationOutcome:
-        """Differs if any prediction differs; else unknown if any is unknown; else agrees."""
+        """The worst outcome of any prediction; "unknown" if there is no prediction."""
         outcomes = {prediction.outcome for prediction in self.comparisons}
         for outcome in ("differs", "unknown"):
             if outcome in outcomes:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.commands.exit_codes import DIFFERENT, SAME
-from ddp_equivalence.commands.results import look_at_file, write_json
+from ddp_equivalence.commands.results import require_writable_file, write_json
 from ddp_equivalence.ranks.server import start_early
 
 if TYPE_CHECKING:
@@ -19,28 +19,45 @@ def add(commands: Commands) -> None:
     explore = commands.add_parser(
         "explore",
         help="try random cases of the suite itself",
-        description="Try random cases on which the suite promises the big batch, and shrink each "
-        "false alarm to its smallest case. Exit code 0: no false alarm, 1: false alarms.",
+        description="Try random cases on which the suite promises the big batch. For each kind of "
+        "false alarm, print the smallest case that shows it. Exit code 0: the suite judged every "
+        "case rightly or could not tell, 1: it judged some wrongly.",
     )
     explore.add_argument(
-        "--right", type=int, default=2000, metavar="N", help="try N right cases (default 2000)"
+        "--right",
+        type=int,
+        default=2000,
+        metavar="N",
+        help="try N cases on which the big batch is promised; default 2000",
     )
     explore.add_argument(
-        "--wrong", type=int, default=0, metavar="N", help="also try N known differences"
+        "--wrong",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also try N known differences, each of which must be caught under its name; default 0",
     )
-    explore.add_argument("--seed", type=int, default=0, help="draw other cases")
-    explore.add_argument("--json", type=Path, metavar="PATH", help="write machine-readable results")
+    explore.add_argument(
+        "--seed", type=int, default=0, help="the seed with which the cases are drawn; default 0"
+    )
+    explore.add_argument(
+        "--json", type=Path, metavar="PATH", help="write the results to this file, as JSON"
+    )
 
 
-def run(known: argparse.Namespace) -> int:
-    """Search, and print the results."""
-    look_at_file("json", known.json)
+def run(arguments: argparse.Namespace) -> int:
+    """Try the cases, print the results, and return the exit code."""
+    require_writable_file("json", arguments.json)
     start_early()
-    return SAME if explored(known.right, known.wrong, known.seed, known.json) else DIFFERENT
+    return (
+        SAME
+        if explored(arguments.right, arguments.wrong, arguments.seed, arguments.json)
+        else DIFFERENT
+    )
 
 
 def explored(right: int, wrong: int = 0, seed: int = 0, results: Path | None = None) -> bool:
-    """Try random trials of the suite; return True if the suite judged all of them rightly."""
+    """Try random trials of the suite; return False if the suite judged one of them wrongly."""
     from ddp_equivalence.commands.explore import suite_report, suite_search
 
     search = suite_search.search(right, wrong, seed, progress=_print)

@@ -1,4 +1,4 @@
-"""Draw random values and shrink them with Hypothesis; nothing else in the package imports it."""
+"""Draw random values and shrink them with Hypothesis. Only this module imports Hypothesis."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ except ImportError as error:
 __all__ = ["draw_different", "integer", "one_of", "shrink", "strategies"]
 
 DRAWS_PER_VALUE = 60
-"""The most draws for each value that is wanted. Many are refused, or were drawn before."""
+"""The most draws for each value that is wanted. Many drawn values are refused, or were drawn
+before."""
 
 SHRINKING_SECONDS = 60.0
-"""After this time the smallest case so far is taken, since a case that hangs takes its deadline."""
+"""After this time the smallest case so far is taken. Without it, cases that hang could make a
+search very long, because each takes its whole deadline."""
 
 OFFSET = 3**50
-"""Is added to every integer that Hypothesis draws. Hypothesis prefers small integers, and constants
-that it finds in imported modules. It draws integers of this size evenly, and the same ones whatever
-is imported."""
+"""Hypothesis draws every integer with this number added. Otherwise it would prefer small integers,
+and constants that it finds in imported modules. It draws integers of this size evenly, and the same
+ones whatever is imported."""
 
 Value = TypeVar("Value", bound=Hashable)
 Item = TypeVar("Item")
@@ -65,7 +67,7 @@ def draw_different(
 ) -> tuple[Value, ...]:
     """Draw ``wanted`` different values that are accepted, the same ones for the same seed.
 
-    There may be fewer, if there are no more such values or they are rare.
+    If there are fewer such values, or if they are rare, fewer are returned.
     """
     accepted: dict[Value, None] = {}
 
@@ -88,9 +90,9 @@ def shrink(
 ) -> Value | None:
     """Search for the smallest value for which ``holds``; None if it holds for no known value.
 
-    The search draws what ``draw_different`` drew with the same arguments, up to the first value
-    that is ``known`` to hold, and shrinks that value. It calls ``holds`` once for every new value,
-    and no more after ``seconds``.
+    ``known``: values, and whether each of them holds. The search draws what ``draw_different`` drew
+    with the same arguments, up to the first value that is known to hold, and shrinks that value. It
+    calls ``holds`` once for every new value, and no more after ``seconds``.
     """
     answers = dict(known)
     until = time.monotonic() + seconds
@@ -126,7 +128,8 @@ def _find(
     # By default Hypothesis writes what it finds in imported modules to the working folder.
     home = Path(tempfile.gettempdir()) / f"ddp_equivalence-hypothesis-{os.getuid()}"
     configuration.set_hypothesis_home_dir(home)
-    # Hypothesis logs that drawing is slow. That is meant for tests; the search reports progress.
+    # Hypothesis logs that drawing is slow. This matters in tests only, and the search reports its
+    # own progress.
     logging.getLogger("hypothesis").setLevel(logging.ERROR)
     try:
         return hypothesis.find(values, condition, settings=settings, random=Random(seed))

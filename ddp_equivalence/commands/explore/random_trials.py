@@ -24,12 +24,13 @@ SMALL_LAYOUTS = (
 """Layouts of two to four ranks, from small to large, since shrinking prefers the first."""
 
 LAYOUTS = ("1x1", *SMALL_LAYOUTS * 6, "1x1", "1x1", "2x4", "1x8")
-"""Every layout as often as it is drawn relative to the others: eight ranks are slow on few cores,
-and on a single rank there is little to find."""
+"""The layouts to draw from. A layout that is listed more often is drawn more often. Eight ranks are
+listed once, because they are slow on few cores; a single rank is listed a few times only, because
+there is little to find."""
 
 LEAST_EXAMPLES = 3
-"""Examples of one big batch. Losses with positive examples have one in every three; without any,
-the loss would be 0 / 0."""
+"""The fewest examples of one big batch. In losses with positive examples, one in every three
+examples is positive; without a positive one the loss would be 0 / 0."""
 
 MOST_PER_RANK = 8
 EVEN_SHARDS = ("equal", "interleaved", "no_valid_token")
@@ -45,8 +46,8 @@ def random_trials(draw: strategies.DrawFn, strategy: str) -> Trial:
     """Draw a trial of this strategy that can run on this machine, whether or not the strategy
     promises the big batch for it.
 
-    Shrinks to few ranks, plain models and losses, few examples in equal shards, the gradients of
-    one step, float64, seed 0.
+    A trial shrinks to few ranks, plain models and losses, few examples in equal shards, the
+    gradients of one step, float64, seed 0.
     """
     layout = one_of(draw, [name for name in LAYOUTS if _layout_suits(strategy, name)])
     model = one_of(draw, [name for name in MODELS if _runs(name, strategy, layout)])
@@ -77,8 +78,9 @@ def portable_strategies() -> tuple[str, ...]:
 def shows_its_cause(trial: Trial) -> bool:
     """False for a known difference that could as well have another cause.
 
-    If one rank has all data, the gradients of a mean, of a sum and of the big batch are multiples
-    of each other. If the first update is wrong, later updates start from wrong weights.
+    This is so if one rank has all data: the gradients of a mean, of a sum and of the big batch are
+    then multiples of each other. It is also so for several updates: if the first is wrong, the
+    later ones start from wrong weights.
     """
     case = trial.case
     indices = split(case.shards, case.catalogue_examples, case.ranks.world_size).indices
@@ -113,7 +115,7 @@ def _shards_and_examples(
 def _steps(
     draw: strategies.DrawFn, world_size: int, model: str, shards: str, examples: int
 ) -> Steps:
-    """One big batch, several of the same size, or several of different sizes."""
+    """The number of big batches if all have the same size; otherwise the size of each."""
     count = integer(draw, 1, MOST_STEPS)
     one_size = shards not in NAMED_SIZES or bool(MODELS[model].batch_coupled)
     if count == 1 or one_size or not one_of(draw, (False, True)):
@@ -125,7 +127,9 @@ def _steps(
 
 
 def _layout_suits(strategy: str, layout: str) -> bool:
-    """A strategy of one process needs one node; with one replica it would just call the module."""
+    """A strategy of one process needs one node, and more than one replica: with a single replica it
+    would only call the module.
+    """
     ranks = parse(layout)
     return not STRATEGIES[strategy].one_process or (ranks.nodes == 1 and ranks.world_size > 1)
 
@@ -135,7 +139,7 @@ def _runs(model: str, strategy: str, layout: str) -> bool:
     if MODELS[model].only_exact:
         return False
     if MODELS[model].draws_random_numbers and STRATEGIES[strategy].runs_forward_in_turn:
-        return False  # It may happen to draw the same masks as the big batch.
+        return False  # The strategy may happen to draw the same masks as the big batch.
     on_nccl = not one_process and choose(parse(layout)).backend in NCCL_BACKENDS
     return not (MODELS[model].sparse_gradients and on_nccl)
 

@@ -1,4 +1,4 @@
-"""What may vary about a user's own case, and what stays as it is."""
+"""Which properties of a user's own case may vary, and which stay as they are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUTS = ("1x1", "1x2", "2x1", "1x3", "1+2", "1x4", "2x2", "1+3")
 DTYPES: tuple[torch.dtype, ...] = (torch.float64, torch.float32)
 
 CATALOGUE_EXAMPLES = 16
-"""The most examples of a batch that the catalogue makes, which has no size of its own."""
+"""The most examples of a batch if the catalogue makes it. Such a batch has no size of its own."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class SearchSpace:
     """All variations of a case. A field that is None may have any value.
 
     ``available``: the number of examples to choose from; ``takes_all``: every variation takes all
-    of them. ``by_position``: the examples may be any in the user's batch.
+    of them. ``by_position``: a variation may take examples at any positions of the user's batch.
     """
 
     available: int
@@ -46,11 +46,11 @@ class SearchSpace:
 def search_space(
     case: Case, step: object, given: dict[str, Any], options: dict[str, Any]
 ) -> SearchSpace:
-    """Everything that the caller has not given may vary.
+    """The variations of a case in which everything may vary that the caller has not given.
 
     ``given``: fields of the case and ``examples``, from the command line. ``options``: arguments of
-    ``check``. A trainer (``compare="update"``) contains its number of ranks and of examples in each
-    step, so these stay. Raises BadCase if no variation could run.
+    ``check``. The code of a trainer (``compare="update"``) fixes how many ranks there are and how
+    many examples each step has, so these do not vary. Raises BadCase if no variation could run.
     """
     trains = options.get("compare") == "update"
     steps = options.get("steps", 1 if trains else None)
@@ -58,7 +58,8 @@ def search_space(
     shards = given.get("shards", case.shards if keeps_shards else None)
     layouts = (given["layout"],) if "layout" in given else _layouts(case, step, shards, trains)
     if not layouts:
-        raise BadCase("shards", shards, f"shards for the ranks of one of {', '.join(LAYOUTS)}")
+        right = f"shards for as many ranks as one of these layouts has: {', '.join(LAYOUTS)}"
+        raise BadCase("shards", shards, right)
     examples = given.get("examples")
     dtypes = (given["dtype"],) if "dtype" in given else tuple(dict.fromkeys([*DTYPES, case.dtype]))
     if examples is not None:

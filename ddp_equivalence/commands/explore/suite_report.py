@@ -10,7 +10,7 @@ from ddp_equivalence.commands.explore.suite_search import JudgedTrial, SuiteSear
 
 
 def report_lines(search: SuiteSearch) -> Iterator[str]:
-    """The tables, the smallest case of each mistake with its report, and a line that counts all."""
+    """The tables, the report on the smallest case of each mistake, and a line that counts all."""
     right = [each for each in search.judged if each.cause is None]
     wrong = [each for each in search.judged if each.cause is not None]
     if right:

@@ -44,7 +44,7 @@ class JudgedTrial:
 
     @property
     def right(self) -> bool:
-        """True if the suite said what is known, or that it could not tell."""
+        """True if the suite said what is known of the trial, or that it could not tell."""
         if self.outcome == "unknown":
             return True
         if self.cause is None:
@@ -54,7 +54,7 @@ class JudgedTrial:
 
 @dataclass
 class SuiteSearch:
-    """The results of a search: of all trials, unless it was interrupted.
+    """The results of all trials of a search, or of those that ran before it was interrupted.
 
     ``smallest_mistakes``: for each strategy and kind of mistake, the smallest trial and its report.
     """
@@ -80,14 +80,14 @@ def search(
     """Try ``right`` random trials on which the big batch is promised, and ``wrong`` known
     differences. The trials are the same for the same seed.
 
-    Ctrl-C ends the search; it returns the results until then. Raises BadCase for a number below 0,
-    or if there is nothing to try.
+    Ctrl-C ends the search, which then returns the results so far. Raises BadCase for a number below
+    0, or if there is nothing to try.
     """
     for name, count in (("right", right), ("wrong", wrong), ("seed", seed)):
         if count < 0:
             raise BadCase(name, count, "an integer from 0")
     if not right + wrong:
-        raise BadCase("right", 0, "a number of cases above 0, here or in wrong")
+        raise BadCase("right", 0, "a number of cases above 0, if wrong is 0 too")
     results = SuiteSearch(seed)
     started = time.monotonic()
     try:
@@ -100,7 +100,7 @@ def search(
 
 
 def draw_trials(count: int, promised: bool, seed: int) -> dict[str, tuple[Trial, ...]]:
-    """At most ``count`` trials by strategy, about as many of each strategy."""
+    """At most ``count`` trials, by strategy. All strategies have about the same number."""
     return {
         name: draw_different(
             random_trials(name), share, f"{seed} {name}", _trials_of_kind(promised, share)
@@ -110,7 +110,7 @@ def draw_trials(count: int, promised: bool, seed: int) -> dict[str, tuple[Trial,
 
 
 def _shares(count: int) -> dict[str, int]:
-    """The number of trials of every strategy, if there are ``count`` in all."""
+    """The number of trials of each strategy, if there are ``count`` trials in all."""
     names = portable_strategies()
     each, left = divmod(count, len(names))
     return {name: each + (n < left) for n, name in enumerate(names) if each or n < left}
@@ -119,7 +119,8 @@ def _shares(count: int) -> dict[str, int]:
 def _trials_of_kind(promised: bool, share: int) -> Callable[[Trial], bool]:
     """A condition that accepts trials of this kind, but no two with the same seed.
 
-    After each draw, Hypothesis tries others that differ from it in one thing only.
+    After each draw, Hypothesis tries trials that differ from it in one thing only. Most of these
+    have the same seed, and are refused.
     """
     seeds: set[int] = set()
     on_single_rank: list[Trial] = []

@@ -18,10 +18,11 @@ MOST_STEPS = 3
 MOST_SEED = 99_999
 
 MOST_POSITIONS = 24
-"""The most examples that are taken from any positions; more are the first ones of the batch."""
+"""A variation with at most this many examples may take them at any positions of the batch. If it
+has more, they are the first ones of the batch."""
 
 UNEVEN = ("uneven",) * 3
-"""Uneven shards are drawn three times as often as other kinds, since they find most."""
+"""Uneven shards are drawn three times as often as other kinds, because most faults show on them."""
 
 EVEN_SHARDS = ("equal", "interleaved", "no_valid_token")
 """Shards with the same number of examples on every rank."""
@@ -31,7 +32,7 @@ EVEN_SHARDS = ("equal", "interleaved", "no_valid_token")
 class Variation:
     """One way to run the step.
 
-    ``examples``: the examples of all steps together; None for those of the case.
+    ``examples``: the examples of all steps together; None if they are those of the case.
     """
 
     layout: str
@@ -57,8 +58,10 @@ class Variation:
 
 @strategies.composite
 def variations(draw: strategies.DrawFn, space: SearchSpace) -> Variation:
-    """Draw a variation. Shrinks to few ranks, equal shards, few examples from the start of the
-    batch, one step, float64, seed 0.
+    """Draw a variation.
+
+    A variation shrinks to few ranks, equal shards, few examples from the start of the batch, one
+    step, float64, seed 0.
     """
     layout = one_of(draw, space.layouts)
     steps = _steps(draw, space)
@@ -107,7 +110,10 @@ def _shards_and_examples(
 def _unequal_sizes(
     draw: strategies.DrawFn, kind: str, world_size: int, most: int, takes_all: bool
 ) -> list[int]:
-    """The examples of every rank. "uneven": each rank has some. "empty": one rank has none."""
+    """How many examples each rank has.
+
+    ``kind``: "uneven" if each rank has some, "empty" if at least one rank has none.
+    """
     least = 1 if kind == "uneven" else 0
     sizes: list[int] = []
     for ranks_left in reversed(range(world_size)):
@@ -116,8 +122,8 @@ def _unequal_sizes(
         sizes.append(integer(draw, least, max(least, min(room, twice_an_equal_share))))
     if kind == "empty":
         empty = integer(draw, 0, world_size - 1)
-        # The rank before it takes its examples if all are to be taken. Else that rank gets one
-        # example if no other rank has any.
+        # If all examples must be taken, the rank before the empty one takes over its examples.
+        # Otherwise that rank gets one example if no other rank has any.
         no_others = sum(sizes) == sizes[empty]
         sizes[empty - 1] += max(sizes[empty] * takes_all, no_others)
         sizes[empty] = 0

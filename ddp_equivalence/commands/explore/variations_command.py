@@ -19,10 +19,10 @@ def explore_variations(
     target: str,
     options: Mapping[str, Any],
 ) -> str:
-    """Vary a user's own case and print the results; "same", "different" or "unknown".
+    """Vary a user's own case and print the results. Returns "same", "different" or "unknown".
 
-    ``given``: fields of the case from the command line. ``target``: the file and step as given
-    there. ``options``: the command's other options, for the line that repeats a case.
+    ``given``: fields of the case from the command line. ``target``: the file and step, as the
+    command line has them. ``options``: its other options, for the line that repeats a case.
     """
 
     def repeat(variation: Variation) -> str:

@@ -12,12 +12,12 @@ EXPLANATIONS = {
     "different": "not the big batch",
     "failed": "the ranks failed: nothing was compared",
     "unknown": "could not be judged",
-    "refused": "cannot be run so, and was left out",
+    "refused": "cannot be run, and was left out",
 }
 
 
 def report_lines(search: VariationsSearch) -> Iterator[str]:
-    """A count of every outcome, and the smallest case of each with its report."""
+    """A count of every outcome, and the report on each smallest case that the search has found."""
     for outcome in OUTCOMES:
         results = search.with_outcome(outcome)
         if not results:

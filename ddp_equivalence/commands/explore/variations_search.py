@@ -1,4 +1,6 @@
-"""Vary a user's own case, and shrink each way in which the user's step is not the big batch."""
+"""Vary a user's own case, and find the smallest case for each way in which the user's step is not
+the big batch.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ from ddp_equivalence.ranks.failure import RanksTimedOut
 from ddp_equivalence.report.verdict import Verdict
 
 DEADLINE = 20.0
-"""Seconds for the ranks' work of one case, if the caller gives none: a search runs many cases."""
+"""The seconds that the ranks get for one case if the caller gives no deadline. They are few,
+because a search runs many cases."""
 
 MOST_TIMEOUTS = 3
-"""A search stops after this many cases that time out, since each takes its whole deadline."""
+"""A search stops after this many cases that time out, because each takes its whole deadline."""
 
 TIMED_OUT = "ranks timed out"
 
@@ -48,7 +51,10 @@ class VariationResult:
 
     @property
     def group(self) -> tuple[str, str]:
-        """Results of one group are shrunk to one smallest case. Failures are grouped by reason."""
+        """The group of this result. The search finds one smallest case for each group.
+
+        A failure's group is its reason; any other result's group is its outcome.
+        """
         return self.outcome, self.reason if self.outcome == "failed" else ""
 
 
@@ -56,7 +62,8 @@ class VariationResult:
 class VariationsSearch:
     """The results of a search.
 
-    ``smallest``: the smallest case of each group that is not the same, its result and its report.
+    ``smallest``: for each group whose outcome is not "same", the smallest case, its result and its
+    report.
     ``stopped``: why the search stopped before its end, if it did.
     """
 
@@ -75,11 +82,11 @@ def search(
     repeat: RepeatLine,
     progress: Progress = lambda line: None,
 ) -> VariationsSearch:
-    """Try ``wanted`` variations of the user's case, and shrink those that are not the same.
+    """Try ``wanted`` variations of the user's case, and shrink those whose outcome is not "same".
 
     ``given``: the fields of the case, and ``examples``, that stay as they are. Ctrl-C ends the
-    search; it returns the results until then. Raises BadCase if no variation can run at all, for a
-    number below 1, and together with ``in_process``.
+    search, which then returns the results so far. Raises BadCase if no variation can run at all, if
+    ``wanted`` is below 1, and if the options have ``in_process``.
     """
     if wanted < 1:
         raise BadCase("explore", wanted, "a number of cases from 1")
@@ -103,7 +110,8 @@ def search(
 def different_seeds(space: SearchSpace) -> Callable[[Variation], bool]:
     """A condition that accepts no two variations with the same seed, if the seed may vary.
 
-    After each draw, Hypothesis tries others that differ from it in one thing only.
+    After each draw, Hypothesis tries variations that differ from it in one thing only. Most of
+    these have the same seed, and are refused.
     """
     seeds: set[int] = set()
 
@@ -180,13 +188,16 @@ def _run(
 
 @contextmanager
 def _repeat_line(line: str) -> Iterator[None]:
-    """Let verdicts show this line. The second look at a hang is left to whoever repeats it."""
+    """Let verdicts show this line as the command that repeats them.
+
+    A hang gets no second look here. It gets one when somebody repeats the case.
+    """
     with settings.using(replace(settings.current(), repeat=line, second_look=False)):
         yield
 
 
 def _kind_of_failure(verdict: Verdict) -> str:
-    """The failure in words that are the same for every case in which it happens."""
+    """The kind of a failure, in words that are the same for every case with such a failure."""
     failure = verdict.failure
     if failure is None or isinstance(failure, RanksTimedOut):
         return TIMED_OUT

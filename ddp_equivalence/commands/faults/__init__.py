@@ -1,1 +1,1 @@
-"""``ddp-equivalence faults``: fault injection, to see every fault caught and named."""
+"""``ddp-equivalence faults``: inject every known fault, and see whether it is caught and named."""

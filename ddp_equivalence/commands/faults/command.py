@@ -25,25 +25,30 @@ def add(commands: Commands) -> None:
         "caught and named, and which other checks would have noticed. Exit code 0: all are caught "
         "and named; 1: some are not.",
     )
-    faults.add_argument("names", nargs="*", metavar="NAME", help="these faults only")
-    faults.add_argument("--list", action="store_true", help="say what each fault breaks")
-    faults.add_argument("--layout", action="append", help="on this layout only; may be repeated")
+    faults.add_argument("names", nargs="*", metavar="NAME", help="plant these faults only")
+    faults.add_argument(
+        "--list", action="store_true", help="only list the faults, and what each of them breaks"
+    )
+    faults.add_argument(
+        "--layout", action="append", help="plant faults on this layout only; may be repeated"
+    )
     faults.add_argument(
         "--every",
         action="store_true",
-        help="every model, loss and dtype on every layout; takes minutes",
+        help="plant each fault with every model, loss and dtype on every layout; takes minutes",
     )
     faults.add_argument(
         "--right",
         type=int,
         default=0,
         metavar="N",
-        help="also run N random cases that are right, none of which may be called wrong",
+        help="also run N random cases that are right; the command fails if one is called wrong",
     )
     faults.add_argument(
         "--sensitivity",
         action="store_true",
-        help="instead, print the smallest wrong factor and wrong element that are caught, by dtype",
+        help="instead, print for each dtype the smallest wrong factor on all gradients and the "
+        "smallest error of one element that are caught",
     )
 
 
@@ -69,9 +74,9 @@ def _list_faults() -> int:
 
 
 def _print_table(names: Sequence[str], layouts: Sequence[str] | None, every: bool) -> int:
-    """Plant these faults, or all, show progress, and print the table of results.
+    """Plant these faults, or all if none is named, and print the table of results.
 
-    Returns the exit code. When interrupted, it prints the table of the results until then. Raises
+    Returns the exit code. If it is interrupted, it prints the table of the results so far. Raises
     BadCase for an unknown fault or layout.
     """
     from ddp_equivalence.case.layouts import parse
@@ -113,7 +118,7 @@ def _show_progress(result: FaultResult, done: int, count: int) -> None:
 
 
 def _print_sensitivity() -> int:
-    """Print the smallest faults of two kinds that are caught, by dtype."""
+    """Print the smallest faults of two kinds that are caught, one line for each dtype."""
     from ddp_equivalence.commands.faults.sensitivity import sensitivities
 
     print(f"{'dtype':<10}{'factor 1 +':>14}{'one element':>14}   (smallest caught, powers of two)")

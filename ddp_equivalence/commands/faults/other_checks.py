@@ -1,4 +1,4 @@
-"""What checks that people make instead would have seen of a fault."""
+"""Other checks that people make: would they have noticed a fault?"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEARNING_RATE = 1e-3
 
 
 def loss_value(verdict: Verdict, view: View) -> bool:
-    """The mean of the ranks' losses is not the loss of the big batch, to four digits."""
+    """True if the mean of the ranks' losses is not the loss of the big batch, to four digits."""
     by_rank = []
     for seen in verdict.observed.values():
         values = [call.loss for call in seen.backwards if call.step == view.setting.step]
@@ -30,17 +30,21 @@ def loss_value(verdict: Verdict, view: View) -> bool:
 
 
 def adam_update(verdict: Verdict, view: View) -> bool:
-    """The first step of Adam on rank 0 differs, by torch.testing.assert_close as it comes."""
+    """True if Adam's first step on rank 0 is not the big batch's, by the default limits of
+    ``torch.testing.assert_close``.
+    """
     return not _close(_adam(view.measured.by_rank[0]), _adam(view.expected), view.setting.dtype)
 
 
 def rank_agreement(verdict: Verdict, view: View) -> bool:
-    """The ranks do not hold the same."""
+    """True if the ranks do not hold the same values."""
     return verdict.comparison is not None and not verdict.comparison.ranks_agree
 
 
 def assert_close(verdict: Verdict, view: View) -> bool:
-    """Rank 0's gradients are not the big batch's, by torch.testing.assert_close as it comes."""
+    """True if rank 0's gradients are not the big batch's, by the default limits of
+    ``torch.testing.assert_close``.
+    """
     return not _close(view.measured.by_rank[0], view.expected, view.setting.dtype)
 
 
@@ -50,11 +54,14 @@ OTHER_CHECKS: dict[str, Callable[[Verdict, View], bool]] = {
     "ranks agree": rank_agreement,
     "assert_close": assert_close,
 }
-"""Each says True if it would have noticed."""
+"""By the name in the table, the function that says whether this check would have noticed."""
 
 
 def _adam(gradient: Tensor) -> Tensor:
-    """Of the first step: both averages are of one gradient, and bias correction undoes the rest.
+    """The update of Adam's first step.
+
+    Both moving averages then contain only this gradient, and bias correction cancels their decay
+    factors.
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 1.
     """

@@ -26,7 +26,9 @@ MODEL, LOSS, LAYOUT = "mlp", "mse_mean", "2x2"
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The smallest faults that are caught with one dtype: powers of two, or inf if 1 is missed.
+    """The smallest faults that are caught with one dtype.
+
+    Each is a power of two, or inf if even a fault of size 1 is missed.
 
     ``factor`` is how far a factor on all gradients is from 1. ``element`` is the error of one
     element, relative to the root mean square of its parameter's gradient.
@@ -73,7 +75,10 @@ def _changed(change: Callable[[torch.Tensor], Any]) -> Step:
 
 
 def _smallest(dtype: torch.dtype, make_step: Callable[[float], Step]) -> float:
-    """The smallest delta that is caught, by bisection: if one is caught, all larger ones are."""
+    """The smallest delta that is caught.
+
+    Bisection finds it; this assumes that every delta is caught that is larger than a caught one.
+    """
     case = Case(model=MODEL, loss=LOSS, layout=LAYOUT, dtype=dtype)
     missed, caught_at = SMALLEST - 1, LARGEST + 1
     while caught_at - missed > 1:

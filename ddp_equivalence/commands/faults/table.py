@@ -1,4 +1,4 @@
-"""Run trials with a fault planted in each, and print the results as a table, a row per fault."""
+"""Run trials with a planted fault, and write the results as a table with one row for each fault."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ddp_equivalence.report.verdict import Verdict
 Outcome = Literal["named", "among", "misnamed", "missed", "cannot_show", "never_fired"]
 """The result of planting a fault, in a word.
 
-The suite found a difference, and accepted the fault's name as the first cause ("named"), as one of
-several ("among") or not at all ("misnamed"). Or the suite found no difference: because the fault
-cannot show in this trial, as the verdict says ("cannot_show"), because the fault never did its
-damage ("never_fired"), or although it did ("missed").
+If the suite found a difference, it accepted the fault as the first cause ("named"), as one of
+several causes ("among"), or not at all ("misnamed"). If the suite found no difference, then the
+fault cannot show in this trial, and the verdict says so ("cannot_show"); or the fault never did its
+damage ("never_fired"); or it did, and the suite did not notice ("missed").
 """
 
 
@@ -29,7 +29,7 @@ class FaultResult:
 
     ``causes`` are the causes that the diagnosis accepted. ``distance`` is the error of the worst
     parameter, in multiples of its limit. ``noticed_by`` are the other checks that would have
-    noticed. ``checked`` says what was checked, for a trial that must be repeated.
+    noticed the fault. ``checked`` says what was checked, so that the trial can be repeated.
     """
 
     fault_trial: FaultTrial
@@ -42,7 +42,7 @@ class FaultResult:
 
     @property
     def as_expected(self) -> bool:
-        """True if the fault was caught and named, or cannot show."""
+        """True if the fault was caught and named, or if it cannot show in this trial."""
         return self.outcome in ("named", "among", "cannot_show")
 
 
@@ -94,7 +94,9 @@ def _outcome(fault_trial: FaultTrial, verdict: Verdict, causes: Sequence[str]) -
 def table_lines(results: Sequence[FaultResult]) -> Iterator[str]:
     """The table, with one row for each fault, and below it the results that are not as expected.
 
-    The last columns count how many of the caught faults other checks would have noticed.
+    The columns "shows" to "cannot show" count trials. "nearest limits" is the smallest error of a
+    caught fault, in multiples of its limit. The last columns count how many of the caught faults
+    other checks would have noticed.
     """
     names = list(dict.fromkeys(result.fault_trial.fault.name for result in results))
     width = max(map(len, names), default=0) + 2

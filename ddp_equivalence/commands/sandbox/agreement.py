@@ -1,4 +1,4 @@
-"""Does what was measured agree with the closed form, and with the published figures?"""
+"""Do the measured figures agree with the closed form, and with the published figures?"""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from ddp_equivalence.commands.sandbox.published import PublishedRow
 from ddp_equivalence.commands.sandbox.training_result import TrainingResult
 
 ROUNDING = 1e-12
-"""The relative error that sums of some thousand float64 numbers may have by rounding."""
+"""The relative error that rounding may cause in sums of some thousand float64 numbers."""
 
 WIDEST = 0.05
-"""The most that the interval of a variance may reach to either side, relative to the variance. A
-factor of 1.1 then lies two such widths away."""
+"""The largest half-width of a variance's interval, relative to the variance, that is narrow enough.
+A variance that is wrong by a factor of 1.1 is then two half-widths away."""
 
 MOST_CARRIED = 0.05
-"""The largest share of the steps' variance that may come from the spread of the weight itself.
-Steps that begin at the same weight are not independent."""
+"""The largest share of the steps' variance that may come from the spread of the weight itself. The
+interval of the variance treats all steps as independent, but steps that begin at the same weight
+are not."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ def width(result: TrainingResult, expected: ClosedForm) -> float:
 def with_closed_form(result: TrainingResult, expected: ClosedForm) -> tuple[Agreement, ...]:
     """Whether the closed form's w, variance and deviation lie in the intervals of those measured.
 
-    Without noise they must be equal except for rounding. Only the deviation of w over the
-    experiments shows that the ranks never reduced their gradients: w and the variance look right
-    then.
+    Without noise they must be equal except for rounding. If the ranks never reduced their
+    gradients, w and the variance still look right; only the deviation of w over the experiments is
+    wrong.
     """
     if expected.deviation == 0.0:
         return (
@@ -106,7 +107,9 @@ def with_published(
 
 
 def _why_inaccurate(expected: ClosedForm, half: float) -> str:
-    """Why the closed form is not accurate to ``half`` the interval of w; "" if it is."""
+    """Why the closed form is less accurate than the interval of w, of which ``half`` is half the
+    width; "" if it is accurate enough.
+    """
     if expected.curvature > half or expected.carried > MOST_CARRIED:
         return "the learning rate is too large for the closed form, which follows w to second order"
     return ""

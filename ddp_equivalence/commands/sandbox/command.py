@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, INTERRUPTED, NOT_JUDGED, SAME
-from ddp_equivalence.commands.results import look_at_file, look_at_folder, write_json
-from ddp_equivalence.commands.sandbox.extra_packages import look_for_matplotlib, look_for_scipy
+from ddp_equivalence.commands.results import (
+    require_writable_file,
+    require_writable_folder,
+    write_json,
+)
+from ddp_equivalence.commands.sandbox.extra_packages import require_matplotlib, require_scipy
 from ddp_equivalence.ranks.failure import RankFailed
 
 if TYPE_CHECKING:
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
     from ddp_equivalence.commands.sandbox.table import FinishedRow
 
 OF_A_SINGLE_RUN = ("lr", "batch_size", "n_epochs", "deterministic", "n_experiments", "ranks")
-"""Options that belong to single and multi, and not to the table or the plots."""
+"""Options of single and multi. The table and the plots do not take them."""
 
 TRUTHS = {"true": True, "false": False}
 
@@ -49,7 +53,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--table", action="store_true", help="run all nine published rows")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="draw two plots (SVG) into DIR")
     parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write the rows of --table that were run"
+        "--json", type=Path, metavar="PATH", help="write the rows of --table to this file, as JSON"
     )
 
 
@@ -88,17 +92,20 @@ def _add_options_of_a_single_run(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(known: argparse.Namespace) -> int:
-    """Run what the arguments ask for and return the exit code. Raises BadCase before it starts."""
-    _check_arguments(known)
+def run(arguments: argparse.Namespace) -> int:
+    """Run what the arguments ask for, and return the exit code.
+
+    Raises BadCase, before anything runs, for arguments that cannot be right.
+    """
+    _check_arguments(arguments)
     try:
-        if known.mode is not None:
-            return _single_run(_problem(known), known.as_published)
-        code = _table(known.seed, known.json) if known.table else SAME
-        if known.plot is not None and code != INTERRUPTED:
+        if arguments.mode is not None:
+            return _single_run(_problem(arguments), arguments.as_published)
+        code = _table(arguments.seed, arguments.json) if arguments.table else SAME
+        if arguments.plot is not None and code != INTERRUPTED:
             from ddp_equivalence.commands.sandbox.plot import draw
 
-            for path in draw(known.plot, known.seed):
+            for path in draw(arguments.plot, arguments.seed):
                 print(path)
         return code
     except RankFailed as error:
@@ -109,48 +116,51 @@ def run(known: argparse.Namespace) -> int:
         return NOT_JUDGED
 
 
-def _check_arguments(known: argparse.Namespace) -> None:
+def _check_arguments(arguments: argparse.Namespace) -> None:
     """Raises BadCase if options do not go together, or a package that they need is missing."""
-    table_or_plot = known.table or known.plot is not None
-    if (known.mode is None) == (not table_or_plot):
-        raise BadCase("sandbox", known.mode, "either single, multi, or --table and --plot DIR")
+    table_or_plot = arguments.table or arguments.plot is not None
+    if (arguments.mode is None) == (not table_or_plot):
+        right = "single, or multi, or one or both of --table and --plot DIR"
+        raise BadCase("sandbox", arguments.mode, right)
     for name in OF_A_SINGLE_RUN:
-        if known.mode is None and getattr(known, name) is not None:
+        if arguments.mode is None and getattr(arguments, name) is not None:
             right = "only with single or multi: the table and the plots use the published values"
-            raise BadCase(name, getattr(known, name), right)
-    if known.ranks is not None and known.mode == "single":
-        raise BadCase("ranks", known.ranks, "only with multi: single is one process")
-    if known.as_published and known.mode != "multi":
+            raise BadCase(name, getattr(arguments, name), right)
+    if arguments.ranks is not None and arguments.mode == "single":
+        raise BadCase("ranks", arguments.ranks, "only with multi: single is one process")
+    if arguments.as_published and arguments.mode != "multi":
         raise BadCase("as_published", True, "only with multi: the mistake needs several ranks")
-    if known.json is not None and not known.table:
-        raise BadCase("json", str(known.json), "only with --table")
-    look_at_file("json", known.json)
-    look_at_folder("plot", known.plot)
-    if not 0 <= known.seed < 2**62:
-        raise BadCase("seed", known.seed, "an integer from 0, below 2**62")
-    if known.plot is not None:
-        look_for_matplotlib()
-    if known.mode is not None or known.table:
-        look_for_scipy()
+    if arguments.json is not None and not arguments.table:
+        raise BadCase("json", str(arguments.json), "only with --table")
+    require_writable_file("json", arguments.json)
+    require_writable_folder("plot", arguments.plot)
+    if not 0 <= arguments.seed < 2**62:
+        raise BadCase("seed", arguments.seed, "an integer from 0, below 2**62")
+    if arguments.plot is not None:
+        require_matplotlib()
+    if arguments.mode is not None or arguments.table:
+        require_scipy()
 
 
-def _problem(known: argparse.Namespace) -> Problem:
+def _problem(arguments: argparse.Namespace) -> Problem:
     from ddp_equivalence.commands.sandbox.problem import Problem
 
     given = {
-        name: getattr(known, name) for name in OF_A_SINGLE_RUN if getattr(known, name) is not None
+        name: getattr(arguments, name)
+        for name in OF_A_SINGLE_RUN
+        if getattr(arguments, name) is not None
     }
     deterministic = TRUTHS.get(str(given.pop("deterministic", "False")).lower())
     if deterministic is None:
-        raise BadCase("deterministic", known.deterministic, "True or False")
+        raise BadCase("deterministic", arguments.deterministic, "True or False")
     defaults: dict[str, Any] = {
         "lr": 1e-3,
         "batch_size": 16,
         "n_experiments": 1 if deterministic else 10_000,
-        "ranks": 8 if known.mode == "multi" else 1,
+        "ranks": 8 if arguments.mode == "multi" else 1,
     }
-    problem = Problem(**(defaults | given), deterministic=deterministic, seed=known.seed)
-    if known.mode == "multi" and problem.ranks == 1:
+    problem = Problem(**(defaults | given), deterministic=deterministic, seed=arguments.seed)
+    if arguments.mode == "multi" and problem.ranks == 1:
         raise BadCase("ranks", 1, "2 or more for multi; one process is single")
     return problem
 
@@ -182,7 +192,7 @@ def _print_named(problem: Problem) -> bool:
     from ddp_equivalence.commands.sandbox.as_published import as_published, case_of
 
     verdict = check(case_of(problem), as_published, backend="gloo")
-    print("\nThe suite's report on the first step of this run, with noise:\n")
+    print("\nThe beginning of the suite's report on the first step of this run, with noise:\n")
     print("\n".join(str(verdict).splitlines()[: text.REPORT_LINES]))
     return verdict.cause == "raw_module_called"
 

@@ -7,17 +7,17 @@ from importlib.util import find_spec
 from ddp_equivalence.case.errors import BadCase
 
 
-def look_for_matplotlib() -> None:
+def require_matplotlib() -> None:
     """Raises BadCase if matplotlib, which draws the plots, is not installed."""
-    _look_for("matplotlib", field="plot", extra="plots")
+    _require_package("matplotlib", field="plot", extra="plots")
 
 
-def look_for_scipy() -> None:
-    """Raises BadCase if scipy, which the intervals come from, is not installed."""
-    _look_for("scipy", field="sandbox", extra="sandbox")
+def require_scipy() -> None:
+    """Raises BadCase if scipy, which computes the intervals, is not installed."""
+    _require_package("scipy", field="sandbox", extra="sandbox")
 
 
-def _look_for(package: str, field: str, extra: str) -> None:
+def _require_package(package: str, field: str, extra: str) -> None:
     if find_spec(package) is None:
         right = f"an installed {package}: pip install 'ddp_equivalence[{extra}]'"
         raise BadCase(field, f"no {package}", right)

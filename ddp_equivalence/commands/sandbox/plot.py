@@ -11,7 +11,7 @@ from typing import Any
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.sandbox.closed_form import closed_form
-from ddp_equivalence.commands.sandbox.extra_packages import look_for_matplotlib
+from ddp_equivalence.commands.sandbox.extra_packages import require_matplotlib
 from ddp_equivalence.commands.sandbox.problem import SAMPLES, Problem
 from ddp_equivalence.commands.sandbox.published import RANKS
 from ddp_equivalence.commands.sandbox.training import train
@@ -21,7 +21,7 @@ EXPERIMENTS = 1000
 the largest batches."""
 
 BASE_LR, BASE_BATCH = 1e-3, 16
-"""At this learning rate and batch size the three ways to scale the learning rate are the same."""
+"""At this batch size the three ways to scale the learning rate all give this learning rate."""
 
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#b0b0b0"
 """Colours that people with any colour vision can tell apart.
@@ -32,10 +32,10 @@ Source: Okabe, Ito, Color universal design, 2008.
 
 @dataclass(frozen=True)
 class Curve:
-    """The weight over one epoch, in the rows that share this line.
+    """The weight over one epoch, for one or more published rows in which it moves the same way.
 
     ``single``: the batch size of the row on one process; None if there is no such row. ``multi``:
-    whether a row on ranks with 16 examples each has this line.
+    whether there is a row on ranks with 16 examples each.
     """
 
     label: str
@@ -52,7 +52,7 @@ CURVES = (
     Curve("lr 0.001, batch 16", GREY, 1e-3, 16, False, width=5.0),  # another curve lies on it
     Curve("lr 0.008, batch 128", ORANGE, 8e-3, None, True),
 )
-"""The nine rows; those that have the same line share a curve."""
+"""The curves of the nine published rows."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,10 @@ SCALINGS = (
 def draw(folder: Path, seed: int = 0) -> tuple[Path, ...]:
     """Train what the plots show and write ``weight.svg`` and ``variance.svg``; returns their paths.
 
-    Raises BadCase if matplotlib is missing or the folder cannot be made, and RankFailed.
+    Raises BadCase if matplotlib is missing or the folder cannot be made, RankFailed if a rank
+    fails.
     """
-    look_for_matplotlib()
+    require_matplotlib()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

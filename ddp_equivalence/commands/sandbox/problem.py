@@ -19,13 +19,14 @@ BLOCK_SIZE = 1000
 """The most experiments that are trained side by side. Their noise is drawn at once."""
 
 LARGEST_LR = 1e6
-"""The largest learning rate taken: far more than any that trains, and its square is finite."""
+"""The largest learning rate that is accepted: far more than any that trains, and its square is
+finite."""
 
 MOST_EXPERIMENTS = 10_000_000
-"""More experiments than these would run for hours."""
+"""The most experiments that are accepted. More would run for hours."""
 
 FEWEST_EXPERIMENTS = 10
-"""The variance over fewer experiments with noise says nothing."""
+"""The fewest experiments with noise. The variance over fewer says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,8 @@ class Problem:
     """The settings of one run. ``batch_size`` is per rank; ``ranks`` is 1 for a single process.
 
     ``deterministic``: every input is 1 and every target 0. Otherwise independent standard normal
-    noise is added to both. It is drawn anew in each epoch, so that all steps are independent.
+    noise is added to both. The noise is drawn anew in each epoch, so that all steps are
+    independent.
 
     Raises BadCase for a field that cannot be right.
     """
@@ -88,9 +90,9 @@ class Problem:
 def batches(problem: Problem, experiments: range, rank: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets of every step for one rank, float64, shape (batch_size, experiments).
 
-    The ranks take consecutive shares of each global batch. Together they see the examples that one
-    process with a batch of that size sees. ``experiments`` must lie within one block. The examples
-    of an experiment do not depend on which other experiments are trained beside it.
+    The ranks take consecutive shares of each effective batch. Together they see the examples that
+    one process with a batch of that size sees. ``experiments`` must lie within one block. The
+    examples of an experiment do not depend on which other experiments are trained beside it.
     """
     for epoch in range(problem.n_epochs):
         inputs, targets = _epoch(problem, epoch, experiments)

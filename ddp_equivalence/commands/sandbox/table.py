@@ -1,4 +1,6 @@
-"""The nine published rows: published, measured, closed form, and whether they agree."""
+"""The table of the nine published rows: what was published, what was measured, the closed form,
+and whether they agree.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from ddp_equivalence.commands.sandbox.text import figure
 from ddp_equivalence.commands.sandbox.training import Progress, train
 from ddp_equivalence.commands.sandbox.training_result import TrainingResult
 
-GOES_ON_TO = 10_000
-"""How many experiments are run for the closed form if the published number is too small."""
+MORE_EXPERIMENTS = 10_000
+"""How many experiments a row's second run has. It is compared with the closed form only, and is
+made if the published number of experiments is too small."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,10 @@ class RowRun:
 
 @dataclass(frozen=True)
 class FinishedRow:
-    """A row with its runs: one with the published number of experiments, and one with more if
-    that number was too small.
+    """A published row and its runs.
+
+    The first run has the published number of experiments. If that number is too small, there is a
+    second run with more.
     """
 
     row: PublishedRow
@@ -67,7 +72,8 @@ def run_row(row: PublishedRow, progress: Progress = lambda done, of: None) -> Fi
     first = _run(row.problem, row, progress)
     if first.width <= agreement.WIDEST:
         return FinishedRow(row, (first,))
-    more = replace(row.problem, n_experiments=max(GOES_ON_TO, row.problem.n_experiments))
+    count = max(MORE_EXPERIMENTS, row.problem.n_experiments)
+    more = replace(row.problem, n_experiments=count)
     return FinishedRow(row, (first, _run(more, None, progress)))
 
 
@@ -103,7 +109,9 @@ def _figures(finished: FinishedRow, run: RowRun, first: bool) -> str:
     batch = str(problem.batch_size)
     if problem.ranks > 1:
         batch += f" x {problem.ranks}"
-    what = f"{row.mode:<7}{problem.lr:<10g}{batch:<7}" if first else f"{'':<7}{'and on to':<17}"
+    what = (
+        f"{row.mode:<7}{problem.lr:<10g}{batch:<7}" if first else f"{'':<7}{'more experiments':<17}"
+    )
     published = (row.w, row.variance) if first else ("", "")
     verdict = ("DIFFER" if finished.wrong else "agree") if first else ""
     line = (
@@ -121,7 +129,7 @@ def _intervals(run: RowRun, first: bool) -> Iterator[str]:
         f"       w ± {(w.high - w.low) / 2:.1e}, variance {variance.low:.4e} .. "
         f"{variance.high:.4e} (± {run.width:.1%})"
     )
-    too_wide = ": too wide to refuse a factor of 1.1" if run.width > agreement.WIDEST else ""
+    too_wide = ": too wide to exclude a factor of 1.1" if run.width > agreement.WIDEST else ""
     yield text + too_wide
     if first:
         ratio = by_name["published variance"]
@@ -141,14 +149,16 @@ def foot_lines(rows: Sequence[FinishedRow]) -> Iterator[str]:
         if not run.problem.deterministic
     }
     if kurtosis:
-        values = ", ".join(f"{value:+.4f} for {batch}" for batch, value in sorted(kurtosis.items()))
-        yield f"A step is a mean over the batch, and near normal: excess kurtosis {values}."
+        values = ", ".join(
+            f"{value:+.4f} at batch {batch}" for batch, value in sorted(kurtosis.items())
+        )
+        yield f"An update step is a mean over its batch, nearly normal: excess kurtosis {values}."
     yield f"Intervals: {LEVEL:.1%}. multi: DistributedDataParallel on {RANKS} ranks (gloo, CPU)."
     yield f"{len(rows) - len(wrong)} of {len(ROWS)} published rows agree."
 
 
 def as_json(rows: Sequence[FinishedRow], seed: int, interrupted: bool) -> dict[str, Any]:
-    """The rows that were run."""
+    """The rows that were run, as values that can be written as JSON."""
     return {
         "source": SOURCE,
         "seed": seed,

@@ -48,8 +48,8 @@ def result_lines(
     if not problem.deterministic:
         yield _figure_line("deviation of w", result.deviation, of_deviation, ".4e")
         yield (
-            f"an update step is nearly normal: excess kurtosis {expected.kurtosis:+.4f} "
-            "(the interval allows for it)"
+            f"an update step is nearly normal: excess kurtosis {expected.kurtosis:+.4f}, for which "
+            "the variance's interval allows"
         )
     for why in dict.fromkeys(agreement.why for agreement in agreements if agreement.why):
         yield f"not judged: {why}"
@@ -60,7 +60,7 @@ def spread_lines(problem: Problem, result: TrainingResult) -> Iterator[str]:
     if result.spread == 0.0:
         yield f"all {problem.ranks} ranks hold the same weights at the end, bit for bit"
         if problem.deterministic:
-            yield "  this shows nothing here: without noise all ranks see the same examples"
+            yield "  but this shows nothing: without noise all ranks see the same examples"
         return
     apart = float((result.spreads > 0).mean())
     typical = math.sqrt(float(result.weights.var(axis=0, ddof=1).mean()))
@@ -69,13 +69,13 @@ def spread_lines(problem: Problem, result: TrainingResult) -> Iterator[str]:
         f"{result.spread:.2e} apart"
     )
     yield (
-        f"  the standard deviation over the ranks is {typical:.2e}; the mean does not show it: it "
-        f"moved by {abs(result.w - 1):.2e}"
+        f"  the standard deviation over the ranks is {typical:.2e}; the mean weight, which moved "
+        f"by {abs(result.w - 1):.2e}, does not show this"
     )
 
 
 def figure(value: float, form: str) -> str:
-    """The number as text; "0" for a variance that is only rounding."""
+    """The number as text; "0" if it is so small that it is only rounding."""
     return "0" if abs(value) < 1e-24 else format(value, form)
 
 

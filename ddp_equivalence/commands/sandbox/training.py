@@ -19,7 +19,7 @@ from ddp_equivalence.ranks import Rank
 from ddp_equivalence.ranks.on_ranks import on_ranks
 
 DEADLINE, DEADLINE_A_STEP = 60.0, 0.1
-"""The seconds that a block may take, and how many more it may take for each step."""
+"""The seconds that the ranks get for a block: a fixed number, and a number for each step."""
 
 Progress = Callable[[int, int], None]
 """Is called with the number of finished blocks and the number of all blocks."""
@@ -29,7 +29,8 @@ Progress = Callable[[int, int], None]
 class Block:
     """What every rank is told to train.
 
-    ``as_published``: the DDP wrapper is made, and the bare net is called.
+    ``as_published``: make the mistake of the published script, which makes a DDP wrapper but calls
+    the bare net.
     """
 
     problem: Problem
@@ -40,7 +41,8 @@ class Block:
 def train(
     problem: Problem, as_published: bool = False, progress: Progress = lambda done, of: None
 ) -> TrainingResult:
-    """Run all experiments: in this process if the problem has one rank, else on real ranks (gloo).
+    """Run all experiments: in this process if the problem has one rank, on real ranks (gloo) if it
+    has more.
 
     Raises RankFailed or RanksTimedOut.
     """
@@ -98,7 +100,7 @@ def on_rank(rank: Rank, block: Block) -> BlockResult:
 
 
 def _averaged(gradient: Tensor) -> Tensor:
-    """The average over the ranks, as the published script takes it: only to print it.
+    """The average over the ranks, which the published script takes only to print it.
 
     The step that follows uses the rank's own gradient.
     """
@@ -114,7 +116,8 @@ def _gradient(neurons: Neurons) -> Tensor:
 
 def _result(neurons: Neurons, gradients: list[Tensor], lr: float) -> BlockResult:
     steps: NDArray[np.float64] = -lr * torch.stack(gradients).numpy()
-    # Distances from the first experiment's step: equal steps then have exactly no variance.
+    # The variance is taken of differences from the first experiment's step. It is then exactly 0 if
+    # all steps are equal.
     off = steps - steps[:, :1]
     means = off.mean(1)
     return BlockResult(

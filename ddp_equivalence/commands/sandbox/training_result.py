@@ -28,8 +28,9 @@ class BlockResult:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """All experiments of a run. ``weights``: shape (ranks, experiments); the steps are as in
-    ``BlockResult``.
+    """All experiments of a run.
+
+    ``weights``: shape (ranks, experiments). The other fields are as in ``BlockResult``.
     """
 
     weights: Array
@@ -52,12 +53,12 @@ class TrainingResult:
 
     @cached_property
     def deviation(self) -> float:
-        """The standard deviation of that weight over the experiments."""
+        """The standard deviation of rank 0's weight at the end, over the experiments."""
         return float(self._from_first.std(ddof=1)) if self.experiments > 1 else 0.0
 
     @property
     def _from_first(self) -> Array:
-        """The weights of rank 0 less that of the first experiment.
+        """The weights of rank 0 at the end, less its weight in the first experiment.
 
         The differences of equal weights are then exactly 0, without rounding.
         """
@@ -89,7 +90,8 @@ class TrainingResult:
 
 
 def joined(blocks: Sequence[Mapping[int, BlockResult]]) -> TrainingResult:
-    """Join the blocks of a run, each given by rank; the steps are those that rank 0 saw.
+    """Join the blocks of a run. Each block maps a rank to its result; the moments of the steps are
+    those of rank 0.
 
     Source: Chan, Golub, LeVeque, Updating formulae and a pairwise algorithm for computing sample
     variances, 1979.

@@ -133,7 +133,7 @@ def test_the_process_ends_with_the_exit_code(
         (USER_FILE.replace("1x2", "2xx2"), "mine.py", "layout = '2xx2': nodes x ranks per node"),
         (USER_FILE, "mine.py:nothing", "NAME = 'nothing': the name of a step in mine.py"),
         (USER_FILE, "mine.py:", "NAME = '': a file with `case = Case(...)`"),
-        (USER_FILE + "\noptions = {'speed': 3}", "mine.py", "unexpected keyword argument 'speed'"),
+        (USER_FILE + "\noptions = {'speed': 3}", "mine.py", "'speed' is none of them"),
     ],
 )
 def test_bad_input_is_told_on_stderr_with_exit_code_2(

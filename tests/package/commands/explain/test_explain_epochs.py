@@ -40,17 +40,17 @@ def said(**fields: Any) -> str:
         # 2 examples in 2 replicas: the mean of two sums over 1; of sums over 4 before.
         (
             SUMS_INSIDE | {"examples": 34},
-            "The last step has 2 examples, the last batch of it dealt 1 + 1: its gradient is 1/4",
+            "The last step has 2 examples, and its last batch is dealt 1 + 1: its gradient is 1/4",
         ),
         # 4 examples: the mean of four sums over 1.
         (SUMS_INSIDE | {"examples": 36}, "dealt 1 + 1 + 1 + 1: its gradient is 1/4 as large"),
         (
             SUMS_INSIDE | NOT_DIVIDED | {"examples": 82},
-            "The last batch, of 2, goes to 2 replicas: there an example counts 2 times as often",
+            "The last batch, of 2, goes to 2 replicas: each of its examples counts 2 times as",
         ),
         (
             SUMS_INSIDE | NOT_DIVIDED | {"examples": 82},
-            "has 34 examples, the last batch of it dealt 1 + 1: its gradient is 3/4 as large",
+            "has 34 examples, and its last batch is dealt 1 + 1: its gradient is 3/4 as large",
         ),
         (INSIDE | {"examples": 37}, "The last batch is dealt unevenly, 2 + 2 + 1: in its step"),
         (FOUR | {"examples": 10}, "10 examples, 3 a rank (DistributedSampler): 1 batch, of 3: 1 "),
@@ -63,7 +63,7 @@ def said(**fields: Any) -> str:
         ),
         (
             FOUR | {"accumulation": 8, "accumulation_divided": False, "examples": 80},
-            "That step's gradient is 5/8 as large as a whole step's.",
+            "That step's gradient is 5/8 as large as that of a whole step.",
         ),
         (
             {"batch": 1, "ranks_per_node": 8, "examples": 3},
@@ -124,9 +124,9 @@ def test_a_batch_that_no_step_reaches_is_told_first(fields: dict[str, Any], larg
     assert found.epoch is not None
     assert found.epoch.largest_step == largest
     whole = found.effective_batch
-    says = f"No step has the whole {whole}: the largest has {largest}. The learning rate above is"
+    says = f"No step has all {whole} examples: the largest has {largest}. The learning rate above"
     text = " ".join(str(found).split())
-    assert (f"Epoch: {says} not for it." in text) is (largest < whole)
+    assert (f"Epoch: {says} is not for such a step." in text) is (largest < whole)
     assert ("which no step of an epoch has" in text.partition(".")[0]) is (largest < whole)
 
 

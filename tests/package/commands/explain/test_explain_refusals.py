@@ -45,12 +45,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"examples": 15, "ranks_per_node": 4, "batch": 5, "drop_last": True},
         "batch",
-        "at most 4, the examples that each of 4 ranks gets: drop_last leaves 0 steps",
+        "at most 4, the examples that each of 4 ranks gets: with a larger batch, drop_last",
     ),
     (
         {"examples": 4, "batch": 5, "drop_last": True},
         "batch",
-        "at most 4, the examples that there are: drop_last leaves 0 steps",
+        "at most 4, the examples that there are: with a larger batch, drop_last",
     ),
 ]
 
@@ -107,7 +107,7 @@ def test_a_known_sum_over_tokens_is_refused_as_their_number_is_not_given() -> No
     with pytest.raises(BadCase) as refused:
         Setup(batch=4, loss="token-mean", known_good=known)
     assert (refused.value.field, refused.value.value) == ("known_loss", "sum")
-    assert "multiply that learning rate by the tokens of its batch" in refused.value.right
+    assert "Multiply that learning rate by the number of tokens of its batch" in refused.value.right
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])

@@ -22,7 +22,7 @@ def test_the_small_batch_is_dealt_like_the_real_one(replicas: int) -> None:
         all_busy = len(setup.replica_sizes) == setup.replicas
         assert (len(small.replica_sizes) == small.replicas) == all_busy
         assert small.batch <= batch
-        assert (f"batch {small.batch} for {batch}" in said) == (small.batch != batch)
+        assert (f"batch {small.batch} instead of {batch}" in said) == (small.batch != batch)
 
 
 @pytest.mark.self_check

@@ -137,17 +137,17 @@ SUMMED = {"batch": 4, "ranks_per_node": 4, "parallelism": "all-reduce-sum", "opt
     [
         (
             {"known_good": KnownGood.read("32@0.01")},
-            "Learning rate: 0.01 / 2 = 0.005 after that change, as on one device.",
+            "Learning rate: 0.01 / 2 = 0.005 with that change, as on one device.",
         ),
-        ({}, "a mean loss and batch 32, / 2, after the change above."),
+        ({}, "a mean loss and batch 32, divided by 2, with the change above."),
         (
             {"known_good": KnownGood.read("16@0.01")},
-            "(Your gradient is 2 g after the change above; each of them includes / 2 for that.) "
-            "0.005 keeps",
+            "(Your gradient is 2 g with the change above; each rate below includes the / 2 for "
+            "that.) 0.005 keeps",
         ),
-        ({}, "Either gives 2 g. A multiple of 3 also changes the effective batch: ask again with"),
+        ({}, "Either gives 2 g. A multiple of 3 also changes the effective batch, so run explain"),
         ({}, "multiply weight_decay by 2"),
-        ({"optimizer": "adam"}, "Multiply eps by 2 and nothing"),
+        ({"optimizer": "adam"}, "Multiply eps by 2, and the factor"),
     ],
 )
 def test_what_accumulation_leaves_of_a_mend_is_in_every_number(
@@ -159,13 +159,13 @@ def test_what_accumulation_leaves_of_a_mend_is_in_every_number(
 def test_mended_token_counts_leave_no_factor() -> None:
     text = said(**UNEVEN | {"loss": "token-mean"})
     assert "That gives g." in text
-    assert "a mean loss and batch 32, unchanged, after the change above." in text
+    assert "a mean loss and batch 32, unchanged, with the change above." in text
     assert "Optimizer" not in text
 
 
 def test_adam_is_told_of_linear_scaling_too_and_where_it_holds() -> None:
     text = said(**SUMMED, known_good=KnownGood.read("4@0.001"))
-    assert "the learning rate is 0.001, 0.002 or 0.004, depending on what it is to keep." in text
+    assert "the learning rate is 0.001, 0.002 or 0.004, depending on what it should keep." in text
     assert "0.004 (linear, x 4) keeps the distance per epoch if the gradient is much larger" in text
     assert "if noise dominates, it goes too far." in text
     smaller = said(**SUMMED, known_good=KnownGood.read("64@0.001"))
@@ -176,11 +176,11 @@ def test_adam_is_told_of_linear_scaling_too_and_where_it_holds() -> None:
 def test_adams_eps_is_said_once_with_all_its_factors() -> None:
     text = said(**SUMMED, known_good=KnownGood.read("4@0.001"))
     assert "and eps 5e-9." in text
-    assert "Multiply the eps above by 4, which gives 2e-8, and nothing of it is left" in text
+    assert "Multiply the eps above by 4, which gives 2e-8, and the factor cancels" in text
     assert "Multiply eps" not in text
     # Where the square-root rule does not reach, no eps is named above.
     far = said(**SUMMED | {"ranks_per_node": 16}, known_good=KnownGood.read("4@0.001"))
-    assert "Multiply eps by 16 and nothing of it is left" in far
+    assert "Multiply eps by 16, and the factor cancels" in far
     assert "eps above" not in far
 
 

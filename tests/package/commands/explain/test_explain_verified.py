@@ -157,9 +157,9 @@ def test_a_large_setup_is_verified_on_fewer_ranks_and_says_so() -> None:
     assert found.outcome == "agrees", found
     assert (found.setup.nodes, found.setup.processes) == (2, 8)
     assert found.scaled == (
-        "nodes x ranks per node 2 x 4 for 16 x 8",
-        "32 micro-batches for 64",
-        "batch 6 for 256",
+        "nodes x ranks per node 2 x 4 instead of 16 x 8",
+        "32 micro-batches instead of 64",
+        "batch 6 instead of 256",
     )
     assert "Scaled down: nodes" in str(found)
 

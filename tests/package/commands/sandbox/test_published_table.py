@@ -52,11 +52,11 @@ def test_the_table_says_what_was_held_against_what(done: list[table.FinishedRow]
         [*table.head_lines(), *(line for one in done for line in table.row_lines(one))]
     )
     assert text.count("agree\n") + text.endswith("agree") == 9
-    assert "too wide to refuse a factor of 1.1\n" in text
+    assert "too wide to exclude a factor of 1.1\n" in text
     assert max(map(len, text.splitlines())) <= 100
     foot = "\n".join(table.foot_lines(done))
     assert "9 of 9 published rows agree" in foot
-    assert "-0.0078 for 16, -0.0010 for 128" in foot
+    assert "-0.0078 at batch 16, -0.0010 at batch 128" in foot
 
 
 PROBLEM = Problem(lr=1e-3, batch_size=128)
