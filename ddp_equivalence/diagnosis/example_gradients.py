@@ -75,7 +75,7 @@ class ExampleGradients:
                 threads_for(self.parameters.total),
                 without_planted_faults(),
             ):
-                warnings.simplefilter("ignore")  # the loss may warn that one example is too few
+                warnings.simplefilter("ignore")  # a single example may be too few for the loss
                 self.cache[key] = self._compute(examples, generator)
         return self.cache[key]
 
