@@ -45,7 +45,7 @@ MAX_SELECTED = 200_000
 
 
 class Analysis:
-    """Everything about a check that is costly to compute; each is computed once, when asked for.
+    """Everything about a check that is costly to compute. Each part is computed once, if asked for.
 
     ``check`` makes it from the request and the reference, and adds what was ``measured`` on the
     ranks and, where something differs, what was ``observed`` in a second run. A check that is

@@ -62,5 +62,5 @@ def finding_without_prediction(hypothesis: Hypothesis) -> Finding:
 
 
 def finding_from_observation(hypothesis: Hypothesis, because: str = "") -> Finding:
-    """A finding that is believed because of an observation, without a prediction."""
+    """A finding that fits by observation, or because the case makes it likely; no prediction."""
     return replace(finding_without_prediction(hypothesis), fits=True, because=because)

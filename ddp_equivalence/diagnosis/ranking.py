@@ -14,7 +14,7 @@ LEAST_ACCEPTED = 1e-10
 """The rounding of float64: a right explanation may leave this much unexplained."""
 
 AS_GOOD = 2.0
-"""An explanation is as good as the best one if it leaves at most this times as much unexplained."""
+"""An explanation is as good as the best one if at most this many times as much is unexplained."""
 
 ROUNDING = 8.0
 """It is also as good if it leaves at most this many eps of the case's dtype unexplained."""

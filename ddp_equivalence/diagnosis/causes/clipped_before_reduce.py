@@ -16,8 +16,8 @@ EQUAL = 1e-3
 """Factors and norms whose relative difference is smaller are equal."""
 
 ADDED_TO_NORM = (1e-6, 0.0)
-"""torch's clip_grad_norm_ adds 1e-6 to the norm that it divides by; code that
-clips by hand may not.
+"""torch's clip_grad_norm_ adds 1e-6 to the norm that it divides by; code that clips by hand may
+add nothing.
 
 Source: torch 2.13, torch/nn/utils/clip_grad.py.
 """
