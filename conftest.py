@@ -1,4 +1,4 @@
-"""Parametrize tests that take a ``trial`` with trials of the catalogue, on the lane of each."""
+"""Give tests with the argument ``trial`` the catalogue's trials, each on its lane."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _parametrize(metafunc: pytest.Metafunc, trials: tuple[catalogue.Trial, ...])
 
 
 def _with_lane(config: pytest.Config, trial: catalogue.Trial) -> object:
-    """The trial as a test parameter: its lane is in the test's id, its marks, or its skip."""
+    """The trial as a test parameter; its id and marks name its lane, or it is skipped."""
     lane, reason = _lane_of(config, trial)
     marks = [
         getattr(pytest.mark, "nccl" if lane in NCCL_BACKENDS else lane),
@@ -51,7 +51,7 @@ def _with_lane(config: pytest.Config, trial: catalogue.Trial) -> object:
 
 
 def _lane_of(config: pytest.Config, trial: catalogue.Trial) -> tuple[str, str]:
-    """The lane that the trial runs on, and the reason why it cannot run there; "" if it can."""
+    """The lane of the trial, and the reason why the trial cannot run on it ("" if it can)."""
     strategy, layout = STRATEGIES[trial.strategy], trial.case.ranks
     must_run = config.getoption("--must-run")
     if strategy.lane is not None:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# GPU lane, for a box with two or more GPUs: the comparisons on NCCL and the real nn.DataParallel,
-# where falling back or skipping is a failure. Arguments go to pytest; results in results.json.
+# GPU lane, for a machine with two or more GPUs: run the comparisons on NCCL and with the real
+# nn.DataParallel. It fails if nothing was compared on one of them. NCCL may not fall back to gloo.
+# Arguments go to pytest. The results are in results.json.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ci/install.sh

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Make .venv with the package, and the locked versions of all that its tests use.
-#   ci/install.sh            what a run of the suite needs
-#   ci/install.sh test,lint  and these extras
+# Make .venv with the package and the locked versions of everything that it needs.
+#   ci/install.sh            for a run of the suite
+#   ci/install.sh test,lint  the same with the extras `test` and `lint`
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python3 -m venv .venv

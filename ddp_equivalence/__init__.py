@@ -1,4 +1,4 @@
-"""Does data-parallel training compute the gradients of one big batch? Settled by running it."""
+"""Check that data-parallel training computes the gradients of one big batch, by running both."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _MODULE_OF = {
 
 
 _PUBLIC_MODULES = {"explain": "commands.explain", "reproduction": "report.script"}
-"""Public modules that live in the folder of the flow to which they belong."""
+"""The short names of public modules, and the modules in subfolders that they stand for."""
 
 
 class _Alias(ModuleType):
-    """Stands for a public module under its short path, and imports it on first use."""
+    """Stands for a public module under its short name. The first use imports the real module."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -67,7 +67,8 @@ for _name in _PUBLIC_MODULES:
 
 
 def __getattr__(name: str) -> object:
-    # On first use, because pytest imports the plugin in every run, and few runs need torch.
+    # Names are imported on first use: pytest imports the plugin in every run, and few runs need
+    # torch.
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -1,9 +1,9 @@
-"""check(): case and step in, verdict out. assert_equivalent() raises unless the verdict is "same".
+"""``check`` returns a verdict on a step. ``assert_equivalent`` raises unless it is "same".
 
 This is the whole flow on one page: the ranks run the step, this process computes the reference
-meanwhile, the gradients are compared while they arrive, guards ask whether the comparison shows
-anything, and a difference is explained. The module is not called ``check``, because a module of
-that name would hide the function ``ddp_equivalence.check`` once it is imported.
+meanwhile, the gradients are compared while they arrive, ``vacuity`` asks whether the comparison
+could have failed, and a difference is explained. The module is not called ``check``, because a
+module of that name would hide the function ``ddp_equivalence.check`` once it is imported.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ from ddp_equivalence.report.verdict import Verdict
 def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verdict:
     """Compare what ``step`` leaves on every rank with one big batch.
 
-    ``step``: (model, shard, rank) -> None or {name: tensor}, or a name of
+    ``step``: (model, shard, rank) -> None or {name: tensor}, or the name of a strategy in
     ``ddp_equivalence.strategies``. ``options``: ``compare``, ``lr``, ``steps``, ``backend``,
     ``deadline``, ``collective_deadline``, ``fresh_ranks``, ``in_process``, ``allow_changes``;
     ``ddp_equivalence.measurement.request.CheckOptions`` says what each of them does.
 
-    Raises BadCase if the case or an option cannot be right; never for what the step does.
+    Raises BadCase if the case or an option cannot be right. What the step does wrong is reported in
+    the verdict, and raises nothing.
     """
     request = read_request(case, step, options)
     started = time.monotonic()
@@ -65,10 +66,11 @@ def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verd
 
 
 def assert_equivalent(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verdict:
-    """``check``, and raise unless the outcome is "same"; returns the verdict.
+    """Run ``check``, and return its verdict if the outcome is "same".
 
-    Raises NotEquivalent if something differs, RankFailed or RanksTimedOut if ranks did not come
-    back, NothingCompared if nothing was shown, BadCase as ``check`` does.
+    Raises NotEquivalent if something differs, RankFailed if a rank failed or the step changed
+    its process, RanksTimedOut if ranks did not finish in time, NothingCompared if the comparison
+    showed nothing, and BadCase as ``check`` does.
     """
     __tracebackhide__ = True
     verdict = check(case, step, **options)
@@ -108,7 +110,7 @@ def _judge(request: Request) -> Verdict:
             began = time.time()
             with threads_beside(request.processes.world_size):  # while the ranks work
                 expected = _expected(request)
-                nothing = vacuity.against_the_reference(expected.reference)
+                why_unknown = vacuity.against_the_reference(expected.reference)
             _check_shards(request, expected.reference)
             analysis = Analysis(request, expected)
             verdict = replace(verdict, examples=expected.reference.examples, analysis=analysis)
@@ -121,8 +123,8 @@ def _judge(request: Request) -> Verdict:
     except RankFailed as error:
         again = rerun(request, error, began) if began else None
         return replace(_failed(verdict, error), second_look=again)
-    if nothing is not None:
-        return _unknown(verdict, nothing)
+    if why_unknown is not None:
+        return _unknown(verdict, why_unknown)
     analysis.measurement = measurement
     verdict = replace(
         verdict,
@@ -133,25 +135,25 @@ def _judge(request: Request) -> Verdict:
         observed=analysis.observed,
     )
     world_size = request.processes.world_size
-    nothing = vacuity.against_the_evidence(
+    why_unknown = vacuity.against_the_evidence(
         measurement.evidence, request.strategy, world_size
     ) or vacuity.against_an_idle_plant(measurement.evidence, request.plant, request.processes)
-    if nothing is not None:
-        return _unknown(verdict, nothing)
+    if why_unknown is not None:
+        return _unknown(verdict, why_unknown)
     if measurement.comparison.same:
         return _same_if_shown(verdict, measurement, request)
     return _different_if_comparable(verdict, analysis, expected.reference, wrong)
 
 
 def _same_if_shown(verdict: Verdict, measurement: Measurement, request: Request) -> Verdict:
-    """Nothing differs: that is a pass only if it could have differed."""
-    nothing = vacuity.against_a_pass(
+    """Nothing differs. That is a pass only if a difference could have shown."""
+    why_unknown = vacuity.against_a_pass(
         measurement.comparison, measurement.evidence, lambda: verdict.nearest
     ) or vacuity.against_a_hidden_plant(request.plant, request.processes)
-    if nothing is not None:
-        return _unknown(verdict, nothing)
-    if measurement.left is not None and not (request.allow_changes or request.in_process):
-        return _failed(verdict, measurement.left)
+    if why_unknown is not None:
+        return _unknown(verdict, why_unknown)
+    if measurement.changes_error is not None and not (request.allow_changes or request.in_process):
+        return _failed(verdict, measurement.changes_error)
     return replace(verdict, outcome="same")
 
 
@@ -160,13 +162,13 @@ def _different_if_comparable(
 ) -> Verdict:
     """Something differs: name the cause, if one of the known explanations fits.
 
-    ``wrong``: the wrong answers that collectives give here, whatever the step does.
+    ``wrong``: the wrong answers that collectives give on this machine, whatever the step does.
     """
-    nothing = vacuity.against_another_start(
+    why_unknown = vacuity.against_another_start(
         reference, verdict.evidence
     ) or vacuity.against_divergence(reference, analysis.first_wrong_step)
-    if nothing is not None:
-        return _unknown(verdict, nothing)
+    if why_unknown is not None:
+        return _unknown(verdict, why_unknown)
     assert verdict.comparison is not None
     with threads_for(verdict.comparison.elements):
         findings = analysis.findings
@@ -185,11 +187,11 @@ def _different_if_comparable(
 
 
 def _wrong_collectives(wrong: tuple[str, ...]) -> Finding:
-    """Collectives that answer wrongly come before anything that a step may have done."""
+    """The finding that collectives give wrong answers. It comes before every cause in the step."""
     return Finding(
         cause="collective_wrong",
         sentence="The collectives themselves give wrong answers here, whatever the step does.",
-        look_at="the backend and its library, before the step: ddp-equivalence doctor asks them",
+        look_at="the backend and its library, before the step: ddp-equivalence doctor tests them",
         unexplained=None,
         accepted=True,
         fits=True,
@@ -197,23 +199,21 @@ def _wrong_collectives(wrong: tuple[str, ...]) -> Finding:
     )
 
 
-def _unknown(verdict: Verdict, nothing: Unknown) -> Verdict:
-    return replace(
-        verdict, outcome="unknown", reason=nothing.reason, unknown_because=nothing.because
-    )
+def _unknown(verdict: Verdict, why: Unknown) -> Verdict:
+    return replace(verdict, outcome="unknown", reason=why.reason, unknown_because=why.because)
 
 
 def _failed(verdict: Verdict, error: RankFailed) -> Verdict:
-    """The ranks' failure is no verdict on the step."""
-    nothing = Unknown(UnknownBecause.RANK_FAILED, "a rank failed")
+    """The verdict is unknown: a failure of ranks shows nothing about the gradients."""
+    why_unknown = Unknown(UnknownBecause.RANK_FAILED, "a rank failed")
     if isinstance(error, RanksTimedOut):
-        nothing = Unknown(UnknownBecause.RANKS_TIMED_OUT, "ranks timed out")
+        why_unknown = Unknown(UnknownBecause.RANKS_TIMED_OUT, "ranks timed out")
     if error.ends and error.ends[0].kind == "changed":
-        nothing = Unknown(
+        why_unknown = Unknown(
             UnknownBecause.PROCESS_CHANGED, "the step leaves more behind than gradients"
         )
     output: Mapping[int, str] = {end.rank: end.output for end in error.ends}
-    return replace(_unknown(verdict, nothing), failure=error, output=output)
+    return replace(_unknown(verdict, why_unknown), failure=error, output=output)
 
 
 def _check_shards(request: Request, reference: Reference) -> None:
@@ -232,5 +232,5 @@ def _expected(request: Request) -> Expected:
 
 @lru_cache(maxsize=128)
 def _expected_of_catalogue(case: Case, compare: Compare, lr: float, steps: Steps) -> Expected:
-    """Many strategies are held to the same big batch."""
+    """Kept for the next check, since many strategies are compared with the same big batch."""
     return Expected(big_batch(case, compare, lr, steps))

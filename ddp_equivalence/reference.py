@@ -54,7 +54,7 @@ def big_batch(
 ) -> Reference:
     """Compute the reference of a case.
 
-    Raises BadCase for everything that the case's model, batch or loss can do wrong.
+    Raises BadCase whenever the case's model, batch or loss is at fault.
     """
     model, batches = build_model(case), build_batches(case, steps)
     dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
@@ -81,10 +81,10 @@ def train(
     lr: float,
     loss: Loss | None = None,
 ) -> tuple[dict[GradientKey, Tensor | None], list[float]]:
-    """One forward and one backward pass for each big batch, with a plain SGD step between two.
+    """Run forward and backward once for each big batch, with a plain SGD step between two batches.
 
     Returns the gradients of every step (or, with ``compare="update"``, how far all steps together
-    moved the weights) and the loss of every step. ``loss`` is the case's own if it is None.
+    moved the weights) and the loss of every step. If ``loss`` is None, the case's own is used.
     """
     before: dict[str, Tensor] = {}
     if compare == "update":
@@ -111,7 +111,7 @@ def train(
 
 
 def in_dtype(batch: Any, dtype: torch.dtype | None) -> Any:
-    """A copy of the batch with its floating-point tensors in ``dtype``; None keeps their own."""
+    """A copy of the batch. Floating-point tensors are cast to ``dtype``, unless that is None."""
 
     def copied(leaf: Tensor) -> Tensor:
         if dtype is None or not leaf.is_floating_point():
@@ -122,7 +122,7 @@ def in_dtype(batch: Any, dtype: torch.dtype | None) -> Any:
 
 
 def loss_of_the_case(case: Case) -> Loss:
-    """The loss function that the case holds, or names."""
+    """The case's loss function, from the catalogue if the case has only its name."""
     return LOSSES[case.loss] if isinstance(case.loss, str) else case.loss
 
 
@@ -135,7 +135,7 @@ def _forward(case: Case, loss: Loss, model: nn.Module, batch: Any) -> Tensor:
         right = f"(model, batch) -> scalar tensor; it raised {type(error).__name__}: {error}"
         if "dtype" in str(error) or "Double" in str(error):
             right += (
-                " (the truth is computed in float64: build constants with the dtype of the input)"
+                " (the reference is computed in float64: give constants the dtype of the input)"
             )
         raise BadCase("loss", name, right) from error
     if not isinstance(value, Tensor):
@@ -157,13 +157,13 @@ def _backward(case: Case, value: Tensor) -> None:
 
 
 def _plain_sgd_step(model: nn.Module, lr: float) -> None:
-    """SGD without momentum or weight decay: nothing that could hide a factor on the gradient."""
+    """SGD without momentum or weight decay, so that no wrong factor on the gradient is hidden."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter.sub_(lr * parameter.grad.to_dense())
+                parameter.sub_(parameter.grad.to_dense(), alpha=lr)
 
 
 def _first_length(batch: Any) -> int:
-    """The number of examples: ``build_batches`` has made sure that all tensors agree in it."""
+    """The number of examples. ``build_batches`` has checked that all tensors have equally many."""
     return next(len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))

@@ -54,7 +54,7 @@ def step(model: nn.Module, shard: Batch, rank: Rank) -> None:
 
 
 def step_with_scaled_loss(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    """Wrong: somebody read that DDP divides by the world size, and multiplied the loss by it."""
+    """Wrong: the loss is multiplied by the world size, which undoes DDP's division."""
     ddp = DistributedDataParallel(model)
     (rank.world_size * loss(ddp, shard)).backward()
 
@@ -63,17 +63,17 @@ def digits_of_all_steps(generator: torch.Generator) -> Batch:
     return some_digits(generator, count=STEPS * BIG_BATCH)
 
 
-# With shards="own" every rank receives the digits of all steps, and its sampler takes its share.
+# "own": every rank receives the digits of all steps, and the rank's sampler takes its part.
 training_case = Case(
     model=build_model, batch=digits_of_all_steps, loss=loss, layout="2x2", shards="own"
 )
 
 
 def train(model: nn.Module, batch: Batch, rank: Rank) -> None:
-    """Right: a whole training loop, judged by how far it has moved the weights.
+    """Right: a whole training loop. The check compares how far it moves the weights.
 
-    Without shuffling, the sampler gives rank r the examples r, r + 4, r + 8, ... In each step every
-    rank takes four of them. Together these are 16 consecutive examples: the big batch of that step.
+    Without shuffling, the sampler gives rank r the examples r, r + 4, r + 8, ... The first four of
+    every rank are together the first 16 examples, which are the big batch of the first step.
     """
     dataset = TensorDataset(*batch)
     loader = DataLoader(

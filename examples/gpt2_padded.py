@@ -1,6 +1,4 @@
-"""A tiny GPT-2 on paragraphs grouped by length.
-
-It shows that the mean over all tokens is not the mean of the ranks' means.
+"""A tiny GPT-2 on paragraphs grouped by length: the mean over tokens is not the mean over ranks.
 
 ddp-equivalence check examples/gpt2_padded.py
 ddp-equivalence check examples/gpt2_padded.py:step_rank_mean
@@ -29,7 +27,7 @@ Batch = dict[str, Tensor]  # input_ids, attention_mask, labels: (PARAGRAPHS, LON
 
 
 def build_model() -> nn.Module:
-    """Random weights, no dropout."""
+    """A GPT-2 with random weights and no dropout."""
     config = GPT2Config(
         vocab_size=257,
         n_positions=LONGEST,
@@ -67,7 +65,7 @@ def next_tokens(batch: Batch) -> Tensor:
 
 
 def cross_entropy(model: nn.Module, batch: Batch, reduction: str) -> Tensor:
-    # This does not use the loss that GPT-2 returns, which is float32 even if the model is float64.
+    # Not the loss that GPT-2 returns: that one is float32, even if the model is float64.
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     return F.cross_entropy(
         logits[:, :-1].flatten(0, 1),
@@ -86,7 +84,7 @@ case = Case(model=build_model, batch=some_paragraphs, loss=loss, layout="1x2")
 
 
 def step_global_mean(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    """Right: every rank divides by the tokens of all ranks, and undoes DDP's own division."""
+    """Right: every rank divides by the tokens of all ranks, and undoes DDP's division."""
     ddp = DistributedDataParallel(model)
     tokens = (next_tokens(shard) != IGNORED).sum()
     dist.all_reduce(tokens)
@@ -95,7 +93,7 @@ def step_global_mean(model: nn.Module, shard: Batch, rank: Rank) -> None:
 
 
 def step_rank_mean(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    """Wrong, though most code does this: a token counts more on a rank that has fewer tokens."""
+    """Wrong but common: a token counts more on a rank with fewer tokens."""
     ddp = DistributedDataParallel(model)
     loss(ddp, shard).backward()
 

@@ -31,8 +31,8 @@ _BUILT = "_ddp_equivalence_built"
 def build_model(case: Case) -> nn.Module:
     """Build the untrained model, on the CPU, in the case's dtype.
 
-    Raises BadCase if the builder raises, returns no new nn.Module, or returns a model that cannot
-    be compared: with lazy or complex tensors, or without any parameter to train.
+    Raises BadCase if the builder raises, if what it returns is not a new nn.Module, or if the model
+    cannot be compared: it has lazy or complex tensors, or no parameter to train.
     """
     builder = MODELS[case.model].build if isinstance(case.model, str) else case.model
     try:
@@ -44,7 +44,7 @@ def build_model(case: Case) -> nn.Module:
         right = f"a builder that returns an nn.Module, not {type(model).__name__}"
         raise BadCase("model", name_of(case.model), right)
     if getattr(model, _BUILT, False):
-        right = "a builder that makes a new model at each call; this one returned the same again"
+        right = "a builder that makes a new model at each call; this one returned one model twice"
         raise BadCase("model", name_of(case.model), right)
     object.__setattr__(model, _BUILT, True)
     _check_tensors(case, model)
@@ -63,7 +63,7 @@ def build_model(case: Case) -> nn.Module:
 def _check_tensors(case: Case, model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
-            right = f"a model whose sizes are known; {name} is lazy: call it once in the builder"
+            right = f"a model whose sizes are known; {name} is lazy: call the model in the builder"
             raise BadCase("model", name_of(case.model), right)
         if tensor.is_complex():
             right = (
@@ -73,10 +73,10 @@ def _check_tensors(case: Case, model: nn.Module) -> None:
 
 
 def build_batches(case: Case, steps: Steps = 1) -> list[Any]:
-    """Build the big batch of every step, on the CPU, floating-point leaves in the case's dtype.
+    """Build the big batch of every step, on the CPU, with floats in the case's dtype.
 
     Raises BadCase if the batch holds no tensor, if its leaves differ in length, or if its examples
-    cannot be divided into that many big batches.
+    cannot be divided as ``steps`` says.
     """
     batch = _catalogue_batch(case, steps) if case.batch is None else _batch_of_the_user(case)
     batch = pytree.tree_map_only(Tensor, lambda leaf: _cast(leaf, case), batch)
@@ -97,17 +97,19 @@ def loss_of(case: Case) -> Any:
 def catalogue_loss_of(case: Case, needed_by: str) -> CatalogueLoss:
     """The case's loss as an entry of the catalogue, which says what each of its terms divides by.
 
-    ``needed_by`` is named in the error. Raises BadCase for a loss of the user's own, which has a
-    value and nothing else.
+    Raises BadCase for a loss of the user's own, which has only a value. The error says that
+    ``needed_by`` needs more.
     """
     if isinstance(case.loss, str):
         return LOSSES[case.loss]
     names = ", ".join(LOSSES)
-    raise BadCase("loss", name_of(case.loss), f"one of {names}: {needed_by} needs its normaliser")
+    right = f"one of {names}: {needed_by} needs to know what the loss divides by"
+    raise BadCase("loss", name_of(case.loss), right)
 
 
 def _examples_by_step(examples: int, steps: Steps) -> tuple[int, ...]:
-    right = f"steps that divide the {examples} examples of the batch, or the examples of each step"
+    right = f"a number that divides the {examples} examples of the batch, or a tuple with the "
+    right += "number of examples in each step"
     if isinstance(steps, tuple):
         whole = all(isinstance(size, int) and size > 0 for size in steps)
         if not steps or not whole or sum(steps) != examples:
@@ -138,7 +140,8 @@ def _catalogue_batch(case: Case, steps: Steps) -> Batch:
     targets = loss.targets(generator, inputs, model)
     if case.shards == "no_valid_token":
         if loss.output != "tokens":
-            raise BadCase("shards", case.shards, f"a loss over tokens; {loss.name} has none")
+            right = f"other shards, or a loss over tokens instead of {loss.name}"
+            raise BadCase("shards", case.shards, right)
         last_shard = list(split(case.shards, examples, case.ranks.world_size).indices[-1])
         targets[last_shard] = PADDING
     return {"inputs": inputs, "targets": targets}

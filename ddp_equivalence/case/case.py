@@ -32,20 +32,20 @@ class Case:
 
     ``model``: () -> nn.Module, or a name in ``ddp_equivalence.case.models.MODELS``.
     ``batch``: (torch.Generator) -> pytree of tensors, examples along dim 0. With None, the
-    catalogue makes one; then model and loss must be names of the catalogue.
+    catalogue makes the batch, and model and loss must be names of the catalogue.
     ``loss``: (model, batch) -> scalar tensor, or a name in
     ``ddp_equivalence.case.losses.LOSSES``.
-    ``layout``: nodes x ranks per node, ``"2x2"``; ranks of each node, ``"1+3"``;
-    ``"2x2-round-robin"``.
+    ``layout``: ``"2x2"`` is 2 nodes with 2 ranks each, ``"1+3"`` is a node with 1 rank and a node
+    with 3. With ``"-round-robin"`` after it, ranks are placed on the nodes in turn.
     ``shards``: ``"equal"``, ``"interleaved"``, ``"uneven"``, ``"one_example"``, ``"empty"``,
     ``"5+3"`` (examples per rank), or ``"own"``: every rank receives the whole batch.
-    ``dtype``: the model and the floating-point leaves of the batch are cast to it. None: they
-    keep theirs.
+    ``dtype``: the model and the floating-point leaves of the batch are cast to it. With None, they
+    keep their own.
     ``seed``: is set before model and batch are built, so that all processes build the same.
     ``examples``: the number of examples in a catalogue batch (default: 5 per rank).
     ``exact``: weights and batch are rounded to small integers, and gradients compared bit for bit.
 
-    Raises BadCase for a field that cannot be right, and says what would be.
+    Raises BadCase for a field that cannot be right. The error says what would be accepted.
     """
 
     model: ModelBuilder | str
@@ -70,7 +70,7 @@ class Case:
             raise BadCase("seed", self.seed, "an integer from 0, below 2**62")
         if self.shards == "no_valid_token" and self.batch is not None:
             raise BadCase(
-                "shards", self.shards, "other shards: only the catalogue pads its batch so"
+                "shards", self.shards, "other shards: only batches of the catalogue are padded so"
             )
 
     def _check_dtype(self) -> None:
@@ -85,18 +85,18 @@ class Case:
     def _check_batch(self, sizes: tuple[int, ...] | None) -> None:
         if self.batch is None:
             if not (isinstance(self.model, str) and isinstance(self.loss, str)):
-                right = "(torch.Generator) -> pytree of tensors, since model or loss are your own"
+                right = "(torch.Generator) -> pytree of tensors, since model or loss is your own"
                 raise BadCase("batch", None, right)
             model, loss = MODELS[self.model], LOSSES[self.loss]
             if model.output != loss.output:
-                right = f"a loss on {model.output}, which is what {self.model} returns"
-                raise BadCase("loss", self.loss, f"{right}; this one takes {loss.output}")
+                right = f"a loss for {model.output!r} output, which {self.model} returns"
+                raise BadCase("loss", self.loss, f"{right}; this one is for {loss.output!r}")
         elif not callable(self.batch):
             raise BadCase("batch", self.batch, "a function (torch.Generator) -> pytree of tensors")
         if self.examples is None:
             return
         if self.batch is not None:
-            raise BadCase("examples", self.examples, "None: your batch brings its own size")
+            raise BadCase("examples", self.examples, "None: your batch function sets the size")
         if isinstance(self.examples, bool) or not isinstance(self.examples, int):
             raise BadCase("examples", self.examples, "an integer from 1")
         if self.examples < 1 or (sizes is not None and sum(sizes) != self.examples):
@@ -110,7 +110,7 @@ class Case:
 
     @property
     def is_catalogue(self) -> bool:
-        """True if model, loss and batch are of the catalogue, so that names describe the case."""
+        """True if model, loss and batch come from the catalogue: their names describe the case."""
         return isinstance(self.model, str) and isinstance(self.loss, str) and self.batch is None
 
     @property

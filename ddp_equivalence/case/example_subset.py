@@ -1,4 +1,4 @@
-"""Take a case with some examples of its big batch only, whatever code builds that batch."""
+"""Make a case that has only some examples of another case's big batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACCEPTED = "a number of examples from 1, or their positions as in 0,1,5"
 
 @dataclass(frozen=True)
 class SubsetBuilder:
-    """A batch builder that calls another one and keeps the examples at ``positions``, in order.
+    """A batch builder that calls another one and keeps only the examples at ``positions``.
 
     It can be pickled if the other builder can, so that every rank builds the same subset.
     """

@@ -36,8 +36,8 @@ def restored_random_state() -> Iterator[None]:
 def without_restoring_random_state() -> Iterator[None]:
     """Inside the block, ``seeded`` sets seeds and does not restore the states afterwards.
 
-    For code whose caller restores them, or needs them no more: reading and setting numpy's state
-    alone takes 0.1 ms each time.
+    This saves time where the caller restores the states itself, or no longer needs them: reading
+    and setting numpy's state alone takes 0.1 ms each time.
     """
     _nobody_restores.append(True)
     try:

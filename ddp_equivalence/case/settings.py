@@ -13,7 +13,8 @@ class Settings:
     """The values that ``check`` uses where its caller gives no argument."""
 
     backend: str = "auto"
-    """The backend of the ranks. "auto" is NCCL with one GPU for each rank, else gloo on the CPU."""
+    """The backend of the ranks. "auto" is NCCL if there is a GPU for each rank, and gloo on
+    the CPU otherwise."""
     deadline: float = 60.0
     """Seconds after which a case is stopped."""
     collective_deadline: float | None = None
@@ -29,7 +30,7 @@ class Settings:
     second_look: bool = True
     """A case that hung, was aborted or differed is run once more, to find out more."""
     must_run: tuple[str, ...] = ()
-    """Lanes on which the run must compare something. "nccl" also forbids gloo in its place."""
+    """Lanes on which the run must compare something. With "nccl", gloo may not replace NCCL."""
     repeat: str = ""
     """The command that repeats the check. Reports print it."""
     plant: str = ""
@@ -39,7 +40,7 @@ class Settings:
 
 
 _settings: list[Settings] = [Settings()]
-"""The settings in force are the last; each ``using`` adds one while its block runs."""
+"""The last entry is in force. Each ``using`` adds an entry while its block runs."""
 
 
 def current() -> Settings:

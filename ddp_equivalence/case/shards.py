@@ -16,7 +16,8 @@ OWN = "own"
 class Shards:
     """The examples assigned to every rank.
 
-    ``indices[r]`` are the positions of rank r's examples in the big batch, which has ``examples``.
+    ``indices[r]`` are the positions of rank r's examples in the big batch. ``examples`` is the
+    number of examples in the big batch.
     """
 
     indices: tuple[tuple[int, ...], ...]
@@ -35,13 +36,14 @@ class Shards:
 
 def _equal(examples: int, world_size: int) -> tuple[int, ...]:
     if examples % world_size:
-        right = f"a multiple of {world_size} ranks, or name the sizes, as in shards='5+3'"
+        right = f"a number of examples that is a multiple of the {world_size} ranks, "
+        right += "or the size of each shard, as in shards='5+3'"
         raise BadCase("shards", f"equal, of {examples} examples", right)
     return (examples // world_size,) * world_size
 
 
 def _uneven(examples: int, world_size: int) -> tuple[int, ...]:
-    """Rank r gets examples in proportion to r + 1; the last rank gets what is left over."""
+    """Rank r gets examples in proportion to r + 1; the last rank also gets the remainder."""
     parts = world_size * (world_size + 1) // 2
     sizes = [examples * (rank + 1) // parts for rank in range(world_size)]
     sizes[-1] += examples - sum(sizes)
@@ -49,7 +51,7 @@ def _uneven(examples: int, world_size: int) -> tuple[int, ...]:
 
 
 def _one_example(examples: int, world_size: int) -> tuple[int, ...]:
-    """Rank 0 gets one example, the others equally many; the last gets what is left over."""
+    """Rank 0 gets one example. The others get equally many; the last also gets the remainder."""
     if world_size == 1:
         return (examples,)
     each = (examples - 1) // (world_size - 1)
@@ -57,7 +59,7 @@ def _one_example(examples: int, world_size: int) -> tuple[int, ...]:
 
 
 def _empty(examples: int, world_size: int) -> tuple[int, ...]:
-    """The last rank gets no example; the numbers of the others differ by at most one."""
+    """The last rank gets no example. The shards of the others differ by at most one example."""
     if world_size == 1:
         return (examples,)
     each, left_over = divmod(examples, world_size - 1)
@@ -91,7 +93,7 @@ def explicit_sizes(text: str, world_size: int) -> tuple[int, ...] | None:
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise BadCase("shards", text, right)
     if len(parts) != world_size:
-        raise BadCase("shards", text, f"one size a rank: {world_size}, not {len(parts)}")
+        raise BadCase("shards", text, f"one size for each rank: {world_size}, not {len(parts)}")
     return tuple(map(int, parts))
 
 

@@ -1,15 +1,15 @@
-"""Several training steps in one check: how the batch is read, and which gradient is which."""
+"""Several training steps in one check: how the batch is divided, and what is compared."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 Compare = Literal["gradients", "update"]
-"""Whether the gradients of every step are compared, or how far all steps together move the weights.
-"""
+"""What is compared: the gradients of every step, or how far all steps together move the weights."""
 
 Steps = int | tuple[int, ...]
-"""How many big batches the batch is read as, or how many examples each of them has."""
+"""The number of big batches, all of one size, that the batch is divided into; or the number of
+examples in each of them."""
 
 GradientKey = tuple[int, str]
 """Step, counted from 0, and parameter name. Updates are compared once, so their step is 0."""

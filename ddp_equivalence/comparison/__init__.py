@@ -1,1 +1,1 @@
-"""Measured against expected gradients: by name, on every rank, within limits that have a reason."""
+"""Compare measured gradients with expected ones by name, on every rank, within stated limits."""

@@ -1,4 +1,4 @@
-"""Gradients travel between processes in chunks, so that no side holds a second copy."""
+"""Gradients travel between processes in chunks, so that neither holds a second copy of all."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Compare measured gradients with expected ones: by name, on every rank, as a stream of chunks.
 
-Nothing here raises for a difference and nothing prints: the result is data.
+A difference raises no error, and nothing is printed: the result is data.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ddp_equivalence.comparison.gradients import Description, Gradients, dense, 
 from ddp_equivalence.comparison.tolerance import Limit, Noise, Tolerance
 
 MOSTLY_ONE = 1.02
-"""If one element alone is off, the squares of all differences add up to less than this many times
-the square of the largest."""
+"""One element alone is off if the sum of all squared differences is less than this many times the
+largest squared difference."""
 
 
 def compare(
@@ -34,8 +34,8 @@ def compare(
 ) -> Comparison:
     """Compare the gradients of every rank, ``measured[rank][name]``, with the expected ones.
 
-    ``expected`` is the truth in float64. Raises SuiteBug if both are the same memory, since a
-    reference that is compared with itself shows nothing.
+    ``expected`` are the true gradients, in float64. Raises SuiteBug if a measured gradient shares
+    its memory with the expected one, since comparing a gradient with itself shows nothing.
     """
     truth = _in_first_step(expected)
     described = {
@@ -72,9 +72,10 @@ def _check_memory(
 class _Sums:
     """The sums that are kept of one parameter on one rank while its chunks pass.
 
-    ``difference``, ``measured``: sums of squares of m - t and of m. ``product``: the sum of m t.
-    ``element``: the worst |m_i - t_i| / max(|t_i|, rms of t), at index ``place``. ``largest``: the
-    largest |m_i - t_i|. ``seen``: how many elements have passed.
+    Here m is the measured gradient and t the true one. ``difference``, ``measured``: sums of
+    squares of m - t and of m. ``product``: the sum of m t. ``element``: the worst
+    |m_i - t_i| / max(|t_i|, rms of t), at index ``place``. ``largest``: the largest |m_i - t_i|.
+    ``seen``: how many elements have passed. ``bits``: a hash of the chunks that have passed.
     """
 
     difference: float = 0.0
@@ -88,7 +89,7 @@ class _Sums:
 
 
 class Comparator:
-    """Compares gradients as they arrive: it holds the expected ones once, and sums of the measured.
+    """Compares gradients as they arrive. It holds the expected ones, and sums of the measured ones.
 
     Call ``begin`` for every rank, ``add`` its chunks in any order, then ``finish``.
     """
@@ -118,7 +119,7 @@ class Comparator:
         self._sums: dict[tuple[int, GradientKey], _Sums] = {}
 
     def begin(self, rank: int, described: Mapping[GradientKey, Description | None]) -> None:
-        """Announce what the rank has. It need not send gradients that are not expected."""
+        """Announce the gradients of a rank. Unexpected ones need not be added afterwards."""
         self._ranks[rank] = described
         for key, description in described.items():
             expected = self._described.get(key)
@@ -138,7 +139,7 @@ class Comparator:
         whole = self._expected.get(chunk.key)
         if whole is None or chunk.offset + flat.numel() > whole.size:
             return
-        # In numpy, since for small gradients a call into torch costs more than the arithmetic.
+        # This is in numpy: for small gradients, a call into torch costs more than the arithmetic.
         truth = whole[chunk.offset : chunk.offset + flat.numel()]
         values = flat.double().numpy()
         with np.errstate(all="ignore"):
@@ -157,7 +158,7 @@ class Comparator:
                     sums.element, sums.place = worst, chunk.offset + place
 
     def finish(self, noise: Mapping[GradientKey, Noise]) -> Comparison:
-        """The comparison of everything that was added. It may be called again with other ``noise``.
+        """The comparison of all chunks added. The method may be called again with other ``noise``.
 
         Raises SuiteBug if announced chunks are missing.
         """
@@ -165,7 +166,8 @@ class Comparator:
             announced = self._ranks[rank][key]
             if announced is not None and sums.seen != math.prod(announced.shape):
                 raise SuiteBug(
-                    f"{self._label(key)} of rank {rank}: {sums.seen} elements of {announced} came"
+                    f"{self._label(key)} of rank {rank} is {announced}, "
+                    f"but {sums.seen} elements arrived"
                 )
         structure = tuple(line for rank in sorted(self._ranks) for line in self._structure_of(rank))
         parameters = [self._parameter(key, noise.get(key, Noise())) for key in self._norms]

@@ -1,4 +1,4 @@
-"""The result of a comparison: per parameter and rank, error and limit. Frozen data, no prose."""
+"""The result of a comparison, as frozen data: errors and limits by parameter and rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ParameterComparison:
     """One parameter in one step on all ranks, with the limit that it is held to.
 
     ``name`` is the parameter's name, followed by the step if several steps are compared.
-    ``norm``: of the true gradient.
+    ``norm`` is the norm of the true gradient.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Comparison:
     def differing(self) -> tuple[ParameterComparison, ...]:
         """The parameters beyond their limit, worst first.
 
-        Parameters that are equally bad but for rounding stay in the order of the model.
+        Parameters that are beyond it equally far, up to rounding, stay in the order of the model.
         """
         beyond = [parameter for parameter in self.parameters if not parameter.same]
         return tuple(sorted(beyond, key=lambda parameter: -float(f"{_excess(parameter):.6g}")))
@@ -103,7 +103,7 @@ class Comparison:
 
 
 def _excess(parameter: ParameterComparison) -> float:
-    """How many limits the worst rank is off."""
+    """The error of the worst rank, divided by the limit."""
     if parameter.limit.relative > 0 and math.isfinite(parameter.limit.relative):
         return parameter.error / parameter.limit.relative
     return math.inf if parameter.error > 0 else 0.0

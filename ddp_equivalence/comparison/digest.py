@@ -1,4 +1,4 @@
-"""A hash of tensors: equal only if they are the same, bit for bit."""
+"""A hash of tensors. Two hashes are equal only if the tensors are the same, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 1024
 """How many words of 32 bits are condensed into one word of 64 bits."""
 
 CONDENSED_FROM = 2**16
-"""For this many bytes and more it is faster to condense them before they are hashed."""
+"""Tensors of this many bytes or more are condensed before they are hashed, which is faster."""
 
 
 @cache
@@ -28,8 +28,8 @@ def hash_bytes(hashed: hashlib._Hash, tensor: Tensor) -> None:
     """Add the bytes of a flat, contiguous tensor on the CPU to a hash.
 
     A large tensor is condensed first, by multilinear hashing (Lemire and Kaser, "Strongly universal
-    string hashing is fast", 2014). That is four times faster than SHA-256, and other bits give the
-    same hash only with a probability of 2^-32.
+    string hashing is fast", 2014). That is four times faster than SHA-256, and different tensors
+    get the same hash only with a probability of 2^-32.
     """
     data = tensor.view(torch.uint8).numpy()
     if data.size >= CONDENSED_FROM:
@@ -43,7 +43,7 @@ def hash_bytes(hashed: hashlib._Hash, tensor: Tensor) -> None:
 
 
 def digest(tensors: Mapping[str, Tensor | None] | Iterator[tuple[str, Tensor | None]]) -> str:
-    """A hash of names and bytes. Tensors with other bits give the same hash only by chance."""
+    """A hash of names and bytes. Different tensors get the same hash only by chance."""
     items = tensors.items() if isinstance(tensors, Mapping) else tensors
     hashed = hashlib.sha256()
     for name, tensor in items:

@@ -1,4 +1,4 @@
-"""Large gradients are sampled: a difference is explained on some of their elements."""
+"""Large gradients are sampled: only some of their elements are used to explain a difference."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ddp_equivalence.comparison.gradients import Key, dense
 class ElementSample(Generic[Key]):
     """Which elements of flattened gradients are kept: every ``stride``-th, beginning at the first.
 
-    A sum of gradients is a sum in every element, so a mixture of gradients shows in a sample too.
-    ``sizes``: the number of elements of each gradient. ``stride``: the distance of the kept ones.
+    Gradients are added element by element, so a sample also shows which gradients were added.
+    ``sizes``: the number of elements of each gradient. ``stride``: the distance from each kept
+    element to the next.
     """
 
     sizes: Mapping[Key, int]
@@ -29,11 +30,11 @@ class ElementSample(Generic[Key]):
         if sum(sizes.values()) <= elements:
             return cls(sizes, dict.fromkeys(sizes, 1))
         each = max(1, elements // len(sizes))
-        # An odd stride visits the columns of a matrix in turn.
+        # An odd stride visits the columns of a matrix in turn. An even one could skip some columns.
         return cls(sizes, {key: -(-size // each) | 1 for key, size in sizes.items()})
 
     def only(self, keys: Sequence[Key]) -> ElementSample[Key]:
-        """The same sample, of these gradients alone."""
+        """The same sample, but only of these gradients."""
         return ElementSample(
             {key: self.sizes[key] for key in keys}, {key: self.stride[key] for key in keys}
         )

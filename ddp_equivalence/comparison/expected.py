@@ -1,4 +1,4 @@
-"""What measured gradients are held to: the reference, and how far rounding alone may move it."""
+"""What measured gradients are compared with: the reference, and its rounding."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ddp_equivalence.reference import Reference
 
 
 class Expected:
-    """A reference with its gradients' descriptions, and its rounding once somebody asks for it."""
+    """A reference, the descriptions of its gradients, and its rounding."""
 
     def __init__(self, reference: Reference) -> None:
         self.reference = reference
 
     @cached_property
     def described(self) -> dict[GradientKey, Description | None]:
-        """Shape, dtype and layout of every measured gradient, if it is as it should be."""
+        """The shape, dtype and layout that every measured gradient should have."""
         dtypes = self.reference.dtypes
         return {
             key: description and replace(description, dtype=dtypes[key[1]])
@@ -28,5 +28,5 @@ class Expected:
 
     @cached_property
     def rounding(self) -> Rounding:
-        """Measured when asked for: gradients within the least limit need not know it."""
+        """Measured on first use, because gradients within the least limit pass without it."""
         return measure_rounding(self.reference)

@@ -49,7 +49,7 @@ def updates_of(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def sgd_step(model: nn.Module, lr: float) -> None:
-    """SGD without momentum or weight decay: nothing that could hide a factor on the gradient."""
+    """SGD without momentum or weight decay, so that no wrong factor on the gradient is hidden."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -63,7 +63,7 @@ def dense(gradient: Tensor) -> Tensor:
 
 
 def describe(gradients: Mapping[Key, Tensor | None]) -> dict[Key, Description | None]:
-    """The description of every gradient, None where there is none."""
+    """The description of every gradient; None for a gradient that is None."""
     return {
         key: None
         if gradient is None

@@ -43,8 +43,8 @@ EPS = torch.finfo(torch.float64).eps
 class Rounding:
     """How far rounding alone moves the big batch on one device.
 
-    ``noise``: of every gradient. ``order_matters``: True if the examples in another order give
-    another gradient, beyond rounding.
+    ``noise`` has the noise of every gradient. ``order_matters`` is True if reversing the order of
+    the examples changes the gradient by more than rounding.
     """
 
     noise: dict[GradientKey, Noise]
@@ -92,9 +92,9 @@ def _train_again(
 ) -> Gradients:
     """Train as the reference did, but with other rounding on the way.
 
-    ``dtype``: of model and batches; None keeps the case's own. ``nudge``: which random pattern of
-    one eps up or down is applied to weights and inputs; 0 for none. ``scaled``: multiply the loss
-    by SCALE and divide the gradients by it.
+    ``dtype``: the dtype of model and batches; with None, the case's own. ``nudge``: the number of
+    the random pattern by which weights and inputs move one eps up or down; 0 for none. ``scaled``:
+    multiply the loss by SCALE and divide the gradients by it.
     """
     case = reference.case
     model = build_model(case)
@@ -125,7 +125,7 @@ def _divide_gradient(parameter: Tensor) -> None:
 
 
 def _nudge(tensors: Iterable[Tensor], number: int) -> None:
-    """Move every value by one eps, up or down, as a differently rounded input would be.
+    """Move every value by one eps, up or down, as other rounding could have moved it.
 
     Whole numbers stay as they are: they may be labels or flags, and are rarely rounded.
     """
@@ -140,7 +140,7 @@ PLACES = 10_000
 """The distance between the random seeds of one nudge and those of the next."""
 
 MOST_REMEMBERED = 4096
-"""The factors for at most this many values are kept for the next check."""
+"""Factors are kept for the next check if they are for at most this many values."""
 
 
 def _factors(place: int, count: int, dtype: torch.dtype) -> Tensor:
@@ -158,7 +158,7 @@ _small_factors = lru_cache(maxsize=64)(_random_factors)
 
 
 def _noise(truth: Gradients, other: Gradients) -> dict[GradientKey, Noise]:
-    """The distance of other gradients from the true ones, for each of them."""
+    """The distance of each gradient in ``other`` from the true one."""
     noise = {}
     for key, expected in truth.items():
         value = other.get(key)
@@ -175,7 +175,10 @@ def _noise(truth: Gradients, other: Gradients) -> dict[GradientKey, Noise]:
 
 
 def _noise_of_weights(reference: Reference) -> dict[GradientKey, Noise]:
-    """The rounding of weights, at their own size: an update is the difference of two weights."""
+    """The noise of updates that comes from rounding the weights.
+
+    An update is the difference of two weights, and each of them is rounded at its own size.
+    """
     noise = dict.fromkeys(reference.expected, Noise())
     for name, weight in build_model(reference.case).named_parameters():
         update = reference.expected.get((0, name))
@@ -200,13 +203,13 @@ def _worst(
 
 
 def _largest(truth: Gradients, noise: Mapping[GradientKey, Noise]) -> float:
-    """The largest noise of a gradient over its own norm."""
+    """The noise of each gradient divided by its norm: the largest of these ratios."""
     norms = {key: float(value.norm()) for key, value in truth.items() if value is not None}
     return max((noise[key].norm / norm for key, norm in norms.items() if norm > 0), default=0.0)
 
 
 def _relative(truth: Gradients, noise: Mapping[GradientKey, Noise]) -> float:
-    """The noise of all gradients together over their norm."""
+    """The noise of all gradients together, divided by their norm."""
     squares = [value.to_dense().norm().item() ** 2 for value in truth.values() if value is not None]
     norm, moved = math.sqrt(sum(squares)), math.sqrt(sum(one.norm**2 for one in noise.values()))
     return moved / norm if norm > 0 else 0.0

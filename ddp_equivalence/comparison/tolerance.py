@@ -1,9 +1,9 @@
 """Limits: how far from the float64 big batch a gradient may be before the difference is a fault.
 
-One device in the case's precision is off as well, by rounding alone. A data-parallel gradient may
-be a small multiple of that error away from the truth. It may always be a few eps away, since the
-one device is sometimes lucky. (TTrace, arXiv 2506.09280, theorem 5.3, bounds the error the same
-way.)
+One device that computes in the case's precision is off as well, by rounding alone. A data-parallel
+gradient may be a small multiple of that error away from the truth. It may always be a few eps away,
+since the error of the one device is sometimes small by luck. (TTrace, arXiv 2506.09280,
+theorem 5.3, bounds the error the same way.)
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ EPS_MULTIPLES = {torch.float64: 256.0, torch.float32: 64.0, torch.float16: 8.0, 
 moves the gradients of the catalogue."""
 
 DEVICE_MULTIPLE = 8.0
-"""The limit, in errors of one device. The error of sharded training over that of one device was at
-most 2.7 in float32. It was up to 9.4 in bfloat16, but only where the one device was lucky, and
-there the least limit is larger."""
+"""The limit, as a multiple of the error of one device. The error of sharded training was at most
+2.7 times that of one device in float32. In bfloat16 it was up to 9.4 times that, but only where the
+error of the one device was small by luck, and there the least limit is larger."""
 
 ELEMENT_MULTIPLE = 8.0
-"""Single elements scatter more than the norm of all: the limit allows 8 standard deviations."""
+"""Single elements scatter more than the norm of all elements: the limit allows 8 standard
+deviations."""
 
 WHOLE_MULTIPLES = {torch.float64: 4.0, torch.float32: 4.0, torch.float16: 1.0, torch.bfloat16: 1.0}
-"""A limit in eps of the whole gradient's norm. A parameter whose true gradient is zero (a bias
-before a normalisation) holds rounding of about this size, and its own norm is no measure of
-that."""
+"""A limit in eps of the norm of the whole gradient, which is that of all parameters together. A
+parameter whose true gradient is zero (a bias before a normalisation) holds rounding of about this
+size, whatever its own norm is."""
 
 USELESS = 0.4
-"""A relative limit of this size would nearly let half a gradient pass, which is what averaging
-twice over two ranks leaves."""
+"""A relative limit is useless from this size on: it would nearly accept half a gradient, which is
+what averaging twice over two ranks leaves."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,11 @@ class Noise:
 
 @dataclass(frozen=True)
 class Limit:
-    """The limit of one parameter: relative to its norm, and for each element; with its reason.
+    """The limit of one parameter, for its gradient as a whole and for each element of it.
 
-    ``absolute`` is the limit on ||measured - truth||; ``relative`` the same over ||truth||;
-    ``element`` bounds |measured_i - truth_i| / max(|truth_i|, root mean square of truth).
+    ``absolute`` is the limit on ||measured - truth||; ``relative`` is ``absolute`` / ||truth||;
+    ``element`` bounds |measured_i - truth_i| / max(|truth_i|, root mean square of truth). ``floor``
+    is the error of one device / ||truth||. ``reason`` says where the limit comes from.
     """
 
     absolute: float
@@ -87,8 +89,8 @@ class Tolerance:
     ) -> Limit:
         """The limit for a parameter.
 
-        ``norm``: of its true gradient. ``noise``: of rounding on one device. ``dtype``: its own.
-        ``elements``: how many it has.
+        ``norm``: the norm of its true gradient. ``noise``: its rounding on one device. ``dtype``:
+        its own dtype. ``elements``: the number of its elements.
         """
         if self.exact:
             return Limit(0.0, 0.0, 0.0, 0.0, "exact: integer-valued data, bit for bit")
@@ -111,7 +113,7 @@ class Tolerance:
             ELEMENT_MULTIPLE * multiple * eps, self.device_multiple * _finite(noise.element)
         )
         if norm > 0 and of_whole > max(least, measured):
-            # The absolute limit, all of it in one element, in units of the root mean square.
+            # One element alone may use up the absolute limit. The unit is the root mean square.
             element = max(element, of_whole / norm * math.sqrt(elements))
         return Limit(
             absolute=absolute,

@@ -1,4 +1,4 @@
-"""The analysis of one check: whatever costs time to know, computed when it is asked for."""
+"""The analysis of one check: what is costly to compute is computed when it is asked for."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ from ddp_equivalence.diagnosis.setting import setting_of
 from ddp_equivalence.diagnosis.share_fit import NoShares
 from ddp_equivalence.diagnosis.shares import Shares, shares_of
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import Measurement
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.strategies.sharded_batch import sharded_batches
 
 MAX_ELEMENTS = 2_000_000
-"""Ranks x elements that are kept to take a difference apart; of more, a selection is."""
+"""Up to this many ranks x elements, the diagnosis keeps all elements; of more it keeps some."""
 
 MAX_SELECTED = 200_000
-"""Ranks x elements of that selection: enough to tell causes apart, and little beside the model."""
+"""The ranks x elements that are then kept: enough to tell causes apart, few beside the model."""
 
 
 class Analysis:
-    """Everything about a check that costs time to know: computed when it is asked for, and once.
+    """Everything about a check that is costly to compute. Each part is computed once, if asked for.
 
     ``check`` makes it from the request and the reference, and adds what was ``measured`` on the
     ranks and, where something differs, what was ``observed`` in a second run. A check that is
-    plainly the same asks for nothing.
+    plainly the same computes none of it.
     """
 
     def __init__(self, request: Request, expected: Expected) -> None:
@@ -87,11 +88,12 @@ class Analysis:
     def floor_of(self, parameter: ParameterComparison) -> float | None:
         """How far rounding alone moves this parameter on one device, relative to its norm.
 
-        None where the model is too large to measure it for a report alone.
+        None if the model is too large to measure this only for a report.
         """
         if not self.sample.is_whole:
             return None
-        noise = self._expected.rounding.noise.get(parameter.key, Noise())
+        with without_planted_faults():  # the report may be printed while a fault is planted
+            noise = self._expected.rounding.noise.get(parameter.key, Noise())
         return noise.norm / parameter.norm if parameter.norm > 0 else 0.0
 
     @cached_property
@@ -118,12 +120,12 @@ class Analysis:
         if self.measurement is not None and self.measurement.comparison.structure:
             return "gradients that are missing or of another shape cannot be fitted"
         if self._later_weights_are_wrong:
-            return "after the first step the weights of a wrong run are its own"
+            return "after its first step a wrong run has weights that no prediction is made for"
         return ""
 
     @cached_property
     def first_wrong_step(self) -> int:
-        """The first step that differs. Updates are compared after the last one."""
+        """The first step that differs; the last step if updates are compared."""
         assert self.measurement is not None
         if self._request.compare == "update":
             return self._request.step_count - 1
@@ -143,7 +145,7 @@ class Analysis:
 
     @cached_property
     def divisors(self) -> Divisors | None:
-        """The numbers that the loss, the ranks and the big batch divide by, if they are plain."""
+        """The numbers that ranks' losses, the reduction and the big batch divide by, if known."""
         return None if self.view is None else find_divisors(self.view)
 
     @cached_property
@@ -169,7 +171,8 @@ class Analysis:
             return None
         request = self._request
         batches = build_batches(request.case, request.steps)
-        setting = setting_of(request, self._expected, batches, step)
+        with without_planted_faults():
+            setting = setting_of(request, self._expected, batches, step)
         parts: PartsByRank | None = None
         if setting.shards is not None:
             parts = tuple((shard,) for shard in setting.shards)
@@ -186,7 +189,7 @@ class Analysis:
         )
 
     def _multiples_of_weights(self) -> Mapping[str, float]:
-        """Parameter -> how many times its first weights are left over in a wrong update."""
+        """Parameter -> c, where the error of its update is c times its initial weights."""
         assert self.measurement is not None
         sample = self.sample_of_step(0)
         measured = {name: one for (_, name), one in self.measurement.measured[0].items()}

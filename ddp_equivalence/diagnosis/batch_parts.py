@@ -18,7 +18,7 @@ PartsByRank = tuple[tuple[Indices, ...], ...]
 
 @dataclass(frozen=True)
 class BatchParts:
-    """Every rank of the layout averages the gradients of its parts: one part a micro-batch.
+    """Each part is a micro-batch. Every rank of the layout averages the gradients of its parts.
 
     ``by_rank`` is None where the parts are not known.
     """
@@ -28,7 +28,7 @@ class BatchParts:
 
     @property
     def count(self) -> int:
-        """The number of gradients that are reduced; one a rank where the parts are not known."""
+        """The number of parts on all ranks; if they are not known, the number of ranks."""
         if self.by_rank is None:
             return self.examples.setting.world_size
         return sum(map(len, self.by_rank))
@@ -45,7 +45,7 @@ class BatchParts:
         return [tuple(index for part in parts for index in part) for parts in self.by_rank or ()]
 
     def contributions(self) -> Tensor | None:
-        """The mean over each rank's parts, shape (world size, elements); None if unknown."""
+        """The mean gradient of each rank's parts, shape (world size, elements); None if unknown."""
         if self.by_rank is None:
             return None
         return torch.stack([torch.stack(self._gradients(parts)).mean(0) for parts in self.by_rank])
@@ -60,7 +60,7 @@ class BatchParts:
     def add_up_to_the_big_batch(self) -> bool:
         """True if the big batch's gradient is the sum of the parts' gradients.
 
-        False if only one part has a gradient, because it is then their mean just as well.
+        False if only one part has a gradient: the big batch may then be their mean just as well.
         """
         total = self.total()
         if total is None:

@@ -28,21 +28,21 @@ MOST_OF_DIFFERENCE = 0.5
 def diagnose(view: View, comparison: Comparison) -> tuple[Finding, ...]:
     """All explanations of what the ranks were measured to hold, the best first.
 
-    What makes the gradients meaningless comes before everything else. One cause whose prediction
-    fits comes before two causes, two before a cause that was only observed, and that before a cause
-    that the case merely makes likely.
+    A cause that makes the gradients meaningless comes first. If there is none, one cause whose
+    prediction fits is believed; else two causes that fit together; else a cause that was only
+    observed; else a cause that the case merely makes likely.
     """
     invalidating = _causes_that_invalidate_gradients(view)
     if invalidating:
         return invalidating
-    most = _most_unexplained(view, comparison)
+    most_unexplained = _most_unexplained(view, comparison)
     findings = [
         finding
         for hypothesis in HYPOTHESES
-        if (finding := _compared_with_predictions(hypothesis, view, most)) is not None
+        if (finding := _compared_with_predictions(hypothesis, view, most_unexplained)) is not None
     ]
     if not any(finding.explains for finding in findings):
-        findings += two_causes_at_once(view, most)
+        findings += two_causes_at_once(view, most_unexplained)
     if not any(finding.explains for finding in findings):
         believed = _observed_cause(view) or _likely_cause(view, comparison)
         if believed is not None:
@@ -61,9 +61,9 @@ def _causes_that_invalidate_gradients(view: View) -> tuple[Finding, ...]:
 
 
 def _most_unexplained(view: View, comparison: Comparison) -> float:
-    """What an explanation may leave unexplained.
+    """The largest part of the measurement that an explanation may leave unexplained.
 
-    It follows the limit of all parameters together, as if they were one vector.
+    It follows from the limit that all parameters have together, as if they were one vector.
     """
     limits = sum(parameter.limit.absolute**2 for parameter in comparison.parameters)
     norms = sum(parameter.norm**2 for parameter in comparison.parameters)
@@ -100,7 +100,10 @@ def _compared_with_predictions(
 def _index_of_best(
     predictions: Sequence[Prediction], residuals: Sequence[float], most_unexplained: float
 ) -> int:
-    """The smallest residual; a fitted prediction is the best only if no other one fits."""
+    """The index of the prediction with the smallest residual.
+
+    A fitted prediction is chosen only if no prediction fits that is not fitted.
+    """
     free = [
         residual
         for residual, prediction in zip(residuals, predictions, strict=True)
@@ -120,11 +123,11 @@ def _multiples(factors: Sequence[WrongFactor], view: View) -> Iterator[Predictio
             partly = view.parameters.combined(
                 multiple, view.expected_by_rank, view.measured.differing
             )
-            yield Prediction(partly, f"{factor.detail}, of some parameters only")
+            yield Prediction(partly, f"{factor.detail}, for some parameters only")
 
 
 def _observed_cause(view: View) -> Finding | None:
-    """The first cause that the observations alone show."""
+    """The first cause for which an observation alone is conclusive."""
     for hypothesis in HYPOTHESES:
         indication = hypothesis.indication(view)
         if indication is not None and indication.supports and indication.conclusive:

@@ -13,7 +13,7 @@ from ddp_equivalence.case.losses.token_mean import PADDING
 
 
 def all_divisors(batch: Any) -> Mapping[str, float]:
-    """Every count of this batch, by what it counts: "examples", "elements of targets" ..."""
+    """Every count of this batch, by what is counted: "examples", "elements of targets", ..."""
     divisors: dict[str, float] = {"examples": count_examples(batch)}
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Tensor):
@@ -28,8 +28,8 @@ def all_divisors(batch: Any) -> Mapping[str, float]:
             continue
         divisors[unit] = int(is_counted.sum())
         if is_counted.ndim > 1:
-            # A loss on the next token predicts every token of a row but the first.
-            divisors[f"{unit}, but for the first of each row"] = int(is_counted[:, 1:].sum())
+            # A loss on the next token predicts every token of a row except the first.
+            divisors[f"{unit}, without the first of each row"] = int(is_counted[:, 1:].sum())
     return divisors
 
 

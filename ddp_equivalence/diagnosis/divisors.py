@@ -1,4 +1,4 @@
-"""What each rank's loss, the reduction and the big batch divide by."""
+"""The numbers that each rank's loss, the reduction and the loss of the big batch divide by."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ddp_equivalence.diagnosis.residual import nearly_equal, unexplained
 from ddp_equivalence.diagnosis.view import View
 
 EQUAL = 1e-3
-"""Weights of ranks that differ by less are equal."""
+"""Two weights of ranks count as equal if they differ by less than this."""
 
 
 @dataclass(frozen=True)
 class Divisors:
-    """What the gradients are divided by on their way.
+    """The numbers that losses and gradients are divided by.
 
     ``kind``: "mean" if the big batch is the mean of the ranks' shards, each weighted by its count
     of ``unit``; "sum" if the big batch is the sum of the shards. ``counts``: what each rank's loss
     divides by. ``big_batch``: what the loss of the big batch divides by. ``reduction``: what the
     ranks' gradients are divided by when they are reduced, None if they do not count equally.
     ``right_factors``: for each rank, the factor on its loss that would give the big batch; None if
-    it cannot be told.
+    it cannot be determined.
     """
 
     kind: Literal["mean", "sum"]
@@ -39,7 +39,10 @@ class Divisors:
 
 
 def find_divisors(view: View) -> Divisors | None:
-    """The divisors; None where no count of the batch makes the ranks' shards the big batch."""
+    """The divisors; None if they cannot be determined.
+
+    That is so if no count of the batch, used as weight, makes the mean of the shards the big batch.
+    """
     if view.parts.by_rank is None or view.world_size == 1:
         return None
     weights = _common_weights(view)
@@ -80,7 +83,7 @@ def _candidates(view: View) -> Mapping[str, list[float]]:
 
 
 def _common_weights(view: View) -> list[float] | None:
-    """The weight of each rank's contribution; None unless it is the same on all ranks."""
+    """The weight of each rank's contribution; None unless all ranks hold the same mixture."""
     contributions = view.parts.contributions()
     if contributions is None:
         return None

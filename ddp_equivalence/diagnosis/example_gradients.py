@@ -1,4 +1,4 @@
-"""The gradient of any examples of the big batch alone, computed on one device."""
+"""The gradient of any examples of the big batch, computed on one device without the others."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.diagnosis.loss_and_gradient import loss_and_gradient_of
 from ddp_equivalence.diagnosis.parameter_elements import ParameterElements
 from ddp_equivalence.diagnosis.setting import Setting
+from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.ranks.threads import threads_for
 from ddp_equivalence.strategies.sharded_batch import Indices
 
@@ -63,12 +64,17 @@ class ExampleGradients:
     def compute(self, examples: Indices, generator: bytes = b"") -> LossAndGradient:
         """The loss and gradient of these examples alone.
 
-        ``generator``: the state of torch's generator before the forward pass, if it is not the one
-        that the seed of the step gives.
+        ``generator``: the state that torch's generator gets before the forward pass; if it is
+        empty, the generator starts from the seed of the step.
         """
         key = examples, generator
         if key not in self.cache:
-            with warnings.catch_warnings(), threads_for(self.parameters.total):
+            # The report that asks for a gradient may be printed while a fault is planted.
+            with (
+                warnings.catch_warnings(),
+                threads_for(self.parameters.total),
+                without_planted_faults(),
+            ):
                 warnings.simplefilter("ignore")  # a single example may be too few for the loss
                 self.cache[key] = self._compute(examples, generator)
         return self.cache[key]

@@ -1,4 +1,4 @@
-"""The examples that the ranks really read, and the gradients that a right rule makes of them."""
+"""The examples that the ranks really read, and the gradients that right code makes of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from ddp_equivalence.diagnosis.view import View
 
 
 def predictions_from_examples_read(view: View, detail: str = "") -> Sequence[Prediction]:
-    """The gradients that a right rule leaves of what was read, unless that is the big batch's."""
+    """The gradients that right code would leave if exactly these examples were the big batch.
+
+    A gradient that equals the big batch's is left out.
+    """
     read = view.observed.examples_read
     if read is None:
         return ()

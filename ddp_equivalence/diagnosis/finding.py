@@ -1,4 +1,4 @@
-"""A finding: one explanation, held against what was measured."""
+"""A finding: one explanation, compared with what was measured."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Finding:
     explanation fits too. ``would_show``: False where this cause leaves the big batch's gradient on
     this case.
 
-    ``detail``: which rank, number or micro-batch, as a clause. ``fitted``: some numbers of the
-    prediction were taken from the measurement. ``because``: what was observed for or against the
-    cause; ``refuted``: it is against. ``tell_apart``: the change of the case after which no other
-    cause leaves the same numbers. ``second_cause``: the cause that comes on top, where it takes two
-    to explain the measurement.
+    ``detail``: the ranks, numbers or micro-batches that it is about, as a clause of the report.
+    ``fitted``: some numbers of the prediction were taken from the measurement. ``because``: what
+    was observed for or against the cause. ``refuted``: this observation speaks against it.
+    ``tell_apart``: the change of the case after which no other cause leaves the same numbers.
+    ``second_cause``: the other cause, where only two causes together explain the measurement.
     """
 
     cause: str
@@ -40,17 +40,17 @@ class Finding:
 
     @property
     def causes(self) -> tuple[str, ...]:
-        """The names of all causes that this explanation takes."""
+        """The name of the cause, or the names of both causes."""
         return (self.cause, self.second_cause) if self.second_cause else (self.cause,)
 
     @property
     def explains(self) -> bool:
-        """True if the numbers fit and no observation is against it."""
+        """True if the numbers fit and no observation speaks against the cause."""
         return self.fits and not self.refuted
 
 
 def finding_without_prediction(hypothesis: Hypothesis) -> Finding:
-    """The words of the hypothesis; nothing was predicted yet, and nothing is accepted."""
+    """A finding with the texts of the hypothesis, before anything is predicted or accepted."""
     return Finding(
         cause=hypothesis.name,
         sentence=hypothesis.sentence,
@@ -62,5 +62,5 @@ def finding_without_prediction(hypothesis: Hypothesis) -> Finding:
 
 
 def finding_from_observation(hypothesis: Hypothesis, because: str = "") -> Finding:
-    """The hypothesis is believed although no numbers were predicted."""
+    """A finding that fits by observation, or because the case makes it likely; no prediction."""
     return replace(finding_without_prediction(hypothesis), fits=True, because=because)

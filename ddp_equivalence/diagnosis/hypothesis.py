@@ -1,4 +1,4 @@
-"""A hypothesis: an explanation, and what it predicts that every rank would then hold."""
+"""A hypothesis: one explanation of a difference, which predicts what every rank would hold."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ddp_equivalence.diagnosis.view import View
 class Prediction:
     """What the ranks would hold if a cause had come about in one particular way.
 
-    ``by_rank``: shape (reporting ranks, elements). ``detail`` says which ranks, micro-batches or
-    numbers it is about, as a clause. ``fitted``: some of its numbers were taken from the
-    measurement. It is then believed only where no other prediction fits.
+    ``by_rank``: shape (reporting ranks, elements). ``detail``: the ranks, micro-batches or numbers
+    that the prediction is about, as a clause of the report. ``fitted``: some numbers of the
+    prediction were taken from the measurement. It is then believed only if no other one fits.
     """
 
     by_rank: Tensor
@@ -26,7 +26,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class WrongFactor:
-    """A number that the right gradient may have been multiplied by, and what that number is."""
+    """A number that the right gradient may have been multiplied by. ``detail`` says what it is."""
 
     value: float
     detail: str
@@ -36,9 +36,9 @@ class WrongFactor:
 class Indication:
     """What the observations say about a cause.
 
-    ``supports``: they speak for the cause, or else against it. ``because``: what was observed, as a
-    clause. ``conclusive``: the cause is believed without a prediction that fits, unless a
-    prediction of another cause fits.
+    ``supports``: True if they speak for the cause, False if they speak against it. ``because``:
+    what was observed, as a clause of the report. ``conclusive``: True if the cause is believed even
+    without a prediction that fits, unless a prediction of another cause fits.
     """
 
     supports: bool
@@ -62,13 +62,15 @@ class Hypothesis:
     change of the case after which no other cause leaves the same numbers.
 
     ``predict(view)``: what the ranks would hold, for each way in which the cause can come about;
-    empty where it cannot be the cause. ``factors(view)``: the numbers that the right gradient may
-    be multiplied by, if that is what the cause does. It can then come on top of another cause.
-    ``indication(view)``: what the observations say about the cause; None if they say nothing.
-    ``likely_but_unpredictable(view)``: the case makes this cause likely, but its gradient cannot be
-    predicted. It is then believed where nothing else explains the difference.
+    empty where it cannot be the cause. ``factors(view)``: the numbers that this cause may multiply
+    the right gradient by; empty if it does something else. A cause with factors can come together
+    with another cause. ``indication(view)``: what the observations say about the cause; None if
+    they say nothing. ``likely_but_unpredictable(view)``: True if the case makes this cause likely
+    but its gradient cannot be predicted. The cause is then believed if nothing else explains the
+    difference.
 
-    ``limits_must_catch``: the limits of every comparison must be narrow enough to catch this cause.
+    ``limits_must_catch``: the limits of every comparison must be narrow enough to catch what
+    ``predict`` gives.
     ``invalidates_gradients``: where an indication supports this cause, the gradients of the ranks
     cannot be compared with any prediction, and no other cause is considered.
     """

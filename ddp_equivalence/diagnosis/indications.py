@@ -8,7 +8,7 @@ from ddp_equivalence.diagnosis.hypothesis import Indication
 from ddp_equivalence.diagnosis.view import View
 
 LOSS_ROUNDING = 1e-4
-"""Losses that differ by less, relative to the larger, are equal but for float32 rounding. In a
+"""Losses that differ by less, relative to the larger one, are equal up to rounding in float32. In a
 lower precision losses indicate nothing."""
 
 
@@ -27,14 +27,14 @@ def ranks_by_number(ranks: Sequence[int]) -> str:
 
 
 def losses_close(loss: float, other_loss: float) -> bool:
-    """True if two losses are equal but for rounding."""
+    """True if two losses are equal up to rounding."""
     return abs(loss - other_loss) <= LOSS_ROUNDING * max(abs(loss), abs(other_loss))
 
 
 def losses_of_backwards(view: View) -> list[tuple[float, float]] | None:
-    """For every backward of every rank, the loss that it began at and the loss of what it read.
+    """For every backward of every rank: the loss at which it began, and that of its own examples.
 
-    Backwards without one of these losses are left out. None where none has both.
+    A backward without one of these losses is left out. None if no backward has both.
     """
     if view.observed.examples_read is None:
         return None
@@ -52,9 +52,9 @@ def losses_of_backwards(view: View) -> list[tuple[float, float]] | None:
 
 
 def common_loss_factor(view: View) -> float | None:
-    """The ratio of the loss that backward began at to the loss of what it read.
+    """The loss at which backward began, divided by the loss of the examples that were read.
 
-    None if the ratio is not the same for every backward.
+    None if this ratio is not the same for every backward.
     """
     factors = [value / own for value, own in losses_of_backwards(view) or () if own]
     if not factors or not all(losses_close(factor, factors[0]) for factor in factors):
@@ -63,7 +63,7 @@ def common_loss_factor(view: View) -> float | None:
 
 
 def every_loss_is_the_big_batch_loss(view: View) -> bool:
-    """True if every backward began at the loss of the whole batch, and not of what it read."""
+    """True if every backward began at the loss of the whole batch, not of the examples it read."""
     pairs = losses_of_backwards(view)
     if pairs is None:
         return False

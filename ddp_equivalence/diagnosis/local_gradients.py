@@ -1,4 +1,4 @@
-"""Every rank's own gradient before any reduction, in each of the ways in which it may be known."""
+"""Candidates for every rank's own gradient before any reduction: observed or computed ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MicroBatchGradients = tuple[tuple[Tensor, ...], ...]
 
 
 def observed_micro_batches(parts: BatchParts, observed: ObservedStep) -> MicroBatchGradients | None:
-    """The gradients that each backward was seen to compute; None unless known of every rank."""
+    """The gradients that each backward was seen to compute; None unless all ranks are known."""
     if not observed.covers_every_rank:
         return None
     expected = parts.examples.expected
@@ -36,9 +36,9 @@ def possible_micro_batches(
 ) -> tuple[MicroBatchGradients, ...]:
     """What each micro-batch may have added to the rank's local gradient.
 
-    One entry for each way to know it: as it was observed; the gradient of each part, divided by the
-    number of the rank's parts; and the gradient of what was read, multiplied by the ratio of the
-    loss at which backward began to the loss of what was read.
+    There are up to three candidates: the gradients that were observed; the gradient of each part,
+    divided by the number of the rank's parts; and the gradient of the examples that were read,
+    multiplied by the loss at which backward began and divided by the loss of these examples.
     """
     candidates = [] if observed_gradients is None else [observed_gradients]
     gradient = parts.examples.gradient
@@ -64,7 +64,10 @@ def possible_micro_batches(
 
 
 def sums_over_micro_batches(candidates: tuple[MicroBatchGradients, ...]) -> tuple[Tensor, ...]:
-    """The sums over each rank's micro-batches, shape (world size, elements), each only once."""
+    """For each candidate, the sum over each rank's micro-batches, shape (world size, elements).
+
+    Duplicates are left out, and so are sums that are not finite.
+    """
     distinct: list[Tensor] = []
     for by_rank in candidates:
         local = torch.stack([torch.stack(micro_batches).sum(0) for micro_batches in by_rank])
@@ -75,9 +78,9 @@ def sums_over_micro_batches(candidates: tuple[MicroBatchGradients, ...]) -> tupl
 
 
 def loss_ratios(parts: BatchParts, observed: ObservedStep) -> tuple[tuple[float, ...], ...] | None:
-    """For every backward of every rank, the loss it began at over the loss of what it read.
+    """For every backward of every rank, the loss at which it began over that of its examples.
 
-    None where one of these losses is not known, or is zero.
+    None if one of these losses is unknown, or if the loss of some examples is zero.
     """
     if observed.examples_read is None:
         return None

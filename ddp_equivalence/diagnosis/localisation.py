@@ -23,10 +23,10 @@ EQUAL = 1e-6
 """Float64 vectors whose relative difference is smaller are equal."""
 
 ROUNDING = 100.0
-"""Vectors of a lower precision are equal if they differ by no more than this, in eps."""
+"""Vectors of a lower precision are equal if their relative difference is at most this many eps."""
 
 PARALLEL = 0.98
-"""The cosine from which on a residual is called a multiple of the weights."""
+"""A residual is called a multiple of the weights if its cosine with them is at least this."""
 
 FEWEST_WEIGHTS = 3
 """With fewer elements a residual is easily parallel to the weights by chance."""
@@ -36,14 +36,14 @@ Half = Literal["local gradients", "reduction"]
 
 @dataclass(frozen=True)
 class Localisation:
-    """Where the difference lies, beside its cause.
+    """Where the difference lies, in addition to its cause.
 
-    ``wrong_half``: "reduction" if the ranks' local gradients are right and what is made of them is
-    not; "local gradients" if they are wrong and are reduced as they should be; None if neither can
-    be said. ``findings_by_module``: module -> the cause that fits on its parameters alone; None
-    where a cause fits on all parameters. ``weight_multiples``: parameter -> c, where the difference
-    is c times the parameter itself. ``big_batch_loss``: the loss of the big batch, and
-    ``mean_rank_loss`` the mean of the ranks' losses; None where a rank's is not known.
+    ``wrong_half``: "reduction" if the ranks' local gradients are right but are reduced wrongly;
+    "local gradients" if they are wrong but are reduced correctly; None if neither is certain.
+    ``findings_by_module``: module -> the cause that fits on its parameters alone; None if a cause
+    fits on all parameters. ``weight_multiples``: parameter -> c, where the difference is c times
+    the parameter itself. ``big_batch_loss``: the loss of the big batch, and ``mean_rank_loss`` the
+    mean of the ranks' losses; both are None if the loss of a rank is not known.
     """
 
     wrong_half: Half | None = None
@@ -54,7 +54,7 @@ class Localisation:
 
 
 def localise(view: View, comparison: Comparison, has_cause: bool) -> Localisation:
-    """Everything that can be said of where a difference lies in one step.
+    """Everything that can be said about where a difference lies in one step.
 
     The costly parts are left out where the difference already has a cause.
     """
@@ -124,7 +124,10 @@ def _losses(view: View) -> tuple[float | None, float | None]:
 
 
 def _findings_by_module(view: View, comparison: Comparison) -> Iterator[tuple[str, Finding]]:
-    """A term of the loss that reaches some modules alone may be wrong for a cause with a name."""
+    """Each module on whose parameters alone a cause fits, with that cause.
+
+    A term of the loss that reaches only some modules may be wrong for a cause that has a name.
+    """
     modules: dict[str, list[str]] = {}
     for name in view.parameters.names:
         modules.setdefault(name.rpartition(".")[0], []).append(name)

@@ -1,4 +1,4 @@
-"""The loss and gradient of some examples alone, which is what every prediction is made of."""
+"""The loss and gradient of some examples alone; every prediction is made of these."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def loss_and_gradient_of(
     """The float64 loss of ``batch`` alone and its gradient by parameter name.
 
     The weights are those that plain SGD on the ``earlier_batches`` leaves. ``generator`` is the
-    state that torch's generator is given before each forward pass, if it is not the usual one.
+    state that torch's generator gets before each forward pass; empty means the usual state.
     Raises BadCase as the reference does, for instance if the loss needs more examples.
     """
     loss = loss_of_the_case(case)

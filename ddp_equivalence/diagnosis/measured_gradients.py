@@ -19,9 +19,9 @@ WORST_CONDITION = 1e8
 class MeasuredGradients:
     """What every reporting rank holds after the step.
 
-    ``by_rank``: shape (reporting ranks, elements), or no elements at all before anything was
-    measured. ``differing``: the parameters beyond their limits. ``expected``: the gradient of the
-    big batch.
+    ``by_rank``: shape (reporting ranks, elements); it is empty before anything was measured.
+    ``differing``: the parameters that are beyond their limits or differ between ranks.
+    ``expected``: the gradient of the big batch.
     """
 
     by_rank: Tensor

@@ -72,7 +72,7 @@ def _joined(view: View, measured: Mapping[GradientKey, Tensor], step: int) -> Te
 
 
 def _read_own_shards(view: View, read: tuple[tuple[Indices, ...], ...]) -> bool:
-    """True if each rank read the examples that it was given, or if the step takes its own."""
+    """True if each rank read the examples that it was given, or if it was given none."""
     if view.setting.shards is None:
         return True
     return all(

@@ -36,7 +36,7 @@ class ObservedStep:
 
     @cached_property
     def examples_read(self) -> PartsByRank | None:
-        """The micro-batches that each rank read; None unless they are known of every rank."""
+        """The micro-batches that each rank read; None unless they are known for every rank."""
         if not self.covers_every_rank:
             return None
         first, count = self.setting.first_example, self.setting.example_count
@@ -61,9 +61,9 @@ class ObservedStep:
 
     @property
     def reduced_elements(self) -> int | None:
-        """The elements that were all-reduced or reduce-scattered on the rank with the fewest.
+        """The number of elements that every rank, at least, all-reduced or reduce-scattered.
 
-        None where that is not known: torch's flight recorder is missing or has lost entries.
+        None if that is not known, because torch's flight recorder is missing or has lost entries.
         """
         logs = [seen.collectives for seen in self.by_rank.values()]
         known = [

@@ -1,4 +1,4 @@
-"""Where the elements of each parameter are in the vectors that are explained."""
+"""Where the elements of each parameter are in a gradient that is written as one vector."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddp_equivalence.comparison.element_sample import ElementSample
 class ParameterElements:
     """All parameters, flattened and joined to one vector of shape (elements,).
 
-    Of a model too large to keep, ``sample`` takes every so many elements of each parameter.
+    If the model is too large, ``sample`` keeps only every n-th element of each parameter.
     """
 
     sample: ElementSample[str]
@@ -27,11 +27,11 @@ class ParameterElements:
 
     @property
     def total(self) -> int:
-        """The number of elements that the parameters have, in the sample or not."""
+        """The number of elements of all parameters, including those outside the sample."""
         return self.total_of(self.names)
 
     def total_of(self, names: Iterable[str]) -> int:
-        """The number of elements that these parameters have, in the sample or not."""
+        """The number of elements of these parameters, including those outside the sample."""
         return sum(self.sample.sizes[name] for name in names)
 
     @cached_property
@@ -50,11 +50,11 @@ class ParameterElements:
         return torch.cat([torch.arange(place.start, place.stop) for place in places])
 
     def only(self, names: Sequence[str]) -> ParameterElements:
-        """The vectors of these parameters alone."""
+        """The elements of these parameters alone."""
         return ParameterElements(self.sample.only(names))
 
     def combined(self, inside: Tensor, outside: Tensor, names: frozenset[str]) -> Tensor:
-        """``inside`` at the elements of these parameters, ``outside`` at all others."""
+        """The values of ``inside`` for these parameters, and of ``outside`` for all others."""
         combined = outside.clone()
         for name in names & self.places.keys():
             combined[..., self.places[name]] = inside[..., self.places[name]]

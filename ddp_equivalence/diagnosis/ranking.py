@@ -14,10 +14,10 @@ LEAST_ACCEPTED = 1e-10
 """The rounding of float64: a right explanation may leave this much unexplained."""
 
 AS_GOOD = 2.0
-"""An explanation that leaves no more than twice as much as the best one is as good as that one."""
+"""An explanation is as good as the best one if at most this many times as much is unexplained."""
 
 ROUNDING = 8.0
-"""An explanation that leaves no more than this, in eps of the case's dtype, is as good too."""
+"""It is also as good if it leaves at most this many eps of the case's dtype unexplained."""
 
 
 def without_rounding(residual: float) -> float:
@@ -28,7 +28,7 @@ def without_rounding(residual: float) -> float:
 def ranked(findings: Sequence[Finding], dtype: torch.dtype) -> tuple[Finding, ...]:
     """All findings, the best first; those that are as good as the best are accepted.
 
-    Among equally good ones the order stays: it is the order in which hypotheses are believed.
+    Equally good findings keep their order, which is the order in which hypotheses are believed.
     """
     candidates = _most_credible([finding for finding in findings if finding.explains])
     best = min((finding.unexplained or 0.0 for finding in candidates), default=0.0)
@@ -43,9 +43,10 @@ def ranked(findings: Sequence[Finding], dtype: torch.dtype) -> tuple[Finding, ..
 
 
 def _most_credible(explaining: list[Finding]) -> list[Finding]:
-    """The findings that are supported by observations, or else by numbers alone.
+    """The findings of the most credible kind that there is.
 
-    Among these, the findings whose predictions took no number from the measurement come first.
+    A finding that an observation supports is more credible than one that only fits the numbers.
+    Among either, a prediction that took no number from the measurement is more credible.
     """
     for observed, fitted in ((True, False), (True, True), (False, False), (False, True)):
         group = [

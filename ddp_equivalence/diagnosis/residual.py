@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 NEGLIGIBLE = 1e-6
-"""Two gradients that differ by less, relative to their norm, are equal but for rounding. A model in
-float64 may compute a part of its gradient in float32."""
+"""Two gradients that differ by less, relative to their norm, are equal up to rounding. This is wide
+enough for a model in float64 that computes a part of its gradient in float32."""
 
 
 def nearly_equal(measured: Tensor, predicted: Tensor) -> bool:
-    """True if the two are equal but for rounding."""
+    """True if the two are equal up to rounding."""
     return unexplained(measured, predicted) < NEGLIGIBLE
 
 

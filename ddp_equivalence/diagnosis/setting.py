@@ -27,9 +27,9 @@ class Setting:
 
     ``batch``: the big batch of the step, and ``example_count`` the number of its examples.
     ``earlier_batches``: the big batches of the steps before it. The weights were still right after
-    those steps. ``shards``: the examples that each rank was given, None where the step takes its
-    own. ``reporting_ranks``: the ranks that send gradients; a single process may drive all ranks of
-    the layout, and then only rank 0 does.
+    those steps. ``shards``: the examples that each rank was given; None if the step takes its
+    examples itself. ``reporting_ranks``: the ranks that send gradients; if a single process drives
+    all ranks of the layout, only rank 0 sends any.
 
     ``dtype``: the least precise dtype of a parameter. ``seed``: torch is seeded with it before the
     step. ``scale``: predicted gradients are multiplied by it: 1 for gradients, -lr for updates.
@@ -77,7 +77,7 @@ class Setting:
 
     @property
     def first_example(self) -> int:
-        """The number of the step's first example, if the examples of all steps are counted."""
+        """The number of the step's first example, counted from 0 over the examples of all steps."""
         return sum(map(count_examples, self.earlier_batches))
 
 

@@ -1,7 +1,8 @@
 """A least-squares fit: the measured gradient as a mixture of the gradients of single pieces.
 
-With g_i the gradient of piece i alone, solve measured = sum_i s_i g_i, and the same for the big
-batch. The ratio of the two solutions is the share of the piece.
+A piece is an example, a micro-batch or the shard of a rank. With g_i the gradient of piece i alone,
+solve measured = sum_i s_i g_i, and the same for the big batch. The ratio of the two solutions is
+the share of the piece.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.strategies.sharded_batch import Indices
 
 MOST_UNEXPLAINED = 1e-6
-"""The part of the big batch that its own pieces may leave unexplained: rounding."""
+"""The part of the big batch's gradient that rounding may leave unexplained by its own pieces."""
 
 NO_SHARE = 1e-9
-"""A piece with a smaller share of the big batch, relative to the largest, does not count in it."""
+"""A piece does not count in the big batch if its coefficient there is smaller than this, relative
+to the largest coefficient."""
 
 SMALLEST_NORM = 1e-300
-"""A divisor instead of a norm that is zero."""
+"""The divisor that replaces a norm that is zero."""
 
 ShareRow = tuple[float | None, ...]
 """The share of each piece in what one rank holds; None for a piece without a gradient."""
@@ -31,8 +33,11 @@ ShareRow = tuple[float | None, ...]
 
 @dataclass(frozen=True)
 class ShareFit:
-    """``by_rank``: rank -> the share of each piece in what it holds. ``unexplained``: rank -> what
-    no mixture of the pieces explains of it. ``condition``: the condition number of the fit.
+    """The shares of all pieces.
+
+    ``by_rank``: rank -> the share of each piece in the gradient that the rank holds.
+    ``unexplained``: rank -> the part of this gradient that no mixture of the pieces explains.
+    ``condition``: the condition number of the fit.
     """
 
     by_rank: Mapping[int, ShareRow]
@@ -42,10 +47,10 @@ class ShareFit:
 
 @dataclass(frozen=True)
 class NoShares:
-    """Shares cannot be told: the ``reason`` in words.
+    """The shares cannot be determined; ``reason`` says why, in words.
 
-    ``loss_is_no_sum``: True if the big batch's gradient is no sum over its pieces, because the loss
-    or the model compares examples with each other.
+    ``loss_is_no_sum``: True if the big batch's gradient is not a sum over its pieces, because the
+    loss or the model compares examples with each other.
     """
 
     reason: str
@@ -53,13 +58,13 @@ class NoShares:
 
 
 def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | NoShares:
-    """The share of each of these sets of examples, or the reason why it cannot be told.
+    """The share of each of these pieces, or the reason why the shares cannot be determined.
 
-    ``name`` says what the pieces are, for the reason.
+    ``name``: what the reason calls the pieces.
     """
     positions = fitted_positions(view)
     if not view.measured.is_finite or not bool(view.expected.isfinite().all()):
-        return NoShares("what a rank holds is not finite")
+        return NoShares("a gradient is not finite")
     gradients = [view.examples.gradient(piece)[positions] for piece in pieces]
     usable = [n for n, g in enumerate(gradients) if bool(g.isfinite().all()) and bool(g.any())]
     if not usable:
@@ -68,7 +73,7 @@ def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | N
     condition = _condition(matrix)
     if condition is None:
         return NoShares(
-            f"{len(usable)} {name}, but only {len(positions)} elements to tell them apart by"
+            f"{len(usable)} {name} cannot be told apart by only {len(positions)} elements"
         )
     if condition > WORST_CONDITION:
         return NoShares(
@@ -82,7 +87,8 @@ def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | N
     if left > MOST_UNEXPLAINED:
         words = "the ranks' shards" if name == "ranks" else name
         return NoShares(
-            f"the loss is no sum over {words}: they leave {left:.2g} of the big batch unexplained",
+            f"the loss is not a sum over {words}, whose gradients leave {left:.2g} of the big "
+            "batch's gradient unexplained",
             loss_is_no_sum=True,
         )
     if bool((in_big_batch.abs() < NO_SHARE * in_big_batch.abs().max()).any()):
@@ -97,7 +103,10 @@ def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | N
 
 
 def fitted_positions(view: View) -> Tensor:
-    """The elements that are fitted: of the parameters that differ, if the others are right."""
+    """The positions of the elements that are fitted.
+
+    If some parameters are right, only the elements of the others are fitted.
+    """
     names = view.parameters.names
     if view.measured.only_some_parameters_differ:
         names = tuple(name for name in names if name in view.measured.differing)

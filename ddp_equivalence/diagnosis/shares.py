@@ -17,12 +17,13 @@ from ddp_equivalence.strategies.sharded_batch import Indices
 
 MAX_EXAMPLES = 1024
 MAX_VALUES = 4_000_000
-"""Beyond this many examples, or examples x elements, only micro-batches or ranks are told apart."""
+"""If there are more examples, or more examples x elements, the examples are not fitted one by one,
+but only by micro-batch or by rank."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares in what every rank holds, 1.00 where something counts as in the big batch.
+    """The shares of examples in what every rank holds; 1.00 is as often as in the big batch.
 
     ``pieces`` says what could be told apart: "examples", "micro-batches" or "ranks". ``by_rank``:
     reporting rank -> mean share of the examples of each rank. ``by_micro_batch``: reporting rank ->
@@ -32,7 +33,7 @@ class Shares:
 
     ``unexplained``: reporting rank -> what no mixture of the pieces explains, relative to what the
     rank holds. ``condition``: the condition number of the fit, which was made on ``elements``
-    elements. ``only``: the parameters that the fit was made on, if the others are right.
+    elements. ``only``: the parameters that the fit was made on; empty if it was made on all.
     """
 
     by_rank: Mapping[int, ShareRow]
@@ -47,12 +48,12 @@ class Shares:
 
 
 def shares_of(view: View) -> Shares | NoShares:
-    """The shares of what every rank holds, or the reason why they cannot be told.
+    """The shares in what every rank holds, or the reason why they cannot be determined.
 
-    Examples are told apart if that is possible, else micro-batches, else only ranks.
+    The fit tells single examples apart if possible, else micro-batches, else only ranks.
     """
     if view.parts.by_rank is None:
-        return NoShares("which examples each rank took is not known")
+        return NoShares("it is not known which examples each rank took")
     micro_batches = [part for parts in view.parts.by_rank for part in parts]
     shards = view.parts.examples_by_rank
     examples = sorted({index for shard in shards for index in shard})

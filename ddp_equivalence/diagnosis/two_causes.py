@@ -80,7 +80,7 @@ def _finding(
     indication = first.indication(view)
     return replace(
         finding_without_prediction(first),
-        sentence=f"Two causes at once. {first.sentence} And: {second.sentence}",
+        sentence=f"There are two causes. First: {first.sentence} Second: {second.sentence}",
         look_at=f"{first.look_at}; and {second.look_at}",
         unexplained=without_rounding(scaled.residual),
         fits=True,

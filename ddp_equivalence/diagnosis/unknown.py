@@ -1,4 +1,4 @@
-"""Why a check showed nothing, as a value that other code can ask for, and as a sentence."""
+"""Why a check showed nothing: as a value for other code, and as a sentence for people."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class UnknownBecause(Enum):
 
 @dataclass(frozen=True)
 class Unknown:
-    """Nothing was shown: ``because`` of this, which the ``reason`` says in words."""
+    """Nothing was shown. ``because``: why, as a value. ``reason``: why, in words."""
 
     because: UnknownBecause
     reason: str

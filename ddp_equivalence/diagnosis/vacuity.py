@@ -1,4 +1,4 @@
-"""Guards against vacuous checks: each returns why a comparison would show nothing, or None."""
+"""Guards against vacuous checks: each returns why a comparison shows nothing, or None."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DIVERGED = 100.0
 
 
 def against_the_reference(reference: Reference) -> Unknown | None:
-    """A big batch without a usable gradient cannot be compared with."""
+    """Nothing can be compared with a big batch whose gradient is zero or not finite."""
     values = [value for value in reference.expected.values() if value is not None]
     what = "update" if reference.compare == "update" else "gradient"
     if any(not bool(value.to_dense().isfinite().all()) for value in values):
@@ -44,7 +44,10 @@ def against_the_reference(reference: Reference) -> Unknown | None:
 def against_the_evidence(
     evidence: Mapping[int, Evidence], strategy: Strategy | None, expected: int
 ) -> Unknown | None:
-    """Each of the ``expected`` ranks must have reported, and the strategy must really have run."""
+    """The ranks must have sent gradients, and the strategy must really have run.
+
+    ``expected``: the number of ranks that must have reported.
+    """
     if len(evidence) != expected:
         return Unknown(
             UnknownBecause.RANK_DID_NOT_REPORT, f"{len(evidence)} of {expected} ranks reported"
@@ -52,16 +55,16 @@ def against_the_evidence(
     if all(one is None for rank in evidence.values() for one in rank.gradients.values()):
         return Unknown(
             UnknownBecause.NO_GRADIENT_LEFT,
-            "the step left no gradient on any rank: leave them on the parameters of the model "
-            "that you were given, or return {name: tensor} (an optimizer's zero_grad at the end "
-            'of the step? then compare="update")',
+            "the step left no gradient on any rank: it must leave the gradients on the parameters "
+            "of the model that it gets, or return {name: tensor}. If it ends with an optimizer's "
+            'zero_grad, compare the weights instead, with compare="update"',
         )
     if strategy is not None and strategy.one_process:
         replicas = evidence[0].notes.get("replicas", 0)
         if replicas < 2:
             return Unknown(
                 UnknownBecause.STRATEGY_DID_NOT_RUN,
-                f"{strategy.name} did not really run: {replicas} replica, needs 2",
+                f"{strategy.name} did not really run: it needs 2 replicas and had {replicas}",
             )
     return None
 
@@ -69,22 +72,22 @@ def against_the_evidence(
 def against_an_idle_plant(
     evidence: Mapping[int, Evidence], fault: str, layout: Layout
 ) -> Unknown | None:
-    """A planted fault that never did its damage shows nothing."""
+    """A check shows nothing if the planted fault never did its damage."""
     if not fault or any(one.planted for one in evidence.values()):
         return None
     if (why := fault_named(fault).why_it_cannot_show(layout)) is not None:
         return _cannot_show(f"{fault} was planted, but {why}")
     return Unknown(
         UnknownBecause.PLANTED_FAULT_NEVER_FIRED,
-        f"{fault} was planted, but the step never came by where it fires",
+        f"{fault} was planted, but the step never reached the place where it does its damage",
     )
 
 
 def against_a_hidden_plant(fault: str, layout: Layout) -> Unknown | None:
-    """A planted fault that did its damage, and yet left the gradient of the big batch."""
+    """A check shows nothing if the planted fault fired and yet left the right gradient."""
     if not fault:
         return None
-    why = fault_named(fault).why_it_cannot_show(layout) or "left the gradient of the big batch"
+    why = fault_named(fault).why_it_cannot_show(layout) or "the gradient is right all the same"
     return _cannot_show(f"{fault} was planted and fired, but {why}")
 
 
@@ -93,20 +96,21 @@ def _cannot_show(why: str) -> Unknown:
 
 
 def against_another_start(reference: Reference, evidence: Mapping[int, Evidence]) -> Unknown | None:
-    """A difference says nothing about the step if ranks and reference did not start alike."""
+    """A difference says nothing about the step if it started from other weights."""
     start = digest(dict(build_model(reference.case).named_parameters()))
     other = [str(rank) for rank, one in evidence.items() if one.start != start]
     if not other:
         return None
     return Unknown(
         UnknownBecause.RANKS_BUILD_OTHER_WEIGHTS,
-        f"ranks {', '.join(other)} build other weights than the reference: the model's builder "
-        "must depend on the seed alone (torch's, numpy's and random's are set before the call)",
+        f"ranks {', '.join(other)} build other weights than the reference: the function that "
+        "builds the model must depend on nothing but the seed, which is set in torch, numpy and "
+        "random before the function is called",
     )
 
 
 def against_divergence(reference: Reference, step: int) -> Unknown | None:
-    """Where the big batch's own training diverges, rounding decides what comes after.
+    """Where training on the big batch itself diverges, rounding decides what comes after.
 
     ``step`` is the first step that differs; all steps before it were right.
     """
@@ -115,9 +119,9 @@ def against_divergence(reference: Reference, step: int) -> Unknown | None:
         return None
     return Unknown(
         UnknownBecause.REFERENCE_DIVERGES,
-        f"the big batch's own training diverges (its loss is {losses[0]:.3g} before the first step "
-        f"and {losses[-1]:.3g} before step {step + 1}, the first that differs), and there rounding "
-        "decides: take a smaller learning rate, or fewer steps",
+        f"training on the big batch itself diverges, so rounding decides the result: the loss is "
+        f"{losses[0]:.3g} before the first step and {losses[-1]:.3g} before step {step + 1}, the "
+        "first step that differs. Take a smaller learning rate, or fewer steps",
     )
 
 
@@ -126,10 +130,10 @@ def against_a_pass(
     evidence: Mapping[int, Evidence],
     nearest: Callable[[], NearestFault | None],
 ) -> Unknown | None:
-    """A result that is the same must have been able to differ.
+    """A comparison that finds no difference must have been able to find one.
 
-    ``nearest`` computes the known fault that lies nearest to the big batch. It is called only where
-    a limit is wide enough for a fault to pass: a fault nearer than ``NEGLIGIBLE`` counts as none.
+    ``nearest`` computes the known fault that lies nearest to the big batch. It is called only if a
+    limit is above ``NEGLIGIBLE``: a fault that changes less than this does not count as a fault.
     """
     if not comparison.parameters or not comparison.elements:
         return Unknown(UnknownBecause.NOTHING_TO_COMPARE, "no gradient element was compared")
@@ -137,13 +141,13 @@ def against_a_pass(
         return Unknown(UnknownBecause.IDENTICAL_INPUTS, identical)
     telling = [one for one in comparison.parameters if one.norm > 0 and not one.limit.only_rounding]
     if not telling:
-        return Unknown(UnknownBecause.ONLY_ROUNDING, "every gradient is zero but for rounding")
+        return Unknown(UnknownBecause.ONLY_ROUNDING, "every gradient is zero apart from rounding")
     useless = [one.name for one in telling if one.limit.is_useless]
     if useless:
         return Unknown(
             UnknownBecause.LIMIT_ABOVE_SIGNAL,
             f"the limit lies above the signal for {', '.join(useless[:4])}: rounding alone, or "
-            "randomness that the seed does not fix, moves the big batch's own gradient as far",
+            "randomness that the seed does not fix, moves the big batch's own gradient that far",
         )
     limit = min(one.limit.relative for one in telling)
     fault = nearest() if limit > NEGLIGIBLE else None
@@ -155,14 +159,14 @@ def against_a_pass(
     if len(evidence) > 1 and _nothing_exchanged(evidence, comparison.elements):
         return Unknown(
             UnknownBecause.NOTHING_EXCHANGED,
-            "no collective ran on any rank: each computed the big batch by itself, so nothing "
-            "was shown about training together",
+            "no collective ran on any rank: each rank computed the big batch by itself, so "
+            "nothing was shown about training together",
         )
     return None
 
 
 def _identical_inputs(evidence: Mapping[int, Evidence]) -> str | None:
-    """Why a missing all-reduce would not show, because all ranks were given the same."""
+    """Why a missing all-reduce would not show; None unless all ranks got identical inputs."""
     with_data = [one for one in evidence.values() if any(map(len, one.examples or ()))]
     if len(with_data) > 1 and len({one.data for one in with_data}) == 1:
         return (
@@ -179,9 +183,9 @@ def _identical_inputs(evidence: Mapping[int, Evidence]) -> str | None:
 
 
 def _nothing_exchanged(evidence: Mapping[int, Evidence], elements: int) -> bool:
-    """True if the flight recorder was there on every rank and saw no exchange of gradients.
+    """True if torch's flight recorder ran on every rank and saw no exchange of gradients.
 
-    The constructor of DDP gathers one element, which exchanges no gradient.
+    A collective on one element is not such an exchange: the constructor of DDP gathers one.
     """
     logs = [one.collectives for one in evidence.values()]
     seen = [log for log in logs if log is not None]

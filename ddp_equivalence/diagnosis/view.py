@@ -91,7 +91,7 @@ class View:
 
     @cached_property
     def observed_gradients(self) -> MicroBatchGradients | None:
-        """The gradients that each backward was seen to compute; None unless known of every rank."""
+        """The gradients that each backward was seen to compute; None unless all ranks are known."""
         return observed_micro_batches(self.parts, self.observed)
 
     @cached_property
@@ -110,7 +110,7 @@ class View:
     def weights_of_ranks(self) -> Tensor | None:
         """The weight of each rank's local gradient in what each rank holds.
 
-        Shape (reporting ranks, world size), None where that cannot be told.
+        Shape (reporting ranks, world size); None if the weights cannot be determined.
         """
         if not self.local_gradients:
             return None
@@ -119,8 +119,8 @@ class View:
     def averages_of_node_sums(self) -> list[Tensor]:
         """The local gradients, added up inside each node and averaged over the nodes.
 
-        Empty unless the strategy reduces like this. A plain mean or sum over all ranks needs no
-        local gradients: the parts of the batch predict it.
+        Empty unless the strategy reduces like this. A plain mean or sum over all ranks is not
+        among these candidates, because it is predicted from the parts of the batch.
         """
         layout = self.setting.layout
         if not self.setting.sums_in_nodes or layout.nodes == layout.world_size:

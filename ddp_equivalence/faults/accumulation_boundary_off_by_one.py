@@ -1,4 +1,4 @@
-"""The last micro-batch but one reduces, and the last one stays local."""
+"""DDP reduces after the second-to-last micro-batch, and the last one stays local."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reduce_one_too_early(task: Task, step: TrainStep, record_firing: RecordFirin
 
 FAULT = Fault(
     name="accumulation_boundary_off_by_one",
-    sentence="no_sync is left for the last micro-batch but one, and entered again for the last.",
+    sentence="no_sync is off for the second-to-last micro-batch, and on for all others.",
     break_step=reduce_one_too_early,
     strategies=("ddp_accumulation",),
 )

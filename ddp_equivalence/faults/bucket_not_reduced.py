@@ -15,7 +15,7 @@ from ddp_equivalence.faults.changed_ddp import all_reduce_mean, ddp_hook
 from ddp_equivalence.faults.fault import Fault, RecordFiring
 
 BUCKETS = 3
-"""About the number of buckets that DDP makes: one is not reduced, and the others are right."""
+"""About how many buckets DDP makes. One of them is not reduced, and the others are right."""
 
 
 @contextmanager

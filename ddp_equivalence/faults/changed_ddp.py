@@ -1,4 +1,4 @@
-"""Change how DistributedDataParallel is made, called and reduced, for the faults that need it."""
+"""Change how DistributedDataParallel is made, is called and reduces, for faults that need it."""
 
 # DDP compares the annotations of a hook with classes. So this file must not import annotations from
 # __future__, which turns them into strings.
@@ -40,7 +40,7 @@ def ddp_hook(record_firing: RecordFiring, reduce: Reduce) -> Iterator[None]:
         register(ddp, None, hook)
 
     def ignore(ddp: Any, state: object, hook: object) -> None:
-        """DDP takes one hook only, and it has the broken one."""
+        """Register nothing: DDP takes only one hook, and it already has the broken one."""
 
     with (
         after_ddp_init(register_broken_hook),

@@ -29,16 +29,16 @@ def shows_everywhere(layout: Layout) -> None:
 
 def needs_two_ranks(layout: Layout) -> str | None:
     """For faults that show wherever there are at least two ranks."""
-    return "there is one rank alone" if layout.world_size == 1 else None
+    return "there is only one rank" if layout.world_size == 1 else None
 
 
 @dataclass(frozen=True)
 class Fault:
     """One fault. It has the name of the cause that the diagnosis must find.
 
-    A fault breaks torch, or it replaces the train step; a new fault is one file that makes a
+    A fault breaks torch, or it replaces the train step. A new fault is one file that makes a
     ``Fault``, and one line in ``FAULTS``. The fields after ``why_it_cannot_show`` say where the
-    suite plants it: in these strategies, with each of these pairs of model and loss.
+    suite plants the fault: in which strategies, with which pairs of model and loss, and so on.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Fault:
     steps: int = 1
     """The number of big batches, one for each step."""
     extra_examples: int = 0
-    """The examples that the big batch has beyond a multiple of the ranks."""
+    """The number of examples by which the big batch exceeds a multiple of the number of ranks."""
     needs_unequal_divisors: bool = False
     """The fault shows only where the losses of the ranks divide by different numbers."""
     strategy_differs_anyway: bool = False

@@ -32,7 +32,7 @@ def gather_detached(record_firing: RecordFiring) -> Iterator[None]:
 
 FAULT = Fault(
     name="gather_without_gradient",
-    sentence="dist.all_gather gathers the outputs, and only the rank's own keep their gradient.",
+    sentence="Outputs go through dist.all_gather, so only the rank's own outputs keep their graph.",
     break_torch=gather_detached,
     strategies=("ddp_gathered",),
     pairs=(("mlp", "contrastive"), ("mlp", "mse_mean"), ("gru_tied", "token_mean")),

@@ -40,7 +40,7 @@ def average_sums(record_firing: RecordFiring) -> Iterator[None]:
 
 FAULT = Fault(
     name="mean_not_sum",
-    sentence="torch.distributed.all_reduce divides what it adds up by the number of ranks.",
+    sentence="torch.distributed.all_reduce divides its sum by the number of ranks.",
     break_torch=average_sums,
     strategies=("ddp_sum_hook",),
     pairs=(("mlp", "mse_sum"), ("conv", "cross_entropy_sum"), ("gru_tied", "token_sum")),

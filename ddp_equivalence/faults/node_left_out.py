@@ -21,7 +21,7 @@ def average_without_last_node(bucket: GradBucket) -> Tensor:
 
 def why_it_cannot_show(layout: Layout) -> str | None:
     """A single node is never left out."""
-    return "there is one node" if layout.nodes == 1 else None
+    return "there is only one node" if layout.nodes == 1 else None
 
 
 FAULT = Fault(

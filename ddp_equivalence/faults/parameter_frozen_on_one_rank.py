@@ -18,7 +18,7 @@ def freeze_on_last_rank(record_firing: RecordFiring) -> Any:
             trained[0].requires_grad_(False)
             record_firing()
 
-    # Without find_unused_parameters, the other ranks would wait for ever for its bucket.
+    # Without find_unused_parameters, the other ranks would wait forever for the bucket of this one.
     return after_ddp_init(change, find_unused_parameters=True)
 
 

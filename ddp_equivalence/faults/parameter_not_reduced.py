@@ -18,7 +18,7 @@ def ignore_first_parameter(record_firing: RecordFiring) -> Iterator[None]:
     """Every DDP with several parameters ignores the first one."""
     initialise = DistributedDataParallel.__init__
 
-    def making(ddp: Any, module: nn.Module, *given: Any, **named: Any) -> None:
+    def ignore_and_initialise(ddp: Any, module: nn.Module, *given: Any, **named: Any) -> None:
         first, *others = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if others:
             # A shared parameter has several names, and is ignored under all of them.
@@ -28,7 +28,7 @@ def ignore_first_parameter(record_firing: RecordFiring) -> Iterator[None]:
             record_firing()
         initialise(ddp, module, *given, **named)
 
-    with patch.object(DistributedDataParallel, "__init__", making):
+    with patch.object(DistributedDataParallel, "__init__", ignore_and_initialise):
         yield
 
 

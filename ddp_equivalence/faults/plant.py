@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class PlantedFault(AbstractContextManager["PlantedFault"]):
     """A fault that breaks this process while the block lasts, and counts how often it fired.
 
-    Other processes that have the same fault add one byte each to the file ``fired_elsewhere``.
+    Every other process in which the same fault fires adds one byte to the file
+    ``fired_elsewhere``.
     """
 
     def __init__(self, fault: Fault, fired_elsewhere: Path | None = None) -> None:
@@ -55,10 +56,15 @@ class PlantedFault(AbstractContextManager["PlantedFault"]):
         self._broken_torch = self.fault.break_torch(self.record_firing)
         self._broken_torch.__enter__()
 
+    @property
+    def breaks_torch_now(self) -> bool:
+        return self._broken_torch is not None
+
     def mend_torch(self) -> None:
         """Undo ``break_torch``."""
         assert self._broken_torch is not None
         self._broken_torch.__exit__(None, None, None)
+        self._broken_torch = None
 
     def __enter__(self) -> PlantedFault:
         self.break_torch()
@@ -76,8 +82,11 @@ _planted_here: list[PlantedFault] = []
 
 @contextmanager
 def without_planted_faults() -> Iterator[None]:
-    """Inside the block, torch is intact: the code that judges must not be broken itself."""
-    faults = list(_planted_here)
+    """Inside the block, torch is intact: the code that judges must not be broken itself.
+
+    Blocks may be nested.
+    """
+    faults = [fault for fault in _planted_here if fault.breaks_torch_now]
     for fault in reversed(faults):
         fault.mend_torch()
     try:
@@ -113,8 +122,8 @@ def planted(name: str) -> Iterator[PlantedFault]:
     every process that multiprocessing starts inside the block, also through
     ``torch.multiprocessing.spawn``.
 
-    The value that the block gets counts in ``fired`` how often the fault did its damage. A test
-    that passes although the fault fired has not noticed it.
+    In ``with planted(name) as fault``, ``fault.fired`` counts how often the fault did its damage. A
+    test that passes although the fault fired has not noticed it.
 
     Raises BadCase for an unknown name.
     """

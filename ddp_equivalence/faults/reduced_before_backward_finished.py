@@ -34,7 +34,7 @@ def reduce_too_early(task: Task, step: TrainStep, record_firing: RecordFiring) -
 
 FAULT = Fault(
     name="reduced_before_backward_finished",
-    sentence="A hook of the first gradient that is ready reduces all of them.",
+    sentence="As soon as the first gradient is ready, a hook reduces all gradients.",
     break_step=reduce_too_early,
     strategies=("manual_all_reduce_mean",),
     pairs=(("mlp", "mse_mean"), ("conv", "cross_entropy_mean")),

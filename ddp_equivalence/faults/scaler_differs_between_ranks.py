@@ -1,4 +1,4 @@
-"""Each rank scales its gradients by another number, and unscales the average by its own."""
+"""Each rank scales its gradients by a different number, and divides the average by that number."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def scale_by_rank(record_firing: RecordFiring) -> Any:
 
 FAULT = Fault(
     name="scaler_differs_between_ranks",
-    sentence="Every rank scales by another loss scale, and unscales the average by it.",
+    sentence="Every rank has its own loss scale, and divides the averaged gradient by that scale.",
     break_torch=scale_by_rank,
 )

@@ -1,4 +1,4 @@
-"""Each rank's loss divides by its own number of tokens, or of weights or positives."""
+"""Each rank's loss divides by the rank's own number of tokens or positives, or sum of weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ddp_equivalence.faults.uneven_shards_weighted_equally import divide_by_own_
 
 FAULT = Fault(
     name="token_counts_weighted_equally",
-    sentence="The global count of tokens is replaced by each rank's own.",
+    sentence="Each rank's loss divides by its own count of tokens, not by the global count.",
     break_step=divide_by_own_count,
     strategies=("ddp_global_mean",),
     needs_unequal_divisors=True,

@@ -42,7 +42,7 @@ def fault_trials(
     layouts: Sequence[str] = LAYOUTS,
     every: bool = True,
 ) -> tuple[FaultTrial, ...]:
-    """The trials of the faults with these ``names``, or of all faults, by layout.
+    """The trials of the faults with these ``names``, or of all faults, sorted by layout.
 
     With ``every``, each fault is tried with all its strategies, pairs, shards and dtypes on all
     layouts. Without it, only the first combination of these is tried on all layouts, and the

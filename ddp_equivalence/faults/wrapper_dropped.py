@@ -29,6 +29,6 @@ def free_wrapper_early(record_firing: RecordFiring) -> Iterator[None]:
 
 FAULT = Fault(
     name="wrapper_dropped",
-    sentence="A call goes through a wrapper that nobody holds until backward.",
+    sentence="Each call goes through a new DDP wrapper, which is freed before backward.",
     break_torch=free_wrapper_early,
 )

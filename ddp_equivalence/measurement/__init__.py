@@ -1,1 +1,1 @@
-"""What a rank does with a case, what is watched while it does, and how its gradients come back."""
+"""Runs a case on ranks, collects their gradients, and watches a second run if they differ."""

@@ -30,7 +30,7 @@ class ExampleLookup:
             self._positions.append((tuple(leaf.shape[1:]), leaf.dtype, positions))
 
     def positions_of(self, arguments: object) -> Indices | None:
-        """The positions of the rows of the first tensor that consists of rows of the batch."""
+        """Find a tensor with nothing but rows of the batch; return their positions, or None."""
         tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
         for shape, dtype, positions in self._positions:
             for tensor in tensors:
@@ -50,7 +50,7 @@ def _bytes_of_rows(tensor: Tensor) -> list[bytes]:
 
 
 def _one_position_each(candidates: list[list[int]]) -> Indices:
-    """One position for every row. Equal rows get the positions of the equal examples in turn."""
+    """One position for every row. If the batch has equal examples, equal rows get them in turn."""
     times_taken: Counter[int] = Counter()
     chosen = []
     for positions in candidates:

@@ -31,11 +31,11 @@ from ddp_equivalence.ranks.warm_ranks import Environment, warm_ranks
 
 @dataclass
 class Measurement:
-    """The comparison of what came back from the ranks, and all that came with it.
+    """The comparison of the ranks' gradients, and everything else that came back from the ranks.
 
     ``measured``: rank -> the sampled elements of every gradient, flattened. ``output``: rank -> the
     text that it printed. ``changed``: rank -> phrases that say what the step changed in its process
-    or left running there; ``left``: the same as an error with an entry for every rank.
+    or left running there. ``changes_error``: an error that names these changes; None without any.
     """
 
     comparison: Comparison
@@ -43,16 +43,16 @@ class Measurement:
     measured: Mapping[int, Mapping[GradientKey, Tensor]]
     output: Mapping[int, str]
     changed: Mapping[int, tuple[str, ...]]
-    left: RankFailed | None
+    changes_error: RankFailed | None
 
 
 @contextmanager
 def at_work(
     request: Request, deadline: float, fresh: bool, environment: Environment = ()
 ) -> Iterator[RankSet]:
-    """Ranks that work on the request, until the end of the block.
+    """Let ranks work on the request, until the end of the block.
 
-    Raises BadCase if the step cannot travel, RankFailed if ranks cannot be started.
+    Raises BadCase if the step cannot be pickled, RankFailed if ranks cannot be started.
     """
     message = _message(request)
     timeout = min(request.collective_deadline, deadline / 2)
@@ -112,7 +112,7 @@ def measure(
                 kept[rank].setdefault(chunk.key, []).append(elements)
     comparison = comparator.finish({})
     if not comparison.same:
-        # Something is beyond the least limit, so the limits now take the measured rounding in.
+        # Something is beyond the least limit. Measure rounding and apply the limits that follow.
         comparison = comparator.finish(expected.rounding.noise)
     return Measurement(
         comparison=comparison,
@@ -123,16 +123,16 @@ def measure(
         },
         output={rank: ranks.output(rank) for rank in sorted(evidence)},
         changed=dict(sorted(ranks.changed.items())),
-        left=_left(ranks) if ranks.changed else None,
+        changes_error=_changes_error(ranks) if ranks.changed else None,
     )
 
 
 def observe(
     ranks: RankSet, request: Request, deadline: float, sample: ElementSample[str]
 ) -> dict[int, Observation]:
-    """Run the step a second time and watch it: rank -> what was seen, of all ranks or of none."""
+    """Run the step a second time and watch it. Returns rank -> what was seen, or {} on failure."""
     if ranks.broken or request.in_process or not request.second_look:
-        return {}  # there are no ranks to run it on, or a debugger is attached to it
+        return {}  # no ranks are left, the user may be debugging the step, or the run forbids it
     found = {}
     try:
         ranks.submit(_message(request, sample))
@@ -145,17 +145,18 @@ def observe(
 
 
 def wrong_collectives(ranks: RankSet, request: Request) -> tuple[str, ...]:
-    """The wrong answers that collectives of this backend give. They are asked once in a run."""
+    """The collectives of this backend that give wrong results. They are tried once in a run."""
     if ranks.broken or request.in_process or request.processes.world_size == 1:
         return ()
     try:
         results = probe_ranks_once(ranks, request.processes, request.lane)
     except RankFailed as error:
-        return (f"the ranks failed when their collectives were asked: {error}",)
+        return (f"the ranks failed when their collectives were tried: {error}",)
     return tuple(f"{result.collective}: {result.detail}" for result in results if result.wrong)
 
 
-def _left(ranks: RankSet) -> RankFailed:
+def _changes_error(ranks: RankSet) -> RankFailed:
+    """The error for a step that has changed its process, with the end of every rank."""
     ends = [
         ranks.rank_end(rank, "changed", "; ".join(ranks.changed[rank]))
         if rank in ranks.changed

@@ -1,6 +1,6 @@
-"""What a rank was seen to do while its step ran: the examples that it read, what it reduced.
+"""What a rank was seen to do while its step ran: which examples it read, and what it reduced.
 
-Frozen data, which travels from the ranks to the process that judges.
+These are frozen dataclasses. The ranks send them to the judging process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Indices = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Forward:
-    """One call of the model with gradients on.
+    """One call of the model with gradients enabled.
 
     ``examples``: the positions in the big batch of the rows that the model was called with, in
     their order; None if they are not rows of the batch. ``weights``: a digest of the parameters at
@@ -38,11 +38,12 @@ class Forward:
 class Backward:
     """One call of backward.
 
-    ``loss``: the value that it began at. ``forwards``: how many forward passes there had been.
+    ``loss``: the value of the scalar that backward was called on (of several, the sum); None if
+    there was no scalar. ``forwards``: how many forward passes had run before.
     ``issued``: how many collectives had been issued when it began and when it ended; None if torch
     has no flight recorder. ``step``: the number of the step, from 0. ``gradient``: the sampled
-    elements of the gradient that it gave the parameters on this rank, before any reduction, shape
-    (elements,); None if it gave none.
+    elements of the gradient that this call computed on this rank, before any reduction, shape
+    (elements,); None if it computed none.
     """
 
     loss: float | None
@@ -54,13 +55,13 @@ class Backward:
 
 @dataclass(frozen=True)
 class Wrapper:
-    """One DistributedDataParallel around the model.
+    """One DistributedDataParallel wrapper around the model.
 
-    ``synchronised``: for each of its forward passes, whether backward was to reduce gradients.
-    ``freed``: True if the wrapper no longer existed when a backward began that it had to reduce.
-    ``buckets``: the names of the parameters in each bucket, as of the last forward pass.
-    ``ignored``: the names of parameters that it was told not to reduce. ``logged``: entries of
-    DDP's own logging data.
+    ``synchronised``: for each of its forward passes, whether DDP was to reduce gradients in the
+    backward pass. ``freed``: True if the wrapper was freed after a forward pass, before the
+    backward pass began. ``buckets``: the names of the parameters in each bucket, as of the last
+    forward pass. ``ignored``: the names of parameters that it was told not to reduce. ``logged``:
+    entries of DDP's own logging data.
     """
 
     synchronised: tuple[bool, ...]
@@ -74,10 +75,10 @@ class Wrapper:
 class Observation:
     """Everything that one rank did in all steps.
 
-    ``frozen``: the parameters that required no gradient in the end. ``buffers``: a digest of the
-    model's buffers in the end. ``gradients``: a digest of every gradient that the step left.
-    ``clipped``: the norms that torch was told to clip gradients to. ``collectives``: all that the
-    rank issued; None without a flight recorder.
+    ``frozen``: the parameters that required no gradient after the last step. ``buffers``: a digest
+    of the model's buffers after the last step. ``gradients``: a digest of every gradient that a
+    step left. ``clipped``: the norms that torch was told to clip gradients to. ``collectives``: all
+    that the rank issued; None if torch has no flight recorder.
     """
 
     forwards: tuple[Forward, ...]
@@ -92,8 +93,8 @@ class Observation:
     def examples_read(self, step: int) -> tuple[Indices, ...] | None:
         """The examples of each micro-batch of one step; None if they are not known.
 
-        A micro-batch is what one backward goes through. If several forward passes before it read
-        the same examples, these were read once.
+        A micro-batch has the examples of all forward passes that belong to one backward pass. If
+        several of these forward passes read the same examples, the examples count once.
         """
         micro_batches: list[Indices] = []
         begin = 0

@@ -25,15 +25,15 @@ from ddp_equivalence.measurement.observation import Backward, Forward, Observati
 from ddp_equivalence.ranks.collectives import Collective, issued_so_far
 
 MOST_BUCKET_ELEMENTS = 2_000_000
-"""DDP is not asked for the buckets of a model with more elements, since it answers with tensors."""
+"""A larger model's buckets are not read, since DDP makes tensors of their size to show them."""
 
 
 class Observer:
     """Watches one rank's model.
 
-    ``batch``: the big batch, with the examples of all steps, in which examples are recognised.
-    ``sample``: the elements that are kept of gradients. ``step``: the number of the step that runs;
-    the caller sets it before each step.
+    ``batch``: the big batch, with the examples of all steps. The model's inputs are looked up in
+    it. ``sample``: the elements of each gradient that are kept. ``step``: the number of the step
+    that runs; the caller sets it before each step.
     """
 
     def __init__(self, model: nn.Module, batch: object, sample: ElementSample[str]) -> None:
@@ -86,7 +86,7 @@ class Observer:
         gradients: Mapping[GradientKey, Tensor | None],
         collectives: tuple[Collective, ...] | None,
     ) -> Observation:
-        """Everything that was seen; ``gradients`` are those that the step left."""
+        """Everything that was seen. The caller gives the gradients that the step has left."""
         return Observation(
             forwards=tuple(self._forwards),
             backwards=tuple(self._backwards),
@@ -122,7 +122,7 @@ class Observer:
         )
 
     def _observed(self, differentiate: Callable[..., Any]) -> Callable[..., Any]:
-        """``torch.autograd.backward`` or ``torch.autograd.grad``, with a record of each call."""
+        """Wrap ``torch.autograd.backward`` or ``grad`` so that each call is recorded."""
 
         def observed(tensors: Any, *arguments: Any, **named: Any) -> Any:
             if self._inside:  # activation checkpointing calls backward inside backward
@@ -156,7 +156,7 @@ class Observer:
 
 
 class _WrapperObserver:
-    """Watches one DDP wrapper. It holds it weakly, to notice that the step has dropped it."""
+    """Watches one DDP wrapper, by a weak reference, so that it notices when the step frees it."""
 
     def __init__(self, ddp: DistributedDataParallel, names: Mapping[int, str]) -> None:
         self._ddp = weakref.ref(ddp)

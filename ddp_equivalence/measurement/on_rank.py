@@ -78,9 +78,9 @@ def _run_step(
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     collectives = new_collectives()
-    own = None if case.shards == OWN else tuple(one.indices[rank.rank] for one in shards)
+    dealt = None if case.shards == OWN else tuple(one.indices[rank.rank] for one in shards)
     evidence = Evidence(
-        examples=own,
+        examples=dealt,
         data=data,
         inputs=called.digest(),
         start=start,
@@ -132,23 +132,23 @@ def _train(
     planted: PlantedFault | None,
     observer: Observer | None,
 ) -> dict[GradientKey, Tensor | None]:
-    """The gradients that each step leaves, or the update that all steps together leave."""
+    """Run all steps; return the gradients that each step leaves, or the update of all together."""
     before = weights_of(model) if work.compare == "update" else {}
     task = Task(work.case, model, rank, shards, notes, work.steps)
     step: TrainStep
     if isinstance(work.step, str):
         step = STRATEGIES[work.step].prepare(task)
     else:
-        own = work.step
+        user_step = work.step
 
         def step(shard: Any) -> Mapping[str, Tensor | None] | None:
-            return own(model, shard, rank)
+            return user_step(model, shard, rank)
 
     if planted:
         step = planted.break_step(task, step)
     if work.compare == "update" and not isinstance(work.step, str):
         with _seeded(step_seed(work.case, 0)):
-            return _in_first_step(_own_update(model, before, step(concatenate(given))))
+            return _in_first_step(_update_by_user(model, before, step(concatenate(given))))
     gradients: dict[GradientKey, Tensor | None] = {}
     for number, shard in enumerate(given):
         if observer:
@@ -158,7 +158,7 @@ def _train(
         if work.compare == "gradients":
             by_name = gradients_of(model) if returned is None else _by_name(returned)
             if len(given) > 1:
-                # The bucket views of DDP hold the next step's gradients in the same memory.
+                # DDP's bucket views put the gradients of the next step into the same memory.
                 by_name = {n: None if g is None else g.clone() for n, g in by_name.items()}
             gradients |= {(number, name): gradient for name, gradient in by_name.items()}
         if returned is not None and not last:
@@ -179,17 +179,17 @@ def _one_step(
     number: int,
     several: bool,
 ) -> Mapping[str, Tensor | None] | None:
-    """Run one step. Raises ValueError if it moves the weights between several steps."""
+    """Run one step. Raises ValueError if it moves the weights and is not the only step."""
     model.zero_grad(set_to_none=True)
     weights = digest(dict(model.named_parameters())) if several else ""
     with _seeded(step_seed(work.case, number)):
         returned = step(shard)
     moved = several and weights != digest(dict(model.named_parameters()))
-    # On other ranks a new DDP wrapper may have replaced the weights by those of rank 0.
+    # Only rank 0 raises: on other ranks a new DDP wrapper may have copied the weights of rank 0.
     if moved and rank.rank == 0:
         raise ValueError(
-            "the step moved the weights itself; between several steps the suite takes the SGD "
-            'step, so leave it out, or use compare="update"'
+            "the step moved the weights itself; the suite takes an SGD step after each of several "
+            'steps, so leave the optimizer step out, or use compare="update"'
         )
     return returned
 
@@ -200,7 +200,7 @@ def _in_first_step(by_name: Mapping[str, Tensor | None]) -> dict[GradientKey, Te
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the generators, and note it if the step sets torch's seed itself."""
+    """Seed the generators, and report a change if the step sets torch's seed itself."""
     with seeded(seed):
         yield
         if torch.initial_seed() != seed:
@@ -208,21 +208,22 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _put_on_parameters(model: nn.Module, gradients: Mapping[str, Tensor | None]) -> None:
-    """Let the next SGD step take the gradients that the step returned by name."""
+    """Put gradients that the step returned where the suite's next SGD step finds them."""
     for name, parameter in model.named_parameters():
         gradient = gradients.get(name)
         parameter.grad = None if gradient is None else gradient.detach().to(parameter.dtype)
 
 
-def _own_update(
+def _update_by_user(
     model: nn.Module, before: dict[str, Tensor], returned: object
 ) -> dict[str, Tensor | None]:
+    """How far a user's own training moved the weights: those in the model, or those returned."""
     if returned is None:
         return updates_of(model, before)
     weights = _by_name(returned)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     found: dict[str, Tensor | None] = {name: None for name in before if name not in trained}
-    # A state_dict also holds buffers, and a shared parameter under each of its names.
+    # If the step returns a state_dict, it also holds buffers, and every name of shared parameters.
     all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     not_compared = {name for name, _ in model.named_buffers()} | (all_names - before.keys())
     for name, weight in weights.items():

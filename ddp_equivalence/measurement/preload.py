@@ -1,4 +1,4 @@
-"""Imported once by the server that ranks are forked from. Nothing here may start a thread."""
+"""The imports of the server from which ranks are forked. None of them may start a thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.optim  # noqa: F401
 
 import ddp_equivalence.measurement.on_rank  # noqa: F401
 
-# The objects that exist now are never collected, so that a collection in a rank neither walks the
-# memory that it shares with the server nor copies it.
+# Take all objects that exist now out of garbage collection. On a rank a collection would otherwise
+# walk through the memory that the rank shares with the server, and thereby copy it.
 gc.collect()
 gc.freeze()

@@ -1,4 +1,4 @@
-"""The arguments of a check, looked at before anything runs."""
+"""Checks the arguments of ``check`` before anything runs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ddp_equivalence.strategies.strategy import Strategy
 
 COMPARES = ("gradients", "update")
 
-LEAST = 1.0
-"""Seconds that a case gets though the run's time is over; the run then ends."""
+LEAST_SECONDS = 1.0
+"""A case gets at least this many seconds, even if the time of the run is over."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A check with its arguments looked at."""
+    """The valid arguments of one ``check``, with the settings of the run filled in."""
 
     case: Case
     step: Step | str
@@ -58,13 +58,15 @@ class CheckOptions(TypedDict, total=False):
     """The options of ``check``, which every function that makes a check takes as well.
 
     ``compare``: "gradients" calls the step once for every big batch and compares the gradients of
-    each. "update" compares how far the weights have moved: a step of your own is called once, with
-    the examples of all big batches joined, and leaves the trained weights in the model or returns
-    them by name; the reference takes as many plain SGD steps with the learning rate ``lr``.
-    ``steps``: how many big batches the batch is read as, or the number of examples of each.
-    ``backend``: "auto" (NCCL with a GPU for each rank, else gloo on the CPU), "gloo", "gloo_cuda",
-    "nccl", "nccl2" or "nccl-legacy". ``deadline``: seconds for the ranks' work.
-    ``collective_deadline``: seconds for one collective in it (half of ``deadline`` by default).
+    each. "update" compares how far the weights have moved. A step of your own is then called once,
+    with the examples of all big batches joined. It leaves the trained weights in the model, or
+    returns them by name. The reference takes one plain SGD step, with the learning rate ``lr``, for
+    every big batch.
+    ``steps``: into how many big batches, one for each step, the batch is divided; or a tuple with
+    the number of examples of each. ``backend``: "auto" (NCCL if there is a GPU for each rank, gloo
+    on the CPU otherwise), "gloo", "gloo_cuda", "nccl", "nccl2" or "nccl-legacy". ``deadline``:
+    seconds for the ranks' work. ``collective_deadline``: seconds for one collective (half of
+    ``deadline`` by default).
     ``fresh_ranks``: start new processes for this check instead of using warm ones.
     ``in_process``: rank 0 is the calling process, so that a debugger works in the step.
     ``allow_changes``: the step may change its process (seed, environment, default dtype, threads
@@ -85,7 +87,7 @@ class CheckOptions(TypedDict, total=False):
 
 
 def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request:
-    """The request that these arguments of ``check`` make, with the run's settings filled in.
+    """Check the arguments of ``check`` and fill in the settings of the run.
 
     Raises BadCase for an argument that cannot be right, TypeError for an unknown option.
     """
@@ -110,9 +112,8 @@ def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request
     )
     _check_steps(steps)
     if case.exact and (compare == "update" or steps != 1):
-        raise BadCase(
-            "exact", True, "one step of gradients: SGD's learning rate leaves the integers"
-        )
+        right = "a check of one step's gradients: with SGD steps the weights leave the integers"
+        raise BadCase("exact", True, right)
     if strategy is not None and strategy.one_process:
         lane = _lane_of_one_process(case, strategy)
     else:
@@ -120,7 +121,8 @@ def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request
         if lane.name == "gloo_fallback" and "nccl" in now.must_run:
             raise BadCase("layout", case.layout, f"{lane.reason}; --must-run nccl allows no other")
     if strategy is not None and case.shards == OWN:
-        raise BadCase("shards", OWN, f"a deal of examples: {strategy.name} takes none by itself")
+        right = f"shards dealt to the ranks: {strategy.name} does not choose examples itself"
+        raise BadCase("shards", OWN, right)
     if strategy is not None and strategy.needs_normalisers:
         catalogue_loss_of(case, needed_by=strategy.name)
     return Request(
@@ -146,22 +148,26 @@ def _or_setting(option: bool | None, setting: bool) -> bool:
 
 
 def _deadlines(case: float | None, collective: float | None) -> tuple[float, float]:
-    """Seconds for the case and for one collective: collective < case < what the run has left."""
+    """Seconds for the case and for one collective.
+
+    The time for a collective is below that of the case. The case gets no more time than the run has
+    left, but at least ``LEAST_SECONDS``.
+    """
     now = settings.current()
     case = now.deadline if case is None else case
     if not _is_number(case) or not 0 < case < float("inf"):
-        raise BadCase("deadline", case, "seconds, above 0")
-    own = collective is not None
+        raise BadCase("deadline", case, "a number of seconds above 0")
+    given = collective is not None
     collective = now.collective_deadline if collective is None else collective
     if collective is not None and not _is_number(collective):
-        raise BadCase("collective_deadline", collective, "seconds, above 0")
-    if collective is None or (not own and collective >= case):
+        raise BadCase("collective_deadline", collective, "a number of seconds above 0")
+    if collective is None or (not given and collective >= case):
         collective = case / 2
     if not 0 < collective < case:
-        right = f"seconds, above 0 and below the deadline of the case ({case:g})"
+        right = f"a number of seconds above 0 and below the deadline of the case ({case:g})"
         raise BadCase("collective_deadline", collective, right)
     if now.run_until is not None:
-        case = min(case, max(LEAST, now.run_until - time.monotonic()))
+        case = min(case, max(LEAST_SECONDS, now.run_until - time.monotonic()))
     return float(case), float(collective)
 
 
@@ -173,14 +179,19 @@ def _check_steps(steps: object) -> None:
     sizes = steps if isinstance(steps, tuple) and steps else (steps,)
     whole = all(isinstance(one, int) and not isinstance(one, bool) for one in sizes)
     if not whole or min(sizes) < 1:
-        right = "a number of big batches from 1, or a tuple with the examples of each"
+        right = "at least 1 big batch, or a tuple with the number of examples of each"
         raise BadCase("steps", steps, right)
 
 
 def _lane_of_one_process(case: Case, strategy: Strategy) -> Lane:
-    """One process drives all replicas: no backend, but perhaps several devices."""
+    """The lane of a strategy whose single process drives all replicas.
+
+    The process needs no backend, but perhaps several devices.
+    """
     if case.ranks.nodes > 1:
-        right = f"one node, such as '1x{case.ranks.world_size}': {strategy.name} is one process"
+        right = (
+            f"one node, such as '1x{case.ranks.world_size}': {strategy.name} runs in one process"
+        )
         raise BadCase("layout", case.layout, right)
     if strategy.lane is None:
         return Lane("emulated", "gloo", "cpu", "one process on the CPU")
@@ -191,7 +202,10 @@ def _lane_of_one_process(case: Case, strategy: Strategy) -> Lane:
 
 
 def repeat_line(request: Request) -> str:
-    """What repeats the check: the run's own command, or a call where names alone describe it."""
+    """The command that repeats the check, or a call of ``check`` if names alone describe the case.
+
+    "" if there is neither.
+    """
     if settings.current().repeat:
         return settings.current().repeat
     if not request.case.is_catalogue or not isinstance(request.step, str):

@@ -1,4 +1,4 @@
-"""A case whose ranks hung or were aborted is run once more, with torch's detailed checks on."""
+"""Runs a case whose ranks hung or were aborted once more, with torch's detailed checks on."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from ddp_equivalence.ranks.environment import RERUN_VARIABLE
 from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
 
 DETAIL = ((RERUN_VARIABLE, "1"), ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"))
-"""With this environment torch compares operation, shape and dtype of every collective between the
-ranks, at the price of a barrier each. Source: docs.pytorch.org/docs/stable/distributed.html,
-"TORCH_DISTRIBUTED_DEBUG".
+"""With this environment torch compares the operation, shape and dtype of every collective between
+the ranks. This costs a barrier for each collective.
+
+Source: docs.pytorch.org/docs/stable/distributed.html, "TORCH_DISTRIBUTED_DEBUG".
 """
 
-LEAST_SECONDS = 1.0
+EXTRA_SECONDS = 1.0
 TIMES_FIRST_RUN = 3.0
-"""The rerun gets this many times the seconds that the first run took until it was stuck, and the
-least on top."""
+"""The rerun gets ``TIMES_FIRST_RUN`` times the seconds after which the first run was stuck, and
+``EXTRA_SECONDS`` more."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Rerun:
     """The result of the rerun: ``failure`` is None if the ranks did not fail again.
 
     ``ranks_began``: False if the ranks could not even be started. ``cut_short``: True if the rerun
-    was not done within its own deadline, which is below that of the case. It may be slow, or hang
-    again.
+    was stopped at its own deadline, which is shorter than that of the case. It is then not known
+    whether the rerun hung again or was only slow.
     """
 
     failure: RankFailed | None
@@ -46,9 +47,9 @@ def rerun(request: Request, first: RankFailed, began: float) -> Rerun | None:
     if not (aborted or isinstance(first, RanksTimedOut)) or not request.second_look:
         return None
     if request.in_process:
-        return None  # a debugger may be attached, and its user looks already
+        return None  # the user may be debugging the step already
     stuck = max((end.last.at - began for end in first.ends if end.last is not None), default=0.0)
-    deadline = min(request.deadline, LEAST_SECONDS + TIMES_FIRST_RUN * max(0.0, stuck))
+    deadline = min(request.deadline, EXTRA_SECONDS + TIMES_FIRST_RUN * max(0.0, stuck))
     started = time.monotonic()
     failure, ranks_began = None, False
     try:

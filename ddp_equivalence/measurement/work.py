@@ -25,8 +25,8 @@ class Work:
     """The case and the step as they travel to a rank: names, seeds and functions, no tensors.
 
     ``plant``: the name of the fault to plant in the step; "" for none. ``observe``: if it is given,
-    the rank watches the step closely, and sends these elements of its gradients inside its evidence
-    instead of the gradients.
+    the rank watches the step. It then sends no gradients, but these elements of them, inside its
+    evidence.
     """
 
     case: Case
@@ -43,12 +43,13 @@ class Evidence:
     """What happened on one rank.
 
     ``examples``: for each step, the positions in the big batch of the examples that the rank was
-    given; None where the step takes its own. ``data``: a digest of those examples. ``inputs``: a
+    given; None if the step chooses them itself. ``data``: a digest of those examples. ``inputs``: a
     digest of everything that the model was called with; None if it was never called. ``start``: a
-    digest of the weights before the first step. ``collectives``: None if torch has no flight
-    recorder. ``gradients``: the description of every gradient that the rank left. ``notes``: what
-    the strategy wrote down to prove that it ran. ``planted``: how often a planted fault did its
-    damage; None if none was planted. ``observed``: what was seen of the step, if it was watched.
+    digest of the weights before the first step. ``collectives``: all that the rank issued; None if
+    torch has no flight recorder. ``gradients``: the description of every gradient that the rank
+    left. ``notes``: what the strategy wrote down to prove that it ran. ``planted``: how often a
+    planted fault did its damage; None if none was planted. ``observed``: what was seen of the step,
+    if it was watched.
     """
 
     examples: tuple[tuple[int, ...], ...] | None

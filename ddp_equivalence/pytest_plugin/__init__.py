@@ -26,7 +26,7 @@ from ddp_equivalence.pytest_plugin.equivalence_fixture import Equivalence, equiv
 from ddp_equivalence.pytest_plugin.planting import Planting
 from ddp_equivalence.pytest_plugin.run_deadline import RunDeadline
 
-__all__ = ["Equivalence", "equivalence"]  # pytest finds the fixture here
+__all__ = ["Equivalence", "equivalence"]  # the fixture, which pytest finds here, and its type
 
 _results = pytest.StashKey[run_results.RunResults]()
 _settings = pytest.StashKey[settings.Settings]()
@@ -111,7 +111,7 @@ def pytest_terminal_summary(
 
 
 def _has_not_shown_enough(results: run_results.RunResults, config: pytest.Config) -> bool:
-    """True if a lane that had to run did not, or if nothing was compared where something had to."""
+    """True if a required lane did not run, or if nothing was compared although that is required."""
     if config.getoption("--ddp-require-comparison") and not results.compared:
         return True
     return bool(results.lanes_missing(config.getoption("--must-run")))

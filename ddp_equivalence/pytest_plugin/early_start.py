@@ -1,4 +1,4 @@
-"""Start the server that forks ranks before the first test needs it: the server imports torch."""
+"""Start the fork server before the first test needs it, as the server's import of torch is slow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _started = pytest.StashKey[bool]()
 USES_THIS_PACKAGE = re.compile(
     rb"\bddp_equivalence\b|\bequivalence\.(check|assert_equivalent)\b",
 )
-"""Occurs in the text of a test file that compares something with one big batch."""
+"""Matches in every test file that compares something with one big batch."""
 
 
 def start_for(file: Path, config: pytest.Config) -> None:

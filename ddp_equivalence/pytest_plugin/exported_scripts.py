@@ -36,7 +36,7 @@ def requests_kept(item: pytest.Item) -> Iterator[None]:
 
 
 def export(item: pytest.Item) -> Iterator[str]:
-    """Write the scripts of a failed test. Yields where each script is, or why there is none."""
+    """Write the scripts of a failed test. Yields each script's path, or why it was not written."""
     requests, item.stash[_requests] = item.stash[_requests], []
     folder = item.config.getoption("--ddp-export-repro")
     for number, (request, headline) in enumerate(requests, start=1):
@@ -46,6 +46,6 @@ def export(item: pytest.Item) -> Iterator[str]:
         try:
             path = export_request(request, folder, headline=headline, name=file_name(name))
         except (ValueError, OSError) as error:
-            yield f"none: {error}"
+            yield f"no script: {error}"
         else:
             yield f"{path} ({command_of(path)})"

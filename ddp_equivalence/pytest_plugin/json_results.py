@@ -1,4 +1,4 @@
-"""``pytest --ddp-json PATH``: the results of a run, for machines."""
+"""``pytest --ddp-json PATH``: writes the results of a run as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plugin's options and markers, and the settings that they make for a run and for a test."""
+"""The plugin's options and markers, and the settings of runs and tests that follow from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddp_equivalence.report.terminal import width_of
 
 MARKERS = (
     "gloo_fallback: runs on gloo and the CPU because there are too few GPUs for NCCL",
-    "gloo: runs on gloo and the CPU, as asked for",
+    "gloo: runs on gloo and the CPU because gloo was chosen",
     "gloo_cuda: runs on gloo with CUDA tensors",
     "nccl: runs on an NCCL backend, one rank per GPU",
     "emulated: one process on the CPU does what nn.DataParallel does on several GPUs",
@@ -29,14 +29,14 @@ MARKERS = (
 )
 
 MARKER_SETTINGS = {
-    "deadline": "seconds, above 0",
-    "collective_deadline": "seconds, above 0",
+    "deadline": "a number of seconds above 0",
+    "collective_deadline": "a number of seconds above 0",
     "fresh_ranks": "True or False",
     "in_process": "True or False",
     "allow_changes": "True or False",
     "second_look": "True or False",
 }
-"""What ``@pytest.mark.ddp`` can set, and the values that are right."""
+"""Setting of ``@pytest.mark.ddp`` -> the values that it accepts."""
 
 MARGIN_OF_PYTEST = len("E   ")
 """Columns that pytest puts before every line of a failure."""
@@ -55,8 +55,8 @@ def _add_options_of_ranks(group: pytest.OptionGroup) -> None:
         "--ddp-backend",
         choices=BACKENDS,
         default="auto",
-        help="backend of the ranks; auto takes NCCL if there is a GPU for every rank, else gloo on "
-        "the CPU",
+        help="backend of the ranks; auto takes NCCL if there is a GPU for every rank, and gloo on "
+        "the CPU otherwise",
     )
     group.addoption(
         "--ddp-deadline",
@@ -97,15 +97,15 @@ def _add_options_of_checks(group: pytest.OptionGroup) -> None:
     group.addoption(
         "--ddp-allow-changes",
         action="store_true",
-        help="a check does not fail because its step changes the process (seed, environment, "
+        help="do not fail a check because its step changes the process (seed, environment, "
         "default dtype, threads left running ...); the changes are undone in any case",
     )
     group.addoption(
         "--ddp-no-second-look",
         action="store_true",
-        help="run each step once only. By default a step that hung or was aborted is rerun on "
-        "fresh ranks with TORCH_DISTRIBUTED_DEBUG=DETAIL, and a step that differs gets a watched "
-        "second run",
+        help="run each step only once. By default a step that hung or was aborted runs again on "
+        "fresh ranks with TORCH_DISTRIBUTED_DEBUG=DETAIL, and a step that differs runs again while "
+        "it is watched",
     )
     group.addoption(
         "--plant",
@@ -146,7 +146,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: seconds, above 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seconds above 0")
     return seconds
 
 
@@ -169,7 +169,7 @@ def check_options(config: pytest.Config) -> None:
 
 
 def settings_of_run(config: pytest.Config, run_until: float | None) -> settings.Settings:
-    """What the options say. ``run_until``: end of the run on the monotonic clock."""
+    """The settings of a run, from its options. ``run_until``: its end by ``time.monotonic()``."""
     option = config.getoption
     widest = settings.Settings.width + MARGIN_OF_PYTEST
     return settings.Settings(
@@ -200,12 +200,12 @@ def check_marker(item: pytest.Item, marker: pytest.Mark) -> None:
     where = f"{item.nodeid}: @pytest.mark.ddp"
     names = ", ".join(MARKER_SETTINGS)
     for value in marker.args:
-        raise pytest.UsageError(f"{where}({value!r}): one of {names}, by name")
+        raise pytest.UsageError(f"{where}({value!r}): expected name=value with one of {names}")
     for name, value in marker.kwargs.items():
         if name not in MARKER_SETTINGS:
-            raise pytest.UsageError(f"{where}({name}): one of {names}")
+            raise pytest.UsageError(f"{where}({name}): expected one of {names}")
         right = MARKER_SETTINGS[name]
         is_bool = isinstance(value, bool)
         is_seconds = isinstance(value, int | float) and not is_bool and 0 < value < float("inf")
         if not (is_bool if right == "True or False" else is_seconds):
-            raise pytest.UsageError(f"{where}({name}={value!r}): {right}")
+            raise pytest.UsageError(f"{where}({name}={value!r}): expected {right}")

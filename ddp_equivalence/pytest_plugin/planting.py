@@ -1,4 +1,4 @@
-"""``pytest --plant NAME``: every test runs with a fault planted; the summary says which notice."""
+"""``pytest --plant NAME``: plants a fault in every test, and lists the tests that do not notice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _fired = pytest.StashKey[int]()
 
 @dataclass(frozen=True)
 class PlantedTest:
-    """One test. ``fired``: how often the fault acted, in the test's process and in its ranks."""
+    """One test. ``fired``: how often the fault did its damage, in the test and on its ranks."""
 
     name: str
     failed: bool
@@ -84,7 +84,7 @@ class Planting:
         terminalreporter.line(self._fault.sentence)
         terminalreporter.line(f"noticed by {len(noticed)} tests, which failed")
         terminalreporter.line(
-            f"NOT NOTICED by {len(missed)} tests in which it fired, and which passed",
+            f"NOT NOTICED by {len(missed)} tests, which passed although the fault fired in them",
             red=bool(missed),
         )
         for test in missed[:MOST_LISTED]:
@@ -94,4 +94,4 @@ class Planting:
         if never_fired:
             failed = sum(test.failed for test in never_fired)
             note = f" ({failed} of them failed for another reason)" if failed else ""
-            terminalreporter.line(f"never fired in {len(never_fired)} tests{note}")
+            terminalreporter.line(f"the fault never fired in {len(never_fired)} tests{note}")

@@ -1,4 +1,4 @@
-"""What the ranks printed, as sections of the test's report: pytest shows them if the test fails."""
+"""Adds what the ranks printed to the test's report; pytest shows it if the test fails."""
 
 from __future__ import annotations
 

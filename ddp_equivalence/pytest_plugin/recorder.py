@@ -40,9 +40,9 @@ def checks_recorded(item: pytest.Item) -> Iterator[None]:
 
 
 def records(item: pytest.Item, report: pytest.TestReport) -> Sequence[Record]:
-    """The checks that this report tells of, with what the test made of their outcomes.
+    """The checks of the test that this report is about, with the outcomes that the test expected.
 
-    A test that passes has judged its checks, so that every outcome is then the expected one.
+    A test that passed has judged its checks itself, so it expected the outcomes that they have.
     """
     if report.when != "call" and not (report.when == "setup" and report.failed):
         return ()
@@ -55,7 +55,7 @@ def records(item: pytest.Item, report: pytest.TestReport) -> Sequence[Record]:
 
 
 def not_run(item: pytest.Item, report: pytest.TestReport) -> NotRun | None:
-    """The trial of the catalogue that this report skips, if it does."""
+    """The test's trial of the catalogue, if this report says that it was skipped."""
     trial = item.get_closest_marker("trial")
     if trial is None or not report.skipped:
         return None

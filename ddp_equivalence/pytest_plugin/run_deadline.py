@@ -1,4 +1,4 @@
-"""``pytest --ddp-run-deadline SECONDS``: then no more tests start, and the run fails."""
+"""``pytest --ddp-run-deadline SECONDS``: after this time no test starts, and the run fails."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 import pytest
 
 END = "DDP_EQUIVALENCE_RUN_UNTIL"
-"""Environment variable in which the workers of xdist inherit the end from the controller."""
+"""The environment variable in which the controller of xdist hands ``end`` to its workers."""
 
 
 class RunDeadline:
-    """Registered for a run with a deadline. ``end``: its end, on the monotonic clock."""
+    """Registered for a run with a deadline. ``end``: the deadline by ``time.monotonic()``."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._seconds: float = config.getoption("--ddp-run-deadline")
@@ -29,4 +29,4 @@ class RunDeadline:
         item.session.shouldfail = (
             f"--ddp-run-deadline: the {self._seconds:g} s of this run are over"
         )
-        return True  # pytest takes the test as done
+        return True  # this tells pytest not to run the test itself

@@ -70,7 +70,7 @@ def _size(name: str) -> tuple[int, int, str]:
 
 
 def _state(records: Sequence[Record]) -> tuple[str, Style]:
-    """The outcomes of one row: ``same``, or how many are what."""
+    """The outcomes of one row: ``same`` if all are, otherwise the number of each."""
     outcomes = Counter(record.outcome for record in records)
     if set(outcomes) == {"same"}:
         return "same", Style.PLAIN
@@ -80,7 +80,7 @@ def _state(records: Sequence[Record]) -> tuple[str, Style]:
 
 
 def _expected_by_their_tests(records: Sequence[Record], width: int) -> Iterator[Line]:
-    """Checks that are not the same, in tests that passed all the same."""
+    """Checks that came out different or unknown in tests that passed because they expect it."""
     judged = [record for record in records if not record.known and record.expected != "same"]
     differ = [record for record in judged if record.outcome == "different"]
     if differ:
@@ -107,7 +107,7 @@ def _known_differences(records: Sequence[Record], width: int) -> Iterator[Line]:
 
 
 def _planted_faults(planted: Sequence[Record], width: int) -> Iterator[Line]:
-    """The proof that the rest of the table could have come out otherwise."""
+    """The planted faults, which prove that the checks of the table could have failed."""
     if not planted:
         return
     shown = [record for record in planted if record.outcome != "unknown"]
@@ -116,7 +116,7 @@ def _planted_faults(planted: Sequence[Record], width: int) -> Iterator[Line]:
     rivals = sum(record.planted in record.causes[1:] for record in caught)
     kinds = len({record.planted for record in planted})
     note = f"{kinds} {plural(kinds, 'kind')}"
-    note += f"; {rivals} beside others that leave the same" if rivals else ""
+    note += f"; {rivals} beside other causes that leave the same numbers" if rivals else ""
     distances = [record.error / record.limit for record in caught if record.error and record.limit]
     nearest = f", nearest {min(distances):.0e} limits away" if distances else ""
     yield Line(
@@ -127,7 +127,7 @@ def _planted_faults(planted: Sequence[Record], width: int) -> Iterator[Line]:
     unknown = len(planted) - len(shown) - hidden
     missed = len(shown) - len(caught)
     for count, text, style in (
-        (hidden, "more cannot show there, which was said", Style.PLAIN),
+        (hidden, "more cannot show where they were planted, as their reports say", Style.PLAIN),
         (unknown, "UNKNOWN", Style.BAD),
         (missed, "MISSED", Style.BAD),
     ):
@@ -136,7 +136,7 @@ def _planted_faults(planted: Sequence[Record], width: int) -> Iterator[Line]:
 
 
 def _cannot_show(record: Record) -> bool:
-    """True if the fault was planted where it leaves the big batch's gradient."""
+    """True if the fault was planted where the gradient is that of the big batch all the same."""
     return record.unknown_because == UnknownBecause.PLANTED_FAULT_CANNOT_SHOW.value
 
 

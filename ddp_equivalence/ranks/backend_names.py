@@ -6,9 +6,10 @@ This module imports no torch, because pytest reads its command-line options from
 from __future__ import annotations
 
 NCCL_BACKENDS = ("nccl", "nccl2", "nccl-legacy")
-"""torch is moving its default from ``nccl`` to ``nccl2``; ``nccl-legacy`` keeps the old one.
+"""The names of NCCL backends in torch.
 
-A lane exists for each of them only where the installed torch has that backend.
+torch is changing its default from ``nccl`` to ``nccl2``; ``nccl-legacy`` is the old one. A lane
+exists for each of them only where the installed torch has that backend.
 """
 
 BACKENDS = ("auto", "gloo", "gloo_cuda", *NCCL_BACKENDS)

@@ -2,8 +2,8 @@
 
 The recorder is private in torch 2.13 and differs by backend. Each rank therefore issues one
 collective when it starts and checks that the recorder shows it. If it does not, the functions here
-return None, and nobody draws a conclusion from them. Entries of gloo stay in the state
-``scheduled``; it is enough that they were issued.
+return None, and the report draws no conclusion about collectives. An entry of gloo stays in the
+state ``scheduled``. It shows that the collective was issued, and nothing more is needed here.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def check_recorder(device: torch.device) -> None:
     global _recorder_works
     new_collectives()
     dist.all_reduce(torch.zeros(1, device=device))
-    _recorder_works = True
+    _recorder_works = True  # otherwise new_collectives would return None
     _recorder_works = bool(new_collectives())
 
 
@@ -123,7 +123,8 @@ def issued_so_far() -> int | None:
 def issued_in_default_group() -> int | None:
     """The number of collectives that this rank has issued in the group of all ranks.
 
-    It is as of the last call of ``new_collectives``. None if the recorder does not work.
+    Collectives since the last call of ``new_collectives`` are not counted. None if the recorder
+    does not work.
     """
     return _issued_in_group.get(DEFAULT_GROUP, 0) if _recorder_works else None
 
@@ -151,7 +152,7 @@ def last_collective() -> LastCollective | None:
     newest: dict[str, Any] | None = None
     for function in DUMP_FUNCTIONS:
         entries = _entries(function, stacks=True) if _recorder_works else []
-        # Only collectives that were issued since this work began say anything about it.
+        # Skip collectives that were issued before the current work began.
         before = _newest_read.get(function, -1)
         entries = [entry for entry in entries if entry["record_id"] > before]
         if entries and (

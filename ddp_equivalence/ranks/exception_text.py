@@ -13,7 +13,7 @@ from ddp_equivalence.ranks.messages import Raised
 
 
 def describe_exception(error: BaseException) -> Raised:
-    """The traceback, and the innermost line outside torch."""
+    """The exception with its traceback, its innermost line outside torch, the last collective."""
     text = "".join(traceback.format_exception(error))
     outside_torch = [
         frame

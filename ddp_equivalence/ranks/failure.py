@@ -24,10 +24,11 @@ class RankEnd:
     - ``output``: it wrote too much output;
     - ``changed``: it finished but left its process changed.
 
-    ``what`` describes this in one line. ``detail`` is the traceback or the stack. ``line`` is the
-    source line concerned. ``at`` is the time in seconds of the machine's monotonic clock.
-    ``output`` is what the rank printed. ``last`` is its last collective, if known. ``waits`` is
-    True if the rank was waiting for other ranks in that collective.
+    ``what`` says in a few words how the rank ended. ``detail`` is the traceback or the stack.
+    ``line`` is the source line at which the rank ended or still was. ``at`` is the time in seconds
+    of the machine's monotonic clock. ``output`` is what the rank printed. ``last`` is its last
+    collective, if known. ``waits`` is True if the rank was waiting for other ranks in that
+    collective.
     """
 
     rank: int

@@ -35,23 +35,23 @@ PICKLED_BY_NAME = (
     GetSetDescriptorType,
     MemberDescriptorType,
 )
-"""Types that are pickled as a name, so that two of them are equal only if they are identical."""
+"""Objects of these types are pickled as a name, so two of them are equal only if identical."""
 
 Fingerprint = tuple[Hashable, ...]
 
 
 class NoFingerprint(Exception):
-    """The value refers to an object of this type, which can change without a trace."""
+    """The value refers to an object that can change unnoticed; the message names its type."""
 
 
 def fingerprint(
     value: object, by_value: Callable[[Any], bool]
 ) -> tuple[Fingerprint, tuple[object, ...]]:
-    """A fingerprint, and the objects that the caller must keep alive as long as it uses it.
+    """A fingerprint, and the objects that the caller must keep alive as long as it is used.
 
     The objects are identified by ``id()``, which Python reuses once an object is freed.
-    ``by_value`` says of a function, class or module whether it is pickled by value.
-    Raises NoFingerprint.
+    ``by_value`` is asked about each function, class and module, and returns True if it is pickled
+    by value. Raises NoFingerprint.
     """
     identified: list[object] = []
     return tuple(_parts(value, by_value, identified, {})), tuple(identified)

@@ -74,7 +74,7 @@ def _decide(module: ModuleType) -> bool:
 
 
 def _belongs_to_user(file: str) -> bool:
-    """True if the file is neither part of an installed package nor of this one."""
+    """True if the file is part neither of an installed package nor of ddp_equivalence."""
     others = (*_INSTALLED, _PACKAGE)
     return not file.startswith(others) and not os.path.realpath(file).startswith(others)
 

@@ -1,7 +1,7 @@
-"""Ranks of which rank 0 is the judging process itself, so that a debugger works in its step.
+"""A set of ranks in which rank 0 is the judging process itself, so that a debugger works there.
 
-They are for looking into a step. Verdicts come from ranks that are all processes of their own: the
-judging process otherwise never joins a process group.
+It serves to debug a step. In every other set each rank is a process of its own, and the judging
+process never joins a process group.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.ranks.rank_set import RankSet
 
 COLLECTIVE_TIMEOUT = 24 * 3600.0
-"""Seconds that the other ranks wait in a collective while a user looks around on rank 0."""
+"""Seconds that the other ranks wait in a collective while a user debugs rank 0."""
 
 _destroyed_groups: list[object] = []
-"""Groups of rank sets that were stopped. Freeing one can deadlock this process (torch 2.13)."""
+"""Groups of stopped rank sets. They are kept, as freeing one can deadlock torch 2.13."""
 
 
 class InProcessRankSet(RankSet):
-    """Rank 0 works in this process, without a deadline, and its exceptions are raised unchanged."""
+    """Rank 0 works in this process, without a deadline; its exceptions are not wrapped."""
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class InProcessRankSet(RankSet):
         self._work = b""
 
     def submit(self, work: bytes) -> None:
-        """Send the work to the other ranks; rank 0 begins with it in ``collect``."""
+        """Send the work to the other ranks. Rank 0 begins to work when ``collect`` is called."""
         self._work = work
         super().submit(work)
 
     def collect(self, deadline: float) -> Iterator[tuple[int, Any]]:
-        """Work as rank 0, then collect from the others within ``deadline`` seconds."""
+        """Do the work of rank 0, then collect the others' results within ``deadline`` seconds."""
         _, by_value, body = pickling.split(self._work)
         outside = process_state.capture()
         process_state.set_environment({**outside.environment, **self._rank_0_environment})
@@ -72,7 +72,7 @@ class InProcessRankSet(RankSet):
     def stop(self) -> None:
         """Stop the other ranks, and leave the process group."""
         super().stop()
-        gc.collect()  # free a DDP object that is part of a reference cycle
+        gc.collect()  # this frees DDP objects that are part of a reference cycle
         if self._rank_0 is not None and dist.is_initialized():
             _destroyed_groups.append(dist.group.WORLD)
             dist.destroy_process_group()

@@ -48,8 +48,8 @@ class StartArguments:
 def join_group(start: StartArguments, exchange_port: Callable[[int | None], int]) -> Rank:
     """Make this process the rank in ``start.row`` and join the process group with the others.
 
-    ``exchange_port``: rank 0 passes the port of the store that it has opened, the others pass None;
-    it returns the port to all of them.
+    ``exchange_port`` is called on every rank and returns the port of the rendezvous store. Rank 0
+    opens the store and passes its port; the other ranks pass None.
     """
     row, lane = start.row, start.lane
     _set_environment(start)
@@ -108,7 +108,8 @@ def _open_store(
     """Set torchrun's variables and open the rendezvous store; ranks other than 0 connect to it."""
     store = None
     if row.rank == 0:
-        # For port 0 the system chooses a free port, and no other process can take it in between.
+        # With port 0 the system chooses a free port and opens it at once, so that no other process
+        # can take the port in between.
         store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timeout)
     port = exchange_port(None if store is None else store.port)
     torchrun = torchrun_environment(row, port)
@@ -124,8 +125,8 @@ def _open_store(
 def _skip_construction_log() -> None:
     """Turn off the log that DDP's constructor writes, which is only for Meta's own machines.
 
-    In torch 2.13 writing it segfaults if TORCH_DISTRIBUTED_DEBUG is DETAIL, at least with gloo on
-    the CPU; a plain script shows it too. A rerun sets DETAIL.
+    A rerun sets TORCH_DISTRIBUTED_DEBUG to DETAIL. In torch 2.13 writing the log then segfaults, at
+    least with gloo on the CPU. A plain script shows the same.
     """
     logger: Any = dist.Logger  # type: ignore[attr-defined]  # no stubs
     logger.set_construction_data_and_log = lambda *_: None

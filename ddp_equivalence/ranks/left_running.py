@@ -10,10 +10,10 @@ from collections.abc import Set
 from ddp_equivalence.ranks.process_tree import children, has_children
 
 KEPT_THREAD_CLASSES = ("TMonitor",)
-"""Threads that their library keeps until the process ends: tqdm's monitor."""
+"""Classes of threads that a library keeps until the process ends. TMonitor is tqdm's."""
 
 KEPT_THREAD_MODULES = ("torch._inductor.", "concurrent.futures.process")
-"""Prefixes of modules whose threads are kept on purpose: torch's compiler waits for more work."""
+"""Prefixes of modules whose threads stay on purpose: torch's compiler lets them wait for work."""
 
 KEPT_CHILDREN = ("multiprocessing.resource_tracker", "torch/_inductor/compile_worker")
 """Parts of the command lines of child processes that their libraries keep on purpose."""
@@ -25,9 +25,10 @@ def current_threads() -> frozenset[int | None]:
 
 
 def left_running(threads_before: Set[int | None]) -> tuple[str, ...]:
-    """The new threads, and all child processes, as phrases. Nothing can end them cleanly.
+    """The new threads, and all child processes, as phrases.
 
-    Threads and processes that libraries keep on purpose are left out.
+    Nothing can end them cleanly, so the caller must replace the rank. Threads and processes that
+    libraries keep on purpose are left out.
     """
     threads = [
         f"thread {thread.name!r} left running"
@@ -35,7 +36,7 @@ def left_running(threads_before: Set[int | None]) -> tuple[str, ...]:
         if thread.ident not in threads_before and not _is_kept(thread)
     ]
     processes = [
-        f"child process {pid} left running ({command[:80] or 'ended, not waited'})"
+        f"child process {pid} left running ({command[:80] or 'ended, but nobody waited for it'})"
         for pid, command in (children(os.getpid()) if has_children() else {}).items()
         if not any(kept in command for kept in KEPT_CHILDREN)
     ]
@@ -43,7 +44,7 @@ def left_running(threads_before: Set[int | None]) -> tuple[str, ...]:
 
 
 def _is_kept(thread: threading.Thread) -> bool:
-    # A thread of C++ code appears in Python once it has run any Python code.
+    # A thread that C++ code has started appears here once it has run any Python code.
     if isinstance(thread, threading._DummyThread):
         return True
     module = getattr(getattr(thread, "_target", None), "__module__", None) or ""

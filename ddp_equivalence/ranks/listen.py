@@ -57,7 +57,7 @@ def listen(
 
 
 def _wait(waiting: Mapping[int, RankProcess], until: float) -> bool:
-    """Wait until one of these ranks sends, ends, or writes too much; False at the deadline."""
+    """Wait until a rank sends a message, ends, or prints too much; False at the deadline."""
     watched = [rank.connection for rank in waiting.values()]
     watched += [rank.process.sentinel for rank in waiting.values()]
     while (left := until - time.monotonic()) > 0:
@@ -69,9 +69,9 @@ def _wait(waiting: Mapping[int, RankProcess], until: float) -> bool:
 
 
 def _next_message(rank: RankProcess) -> tuple[tuple[str, Any] | None, RankEnd | None]:
-    """(message, None) if the rank has sent one, (None, end) if it can send no more messages.
+    """(message, None) if the rank has sent a message, (None, end) if it can send no more.
 
-    (None, None) if it has sent nothing yet.
+    (None, None) if the rank still works and has sent no new message.
     """
     try:
         if rank.connection.poll():
@@ -90,10 +90,10 @@ def _next_message(rank: RankProcess) -> tuple[tuple[str, Any] | None, RankEnd | 
 def _failure(
     ends: Mapping[int, RankEnd], waiting: Mapping[int, RankProcess], deadline: str
 ) -> RankFailed:
-    """The error, with the end of every rank; those in ``waiting`` are asked where they are."""
+    """The error, with the end of every rank. Ranks in ``waiting`` are asked where they are."""
     running = rank_ends.still_running(waiting.values())
     for number, end in running.items():
-        # A rank that has raised needs a moment to read the source lines of its traceback.
+        # Such a rank has raised, and needs a moment to read the source lines of its traceback.
         if is_describing_exception(end.detail):
             running[number] = _wait_for_exception(waiting[number]) or end
     return root_cause.failure({**ends, **running}.values(), deadline)

@@ -19,7 +19,7 @@ READY, PORT, WORK, STOP = "ready", "port", "work", "stop"
 RESULTS, FINISHED, RAISED = "results", "finished", "raised"
 
 SMALL_ARRAY = 4096
-"""Bytes up to which copying an array into the pickle is cheaper than a message of its own."""
+"""Arrays of at most this many bytes go into the pickle: a message of their own would cost more."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Raised:
 
 
 def set_timeout(connection: Connection, seconds: float) -> None:
-    """Make a read or write raise BlockingIOError after this time without a single byte.
+    """Let a read or a write raise BlockingIOError if no byte gets through for this time.
 
-    The other process may be stopped, or hang, in the middle of a message.
+    That happens if the other process is stopped, or hangs, in the middle of a message.
     """
     whole = int(seconds)
     limit = struct.pack("ll", whole, int((seconds - whole) * 1e6))

@@ -29,9 +29,9 @@ def on_ranks(
     """Call ``function(rank, *arguments)`` on every rank of a layout such as "2x2".
 
     Returns a tuple with what each rank returned, in the order of ranks. ``deadline``: seconds for
-    the whole call. ``collective_deadline``: seconds for one collective; ranks started with the same
-    value for a check are used again. Raises BadCase for an unknown layout or backend, RankFailed if
-    a rank raises or dies, RanksTimedOut at the deadline.
+    the whole call. ``collective_deadline``: seconds for one collective; checks with the same value
+    use the same warm ranks. Raises BadCase for an unknown layout or backend, RankFailed if a rank
+    raises or dies, RanksTimedOut at the deadline.
     """
     parsed = parse(layout)
     lane = lanes.choose(parsed, backend)
@@ -45,4 +45,4 @@ def _call(rank: Rank, call: _Call) -> Iterator[Any]:
     try:
         yield call.function(rank, *call.arguments)
     finally:
-        new_collectives()  # read these collectives now: they are no evidence of the next check
+        new_collectives()  # read these collectives now, or the next check takes them for its own

@@ -1,8 +1,8 @@
 """Pickles functions for the ranks, lambdas and closures too, whatever pytest's import mode is.
 
 A function of an importable module is pickled as its name. A function that the ranks cannot import
-under its name is pickled by value, with cloudpickle: one of a test module under
-``--import-mode=importlib``, for example, or of a file given on the command line.
+under its name is pickled by value, with cloudpickle. Examples are a function of a test module under
+``--import-mode=importlib``, and one of a file given on the command line.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ddp_equivalence.ranks.process_settings import read_training_settings
 from ddp_equivalence.ranks.process_state import environment_variables
 
 MAX_CACHED = 64
-"""Pickles that are kept to be used again, the most recent ones."""
+"""The number of pickles that are kept. The most recently used ones stay."""
 
 _cache: OrderedDict[Fingerprint, tuple[bytes, tuple[object, ...]]] = OrderedDict()
-"""Fingerprint -> the pickle, and the objects that must live as long as the fingerprint is used."""
+"""Fingerprint -> the pickle, and the objects to keep alive as long as the fingerprint is used."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class CallerState:
 def dumps(function: Callable[..., Any], argument: object) -> bytes:
     """Pickle a function and its argument, together with the state of this process.
 
-    Functions and classes that the ranks cannot import are pickled separately, by value, and again
-    only if something in them may have changed since the last time.
+    Functions and classes that the ranks cannot import are pickled separately, by value. That pickle
+    is used again unless something in them may have changed since.
     """
     caller = CallerState(
         list(sys.path), os.getcwd(), environment_variables(), read_training_settings()
@@ -134,7 +134,7 @@ def _cloudpickle(values: tuple[object, ...]) -> bytes:
 
 
 class _CloudPickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it is not typed
-    """Pickles as a name also modules of a class of their own, such as ``torch.backends.cudnn``."""
+    """Pickles even a module of a special class, such as ``torch.backends.cudnn``, as its name."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, ModuleType) and type(value) is not ModuleType:

@@ -1,7 +1,7 @@
 """Checks that collectives give the right results, before a difference is blamed on the user's loss.
 
-``probe`` asks ranks of its own; ``probe_ranks`` and ``probe_ranks_once`` ask ranks that the caller
-has.
+To probe is to run many collectives on ranks and compare the results. ``probe`` takes warm ranks
+itself; ``probe_ranks`` and ``probe_ranks_once`` use ranks that the caller holds.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _known: dict[tuple[str, str, int], tuple[ProbeResult, ...]] = {}
 def probe(
     layout: Layout, lane: Lane, collective_timeout: float = DEADLINE / 2
 ) -> tuple[ProbeResult, ...]:
-    """Probe a lane on warm ranks, once in a run for each number of ranks.
+    """Probe a lane on warm ranks, once in this process for each number of ranks.
 
-    ``collective_timeout``: the same as that of a check, so that the check's ranks can be used. The
-    caller must not hold ranks itself. Raises RankFailed or RanksTimedOut.
+    ``collective_timeout``: pass that of a check, so that the check's ranks can be used. The caller
+    must not hold ranks itself. Raises RankFailed or RanksTimedOut.
     """
     key = lane.backend, lane.device_type, layout.world_size
     if key not in _known:

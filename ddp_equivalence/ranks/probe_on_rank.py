@@ -1,6 +1,6 @@
 """Runs collectives on a rank and compares what they return with results worked out beforehand.
 
-The inputs differ by rank and by position, so that a mix-up of either shows.
+The inputs depend on rank and position, so that a result with either of them mixed up is wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class ProbeResult:
     """One collective, in words such as ``broadcast of 1031 float32 on 2 ranks``.
 
     ``correct``: it returned what it should. ``refused``: the backend's message if it said that it
-    cannot do this; that does not count as wrong. ``detail``: what a wrong one returned instead.
+    cannot do this; that does not count as wrong. ``detail``: what the collective returned
+    if that was wrong.
     """
 
     collective: str
@@ -51,7 +52,7 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class _Group:
-    """A group of ranks as one of them sees it: it is number ``group_rank`` of ``size``."""
+    """A group of ``size`` ranks, on the rank that is number ``group_rank`` of the group."""
 
     group: dist.ProcessGroup | None
     group_rank: int
@@ -94,7 +95,7 @@ def run(rank: Rank, argument: object) -> Iterator[object]:
             for op in ("sum", "avg"):
                 results.append(_all_reduce(subgroup, op, SIZES[-1], torch.float32))
                 results.append(_reduce_scatter(subgroup, op, SIZES[-1], torch.float32))
-    new_collectives()  # read these collectives now: they do not belong to the next work
+    new_collectives()  # read these collectives now, or the next check takes them for its own
     yield tuple(results)
 
 
@@ -102,7 +103,7 @@ def run(rank: Rank, argument: object) -> Iterator[object]:
 def _subgroups(world_size: int, _: object) -> tuple[tuple[int, dist.ProcessGroup], ...]:
     """A group of the first rank alone, and one of the first half of the ranks.
 
-    They are made only once for each default group, the second argument.
+    The second argument is the default group: ``cache`` makes the groups only once for each.
     """
     sizes = sorted({1, max(1, world_size // 2)} - {world_size})
     groups = tuple((size, dist.new_group(list(range(size)))) for size in sizes)
@@ -116,7 +117,7 @@ def _with_dtype(group: _Group, dtype: torch.dtype) -> Iterator[ProbeResult]:
     ops = ["sum", "avg"] if dtype.is_floating_point else ["sum"]
     if dtype in (torch.float32, torch.int64):
         ops += ["max", "min"]
-    # Some libraries treat a single element differently; one dtype is enough to see that.
+    # Some libraries treat a single element differently. Trying it in one dtype is enough.
     for size in SIZES if dtype is torch.float32 else SIZES[1:]:
         for op in ops:
             yield _all_reduce(group, op, size, dtype)
@@ -156,7 +157,7 @@ def _all_gather(group: _Group, size: int, dtype: torch.dtype) -> ProbeResult:
 
 
 def _broadcast(group: _Group, size: int, dtype: torch.dtype) -> ProbeResult:
-    """Broadcast from the last rank of the group, whose number in the layout is the same."""
+    """Broadcast from the group's last rank, whose number is the same among all ranks."""
 
     def call() -> Tensor:
         values = group.own_input(size, dtype)
@@ -175,7 +176,8 @@ def _result(
 ) -> ProbeResult:
     """Call the collective and compare what it returns with ``expected``.
 
-    Raises what the collective raises if it lost a connection or timed out: that is no refusal.
+    Raises what the collective raises if a connection was lost or the time was over; any other
+    error counts as a refusal.
     """
     elements = len(expected) // (group.size if name == "all_gather" else 1)
     dtype_name = str(dtype).removeprefix("torch.")
@@ -198,7 +200,7 @@ def _result(
 
 
 def _difference(output: Tensor, expected: Tensor, first_wrong: int) -> str:
-    """How the output differs: by a factor, if that explains it, else at the first wrong element."""
+    """How the output differs: by a factor if one explains it, otherwise the first wrong element."""
     factor = float((output * expected).sum() / (expected * expected).sum())
     if bool(((output - factor * expected).abs() <= 1e-2 * abs(factor)).all()):
         return f"{factor:.4g} times the right answer"

@@ -23,8 +23,8 @@ from ddp_equivalence.ranks.work import do_next_work, flush_output
 class Channels:
     """The rank's sides of the two pipes and two files that connect it to the judging process.
 
-    ``work``: work and results. ``status``: the status thread's requests and answers. ``output``:
-    everything that the rank prints. ``stacks``: its stacks, when it is asked for them.
+    ``work`` carries work and results, ``status`` the status thread's requests and answers. The rank
+    writes everything that it prints to ``output``, and its stacks, when asked, to ``stacks``.
     """
 
     work: Connection
@@ -45,11 +45,11 @@ def main(start: StartArguments, channels: Channels) -> None:
         rank = join_group(start, lambda port: _exchange_port(port, channels.work))
         process_groups.report_early_destruction()
         status_thread.start(channels.status)
-        gc.freeze()  # garbage collection after each case need not look at what exists now
+        gc.freeze()  # so that collecting garbage after each case skips the objects that exist now
         messages.send(channels.work, messages.READY)
         while do_next_work(rank, channels.work):
             pass
-        # Python prints a warning about semaphores that were not released.
+        # Without this Python prints a warning about semaphores that were not released.
         util._run_finalizers(0)  # type: ignore[attr-defined]
     except BaseException as error:
         with suppress(OSError):  # the judging process is gone

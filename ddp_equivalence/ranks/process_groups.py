@@ -13,7 +13,7 @@ from ddp_equivalence.ranks import process_state
 
 
 def existing_groups() -> dict[int, object]:
-    """The process groups by ``id()``. The caller keeps them alive, so that no id is used again."""
+    """The process groups by ``id()``. The caller must keep them alive: ids are used again."""
     # The map of all groups is private in torch. Without it only the default group is known.
     known = getattr(dist.distributed_c10d._world, "pg_map", {})
     groups = (dist.group.WORLD, *known) if dist.is_initialized() else ()
@@ -33,8 +33,8 @@ def report_early_destruction() -> None:
     def destroy_process_group(*arguments: Any, **keywords: Any) -> None:
         if any(isinstance(value, DistributedDataParallel) for value in gc.get_objects()):
             process_state.report_change(
-                "process group destroyed while a DistributedDataParallel was alive, which "
-                "deadlocks torch 2.13 when it is freed: drop the wrapper first"
+                "process group destroyed while a DistributedDataParallel was alive: torch 2.13 "
+                "deadlocks when that wrapper is freed later, so delete the wrapper first"
             )
         destroy(*arguments, **keywords)
 

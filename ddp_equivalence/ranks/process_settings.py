@@ -1,6 +1,6 @@
 """The settings of a process that a case could hand on to the next one, such as the default dtype.
 
-A rank compares them before and after its work and restores them. Some of them it also takes over
+A rank compares them before and after its work and restores them. It also takes some of them over
 from the judging process.
 """
 
@@ -19,11 +19,14 @@ PRECISION_MODULES = (
     *(f"backends.{name}" for name in ("cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn")),
     *(f"backends.{name}" for name in ("mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")),
 )
-"""The modules of torch with a float32 precision. Source: torch/backends/__init__.py."""
+"""The modules in ``torch`` that have a setting ``fp32_precision``.
+
+Source: torch/backends/__init__.py.
+"""
 
 
 @dataclass(frozen=True)
-class Setting:
+class ProcessSetting:
     """How to read one setting and how to write it."""
 
     read: Callable[[], Any]
@@ -53,7 +56,7 @@ def restore(before: Mapping[str, Any]) -> list[str]:
     changed = [
         f"{name} changed from {old} to {now[name]}"
         for name, old in before.items()
-        if now[name] not in (old, "")  # "" means that the change shows in another setting
+        if now[name] not in (old, "")  # "": it cannot be read now, and another setting shows why
     ]
     if now != before:
         apply(before)
@@ -77,9 +80,9 @@ def _set_cuda_device(device: int | None) -> None:
 
 
 def _matmul_precision() -> str:
-    """The precision by torch's older interface.
+    """The precision that torch's older function returns.
 
-    "" if it raises, as it does where the setting of a single backend contradicts it.
+    "" if that function raises, which it does if the setting of a single backend contradicts it.
     """
     try:
         precision: str = torch.get_float32_matmul_precision()
@@ -93,42 +96,44 @@ def _set_matmul_precision(precision: str) -> None:
         torch.set_float32_matmul_precision(precision)
 
 
-def _precision_of(module: str) -> Setting:
+def _precision_of(module: str) -> ProcessSetting:
     """The float32 precision of one backend and operation."""
     get_module = attrgetter(module)
 
     def write(value: str) -> None:
         get_module(torch).fp32_precision = value
 
-    return Setting(lambda: get_module(torch).fp32_precision, write)
+    return ProcessSetting(lambda: get_module(torch).fp32_precision, write)
 
 
 def _set_default_device(device: torch.device) -> None:
-    # None means the CPU too, but without a mode that slows down every call of torch.
+    # None means the CPU too, but does not turn on the mode that slows down every call of torch.
     torch.set_default_device(None if device == torch.device("cpu") else device)
 
 
-SETTINGS: dict[str, Setting] = {
-    "working folder": Setting(_working_folder, os.chdir),
-    "torch's default dtype": Setting(torch.get_default_dtype, torch.set_default_dtype),
-    "torch's default device": Setting(torch.get_default_device, _set_default_device),
-    "torch's threads": Setting(torch.get_num_threads, torch.set_num_threads),
-    "torch's deterministic algorithms": Setting(
+SETTINGS: dict[str, ProcessSetting] = {
+    "working folder": ProcessSetting(_working_folder, os.chdir),
+    "torch's default dtype": ProcessSetting(torch.get_default_dtype, torch.set_default_dtype),
+    "torch's default device": ProcessSetting(torch.get_default_device, _set_default_device),
+    "torch's threads": ProcessSetting(torch.get_num_threads, torch.set_num_threads),
+    "torch's deterministic algorithms": ProcessSetting(
         torch.are_deterministic_algorithms_enabled,
         torch.use_deterministic_algorithms,
     ),
-    "torch's grad mode": Setting(torch.is_grad_enabled, torch.set_grad_enabled),
-    "torch's precision of float32 products": Setting(_matmul_precision, _set_matmul_precision),
+    "torch's grad mode": ProcessSetting(torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch's precision of float32 products": ProcessSetting(
+        _matmul_precision, _set_matmul_precision
+    ),
     **{f"{name}.fp32_precision": _precision_of(name) for name in PRECISION_MODULES},
-    "cuDNN's benchmark": Setting(
+    "cuDNN's benchmark": ProcessSetting(
         lambda: torch.backends.cudnn.benchmark,
         lambda value: setattr(torch.backends.cudnn, "benchmark", value),
     ),
-    "autocast on the CPU": Setting(
+    "autocast on the CPU": ProcessSetting(
         lambda: torch.is_autocast_enabled("cpu"),
         lambda value: torch.set_autocast_enabled("cpu", value),
     ),
-    "current CUDA device": Setting(_cuda_device, _set_cuda_device),
+    "current CUDA device": ProcessSetting(_cuda_device, _set_cuda_device),
 }
 
 TRAINING_SETTINGS = (
@@ -138,7 +143,7 @@ TRAINING_SETTINGS = (
     *(f"{name}.fp32_precision" for name in PRECISION_MODULES),
     "cuDNN's benchmark",
 )
-"""The settings that a user's module makes once, at its import, in every process of a training run.
+"""The settings that a user's module may change when it is imported, in every training process.
 
 Ranks take them over from the judging process, so that they train as it would.
 """

@@ -1,4 +1,4 @@
-"""The state of a process that one case could hand on to the next: captured, compared, restored."""
+"""Captures, compares and restores the state of a process that a case could hand on to the next."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def restore(before: ProcessState) -> tuple[str, ...]:
 
 
 def report_change(change: str) -> None:
-    """Let the next ``restore`` return this change too; it cannot see the change itself."""
+    """Let the next ``restore`` return this change, which it could not find by itself."""
     _reported_changes.append(change)
 
 
@@ -73,12 +73,12 @@ _reported_changes: list[str] = []
 
 
 def keep_group(group: object) -> None:
-    """Let this process group stay for later work."""
+    """Keep this process group for later work: it does not count as left behind by a step."""
     _kept_groups.append(group)
 
 
 def kept_groups() -> frozenset[int]:
-    """The ids of the groups that stay."""
+    """The ids of the groups that were given to ``keep_group``."""
     return frozenset(map(id, _kept_groups))
 
 

@@ -16,7 +16,7 @@ PR_SET_CHILD_SUBREAPER = 36
 """Options of prctl(2), which psutil does not offer."""
 
 GONE = (psutil.Error, OSError)
-"""The errors of psutil for a process that has ended or belongs to somebody else."""
+"""The errors that psutil raises for a process that has ended or belongs to another user."""
 
 
 def die_with_parent() -> None:

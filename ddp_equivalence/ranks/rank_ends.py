@@ -16,7 +16,10 @@ EXIT_TIMEOUT = 1.0
 """Seconds to wait for the exit code of a process that has closed its connection."""
 
 STATUS_TIMEOUT, STATUS_TIMEOUT_PER_RANK = 0.5, 0.05
-"""Seconds to wait for stacks, and then for last collectives: for all ranks, and more for each."""
+"""Seconds to wait for the ranks' stacks, and then again for their last collectives.
+
+The time is the first number, plus the second one for every rank.
+"""
 
 
 def finished(rank: RankProcess) -> RankEnd:
@@ -43,7 +46,7 @@ def raised(rank: RankProcess, error: messages.Raised) -> RankEnd:
 def wrote_too_much(rank: RankProcess) -> RankEnd:
     """The rank has written more output than it may."""
     size = rank.output_file.size() / 2**20
-    what = f"wrote {size:.0f} MiB of output, where {MAX_OUTPUT / 2**20:.0f} MiB are the limit"
+    what = f"wrote {size:.0f} MiB of output; the limit is {MAX_OUTPUT / 2**20:.0f} MiB"
     return _end(rank, "output", what)
 
 
@@ -52,7 +55,7 @@ def died(rank: RankProcess) -> RankEnd:
     rank.process.join(EXIT_TIMEOUT)
     code = rank.process.exitcode
     if code is None:
-        return _end(rank, "exit", "closed its connection and lives on")
+        return _end(rank, "exit", "closed its connection, but its process still runs")
     if code >= 0:
         return _end(rank, "exit", f"ended without a result, exit code {code}")
     what = f"killed by {signal.Signals(-code).name}"
@@ -65,7 +68,7 @@ def died(rank: RankProcess) -> RankEnd:
 
 
 def still_running(ranks: Iterable[RankProcess]) -> dict[int, RankEnd]:
-    """These ranks have not come back: where each of them is, and in which collective."""
+    """For ranks that did not finish in time: where each of them is, and in which collective."""
     by_rank = {rank.row.rank: rank for rank in ranks}
     stopped = [r for r, rank in by_rank.items() if process_tree.is_stopped(rank.process.pid)]
     responsive = {r: rank for r, rank in by_rank.items() if r not in stopped}
@@ -105,7 +108,9 @@ def _stacks(ranks: Sequence[RankProcess]) -> dict[int, str]:
     while time.monotonic() < until and not all(stacks.values()):
         time.sleep(0.02)
         stacks = {rank.row.rank: rank.stacks_file.read() for rank in ranks}
-    return {number: stack or "(it gave no stack)" for number, stack in stacks.items()}
+    return {
+        number: stack or "(the rank did not write its stack)" for number, stack in stacks.items()
+    }
 
 
 def _end(rank: RankProcess, kind: str, what: str = "", **fields: Any) -> RankEnd:

@@ -18,10 +18,10 @@ from ddp_equivalence.ranks.join_group import StartArguments
 from ddp_equivalence.ranks.process import Channels, main
 
 MAX_SILENCE = 10.0
-"""Seconds without a byte in the middle of a message, after which its sender is taken to hang."""
+"""If no byte comes for this many seconds in the middle of a message, its sender counts as hung."""
 
 SHOWN_OUTPUT = 64 * 2**10
-"""Bytes of a rank's output that are shown, the last ones."""
+"""A report shows at most this many bytes of a rank's output, the last ones."""
 
 MAX_OUTPUT = 32 * 2**20
 """Bytes that a rank may write in one case; more would fill the memory of the machine."""
@@ -30,8 +30,9 @@ MAX_OUTPUT = 32 * 2**20
 class RankProcess:
     """One rank. ``process`` is None until ``start()`` has succeeded.
 
-    ``connection``: work and results. ``status_connection``: to the rank's status thread.
-    ``output_file``: what the rank prints. ``stacks_file``: its stacks, when it is asked for them.
+    ``connection`` carries work and results, ``status_connection`` the status thread's requests and
+    answers. The rank writes everything that it prints to ``output_file``, and its stacks, when
+    asked, to ``stacks_file``.
     """
 
     def __init__(self, row: RankPlace, method: str) -> None:
@@ -48,7 +49,7 @@ class RankProcess:
         self.status_connection: Connection
 
     def start(self, arguments: StartArguments) -> None:
-        """Start the process. Raises OSError if the system has no room for it."""
+        """Start the process. Raises OSError if the system cannot start another process."""
         with ExitStack() as rank_sides:
             self.connection, work = self._pipe(rank_sides)
             messages.set_timeout(self.connection, min(MAX_SILENCE, arguments.collective_timeout))
@@ -60,7 +61,7 @@ class RankProcess:
             try:
                 process.start()
             except EOFError as error:
-                what = "the fork server has ended (no more processes?)"
+                what = "the fork server has ended (too many processes?)"
                 raise OSError(errno.EAGAIN, what) from error
             self.process = process
 
@@ -82,7 +83,7 @@ class RankProcess:
         return self.output_file.size() > MAX_OUTPUT
 
     def request_stack(self) -> None:
-        """Let the rank write its stacks to ``stacks_file``; faulthandler does it on this signal."""
+        """Send SIGUSR1, on which the rank's faulthandler writes its stacks to ``stacks_file``."""
         self.stacks_file.clear()
         with suppress(OSError):
             os.kill(self.process.pid, signal.SIGUSR1)

@@ -20,10 +20,10 @@ from ddp_equivalence.ranks.rank_process import RankProcess
 from ddp_equivalence.ranks.server import empty_main_module, start_server
 
 START_TIMEOUT = 120.0
-"""Seconds until all ranks must have joined their group. The first ranks wait for torch's import."""
+"""Seconds that all ranks have to join their group. The first ones also wait for torch's import."""
 
 STOP_TIMEOUT = 2.0
-"""Seconds until the processes must have ended after they were told to stop, and after SIGKILL."""
+"""Seconds that processes have to end after they are told to stop, and again after SIGKILL."""
 
 
 class Ranks(Protocol):
@@ -43,8 +43,8 @@ class RankSet:
 
     ``environment``: the variables that their process group depends on. ``devices``: the GPUs that
     they may use. ``method``: one of ``ranks.server.START_METHODS``. ``token``: identifies the set
-    in the environment of its ranks. ``broken`` becomes True after any failure; only ``stop()`` may
-    then be called. ``changed``: rank -> what its last work has changed in its process or left
+    in the environment of its ranks. ``broken``: True after any failure; only ``stop()`` may then be
+    called. ``changed``: rank -> what its last work has changed in its process or left
     running, as phrases.
     """
 
@@ -111,14 +111,15 @@ class RankSet:
                 if payload.changed or payload.running:
                     self.changed[rank] = payload.changed + payload.running
                 if payload.running or not payload.same_groups:
-                    self.broken = True  # this work is complete, but the ranks can do no other
+                    self.broken = True  # this work is complete, but the ranks can do no more
                 if payload.issued is not None:
                     issued[rank] = payload.issued
             for result in results:
                 yield rank, result
         for rank, count in issued.items():
             if extra := count - min(issued.values()):
-                # The rank did not wait for them. The next work of the other ranks would meet them.
+                # The rank has not waited for these collectives. In the next work torch would match
+                # them with collectives of the other ranks.
                 noun = "collective" if extra == 1 else "collectives"
                 change = f"{extra} {noun} that other ranks do not call"
                 self.changed[rank] = (*self.changed.get(rank, ()), change)
@@ -138,7 +139,7 @@ class RankSet:
         return RankEnd(rank, row.node, row.local_rank, kind, what, output=self.output(rank))
 
     def stop(self) -> None:
-        """Tell every process to stop; kill those that do not stop in time, or all if broken."""
+        """Tell the processes to stop and kill those that do not; a broken set is killed at once."""
         if not self.broken:
             for rank in self._ranks.values():
                 with suppress(OSError):
@@ -166,7 +167,7 @@ class RankSet:
         )
 
     def _join_group(self) -> None:
-        """Wait until all ranks have joined; meanwhile pass the store's port from rank 0 to all."""
+        """Wait until all ranks have joined, and pass on the port that rank 0 sends meanwhile."""
         until = time.monotonic() + START_TIMEOUT
         within = f"within the {START_TIMEOUT:g} s they have to start"
         for rank, kind, payload in self._listen(messages.READY, until, within):

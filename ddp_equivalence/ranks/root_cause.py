@@ -8,24 +8,24 @@ from collections.abc import Iterable, Sequence
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed, RanksTimedOut
 
 WATCHDOG = "Watchdog caught collective operation timeout"
-"""NCCL's watchdog prints this before it ends, by SIGABRT, the process that waited."""
+"""NCCL's watchdog prints this before it kills the waiting process with SIGABRT."""
 
 COLLECTIVE_TIMED_OUT = "its collective timed out"
-"""Said of a rank that NCCL's watchdog has ended."""
+"""The report says this of a rank that NCCL's watchdog has killed."""
 
 CONNECTION_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 TIMED_OUT = ("Timed out waiting", "timed out", WATCHDOG)
-"""What gloo and NCCL say on ranks that waited for another rank."""
+"""gloo and NCCL write phrases of these two lists on ranks that waited for another rank."""
 
 BACKEND_MARKS = ("/gloo/", "NCCL", "ProcessGroup")
-"""One of these is in every such message of a backend, but not in those of the user's own code.
+"""Every such message of a backend contains one of these marks.
 
-The user's code can time out and lose connections as well.
+Messages of the user's own code do not, though that code can time out and lose connections as well.
 """
 
 
 def failure(ends: Iterable[RankEnd], deadline: str) -> RankFailed:
-    """The error for these ends, one for every rank.
+    """The error to raise, given how every rank ended.
 
     ``deadline`` says in words which time the ranks had, such as "within 5 s". It is used only if
     they timed out.
@@ -52,13 +52,13 @@ def who_waits(ends: Sequence[RankEnd]) -> str:
     if len(calls) > 1 and (not others or len(numbers) == 1):
         clauses = [f"{_ranks(ranks)} {_verb(ranks, 'call')} {call}" for call, ranks in calls]
         clauses += [_rank_and_state(end) for end in others if end.failed]
-        return _sentence(f"the ranks do not call the same: {'; '.join(clauses)}")
+        return _sentence(f"the ranks do not call the same collective: {'; '.join(clauses)}")
     clauses = [f"{_ranks(ranks)} {_verb(ranks, 'wait')}{_in(call)}" for call, ranks in calls]
     if others:
         awaited = [end for end in others if end.failed] or others
         states = ", and for ".join(map(_rank_and_state, awaited))
         return _sentence(f"{'; '.join(clauses)}, for {states}")
-    all_alike = ", the same for all: the backend itself, or the network, hangs"
+    all_alike = ", the same on all ranks: the backend itself, or the network, hangs"
     return _sentence(clauses[0] + ("" if calls[0][0] is None else all_alike))
 
 
@@ -68,7 +68,10 @@ def was_left_waiting(message: str) -> bool:
 
 
 def innermost_line(stack: str) -> tuple[str, bool]:
-    """The innermost line outside torch in a stack of faulthandler; True if torch was at work."""
+    """The innermost line outside torch in a stack of faulthandler.
+
+    The second value is True if the innermost line of all is in torch.
+    """
     main_thread = stack.rpartition("(most recent call first)")[2]
     lines = [line.strip() for line in main_thread.splitlines() if line.strip().startswith("File")]
     outside_torch = [line for line in lines if not _is_torch(line)]
@@ -91,7 +94,11 @@ def _order(end: RankEnd, culprit: bool) -> int:
 
 
 def _culprits(ends: Sequence[RankEnd]) -> set[int]:
-    """If all ranks wait: those in the collective that the fewest ranks call. Else all that wait."""
+    """The waiting ranks that are reported before other waiting ranks.
+
+    If all ranks wait, they are the ranks in the collective that the fewest ranks call. Otherwise
+    they are all ranks that wait, since the cause is among the ranks that do not.
+    """
     waiting = [end for end in ends if end.waits]
     if len(waiting) < len(ends):
         return {end.rank for end in waiting}

@@ -26,10 +26,10 @@ PRELOAD = (
     "ddp_equivalence.ranks.process",
     "ddp_equivalence.measurement.preload",
 )
-"""The modules that the server imports, so that ranks need not: that would take them seconds.
+"""The modules that the server imports, because importing them on every rank would take seconds.
 
-multiprocessing ignores a name that does not exist. The last module works on ranks as part of a
-check; it is only named here, since this package does not depend on measurement.
+The last module runs a check on ranks. It is given by its name, since this package must not import
+``measurement``. multiprocessing ignores a name that does not exist.
 """
 
 COMPILE_THREADS_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
@@ -41,11 +41,11 @@ FOLDER_VARIABLE = "DDP_EQUIVALENCE_SERVER_FOLDER"
 def start_method() -> str:
     """``forkserver``, or ``spawn`` if the user asks for it or the platform has no fork server.
 
-    With ``spawn`` every rank imports torch itself. Raises BadCase if the user asks for another one.
+    With ``spawn`` every rank imports torch itself. Raises BadCase for any other method.
     """
     wanted = os.environ.get(START_METHOD_VARIABLE) or START_METHODS[0]
     if wanted not in START_METHODS:
-        right = "forkserver (torch imported once) or spawn (by each rank)"
+        right = "forkserver (torch is imported once) or spawn (every rank imports torch)"
         raise BadCase(START_METHOD_VARIABLE, wanted, right)
     return wanted if wanted in multiprocessing.get_all_start_methods() else "spawn"
 
@@ -53,7 +53,7 @@ def start_method() -> str:
 def start_server() -> None:
     """Start the server unless it is running. Returns at once, while the server still imports.
 
-    Raises OSError if the system has no room for it.
+    Raises OSError if the system cannot start another process.
     """
     forkserver.set_forkserver_preload(list(PRELOAD))
     # Ranks inherit the server's environment: one thread each, and no pool of compile threads.
@@ -80,9 +80,9 @@ os.register_at_fork(after_in_child=_forget_server)
 
 
 def start_early() -> None:
-    """Start the server before anybody needs it, so that the first ranks wait less for it.
+    """Start the server before it is needed, so that the first ranks start sooner.
 
-    An error is ignored here: it occurs again, and is reported, when the first ranks start.
+    An error is ignored here. It occurs again, and is reported, when the first ranks start.
     """
     with suppress(OSError, BadCase):
         if start_method() == "forkserver":

@@ -1,8 +1,10 @@
-"""Cleans up when the fork server ends: kills what ranks have started, deletes its socket's file.
+"""Cleans up when the fork server ends: kills its descendants and deletes its socket's folder.
+
+The descendants are the ranks and the processes that these have started.
 
 The server ends when the judging process does. A judging process that is killed cannot clean up
-itself, so the server does it. Only the server imports this module, and before anything else,
-because importing torch takes seconds in which the judging process may be killed.
+itself, so the server does it. Only the server imports this module. It does so before it imports
+torch, because that takes seconds, in which the judging process may be killed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from ddp_equivalence.ranks.server import FOLDER_VARIABLE
 
 def _clean_up() -> None:
     process_tree.kill(process_tree.descendants(os.getpid()))
-    if not hasattr(sys, "last_value"):  # after a server that failed, the next one uses the folder
+    # last_value is set if this server failed. The next server then uses the same folder.
+    if not hasattr(sys, "last_value"):
         shutil.rmtree(os.environ[FOLDER_VARIABLE], ignore_errors=True)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 LARGE_MODEL = 2_000_000
-"""Number of parameters from which several threads save more time than they cost."""
+"""For a model with at least this many parameters several threads save more time than they cost."""
 
 
 @contextmanager

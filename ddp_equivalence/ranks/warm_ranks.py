@@ -1,6 +1,6 @@
 """Warm ranks: sets of ranks that are kept running and used again, and replaced after any failure.
 
-There is one set for each layout, lane and environment.
+Two cases can use the same set if their RankSetKeys are equal.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ddp_equivalence.ranks.server import start_method
 from ddp_equivalence.ranks.xdist_locks import Devices, xdist_locks
 
 MAX_IDLE_RANKS = 48
-"""Processes that are kept idle. Beyond that, the sets that were idle longest are stopped."""
+"""At most this many processes are kept idle. The sets that were idle longest are stopped first."""
 
 DESCRIPTORS_PER_RANK = 6
 """File descriptors of the judging process: two pipes, two files, a sentinel, and one to spare."""
 
 DESCRIPTORS_TO_START = 16
-"""File descriptors needed in addition until all ranks of a set have started."""
+"""While the ranks of a set start, this many file descriptors are needed in addition."""
 
 CUDA_NEEDS_SPAWN = "CUDA in forked subprocess"
 """Part of torch's error on a rank that was forked from a process that has used CUDA."""
@@ -71,11 +71,11 @@ class WarmRanks:
         in_process: bool = False,
         extra_environment: Environment = (),
     ) -> Iterator[RankSet]:
-        """A set of ranks, started, for use inside the block.
+        """Lend a set of running ranks for the block.
 
         ``fresh``: start new processes and stop them afterwards. ``in_process``: rank 0 is this
-        process. ``extra_environment``: variables that their process group depends on, beside the
-        caller's. Raises RankFailed or RanksTimedOut if the ranks do not start, BadCase if the
+        process. ``extra_environment``: variables for these ranks, in addition to those of this
+        process. Raises RankFailed or RanksTimedOut if the ranks do not start, BadCase if the
         environment asks for an unknown start method.
         """
         environment = dict(process_group_environment()) | dict(extra_environment)
@@ -95,7 +95,7 @@ class WarmRanks:
                     rank_set = self._start(key, devices)
                 yield rank_set
             except BaseException:
-                # After an interrupt too nobody knows what these ranks are doing.
+                # Nobody knows what these ranks are doing now, not even after a KeyboardInterrupt.
                 if rank_set is not None:
                     rank_set.broken = True
                 raise
@@ -107,7 +107,7 @@ class WarmRanks:
                         self._idle[key, devices] = rank_set
 
     def forget(self) -> None:
-        """In a fork of the judging process, which must neither use nor stop its parent's ranks."""
+        """Forget all ranks in a fork of this process: they belong to its parent."""
         self._idle.clear()
 
     def stop(self) -> None:
@@ -122,7 +122,7 @@ class WarmRanks:
 
     @contextmanager
     def _devices(self, key: RankSetKey) -> Iterator[Devices]:
-        """The GPUs for these ranks, held against the other workers of the run inside the block."""
+        """The GPUs for these ranks; inside the block no other worker of the run gets them."""
         locks = xdist_locks()
         if locks is None:
             yield cuda_devices() if key.lane.device_type == "cuda" else ()
@@ -140,7 +140,7 @@ class WarmRanks:
         return rank_set
 
     def _start(self, key: RankSetKey, devices: Devices) -> RankSet:
-        """Start a set, and try again where another start method or more room may help."""
+        """Start a set; try again if another start method, or stopping idle ranks, may help."""
         rank_set_type = InProcessRankSet if key.in_process else RankSet
         while True:
             on_cuda = key.lane.device_type == "cuda"
@@ -169,11 +169,11 @@ class WarmRanks:
             return rank_set
 
     def _make_room(self, key: RankSetKey) -> None:
-        """Stop idle sets that would be too many with the new one."""
+        """Stop idle sets until there are few enough ranks with those of the new set."""
         most = min(MAX_IDLE_RANKS, _max_ranks())
         while self._idle and self._count() + key.layout.world_size > most:
             self._stop_oldest()
-        if key.in_process:  # this process can be in one process group at a time
+        if key.in_process:  # this process can be a rank of only one set at a time
             for idle_key in [idle_key for idle_key in self._idle if idle_key[0].in_process]:
                 self._idle.pop(idle_key).stop()
 
@@ -194,10 +194,10 @@ def _max_ranks() -> int:
 
 
 def _check_descriptors(ranks: int) -> None:
-    """Raise OSError unless there are enough file descriptors for so many ranks.
+    """Raise OSError unless enough file descriptors are free for this number of ranks.
 
-    Without this check they could run out in the middle of a start, which ends the fork server and
-    with it every other rank.
+    Without this check the descriptors could run out while ranks start. That ends the fork server,
+    and with it every other rank.
     """
     with ExitStack() as opened:
         for _ in range(ranks * DESCRIPTORS_PER_RANK + DESCRIPTORS_TO_START):

@@ -20,11 +20,11 @@ from ddp_equivalence.ranks.process_groups import existing_groups
 from ddp_equivalence.ranks.rank import Rank
 
 MAX_RESULTS = 2
-"""Results that are sent in one message. A small model needs no more for the whole work."""
+"""One message holds at most this many results. The results of a small model fit in one message."""
 
 
 def do_next_work(rank: Rank, connection: Connection) -> bool:
-    """Wait for work and do it; False if the message was to stop."""
+    """Wait for work and do it. Returns False if the rank was told to stop instead."""
     kind, payload = messages.receive(connection)
     if kind == messages.STOP:
         return False
@@ -41,7 +41,7 @@ def do_next_work(rank: Rank, connection: Connection) -> bool:
 
 
 def _run(rank: Rank, connection: Connection, work: bytes) -> messages.Finished:
-    """Run the work and send its results, all but the last ones, which are returned."""
+    """Run the work and send its results, except the last ones, which the returned message holds."""
     groups = existing_groups()
     results: list[object] = []
     caller, by_value, body = pickling.split(work)
@@ -60,7 +60,8 @@ def _run(rank: Rank, connection: Connection, work: bytes) -> messages.Finished:
     kept = process_state.kept_groups()
     finished = messages.Finished(
         results=results,
-        # Without its own group a rank cannot go on, and groups that a step makes would add up.
+        # If these differ, the rank is replaced: without its default group it could do no more work,
+        # and groups that steps make would become more and more.
         same_groups=existing_groups().keys() - kept == groups.keys() - kept,
         issued=issued_in_default_group(),
         changed=process_state.restore(before),
@@ -80,7 +81,7 @@ def flush_output() -> None:
 def _adopt_caller_state(caller: pickling.CallerState) -> None:
     """Take over environment, import path and working folder of the judging process.
 
-    The variables that make this process a rank stay.
+    The variables that make this process a rank keep their values.
     """
     process_state.set_environment(caller.environment | rank_environment())
     sys.path[:] = caller.import_path
@@ -91,8 +92,8 @@ def _collect_garbage() -> None:
     """Free everything that the work has left behind.
 
     A DDP object in a reference cycle would otherwise keep its reducer alive. Modules that the work
-    has imported stay in memory anyway. They are frozen, because walking through them after every
-    case would take longer than the work.
+    has imported stay in memory anyway. They are taken out of garbage collection (``gc.freeze``),
+    because walking through them after every case would take longer than the work.
     """
     global _frozen_modules
     gc.collect()

@@ -1,10 +1,11 @@
-"""Shares out CPU cores and GPUs between the workers of one pytest-xdist run, one per rank.
+"""Shares out CPU cores and GPUs between the workers of one pytest-xdist run.
 
-A worker takes a core or a GPU by binding a name in Linux's abstract socket namespace. No other
-process can bind the same name, and it is free again as soon as the worker ends, however it ends.
-Nothing is sent through the socket, and no file is left. A worker that waits holds a lock called
-"turn" until it has everything it needs. A case with many ranks is thus not overtaken forever by
-cases with few.
+A worker takes one core or one GPU for each rank. To take one it binds a name in Linux's abstract
+socket namespace. No other process can bind the same name, and the name is free again as soon as the
+worker ends, however it ends. Nothing is sent through the socket, and no file is left.
+
+While a worker waits for cores or GPUs, it holds a lock called "turn", and no other worker can take
+any. Otherwise cases with few ranks could make a case with many ranks wait forever.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class XdistLocks:
     def hold(
         self, layout: Layout, lane: Lane, preferred: Sequence[Devices] = ()
     ) -> Iterator[Devices]:
-        """Wait for one core or GPU per rank, or for all that there are; hold them inside the block.
+        """Take one core or GPU per rank, or all if there are fewer, and hold them inside the block.
 
         Yields the GPUs, as CUDA_VISIBLE_DEVICES names them, or () on the CPU. ``preferred``: the
         GPUs of ranks that are already running, which are taken first if they are free.
@@ -97,7 +98,7 @@ def _release(lock: socket.socket) -> None:
 
 
 def _close_inherited_locks() -> None:
-    """In a fork of this process, such as a DataLoader's worker, which would keep the locks held."""
+    """Close the locks in a fork, such as a DataLoader's worker, which would otherwise hold them."""
     while _held:
         _held.pop().close()
 

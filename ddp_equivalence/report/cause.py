@@ -1,4 +1,4 @@
-"""The cause and where to look; for a difference without a known cause, all that is known of it."""
+"""The cause and where to look; or, without a known cause, what is known about the difference."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from ddp_equivalence.report.verdict import Verdict
 
 HALVES = {
-    "reduction": "how gradients are put together. The ranks' own gradients, before any reduction, "
-    "give the big batch",
-    "local gradients": "what each rank computes: its data, forward pass and loss. The ranks' own "
-    "gradients are put together as they should be, but do not give the big batch",
+    "reduction": "how the ranks' gradients are reduced. Their local gradients are right: the mean "
+    "or the sum of these is the big batch",
+    "local gradients": "what each rank computes: its data, forward pass and loss. The ranks' local "
+    "gradients are reduced correctly, but their mean or sum is not the big batch",
 }
 """Where to look for a difference without a known cause, by ``Localisation.wrong_half``."""
 
 STATISTICS = (
     "; a mean, variance or comparison over the batch (a normalisation, in-batch negatives) may see "
-    "this rank's rows only"
+    "only the rank's own rows"
 )
 
 MIXTURE = 1e-6
-"""An unexplained part below this is rounding: then the gradient is a mixture of the examples'."""
+"""An unexplained part below this is rounding: the gradient is a mixture of single gradients."""
 
 MOST_MODULES = 4
 MOST_WEIGHTS = 4
@@ -49,13 +49,13 @@ def cause_lines(verdict: Verdict) -> list[Line]:
 
 
 def _without_a_cause(verdict: Verdict) -> list[Line]:
-    """What is known of a difference that has no name."""
+    """What is known about a difference that has no name."""
     localisation = verdict.localisation
     known = "; ".join(_known(verdict))
-    lines = labelled("Known of it: ", f"{known}.") if known else []
+    lines = labelled("What is known: ", f"{known}.") if known else []
     for module, finding in list((localisation.findings_by_module or {}).items())[:MOST_MODULES]:
         where = f"On the parameters of {module or 'the model itself'} alone"
-        lines += paragraph(f"{where} it is {finding.cause}: {finding.sentence}", "  ")
+        lines += paragraph(f"{where} the cause is {finding.cause}: {finding.sentence}", "  ")
         lines += labelled("Look at: ", finding.look_at)
     if localisation.wrong_half:
         no_sum = localisation.wrong_half == "local gradients" and _is_coupled(verdict)
@@ -77,9 +77,9 @@ def _known(verdict: Verdict) -> Iterator[str]:
     yield from _not_finite(verdict, comparison)
     yield from _mixture(verdict)
     if not comparison.ranks_agree:
-        yield "the ranks do not hold the same"
+        yield "the ranks hold different values"
     if verdict.repeated is False:
-        yield "a second run left other bits: a race, or randomness without a seed"
+        yield "a second run left other bits, so there is a race, or randomness without a seed"
     yield from _multiple_of_the_weights(localisation)
     loss = localisation.big_batch_loss
     if loss is not None and (there := at_the_loss(verdict, loss)):
@@ -95,8 +95,8 @@ def _not_finite(verdict: Verdict, comparison: Comparison) -> Iterator[str]:
         for rank, seen in verdict.observed.items()
         if any(one.loss is not None and not isfinite(one.loss) for one in seen.backwards)
     ]
-    loss = f", and neither is the loss on {rank_names(ranks)}" if ranks else ""
-    yield f"what the ranks hold is not a finite number{loss}"
+    loss = f", and the loss is not finite on {rank_names(ranks)}" if ranks else ""
+    yield f"a rank holds values that are not finite{loss}"
 
 
 def _mixture(verdict: Verdict) -> Iterator[str]:
@@ -106,14 +106,14 @@ def _mixture(verdict: Verdict) -> Iterator[str]:
     unexplained = max(shares.unexplained.values())
     if unexplained > MIXTURE:
         yield (
-            f"{unexplained:.2g} of what a rank holds is not a mixture of the {shares.pieces}' "
-            "gradients; it may come from statistics that examples share, other weights, other "
-            "randomness, or damage on the way"
+            f"a part of what a rank holds ({unexplained:.2g} of its norm) is not a mixture of the "
+            f"{shares.pieces}' gradients and may come from statistics that examples share, from "
+            "other weights, from other random numbers, or from damage on the way"
         )
     else:
         yield (
-            f"what the ranks hold is a mixture of the {shares.pieces}' gradients with other "
-            "shares than in the big batch: read the shares below"
+            f"what the ranks hold is a mixture of the {shares.pieces}' gradients, with other "
+            "shares than in the big batch (see the shares below)"
         )
 
 
@@ -126,6 +126,6 @@ def _multiple_of_the_weights(localisation: Localisation) -> Iterator[str]:
         dict.fromkeys(f"{factor:.2g}" for factor in localisation.weight_multiples.values())
     )
     yield (
-        f"the error of {names} is {factors} times the weights themselves: weight decay or a "
-        "penalty counts otherwise than in the big batch"
+        f"the error of {names} is {factors} times the weights themselves, so that weight decay or "
+        "a penalty is not the same as in the big batch"
     )

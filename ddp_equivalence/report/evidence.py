@@ -30,9 +30,9 @@ def evidence_lines(verdict: Verdict) -> list[Line]:
         lines += labelled("Planted:  ", f"{verdict.planted}, on purpose")
     lines += labelled("Case:     ", str(verdict.case))
     if verdict.outcome == "different":
-        options = "--export-repro DIR (of pytest: --ddp-export-repro DIR)"
-        lines += labelled("Script:   ", f"{options} writes this as one plain torch script")
-    if verdict.repeat:  # on one line however long it is, to be pasted
+        options = "--export-repro DIR (in pytest: --ddp-export-repro DIR)"
+        lines += labelled("Script:   ", f"{options} writes this check as one plain torch script")
+    if verdict.repeat:  # on one line, however long, so that it can be pasted
         lines.append(Line(f"  Repeat:   {verdict.repeat}", Style.LABEL, styled=len("  Repeat:")))
     return lines
 
@@ -75,7 +75,7 @@ def _place(verdict: Verdict) -> str:
 def _examples_given(verdict: Verdict) -> Iterator[str]:
     """How many examples were given to exactly one rank, once all ranks have reported."""
     if verdict.case.shards == OWN:
-        yield "the step takes its own examples"
+        yield "the step chooses its examples itself"
     elif len(verdict.evidence) == verdict.case.ranks.world_size:
         times_given = Counter(
             (step, index)
@@ -88,7 +88,7 @@ def _examples_given(verdict: Verdict) -> Iterator[str]:
 
 
 def _collectives(verdict: Verdict) -> Iterator[str]:
-    """What rank 0 issued, by kind of collective and of group; nothing without a recorder."""
+    """What rank 0 issued, by collective and group; nothing without torch's flight recorder."""
     collectives = next(iter(verdict.evidence.values())).collectives
     if collectives is None:
         return
@@ -104,8 +104,10 @@ def _collectives(verdict: Verdict) -> Iterator[str]:
         return
     texts = [
         f"{count} {op} of {elements[op, subgroup]} {plural(elements[op, subgroup], 'element')}"
-        f"{' in a group of its own' if subgroup else ''}"
+        f"{' outside the default group' if subgroup else ''}"
         for (op, subgroup), count in counts.items()
     ]
-    earlier = f" (and {forgotten} earlier ones, no longer held)" if forgotten else ""
+    earlier = ""
+    if forgotten:
+        earlier = f" (and {forgotten} earlier ones that the recorder no longer holds)"
     yield f"rank 0 issued {', '.join(texts)}{earlier}"

@@ -1,6 +1,6 @@
-"""The argument: the big batch's gradient, the multiple of it that the ranks hold, whose mean it is.
+"""The argument: what the big batch's gradient is, and which multiple of it the ranks hold.
 
-It is set as Let, Then, With, But.
+Its lines begin with Let, Then, With, But. The last ones say what the losses are divided by.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ WRONG_DIVISORS = frozenset(
         *("local_loss_summed", "accumulation_not_divided"),
     )
 )
-"""Causes that are a wrong divisor, so that a right divisor mends them."""
+"""Causes that are a wrong divisor, which the right divisor corrects."""
 
 NO_MULTIPLE = 0.01
-"""A rank whose gradient leaves more than this unexplained holds no multiple of the big batch's."""
+"""A rank holds no multiple of g if the nearest multiple leaves more than this unexplained."""
 
 ROUNDING = 1e-7
-"""Below this an unexplained part, a difference of two sums of squares, is rounding."""
+"""An unexplained part below this is rounding: it is computed as a difference of two squares."""
 
 
 def expected_and_held_lines(verdict: Verdict) -> list[Line]:
@@ -38,11 +38,11 @@ def expected_and_held_lines(verdict: Verdict) -> list[Line]:
     assert comparison is not None
     layout = verdict.case.ranks
     nodes = "1 node" if layout.nodes == 1 else f"{layout.nodes} nodes (simulated on one host)"
-    quantity = "gradient" if verdict.compare == "gradients" else "update of the weights"
+    quantity = "gradient of" if verdict.compare == "gradients" else "update of the weights by"
     examples = " + ".join(map(str, verdict.examples))
     lines = _line_of_argument(
         "Let",
-        f"g = {quantity} of the big batch, {examples} examples; "
+        f"g = {quantity} the big batch, {examples} examples; "
         f"W = {layout.world_size} {plural(layout.world_size, 'rank')} on {nodes}",
     )
     for text in _held(comparison):
@@ -60,34 +60,34 @@ def _line_of_argument(word: str, text: str) -> list[Line]:
 
 
 def _divisors_lines(verdict: Verdict) -> list[Line]:
-    """By what each rank's loss, the big batch and the ranks together divide, and what is right."""
+    """What the losses and the reduction divide by, and what would be right."""
     divisors = verdict.divisors
     named_otherwise = verdict.cause is not None and not WRONG_DIVISORS & set(verdict.causes)
     if divisors is None or named_otherwise:
         return []
     if divisors.kind == "sum":
-        loss = "The loss is a sum, so that the ranks' losses add up to the big batch's"
-        whole = "by nothing"
+        text = "The loss is a sum, divided by nothing: the ranks' losses add up to the big batch's"
     else:
         counts = _of_every_rank(divisors.counts, "g")
-        loss = f"On its own each rank's loss divides by its {counts} {divisors.unit}"
-        whole = f"by {divisors.big_batch:g}"
-    text = f"{loss}; the big batch divides {whole}"
+        text = (
+            f"The loss of a rank's own shard is a mean over {counts} {divisors.unit}; "
+            f"the loss of the big batch is a mean over {divisors.big_batch:g}"
+        )
     if divisors.reduction is not None:
         divisor = "nothing" if abs(divisors.reduction - 1) < 1e-3 else f"{divisors.reduction:.4g}"
-        text += f"; together the ranks' gradients were divided by {divisor}"
+        text += f"; altogether the ranks' gradients were divided by {divisor}"
     if divisors.right_factors is not None and verdict.cause is not None:
         factors = _of_every_rank(divisors.right_factors, ".4g")
-        text += f". Right would be {factors} times the loss as it is now"
+        text += f". To be right, multiply the loss as it is now by {factors}"
         if divisors.kind == "mean" and divisors.reduction is not None:
-            text += f", or {divisors.reduction:.4g} / {divisors.big_batch:g} times the summed loss"
+            text += f", or the summed loss by {divisors.reduction:.4g} / {divisors.big_batch:g}"
     question = "  Whose mean is it?"
     first, *more = wrapped(f"{question} {text}.", "    ", first="")
     return [Line(first, Style.LABEL, styled=len(question)), *map(Line, more)]
 
 
 def _of_every_rank(numbers: tuple[float, ...], number_format: str) -> str:
-    """The one number that all ranks have, else the numbers of the ranks in turn."""
+    """The number that all ranks have in common, or else the number of each rank, in order."""
     texts = [format(number, number_format) for number in numbers]
     if len(set(texts)) == 1:
         return texts[0]
@@ -110,7 +110,7 @@ def _held(comparison: Comparison) -> Iterator[str]:
 
 
 def _held_by_rank(comparison: Comparison, rank: int) -> str | None:
-    """The multiple k g that is nearest to all gradients of the rank; None if all of g are zero."""
+    """The multiple k g that is nearest to what the rank holds; None if g is zero."""
     errors = [
         (parameter.norm, error)
         for parameter in comparison.parameters
@@ -127,8 +127,7 @@ def _held_by_rank(comparison: Comparison, rank: int) -> str | None:
         return "NaN: not a number"
     if unexplained > NO_MULTIPLE:
         return (
-            f"no multiple of g (nearest {factor:.2f} g, which leaves {unexplained:.2g} of it "
-            "unexplained)"
+            f"no multiple of g (nearest: {factor:.2f} g, {unexplained:.2g} of the norm unexplained)"
         )
-    rest = "nothing" if unexplained < ROUNDING else f"{unexplained:.2g} of it"
+    rest = "nothing" if unexplained < ROUNDING else f"{unexplained:.2g} of the norm"
     return f"{ratio_text(factor)} g   (unexplained: {rest})"

@@ -17,9 +17,9 @@ MOST_CONSEQUENCES = 7
 
 NOT_COMPARED = "Not compared: {reason}. This says nothing about equivalence."
 CHANGED = (
-    "The gradients are those of the big batch, but {reason}: in a training run, or in the next "
-    "test, that would last. Here it was undone. If it is meant, say so: allow_changes=True, "
-    "--ddp-allow-changes, or @pytest.mark.ddp(allow_changes=True)."
+    "The gradients are those of the big batch, but {reason}. In a training run these changes would "
+    "last, and the next test would meet them; here they were undone. If they are intended, say so: "
+    "allow_changes=True, --ddp-allow-changes, or @pytest.mark.ddp(allow_changes=True)."
 )
 
 MOST_WIDTHS = 5

@@ -20,7 +20,7 @@ class Style(Enum):
 
 @dataclass(frozen=True)
 class Line:
-    """``style`` holds for the first ``styled`` characters of the text; None: for all of them."""
+    """``style`` applies to the first ``styled`` characters of the text; if None, to all of it."""
 
     text: str
     style: Style = Style.PLAIN
@@ -28,12 +28,12 @@ class Line:
 
 
 def paragraph(text: str, indent: str, first: str | None = None) -> list[Line]:
-    """The text in plain lines, indented as by ``wrapped``."""
+    """The text in plain lines; ``indent`` and ``first`` are those of ``wrapped``."""
     return [Line(line) for line in wrapped(text, indent, first)]
 
 
 def labelled(label: str, text: str, indent: str = "  ") -> list[Line]:
-    """A paragraph that begins with a label, such as ``Case:``. Spaces that end it are kept."""
+    """A paragraph that begins with a label, such as ``Case:``. Spaces at its end are kept."""
     first, *more = wrapped(f"{label}{text}", indent)
     return [
         Line(first, Style.LABEL, styled=len(indent) + len(label.rstrip())),

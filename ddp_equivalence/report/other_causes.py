@@ -1,4 +1,4 @@
-"""The causes that were considered beside the accepted one, and why they are not believed."""
+"""The causes that were considered besides the accepted one, and why they are not believed."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ MOST_RULED_OUT = 6
 
 
 def other_causes_lines(verdict: Verdict) -> list[Line]:
-    """The causes that fit too, that fit the numbers only, that are ruled out, that cannot show."""
+    """The other causes: those that fit too, fit only the numbers, are ruled out, or cannot show."""
     accepted = [finding for finding in verdict.findings if finding.accepted]
     lines = _accepted_together(accepted)
     same_numbers = "; ".join(
-        f"{finding.cause} ({finding.because or 'nothing was seen of it'})"
+        f"{finding.cause} ({finding.because or 'no observation supports it'})"
         for finding in verdict.findings
         if finding.fits and not finding.accepted
     )
     if same_numbers:
-        lines += labelled("Same numbers, but: ", same_numbers)
+        lines += labelled("Fits the numbers, but: ", same_numbers)
     ruled_out = [finding for finding in verdict.findings if not finding.fits and finding.would_show]
     if ruled_out:
-        label = "Ruled out: " if accepted else "Nearest, but none of them: "
+        label = "Ruled out: " if accepted else "Nearest known causes, none of which fits: "
         lines += labelled(label, ", ".join(_ruled_out(ruled_out)))
     hidden = ", ".join(
         finding.cause for finding in verdict.findings if not finding.fits and not finding.would_show
     )
     if hidden:
-        lines += labelled("Would not show on this case: ", hidden)
+        lines += labelled("Could not be seen on this case: ", hidden)
     return lines
 
 
@@ -51,13 +51,13 @@ def _accepted_together(accepted: list[Finding]) -> list[Line]:
 
 
 def _ruled_out(findings: list[Finding]) -> Iterator[str]:
-    """The nearest few; causes that predict the same gradients are counted under the first one."""
+    """The nearest causes; those that leave equally much unexplained are counted under the first."""
     causes_by_rest: dict[str, list[str]] = {}
     for finding in findings:
         rest = finding.unexplained
         rest_text = ""
         if rest is not None and isfinite(rest):
-            # Halfway between two numbers rounding decides. This always rounds 0.875 up.
+            # Rounding errors would decide how 0.875 is printed. With this it is always rounded up.
             rest_text = f"{rest * (1 + 1e-9):.2g} unexplained"
         causes_by_rest.setdefault(rest_text, []).append(finding.cause)
     for number, (rest_text, causes) in enumerate(causes_by_rest.items()):

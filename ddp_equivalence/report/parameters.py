@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MOST_PARAMETERS = 20
 MOST_RIGHT = 8
-MOST_APART = 4
+MOST_DISAGREEING = 4
 
 NUMBER_COLUMNS = 48
 """Columns that the numbers of a row and its indent take."""
@@ -33,13 +33,14 @@ def structure_lines(verdict: Verdict) -> list[Line]:
     if more > 0:
         lines.append(Line(f"    ... and {more} more"))
     if any("module." in text for text in structure):
-        hint = '(names with "module." come from the wrapper: return the model\'s own)'
+        hint = '(names with "module." come from the wrapper: return the names of the model itself)'
         lines.append(Line(f"    {hint}"))
-    apart = [one.name for one in comparison.parameters if not one.ranks_agree]
-    if apart:
-        names = ", ".join(apart[:MOST_APART]) + (", ..." if len(apart) > MOST_APART else "")
+    disagreeing = [one.name for one in comparison.parameters if not one.ranks_agree]
+    if disagreeing:
+        more_names = ", ..." if len(disagreeing) > MOST_DISAGREEING else ""
+        names = ", ".join(disagreeing[:MOST_DISAGREEING]) + more_names
         lines += paragraph(
-            f"the ranks do not agree bit for bit on {len(apart)} of "
+            f"the ranks do not agree bit for bit on {len(disagreeing)} of "
             f"{len(comparison.parameters)} parameters: {names}",
             "    ",
         )
@@ -68,7 +69,7 @@ def parameters_lines(verdict: Verdict) -> list[Line]:
         lines += [Line(f"      {text}") for text in _element(parameter)]
     if len(differing) > len(shown):
         more = len(differing) - len(shown)
-        lines.append(Line(f"    ... and {more} more (these are the worst)"))
+        lines.append(Line(f"    ... and {more} more (the worst are shown)"))
     lines += _right(comparison)
     reasons = Counter(parameter.limit.reason for parameter in differing)
     return [*lines, Line(f"    limit: {'; '.join(reasons)}")]
@@ -90,7 +91,7 @@ def _numbers(parameter: ParameterComparison) -> str:
 
 
 def _element(parameter: ParameterComparison) -> Iterator[str]:
-    """The worst element, where it alone is off, or where the parameter as a whole is not."""
+    """The worst element, if it alone is wrong, or if the parameter as a whole is right."""
     worst = parameter.worst
     if prod(parameter.shape) > 1 and (worst.alone or worst.error <= parameter.limit.relative):
         yield (

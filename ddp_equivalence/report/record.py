@@ -19,8 +19,8 @@ class Record:
     and ``limit``: of the worst parameter, None where not finite or not measured. ``reason`` and
     ``unknown_because``: why nothing was shown, in words and as a value of ``UnknownBecause``.
     ``parameters``, ``elements``, ``ranks``: how much was compared. ``planted``: the fault that was
-    planted on purpose, or "". ``known``: the case is known to differ; ``confirmed``: its test says
-    that it differs as it is known to.
+    planted on purpose, or "". ``known``: the case is known to differ. ``confirmed``: its test found
+    that it differs in the known way.
     """
 
     id: str
@@ -57,7 +57,7 @@ def record_of(
 ) -> Record:
     """The record of one verdict. Errors that are not finite become None, since JSON has none.
 
-    ``with_floor``: with the rounding floor, which may have to be measured first.
+    ``with_floor``: include the rounding floor, which may have to be measured first.
     """
     comparison = verdict.comparison
     return Record(

@@ -48,7 +48,7 @@ def _same(verdict: Verdict) -> Iterator[list[Line]]:
     numbers = _error_text(verdict)
     nearest, worst = verdict.nearest, verdict.comparison.worst
     if nearest is not None:
-        numbers += f"  nearest planted fault {nearest.distance:.1e}"
+        numbers += f"  nearest known fault {nearest.distance:.1e}"
     reason = f"limit: {worst.limit.reason}; worst parameter: {worst.name}" if worst else ""
     if nearest is not None:
         reason += f"; nearest fault: {nearest.cause}"

@@ -1,6 +1,4 @@
-"""The table of shares: how often the gradient of each rank, micro-batch and example is in what the
-ranks hold.
-"""
+"""The table of shares: how often each rank, micro-batch and example is in what the ranks hold."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ FIRST_COLUMN = 26
 """Columns before the first number."""
 
 OFF = 0.005
-"""A share that is further than this from 1 is printed as another number than 1.00."""
+"""A share that differs from 1 by more than this is not printed as 1.00."""
 
 NOTHING = 1e-6
-"""Below this an unexplained part is rounding."""
+"""An unexplained part below this is rounding."""
 
 
 def shares_lines(verdict: Verdict) -> list[Line]:
@@ -86,7 +84,7 @@ def _micro_batches(shares: Shares) -> Iterator[Line]:
         return
     if not any(_differ(row) for rows in by_micro_batch.values() for row in rows):
         return
-    yield Line("    by micro-batch, in turn")
+    yield Line("    by micro-batch, in the order in which they ran")
     ranks_by_text: dict[str, list[int]] = {}
     for rank, rows in list(by_micro_batch.items())[:MOST_RANKS]:
         text = "   ".join(
@@ -99,7 +97,7 @@ def _micro_batches(shares: Shares) -> Iterator[Line]:
 
 
 def _examples(shares: Shares) -> Iterator[Line]:
-    """Single examples that count otherwise than in the big batch."""
+    """Single examples whose share is not 1.00, if these are the exceptions."""
     if not shares.by_example:
         return
     everyone = len({tuple(map(_share_text, row)) for row in shares.by_example.values()}) == 1
@@ -110,7 +108,7 @@ def _examples(shares: Shares) -> Iterator[Line]:
             if share is not None and abs(share - 1) > OFF
         ]
         if not wrong or len(wrong) > MOST_EXAMPLES or 2 * len(wrong) > len(row):
-            continue  # Most examples are wrong, so that a list of single ones says nothing.
+            continue  # None is wrong, or so many that a list of single examples says little.
         where = "" if everyone else f" on rank {rank}"
         word = plural(len(wrong), "example")
         yield from paragraph(f"{word}{where} {', '.join(wrong)}; all others 1.00", "    ")
@@ -120,13 +118,13 @@ def _examples(shares: Shares) -> Iterator[Line]:
 
 def _conditions(shares: Shares) -> list[Line]:
     unexplained = max(shares.unexplained.values())
-    rest = "nothing" if unexplained < NOTHING else f"{unexplained:.2g} of it"
+    rest = "nothing" if unexplained < NOTHING else f"{unexplained:.2g} of the norm"
     text = (
-        f"fit: gradients of single {shares.pieces}, {shares.elements} elements, condition number "
-        f"{shares.condition:.3g}; unexplained: {rest}"
+        f"fit of the {shares.pieces}' gradients on {shares.elements} elements; "
+        f"condition number {shares.condition:.3g}; unexplained: {rest}"
     )
     if shares.why_not_examples:
-        text += f" (not by example: {shares.why_not_examples})"
+        text += f" (not fitted by example, because {shares.why_not_examples})"
     return paragraph(text, "    ")
 
 
@@ -140,5 +138,5 @@ def _share_text(share: float | None) -> str:
         return "-"
     if abs(share) < OFF:
         return "0.00"  # never -0.00
-    # Halfway between two numbers rounding decides. This always rounds 0.875 up.
+    # Rounding errors would decide how 0.875 is printed. With this it is always rounded up.
     return f"{share + 1e-9:.2f}"

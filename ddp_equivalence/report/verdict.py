@@ -1,4 +1,4 @@
-"""The verdict of one check: frozen data, and whatever costs time to know when it is asked for."""
+"""The verdict of one check: frozen data; what is costly to know is computed when asked for."""
 
 from __future__ import annotations
 
@@ -119,16 +119,16 @@ class Verdict:
 
     @property
     def error(self) -> float | None:
-        """||measured - big batch|| / ||big batch||, of the parameter nearest to its limit.
+        """||measured - big batch|| / ||big batch|| of the worst parameter, on its worst rank.
 
-        If parameters are beyond their limits, of the one furthest beyond. On its worst rank.
+        The worst parameter is furthest beyond its limit; if none is beyond, it is nearest to it.
         """
         worst = self.comparison.worst if self.comparison else None
         return worst.error if worst else None
 
     @property
     def floor(self) -> float | None:
-        """How far rounding alone moves that parameter on one device, relative to its norm.
+        """How far rounding alone moves the worst parameter on one device, relative to its norm.
 
         It is measured now if the verdict did not depend on it; None if the model is too large.
         """
@@ -139,6 +139,6 @@ class Verdict:
 
     @property
     def limit(self) -> float | None:
-        """The limit that this parameter is held to, relative to its norm."""
+        """The limit of the worst parameter, relative to its norm."""
         worst = self.comparison.worst if self.comparison else None
         return worst.limit.relative if worst else None

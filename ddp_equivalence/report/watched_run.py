@@ -22,11 +22,11 @@ MOST_RANKS = 8
 
 
 def watched_run_texts(verdict: Verdict) -> Iterator[str]:
-    """What the second run read, wrapped, began backward at, and left; nothing if there was none."""
+    """What the second run read, its wrappers, losses and buffers; nothing if there was none."""
     if not verdict.observed:
         return
     if verdict.repeated is not None:
-        yield "the same bits again" if verdict.repeated else "OTHER BITS than the first"
+        yield "the same bits again" if verdict.repeated else "OTHER BITS than in the first run"
     yield _examples_read(verdict)
     yield from _wrappers(verdict)
     yield from _losses(verdict)
@@ -38,7 +38,7 @@ def _examples_read(verdict: Verdict) -> str:
     steps = range(len(verdict.examples))
     first_step = [seen.examples_read(0) for seen in verdict.observed.values()]
     if any(parts is None for parts in first_step):
-        return "which examples the model was called with could not be recognised"
+        return "it could not be recognised which examples the model was called with"
     # By rank: the examples of every backward, of all steps.
     parts_by_rank = [
         [part for step in steps for part in seen.examples_read(step) or ()]
@@ -50,12 +50,12 @@ def _examples_read(verdict: Verdict) -> str:
     repeated = sorted(index for index, times in times_read.items() if times > 1)
     text = f"{len(times_read)} of {total} examples read"
     if repeated:
-        text += f", more than once {example_numbers(repeated)}"
+        text += f", {example_numbers(repeated)} more than once"
     if never:
-        text += f", never {example_numbers(never)}"
+        text += f", {example_numbers(never)} never"
     most_parts = max(map(len, parts_by_rank))
     if most_parts > len(steps):
-        text += f", in {most_parts} micro-batches a rank"
+        text += f", in {most_parts} micro-batches per rank"
     return text
 
 
@@ -108,19 +108,19 @@ def _losses(verdict: Verdict) -> Iterator[str]:
         text = f"backward began at a loss of {next(iter(text_by_rank.values()))} on every rank"
     else:
         shown = list(text_by_rank.items())[:MOST_RANKS]
-        losses_text = "; ".join(f"rank {rank} {losses}" for rank, losses in shown)
+        losses_text = "; ".join(f"rank {rank}: {losses}" for rank, losses in shown)
         text = f"backward began at these losses: {losses_text}"
     whole, mean = verdict.localisation.big_batch_loss, verdict.localisation.mean_rank_loss
     if whole is None or mean is None:
         yield text
     elif abs(whole - mean) <= SAME_LOSS * abs(whole):
-        yield f"{text} (their mean is the big batch's loss)"
+        yield f"{text} (the mean over the ranks is the big batch's loss)"
     else:
-        yield f"{text} (their mean is {mean:.4g}, the big batch's loss {whole:.4g})"
+        yield f"{text} (the mean over the ranks is {mean:.4g}, the big batch's loss is {whole:.4g})"
 
 
 def at_the_loss(verdict: Verdict, whole: float) -> str:
-    """Which ranks' losses are the big batch's, ``whole``, or the world size times it; "" if none.
+    """The ranks whose loss is the big batch's, ``whole``, or W times it, in words; "" if none.
 
     The losses of a rank's micro-batches are added up.
     """
@@ -137,8 +137,8 @@ def at_the_loss(verdict: Verdict, whole: float) -> str:
         ]
         if near and world_size > 1:
             others = [rank for rank in losses if rank not in near]
-            place = "at that" if factor == 1 else f"at {factor} times that"
-            exception = f", not on {rank_names(others)}" if others else ""
+            place = "at that loss" if factor == 1 else f"at {factor} times that loss"
+            exception = f", but not on {rank_names(others)}" if others else ""
             return f"{place} on {rank_names(near)}{exception}"
     return ""
 
@@ -150,4 +150,4 @@ def _buffers(verdict: Verdict) -> Iterator[str]:
         ranks_by_buffers.setdefault(seen.buffers, []).append(rank)
     if len(ranks_by_buffers) > 1:
         groups = "; ".join(rank_names(ranks) for ranks in ranks_by_buffers.values())
-        yield f"buffers differ afterwards: {groups}"
+        yield f"afterwards, buffers differ between these groups: {groups}"

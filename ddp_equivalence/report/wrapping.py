@@ -10,7 +10,7 @@ from ddp_equivalence.case import settings
 
 
 def plural(count: int, word: str, more: str = "") -> str:
-    """The word as it is for a count of 1, else with an s, or ``more`` in its place."""
+    """The word for a count of 1; for other counts ``more``, or the word with an s."""
     return word if count == 1 else more or f"{word}s"
 
 

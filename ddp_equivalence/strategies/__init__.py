@@ -1,4 +1,4 @@
-"""The strategies that are compared with the big batch. A new one is a file and a line here."""
+"""The strategies that are compared with the big batch. A new one is one file and one line here."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from ddp_equivalence.strategies.strategy import Strategy
 LAYOUTS = ("1x1", "1x2", "1x4", "2x2", "4x1", "2x4", "1+3", "3+1", "2x2-round-robin")
 
 ONE_PROCESS_LAYOUTS = ("1x2", "1x4")
-"""The layouts for strategies of one process, which is one node. With a single replica,
-nn.DataParallel would only call the module."""
+"""The layouts for strategies that run in one process, and so on one node. "1x1" is not among them:
+with a single replica, nn.DataParallel would only call the module."""
 
 SHARDS = {
     "interleaved": ("1x2", "1+3"),
@@ -49,10 +49,10 @@ CORE = (
 one layout."""
 
 FEW_CORE = (("mlp", "contrastive"), ("gru_tied", "token_mean"))
-"""The core for strategies that try few pairs."""
+"""What replaces ``CORE`` for strategies that try few pairs."""
 
 FEW_LOSSES = ("mse_mean", "token_mean")
-"""Losses these strategies try with models outside their core: one for each kind of output."""
+"""The losses that strategies with few pairs try with other models: one for each kind of output."""
 
 WITH_COUPLED_LOSSES = ("mlp", "conv")
 """Models that are tried with losses that couple examples."""
@@ -61,7 +61,7 @@ LOW_PRECISION = (
     ("mlp", "mse_mean", "equal"),
     ("mlp", "mse_sum", "equal"),
     ("conv", "cross_entropy_mean", "equal"),
-    # Uneven shards, so that a mean of means stands above the rounding of bfloat16.
+    # With uneven shards, the error of a mean of means is larger than the rounding of bfloat16.
     ("attention_tied", "token_mean", "uneven"),
 )
 """Models, losses and shards that are tried in float32 and bfloat16 as well."""
@@ -77,7 +77,7 @@ EXACT_EXAMPLES_PER_RANK = 4
 class Trial:
     """A trial is one case on which one strategy is compared with the big batch.
 
-    ``backend`` None takes the backend of the run. ``str()`` is the trial's test id.
+    With ``backend`` None, the trial uses the backend of the run. ``str()`` is its test id.
     """
 
     case: Case
@@ -93,7 +93,7 @@ class Trial:
 
     @property
     def cause(self) -> str | None:
-        """The cause's name if the strategy is known to differ here, None if it promises not to."""
+        """The cause's name if the strategy is known to differ here; None if its promise holds."""
         return _cause(self)
 
     def __str__(self) -> str:
@@ -124,18 +124,18 @@ def cases(promise_of: str) -> tuple[Trial, ...]:
 
 
 def known_differences(of: str) -> tuple[Trial, ...]:
-    """All other trials of the strategy: it is known to differ there, and the cause is known too."""
+    """The trials on which the strategy is known to differ from the big batch, for a known cause."""
     return tuple(trial for trial in trials(of) if trial.cause is not None)
 
 
 def go_together(model: CatalogueModel, loss: CatalogueLoss) -> bool:
-    """True if the loss takes the model's outputs, and a difference has one cause only."""
+    """True if the loss takes the model's outputs, and a difference can have only one cause."""
     if model.output != loss.output:
         return False
     if model.batch_coupled and not loss.plain_mean:
         return False  # Model and loss could both be the cause.
-    # DDP that looks for unused parameters raises an error for one that the forward pass left out
-    # and the loss uses after all: "marked ready twice".
+    # With find_unused_parameters, DDP raises an error ("marked ready twice") if the loss uses a
+    # parameter that the forward pass left out.
     return not (model.unused_on_some_ranks and loss.uses_all_parameters)
 
 
@@ -149,7 +149,7 @@ def case_of(
 ) -> Case:
     """The case on which the catalogue tries this strategy with this model and loss.
 
-    A strategy that accumulates gets as many examples for each micro-batch as others for a shard.
+    If the strategy accumulates, its micro-batches are as large as the shards of other strategies.
     """
     case = Case(model=model, loss=loss, layout=layout, shards=shards, dtype=dtype)
     if not strategy.accumulates or "+" in shards:
@@ -162,7 +162,7 @@ def case_of(
 
 @cache
 def _cause(trial: Trial) -> str | None:
-    """The cause in the first step that has one."""
+    """The cause in the first step that differs; None if no step differs."""
     cause_of_difference = STRATEGIES[trial.strategy].cause_of_difference
     batches = sharded_batches(trial.case, trial.steps)
     return next(filter(None, map(cause_of_difference, batches)), None)
@@ -175,7 +175,7 @@ def _chosen(strategy: Strategy) -> Iterator[Trial]:
     for model, loss in core:
         yield from _on_every_layout(strategy, model, loss)
         yield from _with_other_shards(strategy, model, loss)
-        yield from _over_several_steps(strategy, model, loss)
+        yield from _with_other_options(strategy, model, loss)
     yield from _in_low_precision(strategy)
     yield from _exact(strategy)
     if strategy.accumulates:
@@ -215,7 +215,7 @@ def _is_tried(strategy: Strategy, model: CatalogueModel, loss: CatalogueLoss) ->
     if model.only_exact or not go_together(model, loss):
         return False
     if model.draws_random_numbers and strategy.runs_forward_in_turn:
-        return False  # It may happen to draw the same masks as the big batch.
+        return False  # The model may happen to draw the same masks as in the big batch.
     if loss.batch_coupled:
         return model.name in WITH_COUPLED_LOSSES
     in_core = model.name in [name for name, _ in FEW_CORE]
@@ -237,7 +237,7 @@ def _with_other_shards(strategy: Strategy, model: str, loss: str) -> Iterator[Tr
             yield Trial(case_of(strategy, model, loss, layout, shards), strategy.name)
 
 
-def _over_several_steps(strategy: Strategy, model: str, loss: str) -> Iterator[Trial]:
+def _with_other_options(strategy: Strategy, model: str, loss: str) -> Iterator[Trial]:
     """Two steps, updates in place of gradients, and gloo with CUDA tensors."""
     for layout in _few_layouts(strategy):
         case = case_of(strategy, model, loss, layout)

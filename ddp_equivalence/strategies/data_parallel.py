@@ -38,7 +38,8 @@ def prepare(task: Task) -> TrainStep:
 
 STRATEGY = Strategy(
     name="data_parallel",
-    promise="One loss over the gathered outputs is the big batch: the replicas' gradients add up.",
+    promise="One loss over the gathered outputs gives the gradient of the big batch: the replicas' "
+    "gradients add up.",
     cause_of_difference=cause_of_difference,
     prepare=prepare,
     one_process=True,

@@ -30,7 +30,7 @@ def prepare(task: Task) -> TrainStep:
         for number, indices in enumerate(window, start=1):
             # DDP decides in the forward pass whether backward reduces, so both are in the block.
             with nullcontext() if number == len(window) else ddp.no_sync():
-                # The last window may be shorter, so the divisor is the length of this one.
+                # The last window may be shorter, so the divisor is the length of this window.
                 (task.loss(ddp, take(shard, indices)) / len(window)).backward()
 
     return step
@@ -38,8 +38,9 @@ def prepare(task: Task) -> TrainStep:
 
 STRATEGY = Strategy(
     name="ddp_accumulation",
-    promise="Micro-batch losses divided by the number of micro-batches in the window, reduced "
-    "once, are the big batch if every micro-batch's loss divides by the same number.",
+    promise="Each micro-batch's loss is divided by the number of micro-batches in the window, and "
+    "gradients are reduced once. This gives the gradient of the big batch if every micro-batch's "
+    "loss divides by the same number.",
     cause_of_difference=cause_of_difference,
     prepare=prepare,
     accumulates=True,

@@ -58,8 +58,8 @@ def prepare(task: Task) -> TrainStep:
 def gather(values: Tensor, sizes: Sequence[int]) -> Tensor:
     """Join the values of all ranks along dim 0, in the order of ranks, so that gradients flow back.
 
-    Rank r has ``sizes[r]`` of them. The collective needs equally many from each rank, so that
-    shorter ones are padded with zeros, which are removed afterwards.
+    Rank r has ``sizes[r]`` values along dim 0. The collective needs equally many from each rank, so
+    shorter tensors are padded with zeros, which are removed afterwards.
     """
     missing = max(sizes) - len(values)
     padded = torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
@@ -72,8 +72,8 @@ def gather(values: Tensor, sizes: Sequence[int]) -> Tensor:
 
 STRATEGY = Strategy(
     name="ddp_gathered",
-    promise="One loss over outputs gathered with their gradient is the big batch, for any loss "
-    "and any shards.",
+    promise="One loss over all outputs, gathered so that gradients flow back, gives the gradient "
+    "of the big batch for any loss and any shards.",
     cause_of_difference=cause_of_difference,
     prepare=prepare,
     tries_few_pairs=True,

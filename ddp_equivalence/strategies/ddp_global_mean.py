@@ -1,4 +1,4 @@
-"""DDP with the mean over all ranks: the summed loss, times world size, over the global count."""
+"""DDP with the mean over all ranks: the loss sum, times world size, divided by the global count."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def prepare(task: Task) -> TrainStep:
 
 STRATEGY = Strategy(
     name="ddp_global_mean",
-    promise="The summed loss times world size over the global count is the big batch for any "
-    "shards, empty ones too, if the loss adds up over examples.",
+    promise="The summed loss times world size, divided by the global count, gives the gradient of "
+    "the big batch for any shards, even empty ones, if the loss adds up over examples.",
     cause_of_difference=cause_of_difference,
     prepare=prepare,
     needs_normalisers=True,

@@ -23,8 +23,8 @@ def prepare(task: Task) -> TrainStep:
 
 STRATEGY = Strategy(
     name="ddp_mean",
-    promise="The average over ranks is the big batch if the loss is a mean and every rank's loss "
-    "divides by the same number.",
+    promise="The average over ranks is the gradient of the big batch if the loss is a mean and "
+    "every rank's loss divides by the same number.",
     cause_of_difference=cause_of_difference,
     prepare=prepare,
 )

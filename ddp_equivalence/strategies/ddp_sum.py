@@ -44,8 +44,8 @@ def scaled_loss(task: Task, ddp: nn.Module, shard: Any) -> Tensor:
 
 STRATEGY = Strategy(
     name="ddp_sum",
-    promise="World size times a sum-reduced loss, averaged over ranks, is the sum over the big "
-    "batch, however uneven the shards.",
+    promise="The loss is a sum, times world size. Averaged over ranks, this gives the gradient of "
+    "the sum over the big batch, however uneven the shards are.",
     cause_of_difference=cause_of_difference,
     prepare=prepare,
 )

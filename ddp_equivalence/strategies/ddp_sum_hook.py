@@ -44,7 +44,8 @@ def prepare(task: Task) -> TrainStep:
 
 STRATEGY = Strategy(
     name="ddp_sum_hook",
-    promise="The sum over ranks is the big batch if every term of the loss is a sum over examples.",
+    promise="The sum over ranks is the gradient of the big batch if every term of the loss is a "
+    "sum over examples.",
     cause_of_difference=cause_of_difference,
     prepare=prepare,
 )

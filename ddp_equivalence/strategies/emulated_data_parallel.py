@@ -26,26 +26,26 @@ class Replicas(nn.Module):
     """Scatters its inputs, runs one replica of the model on each part, and gathers the outputs.
 
     The caller sets ``sizes``, the number of examples in each part, before a call. After a call,
-    ``ran`` has the weights of every replica that ran, by name.
+    ``weights_by_replica`` has the weights of every replica that ran, by name.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.sizes: Sequence[int] = ()
-        self.ran: list[dict[str, Tensor]] = []
+        self.weights_by_replica: list[dict[str, Tensor]] = []
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         parts = self._scatter((inputs, named))
-        self.ran = [self._replica() for _ in parts]
+        self.weights_by_replica = [self._replica() for _ in parts]
         outputs = [
             functional_call(self.model, weights, *part)
-            for weights, part in zip(self.ran, parts, strict=True)
+            for weights, part in zip(self.weights_by_replica, parts, strict=True)
         ]
         return concatenate(outputs)
 
     def _scatter(self, arguments: Any) -> list[Any]:
-        """The arguments of every part: tensors are split along dim 0, all else is given to each."""
+        """The arguments of every part: tensors are split along dim 0, all else is the same."""
         ends = list(accumulate(self.sizes))
         starts = [0, *ends[:-1]]
         return [
@@ -55,7 +55,7 @@ class Replicas(nn.Module):
 
     def add_gradients(self) -> None:
         """After backward: add the gradients of every replica to those of the model's parameters."""
-        for weights in self.ran:
+        for weights in self.weights_by_replica:
             for name, parameter in self.model.named_parameters():
                 gradient = weights[name].grad if name in weights else None
                 if gradient is not None:
@@ -89,7 +89,7 @@ def prepare_whole_loss(task: Task) -> TrainStep:
         order = [index for indices in shards.indices for index in indices]
         task.loss(replicas, take(batch, order)).backward()
         replicas.add_gradients()
-        task.notes["replicas"] = len(replicas.ran)
+        task.notes["replicas"] = len(replicas.weights_by_replica)
 
     return step
 
@@ -103,10 +103,10 @@ def prepare_loss_inside(task: Task) -> TrainStep:
         for indices in next(shards_by_step).indices:
             replicas.sizes = (len(indices),)
             losses.append(task.loss(replicas, take(batch, indices)))
-            ran += replicas.ran
+            ran += replicas.weights_by_replica
         # nn.DataParallel gathers one loss from each replica, and its caller takes their mean.
         torch.stack(losses).mean().backward()
-        replicas.ran = ran
+        replicas.weights_by_replica = ran
         replicas.add_gradients()
         task.notes["replicas"] = len(ran)
 
@@ -115,8 +115,8 @@ def prepare_loss_inside(task: Task) -> TrainStep:
 
 WHOLE_LOSS = Strategy(
     name="emulated_data_parallel",
-    promise="One loss over the gathered outputs is the big batch, for any loss and any shards: "
-    "the replicas' gradients add up.",
+    promise="One loss over the gathered outputs gives the gradient of the big batch for any loss "
+    "and any shards: the replicas' gradients add up.",
     cause_of_difference=cause_with_whole_loss,
     prepare=prepare_whole_loss,
     one_process=True,
@@ -124,8 +124,8 @@ WHOLE_LOSS = Strategy(
 
 LOSS_INSIDE = Strategy(
     name="emulated_data_parallel_loss_inside",
-    promise="The mean of the replicas' own losses is the big batch if the loss is a mean and "
-    "every replica's loss divides by the same number.",
+    promise="The mean of the replicas' own losses gives the gradient of the big batch if the loss "
+    "is a mean and every replica's loss divides by the same number.",
     cause_of_difference=cause_with_loss_inside,
     prepare=prepare_loss_inside,
     one_process=True,

@@ -69,7 +69,10 @@ def process_groups(layout: Layout) -> tuple[tuple[dist.ProcessGroup, ...], dist.
 def _process_groups(
     layout: Layout, _: object
 ) -> tuple[tuple[dist.ProcessGroup, ...], dist.ProcessGroup]:
-    """Make the groups once for these ranks: torch 2.13 hangs where they are remade in a loop."""
+    """Make the groups once for each world group: torch 2.13 hangs if a loop makes them anew.
+
+    The second argument is the world group. It is only a key of the cache.
+    """
     nodes = [layout.ranks_on(node) for node in range(layout.nodes)]
     groups = tuple(dist.new_group(list(ranks)) for ranks in nodes)
     leaders = dist.new_group([ranks[0] for ranks in nodes])
@@ -97,8 +100,8 @@ def _take_from_leader(task: Task, leader: int, node: dist.ProcessGroup) -> None:
 
 STRATEGY = Strategy(
     name="hybrid",
-    promise="The sum inside a node, averaged between nodes, is the big batch if the loss is a "
-    "mean and every node's loss divides by the same number.",
+    promise="The sum inside each node, averaged over nodes, is the gradient of the big batch if "
+    "the loss is a mean and every node's loss divides by the same number.",
     cause_of_difference=cause_of_difference,
     prepare=prepare,
     sums_in_nodes=True,

@@ -56,16 +56,16 @@ def reduce_gradients(
 
 MEAN = Strategy(
     name="manual_all_reduce_mean",
-    promise="Gradients summed over ranks and divided by their number are the big batch where "
-    "DDP's average is.",
+    promise="The sum over ranks, divided by the number of ranks, is the gradient of the big batch "
+    "if the loss is a mean and every rank's loss divides by the same number.",
     cause_of_difference=cause_if_averaged,
     prepare=partial(prepare, divide_by_world_size=True),
 )
 
 SUM = Strategy(
     name="manual_all_reduce_sum",
-    promise="Gradients summed over ranks are the big batch if every term of the loss is a sum "
-    "over examples.",
+    promise="The sum over ranks is the gradient of the big batch if every term of the loss is a "
+    "sum over examples.",
     cause_of_difference=cause_if_summed,
     prepare=partial(prepare, divide_by_world_size=False),
 )

@@ -1,4 +1,4 @@
-"""One big batch and its shards: what a promise depends on, and which cause breaks it."""
+"""One big batch and its shards, which decide whether a strategy keeps its promise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from ddp_equivalence.case.shards import Shards, split
 from ddp_equivalence.case.steps import Steps
 
 MICRO_BATCHES = 3
-"""The micro-batches of a full accumulation window. Coprime to every world size of the catalogue."""
+"""How many micro-batches a full accumulation window has. The number is coprime to every world size
+of the catalogue."""
 
 Indices = tuple[int, ...]
 """Positions of examples in the big batch."""
@@ -43,7 +44,7 @@ class ShardedBatch:
 
     @property
     def batch_coupled(self) -> str | None:
-        """The cause's name if model or loss make an example's gradient depend on the others."""
+        """The cause's name if model or loss makes an example's gradient depend on the others."""
         return self.model_coupled or self.loss.batch_coupled
 
     @property
@@ -89,7 +90,7 @@ class ShardedBatch:
     def cause_if_summed(self, parts: Sequence[Indices], sums_constants: bool = True) -> str | None:
         """The cause if gradients of these parts are added up.
 
-        ``sums_constants``: terms that do not depend on the data are added up as well.
+        ``sums_constants``: True if terms that do not depend on the data are added up as well.
         """
         if len(parts) == 1:
             return None
@@ -113,7 +114,7 @@ def _divides_by_one_number(term: Sequence[Normaliser]) -> bool:
 
 
 def _divides_by_examples(term: Sequence[Normaliser], sizes: Sequence[int]) -> bool:
-    """True if the term divides by the examples of each part, up to a constant factor.
+    """True if the term divides by the number of each part's examples, up to a constant factor.
 
     Also True for a term that does not depend on the data: it divides by nothing.
     """
@@ -128,9 +129,9 @@ def _divides_by_examples(term: Sequence[Normaliser], sizes: Sequence[int]) -> bo
 def micro_batches(indices: Indices, full_window: int) -> tuple[Indices, ...]:
     """Cut a rank's examples into micro-batches.
 
-    ``full_window`` examples would make ``MICRO_BATCHES`` of them; fewer examples make fewer, of the
-    same size. A rank without examples has one empty micro-batch, since every rank must take part
-    in the all-reduce.
+    ``full_window`` examples are cut into ``MICRO_BATCHES`` micro-batches, and fewer examples into
+    fewer micro-batches of the same size. A rank without examples has one empty micro-batch, since
+    every rank must take part in the all-reduce.
     """
     size = max(1, ceil(full_window / MICRO_BATCHES))
     cut = tuple(indices[start : start + size] for start in range(0, len(indices), size))

@@ -27,8 +27,8 @@ class Task:
     """A task is everything that a strategy is given on one rank to make its train step from.
 
     ``shards`` has one entry for every step: the examples that each rank is assigned in it.
-    ``steps`` says how the case's batch is read as the big batches of these steps. Into ``notes`` a
-    strategy writes evidence that it really ran, such as the number of its replicas.
+    ``steps`` says how the case's batch is divided into the big batches of these steps. A strategy
+    writes evidence into ``notes`` that it really ran, such as the number of its replicas.
     """
 
     case: Case
@@ -58,7 +58,7 @@ class Task:
 
 
 def whole_shards(sharded_batch: ShardedBatch) -> tuple[tuple[Indices, ...], ...]:
-    """Every rank contributes the gradient of one part of the big batch: its whole shard."""
+    """Each rank computes one loss, so that its only part is its whole shard."""
     return tuple((indices,) for indices in sharded_batch.shards.indices)
 
 
@@ -79,9 +79,9 @@ class Strategy:
     one_process: bool = False
     """One process holds the whole batch and drives all replicas, one for each rank of a layout."""
     lane: str | None = None
-    """The only lane that the strategy can run on; None if it runs wherever ranks do."""
+    """The only lane that the strategy can run on; None if it needs no particular lane."""
     splits_the_batch_itself: bool = False
-    """Torch splits the batch into equal shards whatever the case says, so no others are tried."""
+    """Torch splits the batch into equal shards whatever the case says, so only those are tried."""
     accumulates: bool = False
     """Every rank cuts its shard into micro-batches, and adds up their gradients."""
     sums_in_nodes: bool = False
@@ -89,8 +89,8 @@ class Strategy:
     needs_normalisers: bool = False
     """The strategy asks the loss what its terms divide by; only the catalogue's losses say that."""
     parts_by_rank: Callable[[ShardedBatch], tuple[tuple[Indices, ...], ...]] = whole_shards
-    """For every rank, the parts of the big batch on each of which it computes one loss: its whole
-    shard, or its micro-batches."""
+    """The parts of the big batch on which each rank computes one loss: its whole shard, or its
+    micro-batches."""
     tries_few_pairs: bool = False
     """Few pairs of model and loss are tried, because the rule depends on neither."""
     more_shards: tuple[tuple[str, str], ...] = ()

@@ -1,7 +1,6 @@
-"""Somebody's model of how far a car rolls until it stops, trained on ranks without any wrapper.
+"""A model of how far a car rolls until it stops, trained without any wrapper.
 
-``cars.csv`` has 50 measurements from the 1920s. Source: Ezekiel, Methods of Correlation Analysis,
-1930.
+``cars.csv``: 50 measurements from the 1920s. Ezekiel, Methods of Correlation Analysis, 1930.
 """
 
 from __future__ import annotations

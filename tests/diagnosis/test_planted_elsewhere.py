@@ -13,8 +13,9 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence import BadCase
+from ddp_equivalence import BadCase, check
 from ddp_equivalence.faults.plant import planted
+from tests.package.own_cases import own_case, right_step
 from tests.package.someone_elses_run import run
 
 
@@ -103,3 +104,15 @@ def test_a_fault_that_is_not_known_stops_the_run(tmp_path: Path) -> None:
     code, text = run(tmp_path, "--plant", "nothing_known")
     assert code == 4
     assert "--plant nothing_known" in text
+
+
+@pytest.mark.self_check
+def test_what_a_report_asks_for_while_a_fault_is_planted_is_computed_with_intact_torch() -> None:
+    """A report may be printed inside the block, and computes gradients of examples only then."""
+    examples = (0, 1)
+    with planted("gradient_scaled_not_unscaled"):
+        inside, outside = (check(own_case(), right_step).view for _ in range(2))
+        assert inside is not None
+        gradient = inside.examples.gradient(examples)
+    assert outside is not None
+    torch.testing.assert_close(gradient, outside.examples.gradient(examples))

@@ -63,7 +63,7 @@ def test_a_fault_that_never_fires_is_no_pass() -> None:
     fault_trial = next(iter(fault_trials(["only_last_micro_batch"], ["1x2"], every=False)))
     with planted("only_last_micro_batch"):
         verdict = check(fault_trial.trial.case, "manual_all_reduce_mean")
-    assert (verdict.outcome, "never came by" in verdict.reason) == ("unknown", True), verdict
+    assert (verdict.outcome, "never reached" in verdict.reason) == ("unknown", True), verdict
 
 
 @pytest.mark.self_check

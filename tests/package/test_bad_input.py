@@ -73,13 +73,13 @@ def batch_raises(generator: torch.Generator) -> Any:
         ({"loss": loss_vector}, "loss", r"a scalar tensor, not one of shape \(12,\)"),
         ({"loss": loss_without_graph}, "loss", "requires no gradient"),
         ({"loss": loss_number}, "loss", "a scalar tensor, not float"),
-        ({"loss": loss_in_float32}, "loss", "the truth is computed in float64"),
+        ({"loss": loss_in_float32}, "loss", "the reference is computed in float64"),
         ({"batch": leaves_disagree}, "batch", r"rows.*12.*targets.*11.*equally many"),
         ({"batch": leaf_without_examples}, "batch", "scale.*examples along dim 0"),
         ({"batch": no_tensor}, "batch", "at least one tensor"),
         ({"batch": batch_raises}, "batch", "it raised FileNotFoundError: train.csv"),
         ({"shards": "5+3"}, "shards", "add up to the 12 examples of the batch, not 8"),
-        ({"layout": "5x1"}, "shards", "a multiple of 5 ranks"),
+        ({"layout": "5x1"}, "shards", "a multiple of the 5 ranks"),
     ],
 )
 def test_what_a_builder_does_wrong_is_a_bad_case(
@@ -101,9 +101,9 @@ def test_what_a_builder_does_wrong_is_a_bad_case(
         ({"model": "mlpp"}, "model", "a function, or one of linear"),
         ({"model": 7}, "model", "a function, or one of linear"),
         ({"loss": "l1"}, "loss", "a function, or one of mse_mean"),
-        ({"batch": None}, "batch", "since model or loss are your own"),
+        ({"batch": None}, "batch", "since model or loss is your own"),
         ({"batch": torch.ones(3)}, "batch", "a function"),
-        ({"examples": 8}, "examples", "your batch brings its own size"),
+        ({"examples": 8}, "examples", "your batch function sets the size"),
     ],
 )
 def test_a_field_that_cannot_be_right_is_refused_at_once(
@@ -141,7 +141,7 @@ def test_an_argument_of_check_that_cannot_be_right_is_refused(
 
 
 def test_a_loss_that_does_not_fit_the_model_is_refused() -> None:
-    with pytest.raises(BadCase, match="a loss on vector, which is what mlp returns"):
+    with pytest.raises(BadCase, match="a loss for 'vector' output, which mlp returns"):
         Case(model="mlp", loss="token_mean")
 
 
@@ -166,7 +166,7 @@ def test_a_strategy_of_one_process_needs_one_node() -> None:
 
 
 def test_a_strategy_that_must_know_the_normaliser_says_so() -> None:
-    with pytest.raises(BadCase, match="ddp_global_mean needs its normaliser"):
+    with pytest.raises(BadCase, match="ddp_global_mean needs to know what the loss divides by"):
         check(own_case(), "ddp_global_mean")
 
 

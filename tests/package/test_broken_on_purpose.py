@@ -203,7 +203,7 @@ def test_data_parallel_with_one_replica_is_unknown() -> None:
     """On one device nn.DataParallel just calls the module, which is the big batch for free."""
     verdict = check(Case(model="mlp", loss="mse_mean", layout="1x1"), "emulated_data_parallel")
     assert verdict.outcome == "unknown"
-    assert "did not really run: 1 replica" in verdict.reason
+    assert "did not really run: it needs 2 replicas and had 1" in verdict.reason
 
 
 def test_ranks_that_build_other_weights_than_the_reference_are_unknown() -> None:

@@ -276,7 +276,7 @@ def test_a_builder_that_hands_out_one_instance_is_refused_before_it_can_matter()
         ({"model": Complex, "dtype": None}, "model", "weight is torch.complex64"),
         ({"model": lambda: nn.LazyLinear(3)}, "model", "weight is lazy"),
         ({"loss": loss_without_way_back}, "loss", "go backward; it raised NotImplementedError"),
-        ({"shards": "no_valid_token"}, "shards", "only the catalogue pads its batch so"),
+        ({"shards": "no_valid_token"}, "shards", "only batches of the catalogue are padded so"),
         ({"seed": 2**64}, "seed", "below 2\\*\\*62"),
     ],
     ids=["complex", "lazy", "no backward", "no valid token", "seed"],
@@ -293,7 +293,7 @@ def test_what_cannot_be_judged_is_refused_by_name(
     "options", [{"steps": 2}, {"compare": "update"}], ids=["two steps", "update"]
 )
 def test_exact_is_one_step_of_gradients(options: dict[str, Any]) -> None:
-    with pytest.raises(BadCase, match="leaves the integers"):
+    with pytest.raises(BadCase, match="leave the integers"):
         check(Case(model="mlp", loss="mse_sum", exact=True), "ddp_sum", **options)
 
 

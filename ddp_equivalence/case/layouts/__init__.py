@@ -11,8 +11,8 @@ from ddp_equivalence.case.layouts.packed import packed
 from ddp_equivalence.case.layouts.round_robin import round_robin
 
 MAX_WORLD_SIZE = 64
-"""The most ranks that a layout may have. All are processes of this machine, and more would only
-measure the machine."""
+"""The most ranks that a layout may have. All ranks are processes on one machine. With more of them,
+a check would test what the machine can bear, and not the training step."""
 
 ORDERS: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
     "": packed,
@@ -63,12 +63,13 @@ class Layout:
 def parse(name: str) -> Layout:
     """The layout called ``name``.
 
-    ``"2x2"`` gives the nodes and the ranks per node, ``"1+3"`` the ranks of each node. With
-    ``"-round-robin"`` after it, ranks are placed on the nodes in turn instead of filling node after
-    node. Raises BadCase for any other name.
+    ``"2x2"`` is 2 nodes with 2 ranks each, and ``"1+3"`` is a node with 1 rank and a node with 3.
+    Ranks fill node after node. With ``"-round-robin"`` at the end of the name, they are placed on
+    the nodes in turn. Raises BadCase for any other name.
     """
     right = 'nodes x ranks per node such as "2x2", or ranks of each node such as "1+3"'
-    right += '; "-round-robin" may follow'
+    endings = ", ".join(f'"{ending}"' for ending in ORDERS if ending)
+    right += f"; {endings} may follow"
     if not isinstance(name, str):
         raise BadCase("layout", name, right)
     ending = max((ending for ending in ORDERS if name.endswith(ending)), key=len)

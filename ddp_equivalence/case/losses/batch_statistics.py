@@ -26,7 +26,7 @@ def penalty(outputs: Tensor) -> Tensor:
 
 
 def totals(model: nn.Module, outputs: Tensor, batch: Batch) -> tuple[Tensor, ...]:
-    """The penalty has the variance of the examples it is given, so that no divisor corrects it."""
+    """A shard's penalty has the variance of the shard only, which no divisor corrects."""
     return (*mse.totals(model, outputs, batch), len(outputs) * penalty(outputs))
 
 

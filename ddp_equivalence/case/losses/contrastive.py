@@ -19,15 +19,18 @@ def value(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def totals(model: nn.Module, outputs: Tensor, batch: Batch) -> tuple[Tensor, ...]:
-    """These have only the negatives among the examples given, so that no divisor corrects them."""
+    """A shard's total has the shard's negatives only, which no divisor corrects."""
     similar, own = similarities(outputs, batch["targets"])
-    there = F.cross_entropy(similar, own, reduction="sum")
-    back = F.cross_entropy(similar.T, own, reduction="sum")
-    return ((there + back) / 2,)
+    of_outputs = F.cross_entropy(similar, own, reduction="sum")
+    of_targets = F.cross_entropy(similar.T, own, reduction="sum")
+    return ((of_outputs + of_targets) / 2,)
 
 
 def similarities(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines over TEMPERATURE, of shape (examples, examples), and the column of each example."""
+    """Cosines divided by TEMPERATURE, of shape (examples, examples), and each example's number.
+
+    The number is also the column of the example's own target, which is the right class.
+    """
     cosines = F.normalize(outputs, dim=1) @ F.normalize(targets, dim=1).T
     return cosines / TEMPERATURE, torch.arange(len(outputs), device=outputs.device)
 

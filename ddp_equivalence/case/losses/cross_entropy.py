@@ -19,12 +19,12 @@ def total(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def label_weights(classes: int, like: Tensor) -> Tensor:
-    """Weight of every class: 1, 2, 3, 1, 2, 3, ..."""
+    """The weight of every class: 1, 2, 3, 1, 2, 3, ..."""
     return (torch.arange(classes, device=like.device) % 3 + 1).to(like.dtype)
 
 
 def weighted_mean(model: nn.Module, batch: Batch) -> Tensor:
-    """Torch divides by the sum of the weights of the labels present, not by their number."""
+    """Torch divides by the sum of the labels' weights, not by the number of labels."""
     outputs = model(batch["inputs"])
     weight = label_weights(outputs.shape[-1], like=outputs)
     return F.cross_entropy(outputs, batch["targets"], weight=weight)

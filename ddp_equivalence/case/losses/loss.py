@@ -35,8 +35,9 @@ class CatalogueLoss:
     """One loss of the catalogue.
 
     ``value(model, batch)`` is the loss as a user writes it. The reference uses nothing else.
-    ``totals(model, outputs, batch)`` gives the same terms before any division, in the order of
-    ``normalisers(batch)``. Only strategies that divide by a global count use these two.
+    ``totals(model, outputs, batch)`` gives its terms before any division. ``normalisers(batch)``
+    says what each of these terms divides by, in the same order. Strategies that divide by a global
+    count use both.
     ``targets(generator, inputs, model)`` makes the targets of a batch.
     """
 
@@ -49,12 +50,12 @@ class CatalogueLoss:
     """The kind of model output that the loss takes."""
     batch_coupled: str | None = None
     """None if an example's gradient does not depend on the other examples in the batch. Otherwise
-    the name of the cause that a split batch has with this loss: the totals of the parts do not add
-    up to the total of the batch, and no divisor corrects them."""
+    the name of the cause by which a split batch differs with this loss: the totals of the parts do
+    not add up to the total of the batch, and no divisor corrects them."""
     plain_mean: bool = False
     """The loss is the mean over all examples or elements, and has no other term."""
     uses_all_parameters: bool = False
-    """The loss uses every parameter of the model, also those that the forward pass left out."""
+    """The loss uses every parameter of the model, even one that the forward pass left out."""
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         return self.value(model, batch)

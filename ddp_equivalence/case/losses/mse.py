@@ -1,4 +1,4 @@
-"""Mean squared error, as a mean over all elements of the targets and as their sum."""
+"""Squared error: the mean over all elements of the targets, and the sum over them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cross entropy over tokens that are not padding: their mean, and their sum."""
+"""Cross entropy: the mean over all tokens that are not padding, and the sum over them."""
 
 from __future__ import annotations
 

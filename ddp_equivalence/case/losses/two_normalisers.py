@@ -1,4 +1,7 @@
-"""A sum of two means, as in object detection: classes over all examples, boxes over positives."""
+"""A sum of two means, as in object detection.
+
+The loss of the classes is a mean over all examples, the loss of the boxes over positive examples.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model with a branch for the last two examples of the batch only: most ranks do not use it."""
+"""A model with a branch that only the last two examples use, so that most ranks do not use it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ddp_equivalence.case.models.model import OUTPUT_SIZE, ROW_SIZE, CatalogueMo
 
 
 class Branch(nn.Module):
-    """Only inputs whose first column is set pass through ``self.branch``."""
+    """Only inputs whose first column is above 0.5 pass through ``self.branch``."""
 
     def __init__(self) -> None:
         super().__init__()

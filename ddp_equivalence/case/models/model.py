@@ -48,8 +48,9 @@ class CatalogueModel:
     """Some gradients are sparse tensors, which NCCL cannot all-reduce."""
     batch_coupled: str | None = None
     """None if an example's gradient depends neither on the other examples nor on its place in the
-    batch. Otherwise the name of the cause that a split batch has with this model."""
+    batch. Otherwise the name of the cause by which a split batch differs with this model."""
     draws_random_numbers: bool = False
     """The forward pass draws random numbers in the order of the examples."""
     only_exact: bool = False
-    """The model is for cases that are compared bit for bit, and says nothing more in others."""
+    """The model is used only in cases that are compared bit for bit. In other cases it would show
+    nothing that the other models do not show."""

@@ -71,7 +71,7 @@ class _SumOverReplicas(torch.autograd.Function):
     ) -> Tensor:
         with torch.enable_grad():
             outputs: Tensor = replicas(*inputs)
-        ctx.outputs, ctx.names, ctx.weights = outputs, names, replicas.ran
+        ctx.outputs, ctx.names, ctx.weights = outputs, names, replicas.weights_by_replica
         return outputs.detach()
 
     @staticmethod

@@ -11,7 +11,7 @@ from ddp_equivalence.commands.explain.explanation import Explanation
 from ddp_equivalence.commands.explain.measured import Measured
 from ddp_equivalence.commands.explain.numbers import number
 from ddp_equivalence.commands.explain.setup import framework_divisor
-from ddp_equivalence.commands.explain.verified import Prediction, VerificationOutcome
+from ddp_equivalence.commands.explain.verified import ComparedPrediction, VerificationOutcome
 
 EXACT = 1e-9
 """The relative difference up to which two factors are the same. Rounding in float64 stays below
@@ -24,7 +24,7 @@ of squares, so rounding makes it up to 1e-8. Unequal counts leave more than 1e-2
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedResult:
     """The gradient that every rank should hold.
 
     It is ``factor`` x g if ``shares`` is None. Otherwise it is no multiple of g: ``shares`` says
@@ -35,29 +35,29 @@ class Expected:
     shares: tuple[Fraction, ...] | None
 
 
-def expected(explanation: Explanation, counts: Sequence[int]) -> Expected:
+def expected(explanation: Explanation, counts: Sequence[int]) -> ExpectedResult:
     """The gradient that every rank should hold.
 
     ``counts``: how much each example of a step weighs in the big batch's mean: 1, or its tokens.
     """
     if explanation.is_multiple:
-        return Expected(explanation.factor, None)
+        return ExpectedResult(explanation.factor, None)
     if explanation.setup.loss == "token-mean":
-        return Expected(explanation.factor, _shares_of_tokens(explanation, counts))
+        return ExpectedResult(explanation.factor, _shares_of_tokens(explanation, counts))
     setup = explanation.setup
     of_micro_batch = tuple(share for size, share in explanation.shares for _ in range(size))
-    return Expected(explanation.factor, of_micro_batch * setup.accumulation * setup.processes)
+    return ExpectedResult(explanation.factor, of_micro_batch * setup.accumulation * setup.processes)
 
 
-def expected_text(prediction: Expected) -> str:
+def expected_text(prediction: ExpectedResult) -> str:
     """The expected gradient in words."""
     factor = f"{number(prediction.factor)} g"
     return factor if prediction.shares is None else f"no multiple of g, {factor} on average"
 
 
 def judged(
-    what: str, prediction: Expected, measured: Measured, counts: Sequence[int] | None = None
-) -> Prediction:
+    what: str, prediction: ExpectedResult, measured: Measured, counts: Sequence[int] | None = None
+) -> ComparedPrediction:
     """Compare the gradient of every rank with the expected one.
 
     ``what``: the name of what is compared. ``counts``: as in ``expected``; needed if the expected
@@ -67,13 +67,13 @@ def judged(
     if measured.unexplained < LITTLE:
         holds = f"{_by_rank(measured.factors)} g"
         right = prediction.shares is None and _alike(measured.factors, prediction.factor, EXACT)
-        return Prediction(what, wanted, holds, _outcome(right))
+        return ComparedPrediction(what, wanted, holds, _outcome(right))
     holds = f"no multiple of g ({measured.unexplained:.2g} of it unexplained)"
     if prediction.shares is None:
-        return Prediction(what, wanted, holds, "differs")
+        return ComparedPrediction(what, wanted, holds, "differs")
     if measured.shares is None:
         why = f"It is unknown how often each example counts: {measured.why}."
-        return Prediction(what, wanted, holds, "unknown", why)
+        return ComparedPrediction(what, wanted, holds, "unknown", why)
     weights = counts or [1] * len(prediction.shares)
     averages = tuple(
         sum(share * count for share, count in zip(row, weights, strict=True)) / sum(weights)
@@ -89,7 +89,7 @@ def judged(
     if measured.unmixed >= LITTLE:
         holds += f"; {measured.unmixed:.2g} of it comes from no example"
         right = False
-    return Prediction(what, wanted, holds, _outcome(right))
+    return ComparedPrediction(what, wanted, holds, _outcome(right))
 
 
 def _outcome(right: bool) -> VerificationOutcome:

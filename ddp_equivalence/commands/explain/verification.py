@@ -12,7 +12,7 @@ from ddp_equivalence.check_equivalence import check
 from ddp_equivalence.commands.explain.arithmetic import explain
 from ddp_equivalence.commands.explain.cases import case_of, counts_of
 from ddp_equivalence.commands.explain.explanation import Explanation
-from ddp_equivalence.commands.explain.judged import Expected, expected, expected_text, judged
+from ddp_equivalence.commands.explain.judged import ExpectedResult, expected, expected_text, judged
 from ddp_equivalence.commands.explain.known_good import KnownGood
 from ddp_equivalence.commands.explain.measured import measured
 from ddp_equivalence.commands.explain.not_run import not_run
@@ -20,7 +20,7 @@ from ddp_equivalence.commands.explain.numbers import number
 from ddp_equivalence.commands.explain.scaled_down import scaled_down
 from ddp_equivalence.commands.explain.setup import Setup
 from ddp_equivalence.commands.explain.steps import gradient_step, mended_step, training
-from ddp_equivalence.commands.explain.verified import Prediction, Verification
+from ddp_equivalence.commands.explain.verified import ComparedPrediction, Verification
 from ddp_equivalence.report.verdict import Verdict
 
 STEPS = 3
@@ -56,33 +56,33 @@ def verify(explanation: Explanation) -> Verification:
     return Verification(setup, verdict.lane.name, scaled, tuple(comparisons), left_out)
 
 
-def _gradient(setup: Setup, predicted: Explanation) -> tuple[Verdict, Prediction]:
+def _gradient(setup: Setup, predicted: Explanation) -> tuple[Verdict, ComparedPrediction]:
     """The gradient of the setup as it was given."""
     verdict = check(case_of(setup, 1), partial(gradient_step, setup))
     counts = counts_of(setup)
     return verdict, _compared("gradient", expected(predicted, counts), verdict, counts)
 
 
-def _mended(setup: Setup, predicted: Explanation) -> Prediction:
+def _mended(setup: Setup, predicted: Explanation) -> ComparedPrediction:
     """The gradient of the setup after the change that the explanation advises."""
     what = "gradient with one loss over the gathered outputs"
     if setup.loss == "token-mean":
         what = "gradient with one count of all tokens"
     verdict = check(case_of(setup, 1), partial(mended_step, setup))
-    return _compared(what, Expected(predicted.mended_factor, None), verdict)
+    return _compared(what, ExpectedResult(predicted.mended_factor, None), verdict)
 
 
 def _compared(
-    what: str, predicted: Expected, verdict: Verdict, counts: Sequence[int] | None = None
-) -> Prediction:
+    what: str, predicted: ExpectedResult, verdict: Verdict, counts: Sequence[int] | None = None
+) -> ComparedPrediction:
     gradients = measured(verdict)
     if gradients is None or (verdict.outcome == "unknown" and verdict.reason):
         wanted = expected_text(predicted)
-        return Prediction(what, wanted, "nothing", "unknown", _why_unknown(verdict))
+        return ComparedPrediction(what, wanted, "nothing", "unknown", _why_unknown(verdict))
     return judged(what, predicted, gradients, counts)
 
 
-def _training(setup: Setup, predicted: Explanation, mended: bool) -> Prediction:
+def _training(setup: Setup, predicted: Explanation, mended: bool) -> ComparedPrediction:
     """Training with the learning rate that was worked out, and one big batch with the known one."""
     known, given = _trainable(setup), setup.known_good
     if predicted.learning_rates is None or known != given:
@@ -100,10 +100,10 @@ def _training(setup: Setup, predicted: Explanation, mended: bool) -> Prediction:
     verdict = check(case_of(setup, STEPS), step, compare="update", lr=wanted, steps=STEPS)
     same = "the same weights"
     if verdict.outcome == "unknown":
-        return Prediction(what, same, "nothing", "unknown", _why_unknown(verdict))
+        return ComparedPrediction(what, same, "nothing", "unknown", _why_unknown(verdict))
     if verdict.outcome == "same":
-        return Prediction(what, same, same, "agrees")
-    return Prediction(what, same, f"something else (error {verdict.error:.2g})", "differs")
+        return ComparedPrediction(what, same, same, "agrees")
+    return ComparedPrediction(what, same, f"something else (error {verdict.error:.2g})", "differs")
 
 
 def _why_unknown(verdict: Verdict) -> str:

@@ -12,7 +12,7 @@ VerificationOutcome = Literal["agrees", "differs", "unknown"]
 
 
 @dataclass(frozen=True)
-class Prediction:
+class ComparedPrediction:
     """One prediction and what was measured.
 
     ``what``: the name of what is predicted. ``why``: the reason if the prediction could not be
@@ -38,7 +38,7 @@ class Verification:
     setup: Setup
     lane: str
     scaled: tuple[str, ...]
-    comparisons: tuple[Prediction, ...]
+    comparisons: tuple[ComparedPrediction, ...]
     not_run: tuple[str, ...] = ()
 
     @property

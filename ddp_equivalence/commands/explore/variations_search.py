@@ -93,18 +93,18 @@ def search(
     if user_check.options.get("in_process"):
         raise BadCase("explore", wanted, "not together with --in-process, which has no deadline")
     space = search_space(user_check.case, user_check.step, dict(given), user_check.options)
-    found = VariationsSearch()
+    summary = VariationsSearch()
     drawn = draw_different(variations(space), wanted, SEED, different_seeds(space))
     try:
-        _try_all(user_check, space, drawn, found, repeat, progress)
-        if found.results and len(found.with_outcome("refused")) == len(found.results):
+        _try_all(user_check, space, drawn, summary, repeat, progress)
+        if summary.results and len(summary.with_outcome("refused")) == len(summary.results):
             # Raises the BadCase of the first variation.
-            first = next(iter(found.results))
+            first = next(iter(summary.results))
             check(first.of(user_check.case), user_check.step, **user_check.options)
-        _shrink_all(user_check, space, wanted, found, repeat)
+        _shrink_all(user_check, space, wanted, summary, repeat)
     except KeyboardInterrupt:
-        found.stopped = "interrupted"
-    return found
+        summary.stopped = "interrupted"
+    return summary
 
 
 def different_seeds(space: SearchSpace) -> Callable[[Variation], bool]:
@@ -127,7 +127,7 @@ def _try_all(
     user_check: UserCheck,
     space: SearchSpace,
     drawn: tuple[Variation, ...],
-    found: VariationsSearch,
+    summary: VariationsSearch,
     repeat: RepeatLine,
     progress: Progress,
 ) -> None:
@@ -135,25 +135,25 @@ def _try_all(
     for layout in space.layouts:
         on_layout = [variation for variation in drawn if variation.layout == layout]
         for variation in on_layout:
-            found.results[variation], _ = _run(user_check, variation, repeat)
-            timeouts = sum(result.reason == TIMED_OUT for result in found.results.values())
+            summary.results[variation], _ = _run(user_check, variation, repeat)
+            timeouts = sum(result.reason == TIMED_OUT for result in summary.results.values())
             if timeouts >= MOST_TIMEOUTS:
-                found.stopped = f"stopped after {MOST_TIMEOUTS} cases that timed out"
+                summary.stopped = f"stopped after {MOST_TIMEOUTS} cases that timed out"
                 return
-        progress(_progress_line(layout, [found.results[variation] for variation in on_layout]))
+        progress(_progress_line(layout, [summary.results[variation] for variation in on_layout]))
 
 
 def _shrink_all(
     user_check: UserCheck,
     space: SearchSpace,
     wanted: int,
-    found: VariationsSearch,
+    summary: VariationsSearch,
     repeat: RepeatLine,
 ) -> None:
-    for group in sorted({result.group for result in found.results.values()}):
+    for group in sorted({result.group for result in summary.results.values()}):
         if group[0] in ("same", "refused"):
             continue
-        in_group = [each for each, result in found.results.items() if result.group == group]
+        in_group = [each for each, result in summary.results.items() if result.group == group]
         # A case with an empty shard is shown only if no other case is in the group, because an
         # empty shard can be the reason by itself.
         all_full = [variation for variation in in_group if not variation.has_an_empty_shard]
@@ -166,10 +166,10 @@ def _shrink_all(
                 return False
             return _run(user_check, variation, repeat)[0].group == group
 
-        known = {variation: variation in candidates for variation in found.results}
+        known = {variation: variation in candidates for variation in summary.results}
         smallest = shrink(variations(space), wanted, SEED, known, holds) or candidates[0]
         result, verdict = _run(user_check, smallest, repeat)
-        found.smallest.append((smallest, result, str(verdict)))
+        summary.smallest.append((smallest, result, str(verdict)))
 
 
 def _run(

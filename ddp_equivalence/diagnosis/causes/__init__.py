@@ -44,7 +44,7 @@ from ddp_equivalence.diagnosis.causes import (
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis
 
 HYPOTHESES: tuple[Hypothesis, ...] = (
-    # The ranks' weights and examples are wrong: nothing that comes later means anything then.
+    # Weights or examples of the ranks are wrong: the causes below then explain nothing.
     weights_differ_between_ranks.HYPOTHESIS,
     every_rank_same_data.HYPOTHESIS,
     sampler_padding_counted.HYPOTHESIS,
@@ -80,7 +80,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     bucket_not_reduced.HYPOTHESIS,
     parameter_not_reduced.HYPOTHESIS,
     reduced_before_backward_finished.HYPOTHESIS,
-    # On most cases other causes leave the same numbers, and are believed before these.
+    # On most cases other causes leave the same numbers as these, and are believed first.
     averaged_twice.HYPOTHESIS,
     divided_by_local_world_size.HYPOTHESIS,
     stale_gradient_added.HYPOTHESIS,

@@ -34,7 +34,7 @@ def _lost_a_micro_batch(view: View) -> Iterator[Prediction]:
     for gradients in _stacked_micro_batches(view):
         count = gradients.shape[1]
         if count < 3:
-            continue  # of two micro-batches only one would be left: another cause
+            continue  # Of two micro-batches only one would be left, which is another cause.
         for missing in (0, count - 1):
             held = (gradients.sum(1) - gradients[:, missing]).mean(0)
             detail = f"without micro-batch {missing + 1} of {count}"
@@ -42,7 +42,7 @@ def _lost_a_micro_batch(view: View) -> Iterator[Prediction]:
 
 
 def _stacked_micro_batches(view: View) -> Iterator[Tensor]:
-    """Every candidate for their gradients, shape (world size, micro-batches, elements)."""
+    """All candidates for their gradients, each (world size, micro-batches, elements)."""
     count = view.parts.micro_batches_per_rank
     if count is None or count == 1:
         return
@@ -52,18 +52,18 @@ def _stacked_micro_batches(view: View) -> Iterator[Tensor]:
 
 
 def indication(view: View) -> Indication | None:
-    """Looks for a last forward pass without synchronisation, after others with it."""
+    """Looks for a last forward pass without synchronisation, after an earlier one with it."""
     flags = [one.synchronised for one in view.observed.wrappers if one.synchronised]
     if flags and all(any(of_wrapper[:-1]) and not of_wrapper[-1] for of_wrapper in flags):
-        because = "synchronisation was off in the last forward pass, on before"
+        because = "synchronisation was on in an earlier forward pass, and off in the last one"
         return Indication(True, because)
     return None
 
 
 HYPOTHESIS = Hypothesis(
     name="accumulation_boundary_off_by_one",
-    sentence="Gradients were reduced at another micro-batch than the last of the window: what came "
-    "after it stays local, or is lost.",
+    sentence="Gradients were reduced after another micro-batch than the last one of the "
+    "accumulation window: the gradients of later micro-batches stay on their rank, or are lost.",
     look_at="the condition that leaves no_sync, such as (i + 1) % accumulation_steps == 0, and the "
     "last window of an epoch",
     predict=predict,

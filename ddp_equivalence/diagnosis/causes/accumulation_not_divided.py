@@ -16,7 +16,7 @@ from ddp_equivalence.diagnosis.indications import common_loss_factor, losses_clo
 from ddp_equivalence.diagnosis.view import View
 
 SURELY_DIVIDED = 0.9
-"""A loss that is this much smaller than that of the micro-batch was divided by something."""
+"""A loss below this part of its micro-batch's loss was divided by something."""
 
 
 def predict(view: View) -> Sequence[Prediction]:
@@ -27,7 +27,7 @@ def predict(view: View) -> Sequence[Prediction]:
     if all(len(of_rank) == 1 for of_rank in parts):
         return ()
     sums = [torch.stack([view.examples.gradient(p) for p in of_rank]).sum(0) for of_rank in parts]
-    detail = f"{max(map(len, parts))} micro-batches in the window"
+    detail = f"{max(map(len, parts))} micro-batches in the accumulation window"
     return (Prediction(view.on_every_rank(torch.stack(sums).mean(0)), detail),)
 
 
@@ -36,7 +36,7 @@ def factors(view: View) -> Sequence[WrongFactor]:
     count = view.parts.micro_batches_per_rank
     if count is None or count == 1 or view.parts.add_up_to_the_big_batch:
         return ()
-    return (WrongFactor(count, f"times the {count} micro-batches of the window"),)
+    return (WrongFactor(count, f"multiplied by {count}, the number of micro-batches"),)
 
 
 def indication(view: View) -> Indication | None:
@@ -45,7 +45,7 @@ def indication(view: View) -> Indication | None:
     if factor is None or view.parts.micro_batches_per_rank in (None, 1):
         return None
     if losses_close(factor, 1.0):
-        return Indication(True, "every backward began at the whole mean of its own micro-batch")
+        return Indication(True, "every backward began at the loss of its micro-batch, not divided")
     if factor < SURELY_DIVIDED:
         return Indication(False, "the losses of the micro-batches were divided")
     return None
@@ -54,9 +54,9 @@ def indication(view: View) -> Indication | None:
 HYPOTHESIS = Hypothesis(
     name="accumulation_not_divided",
     sentence="The losses of the micro-batches were added up, not divided by their number.",
-    look_at="loss / accumulation_steps before backward",
+    look_at="the loss before backward: divide it there (loss / accumulation_steps)",
     predict=predict,
     factors=factors,
     indication=indication,
-    tell_apart="Use another number of micro-batches that is no multiple of the number of ranks.",
+    tell_apart="Use another number of micro-batches, not a multiple of the number of ranks.",
 )

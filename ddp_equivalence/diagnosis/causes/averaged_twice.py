@@ -15,7 +15,7 @@ from ddp_equivalence.diagnosis.view import View
 
 
 def predict(view: View) -> Sequence[Prediction]:
-    """The big batch, or the mean of what the ranks contribute, over the world size."""
+    """The big batch, or the mean of what the ranks contribute, divided by the world size."""
     if view.world_size == 1 or view.parts.add_up_to_the_big_batch:
         return ()
     means = [view.expected]
@@ -29,14 +29,15 @@ def factors(view: View) -> Sequence[WrongFactor]:
     """One over the world size, where the ranks' gradients should be averaged once."""
     if view.world_size == 1 or view.parts.add_up_to_the_big_batch:
         return ()
-    detail = f"divided by the {view.world_size} ranks once more"
+    detail = f"divided by {view.world_size}, the number of ranks, once more"
     return (WrongFactor(1 / view.world_size, detail),)
 
 
 def indication(view: View) -> Indication | None:
-    """A loss over gathered outputs explains the factor otherwise."""
+    """Speaks against this cause if a loss over gathered outputs explains the factor."""
     if every_loss_is_the_big_batch_loss(view) and view.observed.a_rank_gathered:
-        return Indication(False, "every rank's loss is already that of the whole batch")
+        because = "every rank's loss is that of the whole batch, which explains the factor"
+        return Indication(False, because)
     return None
 
 
@@ -47,6 +48,6 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     factors=factors,
     indication=indication,
-    tell_apart="Use another world size: only this factor follows it.",
+    tell_apart="Use another world size: no other cause has a factor that changes with it.",
     limits_must_catch=True,
 )

@@ -9,7 +9,7 @@ from ddp_equivalence.diagnosis.view import View
 
 
 def predict(view: View) -> Sequence[Prediction]:
-    """The mean of gradients that were each computed from one part's own statistics."""
+    """The mean of gradients that were each computed with the statistics of one part alone."""
     contributions = view.parts.contributions()
     if contributions is None or view.parts.count == 1 or not view.setting.has_batch_norm:
         return ()
@@ -21,7 +21,7 @@ HYPOTHESIS = Hypothesis(
     name="batch_norm_local_statistics",
     sentence="Batch norm normalises with the statistics of each rank's shard. This is a property "
     "of the model, not a fault of the reduction.",
-    look_at="SyncBatchNorm, or a normalisation that does not look across examples",
+    look_at="the batch norm: use SyncBatchNorm, or a normalisation of each example by itself",
     predict=predict,
     tell_apart="Put the model in eval mode: this difference then goes away.",
     limits_must_catch=True,

@@ -1,4 +1,4 @@
-"""A penalty on statistics of the batch takes those of each rank's shard."""
+"""A penalty on statistics of the batch is computed from each rank's own shard."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def predict(view: View) -> Sequence[Prediction]:
 HYPOTHESIS = Hypothesis(
     name=NAME,
     sentence="The loss has a term on statistics of the batch (variance, covariance), and every "
-    "rank takes those of its own shard. This is a property of the loss, not a fault of the "
+    "rank computes them from its own shard. This is a property of the loss, not a fault of the "
     "reduction.",
-    look_at="the loss: gather the outputs of all ranks with their gradient before the statistics",
+    look_at="the loss: gather the outputs of all ranks, with their gradient, before it takes "
+    "statistics",
     predict=predict,
     tell_apart="Leave that term out of the loss: this difference then goes away.",
 )

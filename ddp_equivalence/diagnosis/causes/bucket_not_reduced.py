@@ -1,4 +1,4 @@
-"""All parameters of some of DDP's buckets kept the rank's own gradient."""
+"""The gradients of some of DDP's buckets were not reduced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def predict(view: View) -> Sequence[Prediction]:
     detail = names + (", ..." if len(differing) > NAMES_SHOWN else "")
     candidates = [(view.on_reporting_ranks(local), False) for local in view.local_gradients]
     if view.observed_gradients is None and view.measured.ranks_differ:
-        # Unknown local gradients whose mean would have been the big batch.
+        # The local gradients are unknown: take those whose mean is the big batch.
         measured = view.measured.by_rank
         candidates.append((measured - measured.mean(0) + view.expected, True))
     right, combined = view.expected_by_rank, view.parameters.combined
@@ -48,17 +48,17 @@ def indication(view: View) -> Indication | None:
         return None
     buckets = differing_buckets(view)
     if buckets is None:
-        return Indication(False, "the parameters that differ are no whole buckets")
+        return Indication(False, "the parameters that differ are not whole buckets of DDP")
     if all(len(bucket) == 1 for bucket in buckets):
         return None
     plural = "s" if len(buckets) > 1 else ""
-    return Indication(True, f"they are {len(buckets)} whole bucket{plural} of DDP")
+    return Indication(True, f"these parameters are {len(buckets)} whole bucket{plural} of DDP")
 
 
 HYPOTHESIS = Hypothesis(
     name="bucket_not_reduced",
-    sentence="The gradients of a whole bucket were not reduced: every rank holds its own gradients "
-    "of it.",
+    sentence="The gradients of a whole bucket of DDP were not reduced: every rank holds its own "
+    "gradients of these parameters.",
     look_at="a communication hook that returns a bucket unchanged, or a bucket that never becomes "
     "ready because one of its parameters gets no gradient",
     predict=predict,

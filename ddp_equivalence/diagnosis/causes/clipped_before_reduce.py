@@ -13,17 +13,18 @@ from ddp_equivalence.diagnosis.indications import ranks_by_number
 from ddp_equivalence.diagnosis.view import View
 
 EQUAL = 1e-3
-"""Factors and norms that differ by less, relatively, are equal."""
+"""Factors and norms whose relative difference is smaller are equal."""
 
 ADDED_TO_NORM = (1e-6, 0.0)
-"""torch's clip_grad_norm_ adds 1e-6 to the norm that it divides by; clipping written out may not.
+"""torch's clip_grad_norm_ adds 1e-6 to the norm that it divides by; code that clips by hand may
+add nothing.
 
 Source: torch 2.13, torch/nn/utils/clip_grad.py.
 """
 
 
 def predict(view: View) -> Sequence[Prediction]:
-    """The mean or the sum of gradients that were clipped to one norm, which the weights tell."""
+    """The mean or the sum of clipped gradients; the norm follows from the weights of the ranks."""
     weights = view.weights_of_ranks
     if weights is None or view.world_size == 1 or not view.parameters.sample.is_whole:
         return ()
@@ -54,7 +55,7 @@ def _clipped(view: View, kept: Tensor, divisor: int, added: float) -> Prediction
         return None
     ranks = ranks_by_number(torch.nonzero(is_clipped).flatten().tolist())
     held = (factors[:, None] * local).sum(0) / divisor
-    return Prediction(view.on_every_rank(held), f"{ranks} to a norm of {max_norm:.3g}")
+    return Prediction(view.on_every_rank(held), f"{ranks} clipped to a norm of {max_norm:.3g}")
 
 
 def indication(view: View) -> Indication | None:

@@ -1,4 +1,4 @@
-"""A contrastive loss sees only the negatives of each rank's own shard."""
+"""On every rank, a contrastive loss has only the negatives of the rank's own shard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddp_equivalence.diagnosis.view import View
 NAME = "contrastive_local_negatives"
 
 NO_GRADIENT = 1e-9
-"""A gradient with a smaller norm, relative to the big batch's, is zero but for rounding."""
+"""A gradient with a smaller norm, relative to the big batch's, is only rounding."""
 
 EXAMPLES_TRIED = 3
 """This many single examples without a gradient show that the loss compares examples."""
@@ -26,7 +26,7 @@ def predict(view: View) -> Sequence[Prediction]:
 
 
 def mean_of_local_losses(view: View) -> Sequence[Prediction]:
-    """The mean of losses that each look at their own shard only.
+    """The mean of losses that were each computed from one shard alone.
 
     Empty where the loss does not compare examples with each other.
     """
@@ -61,11 +61,11 @@ def _compares_examples(view: View) -> bool:
 
 HYPOTHESIS = Hypothesis(
     name=NAME,
-    sentence="The loss compares examples with each other, and on every rank only with the examples "
-    "of its own shard, so that there are fewer negatives than in the big batch. This is a property "
-    "of the loss, not a fault of the reduction.",
-    look_at="the loss: gather the outputs of all ranks with their gradient "
-    "(torch.distributed.nn.functional.all_gather) before it",
+    sentence="The loss compares examples with each other, and every rank compares only those of "
+    "its own shard, so that an example has fewer negatives than in the big batch. This is a "
+    "property of the loss, not a fault of the reduction.",
+    look_at="the input of the loss: gather the outputs of all ranks, with their gradient "
+    "(torch.distributed.nn.functional.all_gather)",
     predict=predict,
     tell_apart="Give each rank one example: it then has nothing to compare with and no gradient.",
 )

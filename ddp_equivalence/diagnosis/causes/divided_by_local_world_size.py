@@ -1,4 +1,4 @@
-"""The sum over all ranks, divided by the ranks of one node."""
+"""Gradients were added over all ranks and divided by the number of ranks on one node."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ddp_equivalence.diagnosis.view import View
 
 
 def predict(view: View) -> Sequence[Prediction]:
-    """The sum of the local gradients over the number of ranks of a node."""
+    """The sum of the local gradients, divided by the number of ranks on a node."""
     if view.setting.layout.nodes == 1:
         return ()
     return tuple(one for local in view.local_gradients for one in _divided(view, local.sum(0)))
 
 
 def _divided(view: View, total: Tensor) -> Iterator[Prediction]:
-    """Each rank divides by the ranks of its own node, or all by those of one node."""
+    """Each rank divides by the number of ranks on its own node, or all use the same node's."""
     by_rank = [row.local_world_size for row in view.setting.layout.rows]
     divisors = torch.tensor(by_rank, dtype=total.dtype)[:, None]
     yield Prediction(view.on_reporting_ranks(total / divisors))
@@ -34,14 +34,14 @@ def factors(view: View) -> Sequence[WrongFactor]:
     sizes = {row.local_world_size for row in layout.rows}
     if len(sizes) > 1 or layout.nodes == 1 or view.parts.add_up_to_the_big_batch:
         return ()
-    return (WrongFactor(view.world_size / sizes.pop(), "ranks of all nodes over ranks of one"),)
+    return (WrongFactor(view.world_size / sizes.pop(), "all ranks over the ranks of a node"),)
 
 
 HYPOTHESIS = Hypothesis(
     name="divided_by_local_world_size",
-    sentence="Gradients were added over all ranks and divided by the ranks of one node.",
+    sentence="Gradients were added over all ranks and divided by the number of ranks on one node.",
     look_at="a divisor taken from LOCAL_WORLD_SIZE or torch.cuda.device_count(): "
-    "dist.get_world_size() is meant",
+    "use dist.get_world_size() instead",
     predict=predict,
     factors=factors,
     tell_apart="Use nodes with several ranks, such as 2x4, where the numbers of nodes, of ranks on "

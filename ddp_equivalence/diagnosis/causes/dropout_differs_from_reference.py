@@ -19,14 +19,16 @@ def predict(view: View) -> Sequence[Prediction]:
     observed = [Prediction(view.on_every_rank(one)) for one in view.averages_of_node_sums()]
     if view.parts.count == 1:
         return (*observed, *replayed(view))
-    # With the same seed on every rank, each draws the masks that its shard alone would get. This
-    # holds on the device that predictions are computed on: another one has another generator.
+    # With the same seed on every rank, each rank draws the masks that its shard alone would get.
+    # This is so on the device that predictions run on; another device has another generator.
     same_seed = Prediction(view.on_every_rank(contributions.mean(0)))
     return (same_seed, *observed, *replayed(view))
 
 
 def replayed(view: View) -> Sequence[Prediction]:
-    """The masks that the ranks' generators draw from their states before each forward pass."""
+    """The mean of gradients with the masks of the ranks, drawn again from the states of their
+    generators before each forward pass.
+    """
     if view.observed.examples_read is None or not view.setting.draws_on_cpu:
         return ()
     contributions = []
@@ -54,7 +56,7 @@ def step_set_the_same_seed(view: View) -> bool | None:
 
 
 def indication(view: View) -> Indication | None:
-    """A seed that the step sets on all ranks is a cause of its own."""
+    """Speaks against this cause if the step set one seed on all ranks, which is another cause."""
     if step_set_the_same_seed(view):
         return Indication(False, "the step gave all ranks the same seed")
     return None
@@ -69,7 +71,7 @@ HYPOTHESIS = Hypothesis(
     name="dropout_differs_from_reference",
     sentence="Dropout draws other masks for a shard than for the big batch. This is a property of "
     "the model, not a fault of the reduction.",
-    look_at="model.eval() or p=0 while gradients are compared",
+    look_at="dropout: turn it off while gradients are compared (model.eval() or p=0)",
     predict=predict,
     indication=indication,
     likely_but_unpredictable=likely_but_unpredictable,

@@ -1,4 +1,4 @@
-"""The step gives all ranks the same seed, so that dropout drops the same places on each."""
+"""The step gives all ranks the same seed, so that dropout drops the same positions on each."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def indication(view: View) -> Indication | None:
 
 HYPOTHESIS = Hypothesis(
     name="dropout_same_on_all_ranks",
-    sentence="The step gives all ranks the same seed, so that dropout drops the same places on "
-    "each: masks of different examples are not independent.",
+    sentence="The step gives all ranks the same seed, so that dropout drops the same positions on "
+    "every rank: the masks of different examples are not independent.",
     look_at="torch.manual_seed on every rank: add the rank to the seed once the weights are built",
     predict=predict,
     indication=indication,
-    tell_apart="The gradients cannot tell: compare the states of the ranks' generators.",
+    tell_apart="Gradients alone cannot decide: compare the states of the ranks' generators.",
 )

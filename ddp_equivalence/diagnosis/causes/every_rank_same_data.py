@@ -15,14 +15,14 @@ from ddp_equivalence.diagnosis.view import View
 
 
 def predict(view: View) -> Sequence[Prediction]:
-    """The gradient of what all ranks read; where that is not known, of any one rank's shard."""
+    """The gradient of what all ranks read; if that is unknown, of the shard of any one rank."""
     if view.observed.examples_read is not None:
         return predictions_from_examples_read(view) if all_ranks_read_the_same(view) else ()
     contributions = view.parts.contributions()
     if contributions is None or view.world_size == 1:
         return ()
     return tuple(
-        Prediction(view.on_every_rank(contribution), f"that of rank {rank}")
+        Prediction(view.on_every_rank(contribution), f"the shard of rank {rank}")
         for rank, contribution in enumerate(contributions)
     )
 
@@ -42,8 +42,8 @@ def indication(view: View) -> Indication | None:
 HYPOTHESIS = Hypothesis(
     name="every_rank_same_data",
     sentence="All ranks read the same examples, so that the average is over copies of one shard.",
-    look_at="a DistributedSampler that is missing, or that every rank makes with the same rank",
+    look_at="a DistributedSampler: it is missing, or every rank passes it the same rank",
     predict=predict,
     indication=indication,
-    tell_apart="The gradients cannot tell: compare the examples that the ranks read.",
+    tell_apart="Gradients alone cannot decide: compare the examples that the ranks read.",
 )

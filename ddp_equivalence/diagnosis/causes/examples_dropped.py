@@ -16,7 +16,7 @@ from ddp_equivalence.diagnosis.view import View
 
 
 def predict(view: View) -> Sequence[Prediction]:
-    """The gradient of what was read, if some examples were not and none was read twice."""
+    """The gradient of the examples read, if some were not read and none was read twice."""
     if view.observed.examples_read is None or read_more_than_once(view):
         return ()
     dropped = read_by_no_rank(view)
@@ -32,7 +32,7 @@ def indication(view: View) -> Indication | None:
     dropped = read_by_no_rank(view)
     return indication_if(
         bool(dropped),
-        f"{example_numbers(dropped)} of {view.setting.example_count} were read by no rank",
+        f"no rank read {example_numbers(dropped)} (of {view.setting.example_count})",
         "every example was read",
     )
 
@@ -40,7 +40,7 @@ def indication(view: View) -> Indication | None:
 HYPOTHESIS = Hypothesis(
     name="examples_dropped",
     sentence="Some examples of the big batch were read by no rank.",
-    look_at="drop_last, a sampler or a slice whose length is rounded down, a filter on one rank",
+    look_at="drop_last, a sampler or a slice whose length is rounded down, or a filter on one rank",
     predict=predict,
     indication=indication,
     tell_apart="Use a multiple of the number of ranks as the number of examples: nothing is then "

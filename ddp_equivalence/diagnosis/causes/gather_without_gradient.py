@@ -19,7 +19,7 @@ def factors(view: View) -> Sequence[WrongFactor]:
         return ()
     if not (view.setting.batch_coupled or every_loss_is_the_big_batch_loss(view)):
         return ()
-    detail = f"each of {view.world_size} ranks brings its own part"
+    detail = f"each of the {view.world_size} ranks adds only its own part of the gradient"
     return (WrongFactor(1 / view.world_size, detail),)
 
 
@@ -31,16 +31,16 @@ def indication(view: View) -> Indication | None:
         every_loss_is_the_big_batch_loss(view),
         "backward began at the loss of the whole batch on every rank, and gathered values carry no "
         "gradient",
-        "backward began at other losses than that of the whole batch",
+        "backward did not begin at the loss of the whole batch",
     )
 
 
 HYPOTHESIS = Hypothesis(
     name="gather_without_gradient",
-    sentence="Every rank's loss is that of the whole batch, but only its own examples carry a "
-    "gradient; the average over the ranks then divides by their number once too often.",
-    look_at="dist.all_gather or dist.all_reduce in the forward pass: they pass no gradient on, but "
-    "those of torch.distributed.nn.functional do",
+    sentence="Every rank computes the loss of the whole batch, but only the rank's own examples "
+    "carry a gradient. The average over the ranks then divides once too often by their number.",
+    look_at="dist.all_gather or dist.all_reduce in the forward pass: they pass no gradient on; "
+    "use the functions of torch.distributed.nn.functional, which do",
     factors=factors,
     indication=indication,
     tell_apart="Print the loss of each rank: here it is the loss of the whole batch.",

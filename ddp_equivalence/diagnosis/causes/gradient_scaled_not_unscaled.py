@@ -18,16 +18,17 @@ LARGEST_SCALE_POWER = 32
 
 
 def factors(view: View) -> Sequence[WrongFactor]:
-    """Every loss scale, and one over it."""
+    """Every loss scale, and the inverse of every loss scale."""
     factors = []
     for power in range(SMALLEST_SCALE_POWER, LARGEST_SCALE_POWER + 1):
-        factors.append(WrongFactor(2.0**power, f"a loss scale of {2**power}"))
-        factors.append(WrongFactor(2.0**-power, f"unscaled by {2**power}, never scaled"))
+        scale = 2**power
+        factors.append(WrongFactor(scale, f"a loss scale of {scale}"))
+        factors.append(WrongFactor(1 / scale, f"divided by {scale}, but never multiplied by it"))
     return tuple(factors)
 
 
 def indication(view: View) -> Indication | None:
-    """Compares the losses at which backward began with those of what was read."""
+    """Compares the losses at which backward began with those of the examples that were read."""
     loss_factor = common_loss_factor(view)
     # A loss times the world size is another cause.
     if loss_factor is None or losses_close(loss_factor, view.world_size):
@@ -46,9 +47,9 @@ def indication(view: View) -> Indication | None:
 HYPOTHESIS = Hypothesis(
     name="gradient_scaled_not_unscaled",
     sentence="The loss was multiplied by a loss scale, and the gradient was not divided by it.",
-    look_at="GradScaler.unscale_ or scaler.step before the gradient is read, clipped or reduced by "
-    "hand",
+    look_at="GradScaler.unscale_ or scaler.step: one of them must run before the gradient is "
+    "read, clipped or reduced by hand",
     factors=factors,
     indication=indication,
-    tell_apart="Use another loss scale: only this factor follows it.",
+    tell_apart="Use another loss scale: no other cause has a factor that changes with it.",
 )

@@ -15,15 +15,16 @@ def factors(view: View) -> Sequence[WrongFactor]:
         return ()
     details = {}
     for unit, count in view.setting.divisor_candidates.items():
-        details[count / view.world_size] = f"{count:g} {unit} over {view.world_size} ranks"
-        details[count] = f"{count:g} {unit}, added over the ranks"
+        averaged = f"too large by the factor {count:g} / {view.world_size} ({unit} / ranks)"
+        added = f"too large by the factor {count:g} ({unit}), and added over the ranks"
+        details[count / view.world_size], details[count] = averaged, added
     return tuple(
         WrongFactor(value, detail) for value, detail in details.items() if value not in (0, 1)
     )
 
 
 def indication(view: View) -> Indication | None:
-    """Compares the losses at which backward began with the means over what was read."""
+    """Compares the losses at which backward began with the means over the examples read."""
     pairs = losses_of_backwards(view)
     ratios = [value / own for value, own in pairs or () if own]
     if ratios and all(losses_close(ratio, 1.0) for ratio in ratios):
@@ -34,8 +35,8 @@ def indication(view: View) -> Indication | None:
 HYPOTHESIS = Hypothesis(
     name="local_loss_summed",
     sentence="Each rank's loss is the sum over its own examples; the big batch's is their mean.",
-    look_at='the loss\'s reduction: "sum" where "mean" is meant, or a mean taken in one place only',
+    look_at='the reduction of the loss: "sum" where "mean" is meant, or a mean in some places only',
     factors=factors,
     indication=indication,
-    tell_apart="Use another number of examples: only this factor follows it.",
+    tell_apart="Use another number of examples: no other cause has a factor that changes with it.",
 )

@@ -1,4 +1,4 @@
-"""Gradients went through a narrower type on their way over the ranks."""
+"""Gradients were reduced in a narrower type than their own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ddp_equivalence.diagnosis.view import View
 NARROWER = (torch.bfloat16, torch.float16, torch.float32)
 
 LARGEST_ERROR = 8.0
-"""In eps of the narrower type and for each rank: the largest error, relative to the norm, that
-rounding to that type leaves."""
+"""The largest relative error that rounding to the narrower type leaves, in eps of that type, for
+each rank."""
 
 ENOUGH = 0.99
 """The part of the elements that must be values of the narrower type."""
@@ -41,12 +41,13 @@ def predict(view: View) -> Sequence[Prediction]:
         for multiple in (measured, measured * view.world_size):
             if _values_of_type(multiple, narrow, eps) >= ENOUGH:
                 name = str(narrow).removeprefix("torch.")
-                return (Prediction(measured, f"every value is one of {name}", fitted=True),)
+                detail = f"at least {ENOUGH:.0%} of the values are values of {name}"
+                return (Prediction(measured, detail, fitted=True),)
     return ()
 
 
 def _values_of_type(values: Tensor, narrow: torch.dtype, eps: float) -> float:
-    """The part of the elements that are values of this type, but for rounding of the case's."""
+    """The part of the elements that are values of this type, up to rounding in the case's type."""
     rounded = values.to(narrow).double()
     is_value = (rounded - values).abs() <= 4 * eps * values.abs()
     return float(is_value.double().mean())
@@ -62,8 +63,8 @@ def indication(view: View) -> Indication | None:
 
 HYPOTHESIS = Hypothesis(
     name="low_precision_reduce",
-    sentence="Gradients were reduced in a narrower type than their own: the error is smooth and of "
-    "the size of that type's rounding.",
+    sentence="Gradients were reduced in a narrower type than their own: the error is spread over "
+    "all elements and has the size of that type's rounding.",
     look_at="a compression hook (fp16_compress_hook, bf16_compress_hook), mixed_precision's "
     "reduce_dtype, or a cast around all_reduce",
     predict=predict,

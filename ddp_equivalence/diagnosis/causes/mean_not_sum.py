@@ -1,4 +1,4 @@
-"""A sum-reduced loss, averaged over the ranks."""
+"""The loss is a sum over examples, and gradients were averaged over the ranks."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ def predict(view: View) -> Sequence[Prediction]:
     if nodes == 1:
         return (mean_of_ranks,)
     summed_in_nodes = big_batch - data * (1 - 1 / nodes)
-    return mean_of_ranks, Prediction(view.on_every_rank(summed_in_nodes), "between the nodes")
+    averaged_between_nodes = Prediction(
+        view.on_every_rank(summed_in_nodes), "averaged only between the nodes"
+    )
+    return mean_of_ranks, averaged_between_nodes
 
 
 def factors(view: View) -> Sequence[WrongFactor]:
     """One over the world size, where the ranks' losses should be added up."""
     if view.world_size == 1 or not view.parts.add_up_to_the_big_batch:
         return ()
-    return (WrongFactor(1 / view.world_size, f"divided by the {view.world_size} ranks"),)
+    return (WrongFactor(1 / view.world_size, f"divided by {view.world_size}, the number of ranks"),)
 
 
 HYPOTHESIS = Hypothesis(
     name="mean_not_sum",
     sentence="The loss is a sum over examples, and the gradients were averaged over the ranks.",
-    look_at="the loss's reduction: multiply a sum-reduced loss by the world size under DDP",
+    look_at="the reduction of the loss: under DDP, multiply a summed loss by the world size",
     predict=predict,
     factors=factors,
-    tell_apart="Use another world size: only this factor follows it.",
+    tell_apart="Use another world size: no other cause has a factor that changes with it.",
     limits_must_catch=True,
 )

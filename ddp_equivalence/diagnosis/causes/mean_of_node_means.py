@@ -1,4 +1,4 @@
-"""The mean over nodes of node means that divide by different numbers."""
+"""The mean of the nodes' means, which divide by different numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def predict(view: View) -> Sequence[Prediction]:
         return ()
     sizes = {len(ranks) for ranks in nodes}
     if max(sizes) == 1:
-        return ()  # every node is a rank: other causes
+        return ()  # Every node has one rank, which is left to other causes.
     shards = view.parts.examples_by_rank
     means = [
         view.examples.gradient(tuple(index for rank in ranks for index in shards[rank]))
@@ -40,7 +40,7 @@ def predict(view: View) -> Sequence[Prediction]:
 HYPOTHESIS = Hypothesis(
     name="mean_of_node_means",
     sentence="The nodes hold different amounts of data, and the means of the nodes count equally.",
-    look_at="the average between nodes: weight it by what each node's loss divides by",
+    look_at="the average between nodes: weight each node by the number that its loss divides by",
     predict=predict,
     tell_apart="Use nodes with several ranks, and equally many on each: only this difference then "
     "goes away.",

@@ -8,7 +8,8 @@ from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Predict
 from ddp_equivalence.diagnosis.view import View
 
 TELL_APART = (
-    "The gradients cannot tell: look at what was called, with which flags, and what was sent."
+    "Gradients alone cannot decide: look at what was called, with which flags, and which "
+    "collectives ran."
 )
 
 
@@ -21,7 +22,7 @@ def predict(view: View) -> Sequence[Prediction]:
 
 
 def _fitted(view: View) -> Sequence[Prediction]:
-    """Unknown local gradients whose mean, or whose sum, would have been the big batch."""
+    """The local gradients are unknown: take those whose mean, or whose sum, is the big batch."""
     measured = view.measured
     if view.observed_gradients is not None or not measured.is_known:
         return ()

@@ -17,8 +17,8 @@ def indication(view: View) -> Indication | None:
         return Indication(False, "no DistributedDataParallel was called")
     return indication_if(
         not any(synchronised),
-        f"each of {len(synchronised)} forward passes ran with synchronisation off",
-        "a forward pass ran with synchronisation on",
+        f"synchronisation was off in all {len(synchronised)} forward passes (of all ranks)",
+        "synchronisation was on in a forward pass",
         conclusive=True,
     )
 
@@ -27,8 +27,8 @@ HYPOTHESIS = Hypothesis(
     name="no_sync_left_on",
     sentence="DistributedDataParallel was told not to synchronise in any forward pass, so nothing "
     "was reduced.",
-    look_at="no_sync() around the last micro-batch too, or require_backward_grad_sync left False: "
-    "the flag counts in the forward pass, not in the backward",
+    look_at="no_sync() that also encloses the last micro-batch, or require_backward_grad_sync left "
+    "at False: DDP reads this flag in the forward pass, not in the backward",
     predict=no_all_reduce.predict,
     indication=indication,
     tell_apart=no_all_reduce.TELL_APART,

@@ -1,4 +1,4 @@
-"""The gradient of all ranks of a node is in no other node's gradient."""
+"""The gradients of the ranks of a node are missing from those of all other nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def predict(view: View) -> Sequence[Prediction]:
         return ()
     left_out = ranks_that_may_be_left_out(view)
     return tuple(
-        replace(prediction, detail=f"node {node}, {prediction.detail}")
+        replace(prediction, detail=f"node {node}: {prediction.detail}")
         for node, ranks in enumerate(nodes)
         if ranks in left_out
         for prediction in predictions_without(view, ranks)

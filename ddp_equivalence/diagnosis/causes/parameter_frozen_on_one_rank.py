@@ -1,4 +1,4 @@
-"""A parameter requires no gradient on some rank, which then brings nothing to its average."""
+"""A parameter requires no gradient on one rank, which then adds nothing to its average."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES_SHOWN = 4
 
 
 def predict(view: View) -> Sequence[Prediction]:
-    """The mean without one rank's gradient of the parameters that differ."""
+    """For the parameters that differ, the mean to which one rank adds nothing."""
     if view.world_size == 1 or not view.measured.differing:
         return ()
     # Where nothing was observed to be frozen, every rank is tried.
@@ -46,7 +46,7 @@ def _predictions_without(view: View, frozen_on: int, local: Tensor) -> Iterator[
 
 
 def _ranks_with_frozen_parameters(view: View) -> set[int]:
-    """The ranks on which a differing parameter is frozen, though not on all ranks."""
+    """The ranks that freeze a differing parameter which is not frozen on all ranks."""
     frozen_by_rank = {rank: set(seen.frozen) for rank, seen in view.observed.by_rank.items()}
     frozen_on_some = set[str]().union(*frozen_by_rank.values())
     frozen_on_all = frozen_on_some.intersection(*frozen_by_rank.values())
@@ -61,7 +61,7 @@ def indication(view: View) -> Indication | None:
     ranks = sorted(_ranks_with_frozen_parameters(view))
     return indication_if(
         bool(ranks),
-        f"requires_grad was False there on {ranks_by_number(ranks)}",
+        f"requires_grad of a parameter that differs was False on {ranks_by_number(ranks)}",
         "requires_grad was the same on all ranks",
         conclusive=True,
     )
@@ -74,5 +74,5 @@ HYPOTHESIS = Hypothesis(
     look_at="requires_grad set under a condition that is not the same on all ranks",
     predict=predict,
     indication=indication,
-    tell_apart="The gradients cannot tell: compare requires_grad on all ranks.",
+    tell_apart="Gradients alone cannot decide: compare requires_grad on all ranks.",
 )

@@ -1,4 +1,4 @@
-"""As much was all-reduced as there are parameters, but no gradient."""
+"""As many elements were all-reduced as the parameters have, but no gradient."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def indication(view: View) -> Indication | None:
         return Indication(False, "DistributedDataParallel reduced gradients")
     return indication_if(
         reduced >= elements,
-        f"{reduced} elements were all-reduced for {elements} of parameters, none of them a "
+        f"{reduced} elements were all-reduced, enough for the {elements} of the parameters, but no "
         "gradient",
-        f"only {reduced} elements were all-reduced for {elements} of parameters",
+        f"only {reduced} elements were all-reduced, too few for the {elements} of the parameters",
     )
 
 

@@ -1,4 +1,4 @@
-"""The gradient of some ranks is in no other rank's gradient."""
+"""The gradients of some ranks are missing from those of all other ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddp_equivalence.diagnosis.indications import ranks_by_number
 from ddp_equivalence.diagnosis.view import View
 
 NO_WEIGHT = 1e-3
-"""A rank with a smaller weight, relative to the largest, is tried as one that was left out."""
+"""A rank is tried as left out if its weight, relative to the largest, is smaller than this."""
 
 
 def predict(view: View) -> Sequence[Prediction]:
@@ -26,7 +26,7 @@ def predict(view: View) -> Sequence[Prediction]:
 def ranks_that_may_be_left_out(view: View) -> list[tuple[int, ...]]:
     """The sets of ranks that have no weight in what some rank holds.
 
-    Each single rank, where weights cannot be told.
+    If the weights cannot be determined, each single rank.
     """
     if view.world_size == 1:
         return []
@@ -41,9 +41,9 @@ def ranks_that_may_be_left_out(view: View) -> list[tuple[int, ...]]:
 
 
 def predictions_without(view: View, left_out: tuple[int, ...]) -> Iterator[Prediction]:
-    """The mean or the sum of the other ranks' gradients, for every candidate for these."""
+    """The mean or the sum of the other ranks' gradients, for every candidate for the gradients."""
     for local in view.local_gradients:
-        # A rank whose gradient is zero brings nothing anyway.
+        # If the gradients of these ranks are zero, leaving them out changes nothing.
         if bool(local[list(left_out)].any()):
             yield from _predictions_without(view, left_out, local)
 
@@ -55,19 +55,19 @@ def _predictions_without(
     others = [rank for rank in range(view.world_size) if rank not in left_out]
     names = ranks_by_number(left_out)
     divisors: dict[int, str] = {
-        view.world_size: f"{names}; the divisor counts all {view.world_size}",
-        len(others): f"{names}; the divisor counts the other {len(others)}",
+        view.world_size: f"{names} left out, but counted in the divisor {view.world_size}",
+        len(others): f"{names} left out, and not counted in the divisor {len(others)}",
     }
     if view.parts.add_up_to_the_big_batch:
-        divisors[1] = names
+        divisors[1] = f"{names} left out"
     for divisor, detail in divisors.items():
         held = local[others].sum(0) / divisor
         yield Prediction(view.on_every_rank(held), detail)
-        # If only one rank is not left out, every rank would hold its own gradient: another cause.
+        # If only one rank is not left out, all hold their own gradients, which is another cause.
         if view.setting.every_rank_reports and len(others) > 1:
             by_rank = held.expand(view.world_size, -1).clone()
             by_rank[list(left_out)] = local[list(left_out)]
-            yield Prediction(by_rank, f"{detail}; what they hold is their own")
+            yield Prediction(by_rank, f"{detail}; {names} hold their own gradient")
 
 
 HYPOTHESIS = Hypothesis(

@@ -1,4 +1,4 @@
-"""The model was called past its wrapper."""
+"""The model was called directly, not through its wrapper."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def indication(view: View) -> Indication | None:
         return Indication(False, "there was no DistributedDataParallel")
     return indication_if(
         not any(wrapper.synchronised for wrapper in wrappers),
-        "the model was called, its DistributedDataParallel never",
+        "the model was called, but its DistributedDataParallel never was",
         "DistributedDataParallel itself was called",
         conclusive=True,
     )
@@ -25,8 +25,9 @@ def indication(view: View) -> Indication | None:
 
 HYPOTHESIS = Hypothesis(
     name="raw_module_called",
-    sentence="The model was called past its DistributedDataParallel, whose hooks then never fire.",
-    look_at="the forward pass: ddp(...), not ddp.module(...) nor the model that was wrapped",
+    sentence="The model was called directly, not through its DistributedDataParallel, whose hooks "
+    "then never fire.",
+    look_at="the forward pass: call ddp(...), not ddp.module(...) or the model that was wrapped",
     predict=no_all_reduce.predict,
     indication=indication,
     tell_apart=no_all_reduce.TELL_APART,

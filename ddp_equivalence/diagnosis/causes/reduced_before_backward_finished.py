@@ -12,20 +12,20 @@ from ddp_equivalence.diagnosis.view import View
 
 
 def predict(view: View) -> Sequence[Prediction]:
-    """Some parameters, or the later micro-batches, kept the rank's own gradient."""
+    """Some parameters, or the later micro-batches, were not reduced."""
     return (*bucket_not_reduced.predict(view), *reduced_early(view))
 
 
 def indication(view: View) -> Indication | None:
     """Looks at whether the step is repeatable, and at when its collectives were issued."""
     if view.observed.left_other_bits:
-        return Indication(True, "the same step left other bits when it ran again")
+        return Indication(True, "the second run of the step left other bits than the first")
     if view.observed.wrappers:
         because = "DistributedDataParallel waits for backward, and a second run left the same bits"
         return Indication(False, because)
     return indication_if(
         _collectives_ran_inside_backward(view),
-        "collectives were issued while backward was running, by no DistributedDataParallel",
+        "collectives were issued while backward was running, and not by DistributedDataParallel",
         "no collective was issued while backward was running",
     )
 

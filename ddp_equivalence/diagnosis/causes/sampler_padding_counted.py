@@ -1,4 +1,4 @@
-"""Examples that pad the shards to one length are counted twice."""
+"""Examples that pad all shards to the same length are counted twice."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ddp_equivalence.diagnosis.view import View
 
 
 def predict(view: View) -> Sequence[Prediction]:
-    """The gradient of what was read, if some examples were read more than once."""
+    """The gradient of all examples that were read, if some examples were read more than once."""
     repeated = read_more_than_once(view)
     if not repeated or all_ranks_read_the_same(view):
         return ()
-    return predictions_from_examples_read(view, f"{example_numbers(repeated)} more than once")
+    return predictions_from_examples_read(view, f"{example_numbers(repeated)} read more than once")
 
 
 def indication(view: View) -> Indication | None:
@@ -30,16 +30,16 @@ def indication(view: View) -> Indication | None:
     repeated = read_more_than_once(view)
     return indication_if(
         bool(repeated),
-        f"{example_numbers(repeated)} of {view.setting.example_count} were read more than once",
+        f"{example_numbers(repeated)} (of {view.setting.example_count}) read more than once",
         "no example was read twice",
     )
 
 
 HYPOTHESIS = Hypothesis(
     name="sampler_padding_counted",
-    sentence="Examples were read more than once and counted each time. A sampler reads examples "
-    "again to pad all shards to one length.",
-    look_at="DistributedSampler(drop_last=False) where the number of examples is no multiple of "
+    sentence="Some examples were read more than once and counted each time. A sampler does this to "
+    "pad all shards to the same length.",
+    look_at="DistributedSampler(drop_last=False) where the number of examples is not a multiple of "
     "the number of ranks: give the repeated examples no weight, or use uneven shards with a global "
     "mean",
     predict=predict,

@@ -1,4 +1,4 @@
-"""Every rank scaled and unscaled by a number of its own."""
+"""Every rank scaled its loss, and unscaled its gradient, with a scale of its own."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from ddp_equivalence.diagnosis.indications import losses_close
 from ddp_equivalence.diagnosis.view import View
 
 EQUAL = 1e-2
-"""Scales that differ by less, relatively, are equal."""
+"""Scales whose relative difference is smaller are equal."""
 
 NO_WEIGHT = 1e-9
-"""A smaller weight, relative to the largest, is none."""
+"""A weight that is smaller than this, relative to the largest, counts as zero."""
 
 
 def predict(view: View) -> Sequence[Prediction]:
     """The mean of the scaled gradients, unscaled on each rank by its own scale.
 
-    Rank r then holds rank 0's gradient times scale 0 over scale r, and so do the weights tell it.
+    Rank r then holds rank 0's gradient times (scale of rank 0 / scale of rank r). The scales
+    follow from the weights of the ranks.
     """
     weights = view.weights_of_ranks
     if weights is None or view.world_size == 1 or not view.setting.every_rank_reports:
@@ -32,14 +33,14 @@ def predict(view: View) -> Sequence[Prediction]:
     return tuple(
         Prediction(
             view.on_reporting_ranks((scales[:, None] * local).mean(0) / scales[:, None]),
-            f"the ranks' scales are as {ratio}",
+            f"the ratio of the ranks' scales is {ratio}",
         )
         for local in view.local_gradients
     )
 
 
 def indication(view: View) -> Indication | None:
-    """Compares the ratios of the loss that backward began at to the loss of what was read."""
+    """Compares, between ranks, the loss that backward began at with the loss of its examples."""
     read = view.observed.examples_read
     if read is None:
         return None
@@ -52,13 +53,14 @@ def indication(view: View) -> Indication | None:
     if len(ratios) < 2 or all(losses_close(ratio, ratios[0]) for ratio in ratios):
         return None
     values = ", ".join(f"{ratio:.4g}" for ratio in ratios)
-    return Indication(True, f"backward began at {values} times the loss of the rank's own examples")
+    because = f"backward began at {values} times (by rank) the loss of the rank's own examples"
+    return Indication(True, because)
 
 
 HYPOTHESIS = Hypothesis(
     name="scaler_differs_between_ranks",
-    sentence="Each rank scaled its loss and unscaled the reduced gradient by a scale of its own.",
-    look_at="where the scale is computed: reduce it, or what it is taken from, before it is used. "
+    sentence="Each rank scaled its loss and unscaled the reduced gradient with a scale of its own.",
+    look_at="the code that computes the scale: reduce the scale, or its input, before it is used. "
     "With a GradScaler on each rank, found_inf must be reduced so that all ranks change their "
     "scale together (torch.distributed.fsdp.sharded_grad_scaler does this)",
     predict=predict,

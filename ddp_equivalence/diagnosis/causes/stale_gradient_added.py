@@ -1,4 +1,4 @@
-"""The gradient of an earlier step or pass was still there when this one was added."""
+"""The gradient of an earlier step or pass was still there when the new one was added."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from ddp_equivalence.diagnosis.view import View
 
 
 def predict(view: View) -> Sequence[Prediction]:
-    """The big batch plus the gradients of the last one, two ... steps before."""
+    """The gradient of the big batch, plus those of the one, two, ... steps before."""
     earlier = view.examples.earlier_expected
     predictions = []
     for count in range(1, len(earlier) + 1):
         total = view.expected + torch.stack(earlier[-count:]).sum(0)
-        steps = "step" if count == 1 else f"{count} steps"
-        detail = f"that of the {steps} before is in it"
+        detail = "the gradient of the step before is included"
+        if count > 1:
+            detail = f"the gradients of the {count} steps before are included"
         predictions.append(Prediction(view.on_every_rank(total), detail))
     return tuple(predictions)
 
 
 def factors(view: View) -> Sequence[WrongFactor]:
-    """Two, where the same examples were passed before."""
-    return (WrongFactor(2.0, "that of an earlier pass over the same examples is in it"),)
+    """Two: the gradient of the same examples may have been there already."""
+    return (WrongFactor(2.0, "the gradient of an earlier pass over the same examples is included"),)
 
 
 def indication(view: View) -> Indication | None:
-    """Counts the calls of backward in a first step."""
+    """Counts the calls of backward in the first step."""
     if not view.observed.by_rank or view.setting.step > 0:
         return None
     passes = max(len(view.observed.backwards(rank)) for rank in view.observed.by_rank)
@@ -47,9 +48,9 @@ def indication(view: View) -> Indication | None:
 
 HYPOTHESIS = Hypothesis(
     name="stale_gradient_added",
-    sentence="An earlier gradient had not been cleared when this one was added to it.",
-    look_at="zero_grad() before the backward of every step, and for every parameter, also those "
-    "that no optimizer holds",
+    sentence="An earlier gradient had not been cleared when the new one was added to it.",
+    look_at="zero_grad(): it must run before the backward of every step, also for parameters that "
+    "no optimizer holds",
     predict=predict,
     factors=factors,
     indication=indication,

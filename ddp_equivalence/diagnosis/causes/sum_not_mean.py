@@ -1,4 +1,4 @@
-"""Gradients added over the ranks, never divided by their number."""
+"""Gradients were added over the ranks but never divided by their number."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def factors(view: View) -> Sequence[WrongFactor]:
     """The world size, where the ranks' gradients should be averaged."""
     if view.world_size == 1 or view.parts.add_up_to_the_big_batch:
         return ()
-    return (WrongFactor(view.world_size, f"times the {view.world_size} ranks"),)
+    return (WrongFactor(view.world_size, f"multiplied by {view.world_size}, the number of ranks"),)
 
 
 HYPOTHESIS = Hypothesis(
     name="sum_not_mean",
     sentence="Gradients were added over the ranks but never divided by their number.",
     look_at="a loss that is multiplied by the world size under DDP, which averages by itself; the "
-    "factor after the last all_reduce; a communication hook that sums where DDP's own averages",
+    "factor after the last all_reduce; a communication hook that sums and does not average",
     predict=predict,
     factors=factors,
-    tell_apart="Use another world size: only this factor follows it.",
+    tell_apart="Use another world size: no other cause has a factor that changes with it.",
     limits_must_catch=True,
 )

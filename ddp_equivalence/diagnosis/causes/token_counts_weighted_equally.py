@@ -21,8 +21,8 @@ HYPOTHESIS = Hypothesis(
     name="token_counts_weighted_equally",
     sentence="Every rank's loss divides by the rank's own count (tokens, weights, positives), and "
     "these means count equally.",
-    look_at="the divisor of the loss: all-reduce the count, and multiply the summed loss by the "
-    "world size over it",
+    look_at="the divisor of the loss: all-reduce the count, and multiply the summed loss by world "
+    "size / count",
     predict=predict,
     tell_apart="Give all ranks equal counts: only this difference then goes away.",
     limits_must_catch=True,

@@ -40,8 +40,8 @@ def is_mean_over_examples(view: View) -> bool:
 HYPOTHESIS = Hypothesis(
     name="uneven_shards_weighted_equally",
     sentence="The ranks have different numbers of examples, and their means count equally.",
-    look_at="the divisor of the loss: divide the summed loss by the examples of all ranks, "
-    "times the world size under DDP",
+    look_at="the divisor of the loss: divide the summed loss by the number of examples on all "
+    "ranks; under DDP, also multiply it by the world size",
     predict=predict,
     tell_apart="Give all ranks equally many examples: only this difference then goes away.",
     limits_must_catch=True,

@@ -1,8 +1,9 @@
-"""The ranks went forward from different weights."""
+"""The ranks began their forward passes with different weights."""
 
 from __future__ import annotations
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
+from ddp_equivalence.diagnosis.indications import ranks_by_number
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -15,19 +16,19 @@ def indication(view: View) -> Indication | None:
     if not ranks_by_digest:
         return None
     if len(ranks_by_digest) == 1:
-        return Indication(False, "all ranks went forward from the same weights")
-    groups = "; ".join(", ".join(map(str, ranks)) for ranks in ranks_by_digest.values())
-    because = f"the weights before the first forward pass differ: ranks {groups}"
+        return Indication(False, "all ranks began the forward pass with the same weights")
+    groups = "; ".join(ranks_by_number(ranks) for ranks in ranks_by_digest.values())
+    because = f"before the first forward pass, weights differ between these groups: {groups}"
     return Indication(True, because, conclusive=True)
 
 
 HYPOTHESIS = Hypothesis(
     name="weights_differ_between_ranks",
-    sentence="The ranks did not go forward from the same weights, so that gradients of different "
-    "models were averaged.",
-    look_at="a broadcast of the initial weights (DistributedDataParallel does it, averaging by "
-    "hand does not), and seeds that depend on the rank",
+    sentence="The ranks did not begin the forward pass with the same weights, so that gradients of "
+    "different models were averaged.",
+    look_at="the broadcast of the initial weights (DistributedDataParallel does it; code that "
+    "averages by hand must do it too), and seeds that depend on the rank",
     indication=indication,
     invalidates_gradients=True,
-    tell_apart="The gradients cannot tell: compare the weights before the forward pass.",
+    tell_apart="Gradients alone cannot decide: compare the weights before the forward pass.",
 )

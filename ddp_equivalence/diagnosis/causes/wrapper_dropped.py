@@ -14,7 +14,7 @@ def indication(view: View) -> Indication | None:
         return None
     return indication_if(
         any(wrapper.freed for wrapper in view.observed.wrappers),
-        "the DistributedDataParallel that had run forward was gone when backward began",
+        "the DistributedDataParallel that ran the forward pass was gone when backward began",
         "no DistributedDataParallel was freed before its backward",
         conclusive=True,
     )
@@ -23,8 +23,8 @@ def indication(view: View) -> Indication | None:
 HYPOTHESIS = Hypothesis(
     name="wrapper_dropped",
     sentence="The DistributedDataParallel was freed before backward, so nothing was reduced.",
-    look_at="the code that must hold the wrapper until backward has ended: loss(DDP(model), ...) "
-    "drops it",
+    look_at="the variable that holds the wrapper: it must live until backward has ended, and "
+    "loss(DDP(model), ...) has none",
     predict=no_all_reduce.predict,
     indication=indication,
     tell_apart=no_all_reduce.TELL_APART,

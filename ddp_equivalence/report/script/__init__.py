@@ -36,7 +36,7 @@ def export(
     those of ``check``.
 
     Returns the script's path. Raises BadCase, and writes nothing, if an argument cannot be right
-    or a function of the case has no source that could stand in a file.
+    or a script cannot contain a function of the case.
     """
     return export_request(
         read_request(case, step, options), directory, headline=headline, name=name
@@ -67,7 +67,7 @@ def file_name(text: str) -> str:
 
 
 def _default_name(request: Request) -> str:
-    """A file name that tells the step, model, loss, layout, shards and dtype."""
+    """A file name that names the step, model, loss, layout, shards and dtype."""
     case = request.case
     parts = [name_of(request.step), name_of(case.model), name_of(case.loss)]
     parts += [case.layout, case.shards, case.dtype_name]

@@ -8,7 +8,7 @@ from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.report.script.slicing.literals import indices_literal
 
 BACKENDS = {"gloo_fallback": None, "nccl": None, "emulated": "gloo", "data_parallel": "gloo_cuda"}
-"""Lane -> backend, where they have different names; None is chosen when the script starts."""
+"""Lane -> backend, where their names differ; None: the script chooses it when it starts."""
 
 
 def case_constants(request: Request, batch_sizes: list[int]) -> dict[str, str]:

@@ -39,12 +39,12 @@ def docstring(request: Request, file: str, headline: str, contents: Contents) ->
         paragraphs.append(_paragraph(f"It imports files that are not installed packages: {files}."))
     if contents.files_using_their_path:
         files = ", ".join(sorted(contents.files_using_their_path))
-        paragraphs.append(_paragraph(f"It may read files beside {files}."))
+        paragraphs.append(_paragraph(f"It may read files in the folder of {files}."))
     return "\n\n".join(paragraphs) + "\n"
 
 
 def command_of(path: Path) -> str:
-    """The command that runs a script which has been written, as its docstring has it."""
+    """The command that runs a script that has been written, read from its docstring."""
     lines = path.read_text().splitlines()
     command = next(line for line in lines if line.startswith("    torchrun "))
     return command.strip().replace(path.name, shlex.quote(str(path)))
@@ -55,6 +55,6 @@ def _torchrun_command(request: Request, file: str) -> str:
 
 
 def _paragraph(text: str, width: int = 96) -> str:
-    """Wrapped text in which nothing ends the docstring or escapes a character."""
+    """Wrapped text without anything that would end the docstring or escape a character."""
     text = text.replace("\\", "/").replace('"""', "'''")
     return "\n".join(textwrap.wrap(text, width)).rstrip('"')

@@ -66,7 +66,7 @@ def render(contents: Contents, docstring: str) -> str:
 
 
 def _section(module: SourceModule) -> int:
-    """0 for what is compared; else the place of the module among those that run and compare."""
+    """0 for a module that is compared; else its place among the modules that run and compare."""
     name = module.name
     return COMPARING_MODULES.index(name) + 1 if name in COMPARING_MODULES else 0
 

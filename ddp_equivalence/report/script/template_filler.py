@@ -23,14 +23,14 @@ from ddp_equivalence.report.script.slicing.source_module import source_module
 from ddp_equivalence.strategies.strategy import Task
 
 CASE_ATTRIBUTES = ("task.case", "task.shards", "task.notes")
-"""A strategy that uses one of these gets the template's task that has them; most need a model, a
-rank and a loss only."""
+"""The script of a strategy that uses one of these contains ``TaskWithCase``. Most strategies only
+need the model, the rank and the loss, which ``Task`` has."""
 
 
 def fill_template(request: Request) -> Contents:
     """Everything that a script of this check contains.
 
-    Raises BadCase, with the field concerned, for a function that cannot be written as source.
+    Raises BadCase, which names the field, if a function cannot be written as source.
     """
     filler = _TemplateFiller(request)
     for field, bring_in in filler.functions.items():
@@ -48,13 +48,13 @@ def fill_template(request: Request) -> Contents:
 def _bad_field(request: Request, field: str, error: Exception) -> BadCase:
     value = request.step if field == "step" else getattr(request.case, field)
     right = f"a function defined at the top level of a file; {error}"
-    return BadCase(field, name_of(value), f"{right}, so no script can be written that has it")
+    return BadCase(field, name_of(value), f"{right}, so no script can contain it")
 
 
 class _TemplateFiller:
-    """Knows what stands in the script for every name that depends on the case.
+    """Maps every name that depends on the case to a function that brings it into the script.
 
-    ``functions``: the fields that hold functions, and what brings each into the script.
+    ``functions`` has the same for the fields that hold functions: model, batch, loss and step.
     """
 
     def __init__(self, request: Request) -> None:
@@ -74,7 +74,7 @@ class _TemplateFiller:
         )
 
     def from_template(self, module: str, name: str) -> str:
-        """Bring a definition of the template into the script; its name there."""
+        """Bring a definition of the template into the script; return its name there."""
         source = source_module(importlib.import_module(f"{TEMPLATE}.{module}"))
         assert source is not None
         return self.slicer.definition(source, name) or name
@@ -106,7 +106,7 @@ class _TemplateFiller:
         return placeholders
 
     def _package_replacements(self) -> dict[tuple[str, str], Replacement]:
-        """What strategies use of the package, and a script has in a shorter form."""
+        """Definitions that strategies use, and that a script contains in a shorter form."""
         shorter_forms = (Task, catalogue_loss_of, count_examples, keep_group)
         replacements = {
             (form.__module__, form.__name__): self._part("catalogue_step", form.__name__)

@@ -50,8 +50,8 @@ def test_a_doubled_or_missing_example_is_no_partition(
 @pytest.mark.parametrize(
     ("shards", "says"),
     [
-        ("5+3+2", "one size a rank: 2, not 3"),
-        ("5", "one size a rank: 2, not 1"),
+        ("5+3+2", "one size for each rank: 2, not 3"),
+        ("5", "one size for each rank: 2, not 1"),
         ("5+x", "examples per rank such as"),
         ("-5+15", "examples per rank such as"),
         ("evenly", "one of equal, interleaved"),
@@ -74,6 +74,6 @@ def test_shards_that_do_not_add_up_to_the_batch_are_refused() -> None:
 
 def test_equal_shards_need_a_batch_that_divides() -> None:
     case = Case(model="mlp", loss="mse_mean", layout="1x4", examples=10)
-    with pytest.raises(BadCase, match="a multiple of 4 ranks") as caught:
+    with pytest.raises(BadCase, match="a multiple of the 4 ranks") as caught:
         check(case, "ddp_mean")
     assert caught.value.field == "shards"

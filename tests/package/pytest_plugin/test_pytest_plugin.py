@@ -218,8 +218,8 @@ def test_the_options_have_a_group_of_their_own(tmp_path: Path) -> None:
     [
         ("--must-run=nvlink", "invalid choice: 'nvlink'"),
         ("--ddp-backend=mpi", "invalid choice: 'mpi'"),
-        ("--ddp-deadline=soon", "'soon': seconds, above 0"),
-        ("--ddp-deadline=-1", "'-1': seconds, above 0"),
+        ("--ddp-deadline=soon", "'soon': expected a number of seconds above 0"),
+        ("--ddp-deadline=-1", "'-1': expected a number of seconds above 0"),
         ("--ddp-json=/no/such/folder/results.json", "there is no folder /no/such/folder"),
     ],
 )

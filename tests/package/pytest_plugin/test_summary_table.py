@@ -17,6 +17,7 @@ def record(**changes: Any) -> Record:
         **{"id": "test_it", "strategy": "step", "layout": "1x2", "backend": "gloo"},
         **{"dtype": "float64", "expected": "same", "outcome": "same", "cause": None, "causes": ()},
         **{"error": 0.0, "floor": None, "limit": 1e-14, "seconds": 0.1, "reason": ""},
+        "unknown_because": None,
         **{"lane_reason": "", "parameters": 4, "elements": 20, "ranks": 2},
     }
     return Record(**(fields | changes))

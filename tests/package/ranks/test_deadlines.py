@@ -56,8 +56,8 @@ def raises_while_others_wait(model: nn.Module, shard: Any, rank: Rank) -> None:
         ),
         (
             call_different_ops,
-            r"The ranks do not call the same: ranks 0, 1 call all_reduce #1 of \(5,\) Float; "
-            r"rank 2 calls broadcast #1 of \(5,\) Float\.",
+            r"The ranks do not call the same collective: ranks 0, 1 call all_reduce #1 of \(5,\) "
+            r"Float; rank 2 calls broadcast #1 of \(5,\) Float\.",
         ),
         (
             calls_alone,
@@ -163,10 +163,10 @@ def test_a_marker_sets_the_deadline_of_one_test(theirs: Path) -> None:
 @pytest.mark.parametrize(
     ("marker", "message"),
     [
-        ("deadline=-1", "@pytest.mark.ddp(deadline=-1): seconds, above 0"),
-        ("fresh_ranks=1", "@pytest.mark.ddp(fresh_ranks=1): True or False"),
-        ("dead_line=1", "@pytest.mark.ddp(dead_line): one of deadline, collective_deadline"),
-        ("3", "@pytest.mark.ddp(3): one of deadline, collective_deadline"),
+        ("deadline=-1", "@pytest.mark.ddp(deadline=-1): expected a number of seconds above 0"),
+        ("fresh_ranks=1", "@pytest.mark.ddp(fresh_ranks=1): expected True or False"),
+        ("dead_line=1", "@pytest.mark.ddp(dead_line): expected one of deadline, coll"),
+        ("3", "@pytest.mark.ddp(3): expected name=value with one of deadline, coll"),
     ],
 )
 def test_a_wrong_marker_is_refused_before_anything_runs(
@@ -209,7 +209,7 @@ def test_nothing_starts_when_the_time_of_the_run_is_over(tmp_path: Path) -> None
             ("--ddp-deadline=5", "--ddp-collective-deadline=5"),
             "--ddp-collective-deadline 5: must be below --ddp-deadline 5",
         ),
-        (("--ddp-run-deadline=0",), "'0': seconds, above 0"),
+        (("--ddp-run-deadline=0",), "'0': expected a number of seconds above 0"),
     ],
 )
 def test_a_wrong_deadline_is_refused_before_anything_runs(

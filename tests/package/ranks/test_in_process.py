@@ -91,7 +91,7 @@ def test_stops(equivalence):
 def test_breakpoint_stops_in_the_step(tmp_path: Path) -> None:
     (tmp_path / "test_stops.py").write_text(THEIR_TEST + STOPS)
     arguments = ("--in-process", "--ddp-deadline=2", "-k", "test_stops")
-    code, text = run(tmp_path, *arguments, typed="p there\nc\n")
+    code, text = run(tmp_path, *arguments, typed="p place\nc\n")
     assert code == 0, text
     assert "'rank 0 of 2'" in text
     assert "step(model, rows, rank)" in text

@@ -13,7 +13,7 @@ from tests.package.report.exported_scripts import BESIDE, MINE
 
 @pytest.fixture
 def their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A file of theirs; what is imported from its folder is forgotten afterwards."""
+    """A user's file. Modules that are imported from its folder are removed afterwards."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
     (tmp_path / "beside.py").write_text(BESIDE)

@@ -73,9 +73,15 @@ def by_itself(path: Path) -> dict[str, Any]:
 
 
 def assert_same_big_batch(names: dict[str, Any], case: Case, **options: Any) -> None:
-    expected = big_batch(case, **options).expected
-    found = names["on_one_device"](torch.float64)
-    assert sorted(found) == sorted(expected)
+    reference = big_batch(case, **options)
+    # A script tells the step in the name, if there are gradients of several steps.
+    several = any(step for step, _ in reference.expected)
+    expected = {
+        f"{name} (step {step + 1})" if several else name: truth
+        for (step, name), truth in reference.expected.items()
+    }
+    computed = names["on_one_device"](torch.float64)
+    assert sorted(computed) == sorted(expected)
     for name, truth in expected.items():
-        assert (found[name] is None) == (truth is None)
-        assert truth is None or torch.equal(found[name].to_dense(), truth.to_dense())
+        assert (computed[name] is None) == (truth is None)
+        assert truth is None or torch.equal(computed[name].to_dense(), truth.to_dense())

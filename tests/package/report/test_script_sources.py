@@ -25,7 +25,7 @@ FACTOR = 3  # too much
 def test_annotations_stay_where_they_mean_something(
     their_file: Path, tmp_path: Path, first: str
 ) -> None:
-    """Without the import they are looked at when the script starts: Rank has to be there."""
+    """Without the import, Python evaluates annotations when the script starts, and needs Rank."""
     their_file.write_text(MINE.replace("from __future__ import annotations", first))
     theirs = load(their_file, "step")
     path = export(theirs.case, theirs.step, tmp_path)
@@ -35,7 +35,7 @@ def test_annotations_stay_where_they_mean_something(
 
 
 class Local(nn.Module):
-    """Has a name of the script's own in it."""
+    """Uses a name that the script uses, too."""
 
     def __init__(self, SEED: int = 3) -> None:  # noqa: N803
         super().__init__()
@@ -108,7 +108,7 @@ def test_an_enclosed_step_keeps_the_values_around_it(tmp_path: Path) -> None:
 
 
 class Kept:
-    """Has no source but this."""
+    """A value of this class has no source, unless a module holds it under a name."""
 
 
 KEPT = Kept()
@@ -142,7 +142,7 @@ def step_with_the_case(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 
 class Steps:
-    """A trainer whose step is a method of an instance."""
+    """A trainer, whose step is a method."""
 
     def step(self, model: nn.Module, shard: Any, rank: Rank) -> None:
         right_step(model, shard, rank)
@@ -156,7 +156,7 @@ class Steps:
         (counting(), "it sets calls of the function around it"),
         (eval("lambda model, shard, rank: None"), "has no source"),
         (step_that_checks, "check of ddp_equivalence"),
-        (step_with_the_case, "CASE is a Case, of which only fields can be used"),
+        (step_with_the_case, "CASE is a Case, and only its fields can be used"),
         (Steps().step, "a Steps that no module holds"),
     ],
     ids=["tensor", "object", "nonlocal", "eval", "check", "case", "method"],

@@ -43,8 +43,8 @@ def variable_annotation(source: Source, assignment: ast.AnnAssign) -> list[Edit]
 def can_stay(module: SourceModule, annotation: ast.expr) -> bool:
     """True if a script can evaluate this annotation of a user's function.
 
-    It can where no name in the annotation is bound for type checkers only or comes from this
-    package; every script contains ``Rank``.
+    It cannot if a name in the annotation is bound only for type checkers, or comes from this
+    package. ``Rank`` may stay, because every script contains it.
     """
     for node in ast.walk(annotation):
         if isinstance(node, ast.Name):

@@ -33,9 +33,10 @@ class Contents:
     """The parts of a script, from its imports to its last line.
 
     ``constants`` stand above all definitions, ``assignments`` below those of the user and of the
-    catalogue. ``fragments``: by file, order within the file, and position in the file.
-    ``modules``: the modules of the fragments, by file. ``dependencies``: file -> the files that it
-    takes names from. ``local_files``: files that the script imports though they are not installed.
+    catalogue. ``fragments``: by file, order in the script (0 for statements at the top level of the
+    file, more for local definitions), and position in the file. ``modules``: the modules of the
+    fragments, by file. ``dependencies``: file -> the files that it takes names from.
+    ``local_files``: files that the script imports though they are not installed.
     ``files_using_their_path``: files whose code reads ``__file__``. ``main``: the function that
     the script calls.
     """
@@ -53,20 +54,20 @@ class Contents:
     _files_being_edited: list[str] = field(default_factory=list)
 
     def add_constant(self, name: str, expression: str) -> str:
-        """Bind a name above all definitions; return it as it is in the script."""
+        """Bind a name above all definitions; return the name that it gets in the script."""
         output = self.names.free(name, f"THE_{name}")
         self.constants[output] = expression
         return output
 
     def add_assignment(self, name: str, expression: str) -> str:
-        """Bind a name below the definitions that it is made of; return it as in the script."""
+        """Bind a name below the definitions that it uses; return the name that it gets."""
         output = self.names.free(name, f"the_{name}")
         self.assignments[output] = expression
         return output
 
     @contextmanager
     def editing(self, module: SourceModule) -> Iterator[None]:
-        """Inside, every dependency that is added is one of this module."""
+        """In this block, ``add_dependency_on`` adds dependencies of this module."""
         self._files_being_edited.append(module.source.file)
         try:
             yield
@@ -74,7 +75,7 @@ class Contents:
             self._files_being_edited.pop()
 
     def add_dependency_on(self, module: SourceModule) -> None:
-        """The module that is edited now takes a name from this one."""
+        """Record that the module which is being edited takes a name from this module."""
         if self._files_being_edited:
             user = self._files_being_edited[-1]
             self.dependencies.setdefault(user, set()).add(module.source.file)

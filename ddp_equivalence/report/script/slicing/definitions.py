@@ -1,4 +1,4 @@
-"""What the parts of the slicer ask of it."""
+"""The methods of the slicer that its own parts call."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from ddp_equivalence.report.script.slicing.source_module import SourceModule
 
 
 class Definitions(Protocol):
-    """Brings definitions and values into the script and answers with their names there."""
+    """Brings definitions and values into the script, and returns their names there."""
 
     def definition(self, module: SourceModule, name: str, preferred: str = "") -> str | None:
-        """The name in the script of a module's name; None for a builtin.
+        """Bring in the definition of a module's name; return its name in the script.
 
-        ``preferred``: the name that it gets if it is free. Raises NoSource.
+        None for a builtin. ``preferred``: the name that it gets if that is free. Raises NoSource.
         """
 
     def local_definition(
         self, module: SourceModule, local: LocalDefinition, value: object, preferred: str
     ) -> str:
-        """The name in the script of ``value``, which a function or lambda expression made."""
+        """Bring in a lambda, or what a function defined; return its name in the script."""
 
     def expression(self, value: Any, preferred: str = "") -> str:
-        """Source whose value in the script is this one. Raises NoSource if there is none."""
+        """An expression that has this value in the script. Raises NoSource if there is none."""
 
     def named(self, value: Any, preferred: str) -> str:
-        """A name, or a dotted name, whose value in the script is this one. Raises NoSource."""
+        """A name, or a dotted name, that has this value in the script. Raises NoSource."""
 
     def is_replaced(self, module: str, name: str) -> bool:
         """True if the script contains something else instead of this name."""

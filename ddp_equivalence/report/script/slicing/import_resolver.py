@@ -41,7 +41,7 @@ class ImportResolver:
         return source_module(module)
 
     def resolve(self, module: SourceModule, name: str, node: ast.Import | ast.ImportFrom) -> str:
-        """The name in the script of a name that this statement imports into the module."""
+        """Bring in a name that this statement imports; return its name in the script."""
         alias = next(a for a in node.names if (a.asname or a.name).split(".")[0] == name)
         if isinstance(node, ast.Import):
             return self.import_module(alias.name, name, plain=alias.asname is None)
@@ -102,7 +102,7 @@ class ImportResolver:
             modules = [_absolute_name(module, node)]
         for name in modules:
             if is_own_module(name) or (isinstance(node, ast.ImportFrom) and node.level):
-                raise NoSource(f"it imports {name} inside of a function")
+                raise NoSource(f"it imports {name} inside a function")
             self._note_local_file(name)
 
     def _note_local_file(self, module: str) -> None:

@@ -16,7 +16,7 @@ class ImportStatements:
     names: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
 
     def blocks(self) -> list[str]:
-        """The lines of source: a block for Python's own modules, then one for the others."""
+        """The source in two blocks: first the imports of Python's own modules, then all others."""
         statements: list[tuple[str, str]] = []
         names = {module: set(pairs) for module, pairs in self.names.items()}
         for module, output in self.modules:

@@ -11,7 +11,7 @@ from ddp_equivalence.report.script.slicing.no_source import NoSource
 
 
 def literal(value: Any) -> str:
-    """Source whose value is this one: numbers, text, dtypes, devices, and containers of them.
+    """Source for a value: a number, text, a dtype, a device, or a container of these.
 
     Raises NoSource for anything else.
     """
@@ -34,7 +34,7 @@ def literal(value: Any) -> str:
         return f"{type(value).__name__}([{', '.join(sorted(map(literal, value)))}])"
     if type(value) is dict:
         return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
-    raise NoSource(f"a {type(value).__name__}")
+    raise NoSource(f"it uses a {type(value).__name__}, which cannot be written as source")
 
 
 def indices_literal(indices: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Find lambdas, and functions and classes that are defined in a function, in their file.
+"""Find the source of lambdas, and of functions and classes that are defined in a function.
 
 A script defines them at its top level, so it needs the values of their free variables.
 """
@@ -72,7 +72,7 @@ class LocalDefinition:
 def local_definition(source: Source, value: FunctionType | type) -> LocalDefinition:
     """Find the definition of a function or class in its file.
 
-    Raises NoSource if it is not there any more, or needs more than values from outside.
+    Raises NoSource if it is no longer there, or if it needs more from outside than values.
     """
     if isinstance(value, type):
         return LocalDefinition(_class_node(source, value), _free_variables_of_class(value))
@@ -126,10 +126,10 @@ def _is_lambda_of(node: ast.Lambda, code: CodeType) -> bool:
 
 def _class_node(source: Source, value: type) -> ast.ClassDef:
     name = value.__qualname__.rpartition(".")[2]
-    found = [n for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef) and n.name == name]
-    if len(found) != 1:
-        raise NoSource(f"there are {len(found)} classes {name} in {source.file}")
-    return found[0]
+    nodes = [n for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef) and n.name == name]
+    if len(nodes) != 1:
+        raise NoSource(f"there are {len(nodes)} classes {name} in {source.file}")
+    return nodes[0]
 
 
 def _free_variables_of_class(value: type) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class NameEdits:
     def edit(
         self, fragment: Fragment, scopes: Scopes, free_variables: Mapping[str, Any] | None = None
     ) -> None:
-        """Add to the fragment's edits. ``free_variables``: values from the functions around it.
+        """Add the edits of a fragment. ``free_variables``: values from the functions around it.
 
         Raises NoSource if something that it uses cannot be in a script.
         """

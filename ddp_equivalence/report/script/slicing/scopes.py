@@ -14,7 +14,7 @@ Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 class FreeName:
     """One use of a name that no scope of the piece binds.
 
-    ``attributes``: of ``a.b.c`` the nodes ``a.b`` and ``a.b.c``. ``local_names``: the names that
+    ``attributes``: in ``a.b.c``, the nodes ``a.b`` and ``a.b.c``. ``local_names``: the names that
     the scopes around this place bind. ``in_signature``: the name is part of an annotation in the
     signature of a function.
     """
@@ -46,10 +46,10 @@ class Scopes:
 
 
 def scopes_of(piece: ast.AST, skip: Iterable[ast.AST] = ()) -> Scopes:
-    """Analyse a statement, function or lambda, but for the nodes in ``skip``."""
+    """Analyse a statement, function or lambda, except for the nodes in ``skip``."""
     visitor = _Visitor(set(map(id, skip)))
     visitor.visit(piece)
-    return visitor.found
+    return visitor.result
 
 
 def bound_names(statement: ast.stmt) -> set[str]:
@@ -89,7 +89,7 @@ class _Scope:
 
 class _Visitor(ast.NodeVisitor):
     def __init__(self, skip: set[int]) -> None:
-        self.found = Scopes()
+        self.result = Scopes()
         self._skip = skip
         self._scopes: list[_Scope] = []
         self._in_signature = False
@@ -99,7 +99,7 @@ class _Visitor(ast.NodeVisitor):
             super().visit(node)
 
     def visit_FunctionDef(self, node: Function) -> None:
-        self.found.functions.append(node)
+        self.result.functions.append(node)
         self._visit_all([*node.decorator_list, *node.args.defaults, *node.args.kw_defaults])
         self._in_signature, before = True, self._in_signature
         annotations = [parameter.annotation for parameter in parameters(node.args)]
@@ -134,7 +134,7 @@ class _Visitor(ast.NodeVisitor):
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         self._visit_all([node.target, node.value])
         if self._scopes and not self._scopes[-1].is_class:
-            self.found.local_annotations.append(node)
+            self.result.local_annotations.append(node)
         else:
             self.visit(node.annotation)
 
@@ -153,25 +153,25 @@ class _Visitor(ast.NodeVisitor):
         self._use(node, ())
 
     def visit_Global(self, node: ast.Global) -> None:
-        self.found.declarations.append(node)
+        self.result.declarations.append(node)
 
     def visit_Nonlocal(self, node: ast.Nonlocal) -> None:
-        self.found.declarations.append(node)
+        self.result.declarations.append(node)
 
     def visit_Import(self, node: ast.Import) -> None:
         if self._scopes:
-            self.found.local_imports.append(node)
+            self.result.local_imports.append(node)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if self._scopes:
-            self.found.local_imports.append(node)
+            self.result.local_imports.append(node)
 
     def _use(self, node: ast.Name, attributes: tuple[ast.Attribute, ...]) -> None:
         # The body of a class sees the names it binds, but the methods do not.
         visible = [scope for scope in self._scopes[:-1] if not scope.is_class] + self._scopes[-1:]
         names = frozenset(name for scope in visible for name in scope.names)
         if node.id not in names:
-            self.found.free_names.append(FreeName(node, attributes, names, self._in_signature))
+            self.result.free_names.append(FreeName(node, attributes, names, self._in_signature))
 
     def _visit_body(self, arguments: ast.arguments, body: Iterable[ast.AST]) -> None:
         body = list(body)

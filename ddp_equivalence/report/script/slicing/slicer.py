@@ -45,20 +45,20 @@ class Slicer:
         )
 
     def assignment(self, name: str, expression: str) -> str:
-        """Bind a name below all definitions of the user and the catalogue, once; return it."""
+        """Bind a name below all definitions of user and catalogue, once; return its name there."""
         return self._names.once(
             ("assignments", expression), lambda: self.contents.add_assignment(name, expression)
         )
 
     def named(self, value: Any, preferred: str) -> str:
-        """A name, or a dotted name, whose value in the script is this one. Raises NoSource."""
+        """A name, or a dotted name, that has this value in the script. Raises NoSource."""
         text = self.expression(value, preferred)
         if all(part.isidentifier() for part in text.split(".")):
             return text
         return self.assignment(preferred, text)
 
     def expression(self, value: Any, preferred: str = "") -> str:
-        """Source whose value in the script is this one. Raises NoSource if there is none."""
+        """An expression that has this value in the script. Raises NoSource if there is none."""
         return self._values.expression(value, preferred)
 
     def is_replaced(self, module: str, name: str) -> bool:
@@ -66,9 +66,9 @@ class Slicer:
         return (module, name) in self._replacements
 
     def definition(self, module: SourceModule, name: str, preferred: str = "") -> str | None:
-        """The name in the script of a module's name; None for a builtin.
+        """Bring in the definition of a module's name; return its name in the script.
 
-        ``preferred``: the name that it gets if it is free. Raises NoSource.
+        None for a builtin. ``preferred``: the name that it gets if that is free. Raises NoSource.
         """
         if self.is_replaced(module.name, name):
             return self._replacements[module.name, name]()
@@ -86,7 +86,7 @@ class Slicer:
         if isinstance(last, ast.Import | ast.ImportFrom):
             return self._names.once(key, lambda: self._imports.resolve(module, name, last))
         if isinstance(module.namespace.get(name), Case):
-            raise NoSource(f"{name} is a Case, of which only fields can be used")
+            raise NoSource(f"{name} is a Case, and only its fields can be used")
         if module.is_own and not may_be_sliced(module.name):
             raise NoSource(f"{name} of {module.name} has no place in a plain script")
         self._enter(module)
@@ -99,7 +99,7 @@ class Slicer:
     def local_definition(
         self, module: SourceModule, local: LocalDefinition, value: object, preferred: str
     ) -> str:
-        """The name in the script of ``value``, which a function or lambda expression made."""
+        """Bring in a lambda, or what a function defined; return its name in the script."""
         self.contents.add_dependency_on(module)
         self._enter(module)
         file = module.source.file
@@ -117,7 +117,7 @@ class Slicer:
         for node, default in local.defaults:
             fragment.edits.append(Edit(*module.source.span(node), self.expression(default)))
         self._name_edits.edit(fragment, scopes, local.free_variables)
-        # After the statements of the module, and after the local definitions that this one uses.
+        # It stands after the statements of its module, and after the local definitions it uses.
         self.contents.fragments[file, 1 + len(self.contents.fragments), span[0]] = fragment
         return output
 
@@ -130,7 +130,7 @@ class Slicer:
         self._names.once((module.source.file, name), lambda: self._names.free(*wanted, last_resort))
 
     def _enter(self, module: SourceModule) -> None:
-        """Take in a module at its first definition, with what it sets in torch at its import."""
+        """Add a module at its first definition, with its statements that set something in torch."""
         file = module.source.file
         if file in self.contents.modules:
             return

@@ -18,14 +18,14 @@ from ddp_equivalence.report.script.slicing.source_module import SourceModule, so
 
 
 class ValueExpressions:
-    """Brings what a value is made of into the script."""
+    """Brings the definitions that a value needs into the script."""
 
     def __init__(self, imports: ImportResolver, definitions: Definitions) -> None:
         self._imports = imports
         self._definitions = definitions
 
     def expression(self, value: Any, preferred: str = "") -> str:
-        """Source whose value in the script is this one. Raises NoSource if there is none."""
+        """An expression that has this value in the script. Raises NoSource if there is none."""
         if isinstance(value, functools.partial):
             parts = [self._definitions.named(value.func, preferred or "function")]
             parts += [self.expression(argument) for argument in value.args]
@@ -94,4 +94,4 @@ class ValueExpressions:
             for name, held in module.namespace.items():
                 if held is value:
                     return self._definitions.definition(module, name) or name
-        raise NoSource(f"a {type(value).__name__} that no module holds under a name")
+        raise NoSource(f"it uses a {type(value).__name__} that no module holds under a name")

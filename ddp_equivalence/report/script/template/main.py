@@ -24,7 +24,7 @@ def on_cpu(gradients: Gradients) -> Gradients:
 
 
 def main() -> None:
-    """Rank 0 compares and prints; every rank exits with its result."""
+    """Rank 0 compares and prints; every rank exits with the result of rank 0."""
     if "RANK" not in os.environ:
         print(__doc__)
         sys.exit(2)

@@ -13,10 +13,10 @@ from ddp_equivalence.report.script.template.placeholders import BACKEND, NODE_OF
 
 
 def join_process_group() -> Rank:
-    """Nodes are simulated on this host: each sees its own GPUs, if there are enough."""
+    """Join, on a node that is simulated on this host and sees its own GPUs if there are enough."""
     rank, world_size, nodes = int(os.environ["RANK"]), len(NODE_OF_RANK), len(set(NODE_OF_RANK))
     if int(os.environ["WORLD_SIZE"]) != world_size:
-        raise SystemExit(f"this needs --nproc-per-node {world_size}")
+        raise SystemExit(f"this script needs --nproc-per-node {world_size}")
     node = NODE_OF_RANK[rank]
     ranks_of_node = [other for other in range(world_size) if NODE_OF_RANK[other] == node]
     local_rank, gpus = ranks_of_node.index(rank), torch.cuda.device_count()

@@ -14,7 +14,7 @@ from ddp_equivalence.case import settings
 from ddp_equivalence.check_equivalence import check
 from ddp_equivalence.commands.explain import Setup, explain, verification
 from ddp_equivalence.commands.explain.cases import case_of, counts_of
-from ddp_equivalence.commands.explain.judged import Expected, expected, judged
+from ddp_equivalence.commands.explain.judged import ExpectedResult, expected, judged
 from ddp_equivalence.commands.explain.measured import Measured, measured
 from ddp_equivalence.commands.explain.steps import gradient_step
 from ddp_equivalence.commands.explain.verification import verify
@@ -48,7 +48,7 @@ def test_ranks_with_different_factors_agree_with_neither(factor: int) -> None:
     found = measured(verdict)
     assert found is not None
     assert found.factors == pytest.approx((1, 4))
-    judgement = judged("gradient", Expected(Fraction(factor), None), found)
+    judgement = judged("gradient", ExpectedResult(Fraction(factor), None), found)
     assert (judgement.outcome, judgement.measured) == ("differs", "1, 4 (by rank) g")
 
 
