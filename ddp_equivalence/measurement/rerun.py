@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ def rerun(request: Request, first: RankFailed, began: float) -> Rerun | None:
 
     ``began``: the time at which the first run began, in seconds since the epoch.
     """
-    aborted = any(end.kind == "signal" and "SIGABRT" in end.what for end in first.ends)
+    aborted = any(end.signal_number == signal.SIGABRT for end in first.ends)
     if not (aborted or isinstance(first, RanksTimedOut)) or not request.second_look:
         return None
     if request.in_process:

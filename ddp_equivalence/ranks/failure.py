@@ -28,7 +28,7 @@ class RankEnd:
     ``line`` is the source line at which the rank ended or still was. ``at`` is the time in seconds
     of the machine's monotonic clock. ``output`` is what the rank printed. ``last`` is its last
     collective, if known. ``waits`` is True if the rank was waiting for other ranks in that
-    collective.
+    collective. ``signal_number`` is the signal that killed it, 0 if none did.
     """
 
     rank: int
@@ -42,6 +42,7 @@ class RankEnd:
     output: str = ""
     last: LastCollective | None = None
     waits: bool = False
+    signal_number: int = 0
 
     @property
     def failed(self) -> bool:

@@ -64,7 +64,7 @@ def died(rank: RankProcess) -> RankEnd:
     by_watchdog = -code == signal.SIGABRT and root_cause.WATCHDOG in rank.output()
     if by_watchdog:
         what += f" by NCCL's watchdog: {root_cause.COLLECTIVE_TIMED_OUT}"
-    return _end(rank, "signal", what, waits=by_watchdog)
+    return _end(rank, "signal", what, waits=by_watchdog, signal_number=-code)
 
 
 def still_running(ranks: Iterable[RankProcess]) -> dict[int, RankEnd]:
