@@ -125,7 +125,6 @@ def _judge(request: Request) -> Verdict:
         return replace(_failed(verdict, error), second_look=again)
     if why_unknown is not None:
         return _unknown(verdict, why_unknown)
-    analysis.measurement = measurement
     verdict = replace(
         verdict,
         comparison=measurement.comparison,
@@ -142,6 +141,7 @@ def _judge(request: Request) -> Verdict:
         return _unknown(verdict, why_unknown)
     if measurement.comparison.same:
         return _same_if_shown(verdict, measurement, request)
+    analysis.measurement = measurement
     return _different_if_comparable(verdict, analysis, expected.reference, wrong)
 
 

@@ -47,9 +47,9 @@ MAX_SELECTED = 200_000
 class Analysis:
     """Everything about a check that is costly to compute. Each part is computed once, if asked for.
 
-    ``check`` makes it from the request and the reference, and adds what was ``measured`` on the
-    ranks and, where something differs, what was ``observed`` in a second run. A check that is
-    plainly the same computes none of it.
+    ``check`` makes it from the request and the reference. If something differs, ``check`` adds the
+    ``measurement`` of the ranks, and what was ``observed`` in a second run. Without a difference
+    only the nearest fault and the rounding floor can be asked for.
     """
 
     def __init__(self, request: Request, expected: Expected) -> None:
