@@ -41,13 +41,14 @@ def rows_of(verdict: Verdict, dtype: torch.dtype) -> Iterator[Row]:
     """The figures of every parameter that has a gradient."""
     assert verdict.comparison is not None
     assert verdict.nearest is not None
+    assert verdict.analysis is not None
     for parameter in verdict.comparison.parameters:
         if parameter.norm > 0:
+            # The check itself measures rounding only if a gradient is beyond its least limit.
+            floor = verdict.analysis.floor_of(parameter)
             yield Row(
                 in_eps=parameter.error / torch.finfo(dtype).eps,
-                over_single=parameter.error / parameter.limit.floor
-                if parameter.limit.floor
-                else 0.0,
+                over_single=parameter.error / floor if floor else 0.0,
                 over_limit=parameter.error / parameter.limit.relative,
                 fault_in_limits=verdict.nearest.distance / parameter.limit.relative,
             )

@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     stats = terminalreporter.stats
     reports = [*stats.get("passed", []), *stats.get("failed", [])]
-    table = list(misbehaviour_table.lines(reports))
+    table = list(misbehaviour_table.table_lines(reports))
     if table:
         terminalreporter.section("what ranks did wrong, and seconds until the verdict", "=")
         for line in table:

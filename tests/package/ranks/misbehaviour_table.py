@@ -12,7 +12,7 @@ PROPERTY = "misbehaviour"
 """The user property of a test report that holds (misbehaviour, moment, rank, seconds)."""
 
 
-def lines(reports: Iterable[pytest.TestReport]) -> Iterator[str]:
+def table_lines(reports: Iterable[pytest.TestReport]) -> Iterator[str]:
     """One row per misbehaviour and one column per moment; nothing if no such test has run.
 
     A cell holds the seconds of the slowest rank, or says that a test has failed.
