@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.tolerance import Limit
 
+NEAR = 16.0
+"""Rounding may be larger than its limit, by up to this factor, if it was measured to be small by
+luck."""
+
 
 @dataclass(frozen=True)
 class RankError:
@@ -86,6 +90,25 @@ class Comparison:
             and not self.structure
             and all(parameter.same for parameter in self.parameters)
         )
+
+    @property
+    def may_be_rounding(self) -> bool:
+        """True if something differs, but by so little that rounding may be the reason."""
+        return (
+            not self.same
+            and self.ranks_agree
+            and not self.structure
+            and all(
+                rank.error <= NEAR * one.limit.relative and rank.element <= NEAR * one.limit.element
+                for one in self.parameters
+                for rank in one.by_rank
+            )
+        )
+
+    @property
+    def has_useless_limits(self) -> bool:
+        """True if a parameter's limit lies above its gradient, which is more than rounding."""
+        return any(one.norm > 0 and one.limit.is_useless for one in self.parameters)
 
     @property
     def differing(self) -> tuple[ParameterComparison, ...]:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.gradients import Description, describe
-from ddp_equivalence.comparison.rounding import Rounding, measure_rounding
+from ddp_equivalence.comparison.rounding import Rounding, measure_more, measure_rounding
 from ddp_equivalence.reference import Reference
 
 
@@ -30,3 +30,8 @@ class Expected:
     def rounding(self) -> Rounding:
         """Measured on first use, because gradients within the least limit pass without it."""
         return measure_rounding(self.reference)
+
+    @cached_property
+    def rounding_of_more_runs(self) -> Rounding:
+        """Measured where the comparison fails by so little that rounding may be the reason."""
+        return measure_more(self.reference, self.rounding)

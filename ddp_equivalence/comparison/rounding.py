@@ -2,7 +2,9 @@
 
 The big batch is computed again in other, equally right ways: in the case's own precision, with the
 examples in reverse order, with weights and inputs moved by one eps, and with the loss scaled before
-backward. How far these results lie from the float64 reference is the rounding of one device.
+backward. How far these results lie from the float64 reference is the rounding of one device. It is
+measured for each parameter by itself: a part of the model with little weight in the loss has small
+gradients, and rounding moves them as little.
 """
 
 from __future__ import annotations
@@ -21,13 +23,17 @@ from ddp_equivalence.case.batch import count_examples, take
 from ddp_equivalence.case.build import build_batches, build_model
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.gradients import Gradients
-from ddp_equivalence.comparison.tolerance import Noise
+from ddp_equivalence.comparison.tolerance import ZERO, Noise
 from ddp_equivalence.reference import Reference, in_dtype, loss_of_the_case, train
 
 SCALE = 3.0
 """The loss is multiplied by this before backward, and the gradients are divided by it afterwards.
 It is no power of two, so every operation rounds differently, also in a part of the model or loss
 that computes in float32 inside a float64 model."""
+
+MORE_SCALES = (5.0, 7.0, 11.0, 13.0)
+"""The factors of the further runs that are made where the first ones may have been small by luck.
+"""
 
 AMPLIFIED = 1e4
 """Rounding of more than this many eps was amplified, by an ill-conditioned model or by training
@@ -63,7 +69,7 @@ def measure_rounding(reference: Reference) -> Rounding:
         )
         plausible = math.sqrt(EPS)
     else:
-        noise = _noise(expected, _train_again(reference, batches, dtype=None, scaled=False))
+        noise = _noise(expected, _train_again(reference, batches, dtype=None, scale=1))
         noise_of_other_order = _noise(
             expected, _train_again(reference, reversed_batches, dtype=None)
         )
@@ -83,18 +89,48 @@ def measure_rounding(reference: Reference) -> Rounding:
     return Rounding(noise, order_matters=False)
 
 
+def measure_more(reference: Reference, rounding: Rounding) -> Rounding:
+    """The rounding of further runs, each with the examples in another order, and of ``rounding``.
+
+    The error of a few runs may be small by luck, above all that of a parameter with few elements.
+    """
+    in_float64 = reference.lowest_dtype is torch.float64
+    batches = build_batches(reference.case, reference.steps)
+    noise = rounding.noise
+    for number, scale in enumerate(MORE_SCALES, start=1):
+        shuffled = batches
+        if not rounding.order_matters:
+            shuffled = [take(batch, _order(count_examples(batch), number)) for batch in batches]
+        gradients = _train_again(
+            reference,
+            shuffled,
+            torch.float64 if in_float64 else None,
+            nudge=NUDGES + number if in_float64 else 0,
+            scale=scale,
+        )
+        noise = _worst(noise, _noise(reference.expected, gradients))
+    return Rounding(noise, rounding.order_matters)
+
+
+def _order(examples: int, number: int) -> list[int]:
+    """A random order of the examples."""
+    generator = torch.Generator().manual_seed(number)
+    order: list[int] = torch.randperm(examples, generator=generator).tolist()
+    return order
+
+
 def _train_again(
     reference: Reference,
     batches: Sequence[Any],
     dtype: torch.dtype | None,
     nudge: int = 0,
-    scaled: bool = True,
+    scale: float = SCALE,
 ) -> Gradients:
     """Train as the reference did, but with other rounding on the way.
 
     ``dtype``: the dtype of model and batches; with None, the case's own. ``nudge``: the number of
-    the random pattern by which weights and inputs move one eps up or down; 0 for none. ``scaled``:
-    multiply the loss by SCALE and divide the gradients by it.
+    the random pattern by which weights and inputs move one eps up or down; 0 for none. ``scale``:
+    multiply the loss by it and divide the gradients by it.
     """
     case = reference.case
     model = build_model(case)
@@ -107,21 +143,21 @@ def _train_again(
             leaves = pytree.tree_leaves(batch)
             _nudge((leaf for leaf in leaves if isinstance(leaf, Tensor)), nudge)
     loss = loss_of_the_case(case)
-    if not scaled:
+    if scale == 1:
         return train(case, model, copies, reference.compare, reference.lr, loss)[0]
+
+    def divide_gradient(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad /= scale
+
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_divide_gradient)
+            parameter.register_post_accumulate_grad_hook(divide_gradient)
 
     def scaled_loss(model: nn.Module, batch: Any) -> Any:
-        return SCALE * loss(model, batch)
+        return scale * loss(model, batch)
 
     return train(case, model, copies, reference.compare, reference.lr, scaled_loss)[0]
-
-
-def _divide_gradient(parameter: Tensor) -> None:
-    if parameter.grad is not None:
-        parameter.grad /= SCALE
 
 
 def _nudge(tensors: Iterable[Tensor], number: int) -> None:
@@ -203,9 +239,14 @@ def _worst(
 
 
 def _largest(truth: Gradients, noise: Mapping[GradientKey, Noise]) -> float:
-    """The noise of each gradient divided by its norm: the largest of these ratios."""
+    """The noise of each gradient divided by its norm: the largest of these ratios.
+
+    Gradients that are zero except for rounding do not count.
+    """
     norms = {key: float(value.norm()) for key, value in truth.items() if value is not None}
-    return max((noise[key].norm / norm for key, norm in norms.items() if norm > 0), default=0.0)
+    whole = math.hypot(*norms.values())
+    ratios = (noise[key].norm / norm for key, norm in norms.items() if norm > ZERO * whole)
+    return max(ratios, default=0.0)
 
 
 def _relative(truth: Gradients, noise: Mapping[GradientKey, Noise]) -> float:

@@ -26,10 +26,9 @@ ELEMENT_MULTIPLE = 8.0
 """Single elements scatter more than the norm of all elements: the limit allows 8 standard
 deviations."""
 
-WHOLE_MULTIPLES = {torch.float64: 4.0, torch.float32: 4.0, torch.float16: 1.0, torch.bfloat16: 1.0}
-"""A limit in eps of the norm of the whole gradient, which is that of all parameters together. A
-parameter whose true gradient is zero (a bias before a normalisation) holds rounding of about this
-size, whatever its own norm is."""
+ZERO = 1e-12
+"""A true gradient that is smaller than this, relative to the norm of all gradients together, may be
+zero except for the rounding of float64. It is, if rounding alone may move it by its own size."""
 
 USELESS = 0.4
 """A relative limit is useless from this size on: it would nearly accept half a gradient, which is
@@ -63,7 +62,8 @@ class Limit:
     floor: float
     reason: str
     only_rounding: bool = False
-    """True if the true gradient is no larger than the rounding of the whole gradient."""
+    """True if the true gradient is zero except for rounding, as that of a bias before a
+    normalisation is. Both its size and its measured noise must show it."""
 
     @property
     def is_useless(self) -> bool:
@@ -98,13 +98,10 @@ class Tolerance:
         eps = torch.finfo(dtype).eps
         multiple = EPS_MULTIPLES.get(dtype, 8.0)
         least, measured = multiple * eps * norm, self.device_multiple * noise.norm
-        of_whole = WHOLE_MULTIPLES.get(dtype, 1.0) * eps * self.whole
-        absolute = max(least, measured, of_whole)
-        only_rounding = norm <= of_whole
+        absolute = max(least, measured)
+        only_rounding = 0 < norm <= min(absolute, ZERO * self.whole)
         if only_rounding:
-            reason = "no larger than the rounding of the whole gradient"
-        elif of_whole > max(least, measured):
-            reason = f"{WHOLE_MULTIPLES.get(dtype, 1.0):g} eps of the whole gradient"
+            reason = f"zero except for rounding: {self.device_multiple:g} x the error of one device"
         elif measured > least:
             reason = f"{self.device_multiple:g} x the error of one device"
         else:
@@ -112,9 +109,11 @@ class Tolerance:
         element = max(
             ELEMENT_MULTIPLE * multiple * eps, self.device_multiple * _finite(noise.element)
         )
-        if norm > 0 and of_whole > max(least, measured):
+        if norm == 0:
+            element = math.inf  # errors relative to zero are infinite; ``absolute`` bounds them
+        elif only_rounding:
             # One element alone may use up the absolute limit. The unit is the root mean square.
-            element = max(element, of_whole / norm * math.sqrt(elements))
+            element = max(element, absolute / norm * math.sqrt(elements))
         return Limit(
             absolute=absolute,
             relative=_over(absolute, norm),

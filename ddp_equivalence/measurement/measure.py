@@ -114,6 +114,8 @@ def measure(
     if not comparison.same:
         # Something is beyond the least limit. Measure rounding and apply the limits that follow.
         comparison = comparator.finish(expected.rounding.noise)
+        if comparison.may_be_rounding or comparison.has_useless_limits:
+            comparison = comparator.finish(expected.rounding_of_more_runs.noise)
     return Measurement(
         comparison=comparison,
         evidence=dict(sorted(evidence.items())),  # ranks report in any order
