@@ -233,6 +233,7 @@ def _rank_error(
     rest = sums.measured - factor * sums.product if norm**2 > 0 else sums.measured
     return RankError(
         rank=rank,
+        distance=distance,
         error=_over(distance, norm),
         element=sums.element,
         factor=factor,

@@ -8,22 +8,18 @@ from dataclasses import dataclass
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.tolerance import Limit
 
-NEAR = 16.0
-"""Rounding may be larger than its limit, by up to this factor, if it was measured to be small by
-luck."""
-
-
 @dataclass(frozen=True)
 class RankError:
     """How far one parameter's gradient m on one rank is from the true gradient t.
 
-    ``error``: ||m - t|| / ||t||. ``element``: the worst |m_i - t_i| / max(|t_i|, rms of t), and
+    ``distance``: ||m - t||. ``error``: the same / ||t||. ``element``: the worst |m_i - t_i| / max(|t_i|, rms of t), and
     ``place`` is the index i of that element. ``alone``: True if no other element is off.
     ``factor``: the number k for which k t is nearest to m. ``unexplained``: ||m - k t|| / ||m||.
     ``ratio``: ||m|| / ||t||. ``within``: True if error and element are within the limit.
     """
 
     rank: int
+    distance: float
     error: float
     element: float
     factor: float
@@ -99,7 +95,7 @@ class Comparison:
             and self.ranks_agree
             and not self.structure
             and all(
-                rank.error <= NEAR * one.limit.relative and rank.element <= NEAR * one.limit.element
+                rank.distance <= one.limit.perhaps_rounding
                 for one in self.parameters
                 for rank in one.by_rank
             )

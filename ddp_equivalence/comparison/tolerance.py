@@ -30,6 +30,10 @@ ZERO = 1e-12
 """A true gradient that is smaller than this, relative to the norm of all gradients together, may be
 zero except for the rounding of float64. It is, if rounding alone may move it by its own size."""
 
+NEAR = 16.0
+"""The error of a right step may be larger than its limit, by up to this factor, if the error of the
+one device was small by luck. It is then measured in more runs."""
+
 USELESS = 0.4
 """A relative limit is useless from this size on: it would nearly accept half a gradient, which is
 what averaging twice over two ranks leaves."""
@@ -61,6 +65,9 @@ class Limit:
     element: float
     floor: float
     reason: str
+    perhaps_rounding: float = 0.0
+    """An absolute error up to this may be rounding, if the error of the one device was small by
+    luck."""
     only_rounding: bool = False
     """True if the true gradient is zero except for rounding, as that of a bias before a
     normalisation is. Both its size and its measured noise must show it."""
@@ -99,7 +106,8 @@ class Tolerance:
         multiple = EPS_MULTIPLES.get(dtype, 8.0)
         least, measured = multiple * eps * norm, self.device_multiple * noise.norm
         absolute = max(least, measured)
-        only_rounding = 0 < norm <= min(absolute, ZERO * self.whole)
+        zero = ZERO * self.whole
+        only_rounding = norm <= min(absolute, zero)
         if only_rounding:
             reason = f"zero except for rounding: {self.device_multiple:g} x the error of one device"
         elif measured > least:
@@ -109,17 +117,16 @@ class Tolerance:
         element = max(
             ELEMENT_MULTIPLE * multiple * eps, self.device_multiple * _finite(noise.element)
         )
-        if norm == 0:
-            element = math.inf  # errors relative to zero are infinite; ``absolute`` bounds them
-        elif only_rounding:
+        if only_rounding:
             # One element alone may use up the absolute limit. The unit is the root mean square.
-            element = max(element, absolute / norm * math.sqrt(elements))
+            element = max(element, _over(absolute, norm) * math.sqrt(elements))
         return Limit(
             absolute=absolute,
             relative=_over(absolute, norm),
             element=element,
             floor=_over(noise.norm, norm),
             reason=reason,
+            perhaps_rounding=NEAR * max(absolute, eps * self.whole if norm <= zero else 0.0),
             only_rounding=only_rounding,
         )
 

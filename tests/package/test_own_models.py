@@ -60,6 +60,35 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_no_false_alarm(dtype: torch
     assert [check(case, right_step).outcome for case in cases] == ["same"] * 12
 
 
+def pairs(generator: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "rows": torch.randn(24, 3, 5, generator=generator),
+        "order": torch.randn(24, generator=generator).sign(),
+    }
+
+
+def ranking(model: nn.Module, batch: Any) -> Tensor:
+    """Only differences of scores count, so the bias of the last layer has no gradient at all."""
+    scores = model(batch["rows"])[..., 0]
+    return F.margin_ranking_loss(scores[:, 0], scores[:, 1], batch["order"], margin=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_ranks_may_hold_rounding_where_one_device_holds_exactly_zero(dtype: torch.dtype) -> None:
+    def score() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+    def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+        ddp = DistributedDataParallel(model)
+        ranking(ddp, shard).backward()
+
+    cases = [
+        Case(model=score, batch=pairs, loss=ranking, layout="2x2", dtype=dtype, seed=seed)
+        for seed in range(12)
+    ]
+    assert [check(case, step).outcome for case in cases] == ["same"] * 12
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_such_a_gradient_does_not_hide_the_cause(dtype: torch.dtype) -> None:
     def doubled(model: nn.Module, shard: Any, rank: Rank) -> None:
