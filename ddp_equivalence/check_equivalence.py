@@ -19,9 +19,9 @@ from ddp_equivalence.case.random_state import restored_random_state
 from ddp_equivalence.case.shards import OWN, split
 from ddp_equivalence.case.steps import Compare, Steps
 from ddp_equivalence.comparison.expected import Expected
-from ddp_equivalence.diagnosis import vacuity
+from ddp_equivalence.diagnosis import precision, vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis, without_ranks
-from ddp_equivalence.diagnosis.finding import Finding
+from ddp_equivalence.diagnosis.finding import finding_of_wrong_collectives
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import (
@@ -29,6 +29,7 @@ from ddp_equivalence.measurement.measure import (
     at_work,
     measure,
     observe,
+    where_in_float32,
     wrong_collectives,
 )
 from ddp_equivalence.measurement.request import CheckOptions, Request, read_request, repeat_line
@@ -59,7 +60,7 @@ def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verd
     started = time.monotonic()
     start_early()  # the server of ranks imports torch while the reference is computed
     with restored_random_state(), without_planted_faults():
-        verdict = _judge(request)
+        verdict = _also_in_own_precision(_judge(request), request)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))
     listeners.tell(verdict, request)
     return verdict
@@ -175,7 +176,7 @@ def _different_if_comparable(
         repeated = analysis.repeated
     if wrong:
         others = (replace(finding, accepted=False) for finding in findings)
-        findings = (_wrong_collectives(wrong), *others)
+        findings = (finding_of_wrong_collectives(wrong), *others)
     best = findings[0] if findings else None
     return replace(
         verdict,
@@ -186,17 +187,25 @@ def _different_if_comparable(
     )
 
 
-def _wrong_collectives(wrong: tuple[str, ...]) -> Finding:
-    """The finding that collectives give wrong answers. It comes before every cause in the step."""
-    return Finding(
-        cause="collective_wrong",
-        sentence="The collectives themselves give wrong answers here, whatever the step does.",
-        look_at="the backend and its library, before the step: ddp-equivalence doctor tests them",
-        unexplained=None,
-        accepted=True,
-        fits=True,
-        because="; ".join(wrong[:4]) + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""),
-    )
+def _also_in_own_precision(verdict: Verdict, request: Request) -> Verdict:
+    """Judge a float64 check again in the model's own precision, where float64 is not the same step.
+
+    Autocast does nothing in float64, so a step that enters it is judged twice. A step that computes
+    in float32 inside float64 is off by the rounding of float32 there, which is no fault.
+    """
+    if not request.is_cast_to_float64:
+        return verdict
+    if verdict.outcome == "different" and precision.has_the_size_of_float32(verdict.comparison):
+        verdict = replace(verdict, float32_at=where_in_float32(request))
+    if not verdict.float32_at and not (verdict.outcome == "same" and verdict.autocast):
+        return verdict
+    own = precision.in_own_precision(request)
+    if own is None:
+        return verdict
+    again = _judge(own)
+    if verdict.outcome == again.outcome or (verdict.float32_at and again.outcome != "same"):
+        return replace(verdict, other_precision=again)
+    return replace(again, other_precision=verdict)
 
 
 def _unknown(verdict: Verdict, why: Unknown) -> Verdict:

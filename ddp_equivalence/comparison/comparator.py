@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ddp_equivalence.case.errors import SuiteBug
@@ -157,8 +158,12 @@ class Comparator:
                 if (worst := _not_nan(float(relative[place]))) > sums.element:
                     sums.element, sums.place = worst, chunk.offset + place
 
-    def finish(self, noise: Mapping[GradientKey, Noise]) -> Comparison:
+    def finish(
+        self, noise: Mapping[GradientKey, Noise], autocast: torch.dtype | None = None
+    ) -> Comparison:
         """The comparison of all chunks added. The method may be called again with other ``noise``.
+
+        ``autocast``: the dtype in which autocast let parts of the step compute, if it did.
 
         Raises SuiteBug if announced chunks are missing.
         """
@@ -170,7 +175,9 @@ class Comparator:
                     f"but {sums.seen} elements arrived"
                 )
         structure = tuple(line for rank in sorted(self._ranks) for line in self._structure_of(rank))
-        parameters = [self._parameter(key, noise.get(key, Noise())) for key in self._norms]
+        parameters = [
+            self._parameter(key, noise.get(key, Noise()), autocast) for key in self._norms
+        ]
         compared = tuple(parameter for parameter in parameters if parameter.by_rank)
         return Comparison(
             parameters=compared,
@@ -199,12 +206,14 @@ class Comparator:
                 )
         return sorted(sentences)
 
-    def _parameter(self, key: GradientKey, noise: Noise) -> ParameterComparison:
+    def _parameter(
+        self, key: GradientKey, noise: Noise, autocast: torch.dtype | None
+    ) -> ParameterComparison:
         norm, described = self._norms[key], self._described[key]
         assert described is not None
-        limit = self._tolerances[key[0]].limit(
-            norm, noise, described.dtype, math.prod(described.shape)
-        )
+        dtypes = [described.dtype, *([] if autocast is None else [autocast])]
+        dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        limit = self._tolerances[key[0]].limit(norm, noise, dtype, math.prod(described.shape))
         by_rank, bits = [], set()
         for rank, measured in sorted(self._ranks.items()):
             description = measured.get(key)

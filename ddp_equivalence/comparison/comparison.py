@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.tolerance import Limit
 
+
 @dataclass(frozen=True)
 class RankError:
     """How far one parameter's gradient m on one rank is from the true gradient t.
 
-    ``distance``: ||m - t||. ``error``: the same / ||t||. ``element``: the worst |m_i - t_i| / max(|t_i|, rms of t), and
-    ``place`` is the index i of that element. ``alone``: True if no other element is off.
+    ``distance``: ||m - t||. ``error``: ||m - t|| / ||t||. ``element``: the worst
+    |m_i - t_i| / max(|t_i|, rms of t), and ``place`` is the index i of that element. ``alone``:
+    True if no other element is off.
     ``factor``: the number k for which k t is nearest to m. ``unexplained``: ||m - k t|| / ||m||.
     ``ratio``: ||m|| / ||t||. ``within``: True if error and element are within the limit.
     """

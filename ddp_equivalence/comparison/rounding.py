@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -57,8 +58,11 @@ class Rounding:
     order_matters: bool
 
 
-def measure_rounding(reference: Reference) -> Rounding:
-    """Compute the big batch again in other, equally right ways, and compare with the reference."""
+def measure_rounding(reference: Reference, autocast: torch.dtype | None = None) -> Rounding:
+    """Compute the big batch again in other, equally right ways, and compare with the reference.
+
+    ``autocast``: the dtype of the autocast region in which the forward pass runs, if any.
+    """
     case, expected = reference.case, reference.expected
     batches = build_batches(case, reference.steps)
     reversed_batches = [take(batch, range(count_examples(batch))[::-1]) for batch in batches]
@@ -69,11 +73,11 @@ def measure_rounding(reference: Reference) -> Rounding:
         )
         plausible = math.sqrt(EPS)
     else:
-        noise = _noise(expected, _train_again(reference, batches, dtype=None, scale=1))
+        noise = _noise(expected, _train_again(reference, batches, None, scale=1, autocast=autocast))
         noise_of_other_order = _noise(
-            expected, _train_again(reference, reversed_batches, dtype=None)
+            expected, _train_again(reference, reversed_batches, None, autocast=autocast)
         )
-        eps = torch.finfo(reference.lowest_dtype).eps
+        eps = max(torch.finfo(dtype).eps for dtype in (reference.lowest_dtype, autocast) if dtype)
         plausible = 100 * max(_relative(expected, noise), eps)
     if _relative(expected, noise_of_other_order) > plausible:
         if in_float64:
@@ -89,7 +93,9 @@ def measure_rounding(reference: Reference) -> Rounding:
     return Rounding(noise, order_matters=False)
 
 
-def measure_more(reference: Reference, rounding: Rounding) -> Rounding:
+def measure_more(
+    reference: Reference, rounding: Rounding, autocast: torch.dtype | None = None
+) -> Rounding:
     """The rounding of further runs, each with the examples in another order, and of ``rounding``.
 
     The error of a few runs may be small by luck, above all that of a parameter with few elements.
@@ -107,6 +113,7 @@ def measure_more(reference: Reference, rounding: Rounding) -> Rounding:
             torch.float64 if in_float64 else None,
             nudge=NUDGES + number if in_float64 else 0,
             scale=scale,
+            autocast=autocast,
         )
         noise = _worst(noise, _noise(reference.expected, gradients))
     return Rounding(noise, rounding.order_matters)
@@ -125,12 +132,14 @@ def _train_again(
     dtype: torch.dtype | None,
     nudge: int = 0,
     scale: float = SCALE,
+    autocast: torch.dtype | None = None,
 ) -> Gradients:
     """Train as the reference did, but with other rounding on the way.
 
     ``dtype``: the dtype of model and batches; with None, the case's own. ``nudge``: the number of
     the random pattern by which weights and inputs move one eps up or down; 0 for none. ``scale``:
-    multiply the loss by it and divide the gradients by it.
+    multiply the loss by it and divide the gradients by it. ``autocast``: the dtype of the autocast
+    region in which the forward pass runs; None for none.
     """
     case = reference.case
     model = build_model(case)
@@ -143,19 +152,18 @@ def _train_again(
             leaves = pytree.tree_leaves(batch)
             _nudge((leaf for leaf in leaves if isinstance(leaf, Tensor)), nudge)
     loss = loss_of_the_case(case)
-    if scale == 1:
-        return train(case, model, copies, reference.compare, reference.lr, loss)[0]
 
     def divide_gradient(parameter: Tensor) -> None:
         if parameter.grad is not None:
             parameter.grad /= scale
 
     for parameter in model.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and scale != 1:
             parameter.register_post_accumulate_grad_hook(divide_gradient)
 
     def scaled_loss(model: nn.Module, batch: Any) -> Any:
-        return scale * loss(model, batch)
+        with nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast):
+            return scale * loss(model, batch)
 
     return train(case, model, copies, reference.compare, reference.lr, scaled_loss)[0]
 

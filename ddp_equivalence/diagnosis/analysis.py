@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, lru_cache
 
+import torch
 from torch import Tensor
 
 from ddp_equivalence.case.build import build_batches
@@ -57,6 +58,11 @@ class Analysis:
         self._expected = expected
         self.measurement: Measurement | None = None
         self.observed: Mapping[int, Observation] = {}
+
+    @property
+    def lowest_dtype(self) -> torch.dtype:
+        """The least precise dtype among the trained parameters."""
+        return self._expected.reference.lowest_dtype
 
     @cached_property
     def sample(self) -> ElementSample[GradientKey]:

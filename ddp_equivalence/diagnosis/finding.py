@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis
@@ -64,3 +65,19 @@ def finding_without_prediction(hypothesis: Hypothesis) -> Finding:
 def finding_from_observation(hypothesis: Hypothesis, because: str = "") -> Finding:
     """A finding that fits by observation, or because the case makes it likely; no prediction."""
     return replace(finding_without_prediction(hypothesis), fits=True, because=because)
+
+
+def finding_of_wrong_collectives(wrong: Sequence[str]) -> Finding:
+    """The finding that collectives give wrong answers. It comes before every cause in the step.
+
+    ``wrong``: the wrong answers, as phrases.
+    """
+    return Finding(
+        cause="collective_wrong",
+        sentence="The collectives themselves give wrong answers here, whatever the step does.",
+        look_at="the backend and its library, before the step: ddp-equivalence doctor tests them",
+        unexplained=None,
+        accepted=True,
+        fits=True,
+        because="; ".join(wrong[:4]) + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""),
+    )

@@ -22,6 +22,7 @@ class UnknownBecause(Enum):
     IDENTICAL_INPUTS = "identical_inputs"
     ONLY_ROUNDING = "only_rounding"
     LIMIT_ABOVE_SIGNAL = "limit_above_signal"
+    AUTOCAST_DIFFERS = "autocast_differs"
     NOTHING_EXCHANGED = "nothing_exchanged"
     RANK_FAILED = "rank_failed"
     RANKS_TIMED_OUT = "ranks_timed_out"

@@ -139,6 +139,8 @@ def against_a_pass(
         return Unknown(UnknownBecause.NOTHING_TO_COMPARE, "no gradient element was compared")
     if (identical := _identical_inputs(evidence)) is not None:
         return Unknown(UnknownBecause.IDENTICAL_INPUTS, identical)
+    if (uneven := _uneven_autocast(evidence)) is not None:
+        return Unknown(UnknownBecause.AUTOCAST_DIFFERS, uneven)
     telling = [one for one in comparison.parameters if one.norm > 0 and not one.limit.only_rounding]
     if not telling:
         return Unknown(UnknownBecause.ONLY_ROUNDING, "every gradient is zero apart from rounding")
@@ -180,6 +182,25 @@ def _identical_inputs(evidence: Mapping[int, Evidence]) -> str | None:
             "would not show: does every rank take its own examples (sampler)?"
         )
     return None
+
+
+def _uneven_autocast(evidence: Mapping[int, Evidence]) -> str | None:
+    """What the ranks do otherwise than each other; None if all enter the same autocast regions."""
+    ranks_by_autocast: dict[str, list[str]] = {}
+    for rank, one in evidence.items():
+        names = sorted(f"{device} {dtype}".replace("torch.", "") for device, dtype in one.autocast)
+        ranks_by_autocast.setdefault(" and ".join(names) or "none", []).append(str(rank))
+    if len(ranks_by_autocast) == 1:
+        return None
+    entered = ", ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}: {names}"
+        for names, ranks in ranks_by_autocast.items()
+    )
+    return (
+        f"the ranks do not enter the same autocast regions ({entered}), and what this changes is "
+        "within the rounding of the lower precision, so that no limit can show it: let all ranks "
+        "enter the same"
+    )
 
 
 def _nothing_exchanged(evidence: Mapping[int, Evidence], elements: int) -> bool:

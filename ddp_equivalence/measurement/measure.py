@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -48,13 +48,17 @@ class Measurement:
 
 @contextmanager
 def at_work(
-    request: Request, deadline: float, fresh: bool, environment: Environment = ()
+    request: Request,
+    deadline: float,
+    fresh: bool,
+    environment: Environment = (),
+    look_for_float32: bool = False,
 ) -> Iterator[RankSet]:
     """Let ranks work on the request, until the end of the block.
 
     Raises BadCase if the step cannot be pickled, RankFailed if ranks cannot be started.
     """
-    message = _message(request)
+    message = _message(request, look_for_float32=look_for_float32)
     timeout = min(request.collective_deadline, deadline / 2)
     acquired = warm_ranks().acquire(
         request.processes, request.lane, timeout, fresh, request.in_process, environment
@@ -64,7 +68,9 @@ def at_work(
         yield ranks
 
 
-def _message(request: Request, observe: ElementSample[str] | None = None) -> bytes:
+def _message(
+    request: Request, observe: ElementSample[str] | None = None, look_for_float32: bool = False
+) -> bytes:
     work = Work(
         case=request.case,
         step=request.step,
@@ -73,6 +79,7 @@ def _message(request: Request, observe: ElementSample[str] | None = None) -> byt
         steps=request.steps,
         plant=request.plant,
         observe=observe,
+        look_for_float32=look_for_float32,
     )
     try:
         return pickling.dumps(run, work)
@@ -110,14 +117,8 @@ def measure(
             if chunk.key in sample.sizes:
                 elements = sample.of_chunk(chunk.key, chunk.offset, chunk.values)
                 kept[rank].setdefault(chunk.key, []).append(elements)
-    comparison = comparator.finish({})
-    if not comparison.same:
-        # Something is beyond the least limit. Measure rounding and apply the limits that follow.
-        comparison = comparator.finish(expected.rounding.noise)
-        if comparison.may_be_rounding or comparison.has_useless_limits:
-            comparison = comparator.finish(expected.rounding_of_more_runs.noise)
     return Measurement(
-        comparison=comparison,
+        comparison=_finished(comparator, expected, autocast_of(evidence)),
         evidence=dict(sorted(evidence.items())),  # ranks report in any order
         measured={
             rank: {key: torch.cat(parts) for key, parts in of_rank.items()}
@@ -127,6 +128,44 @@ def measure(
         changed=dict(sorted(ranks.changed.items())),
         changes_error=_changes_error(ranks) if ranks.changed else None,
     )
+
+
+def autocast_of(evidence: Mapping[int, Evidence]) -> torch.dtype | None:
+    """The least precise dtype of an autocast region that a rank entered; None without any."""
+    dtypes = {dtype for one in evidence.values() for _, dtype in one.autocast}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
+
+def _finished(
+    comparator: Comparator, expected: Expected, autocast: torch.dtype | None
+) -> Comparison:
+    """The comparison, with as much measuring of rounding as it takes to be sure."""
+    if expected.reference.lowest_dtype is torch.float64:
+        autocast = None  # it does nothing in float64
+    comparison = comparator.finish({}, autocast)
+    if comparison.same:
+        return comparison
+    # Something is beyond the least limit. Measure rounding and apply the limits that follow.
+    comparison = comparator.finish(expected.rounding_under(autocast).noise, autocast)
+    if comparison.may_be_rounding or comparison.has_useless_limits:
+        more = expected.rounding_of_more_runs(autocast)
+        comparison = comparator.finish(more.noise, autocast)
+    return comparison
+
+
+def where_in_float32(request: Request) -> str:
+    """Where the step computes in float32, on the first rank that does; "" if nowhere.
+
+    The ranks run the step once more for this.
+    """
+    if request.in_process or not request.second_look:
+        return ""
+    with suppress(RankFailed):  # a step that cannot be looked into like this is judged without it
+        with at_work(request, request.deadline, request.fresh, look_for_float32=True) as ranks:
+            results = dict(ranks.collect(request.deadline))
+        places = (results[rank].float32_at for rank in sorted(results))
+        return next((place for place in places if place), "")
+    return ""
 
 
 def observe(

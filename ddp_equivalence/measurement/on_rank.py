@@ -26,6 +26,7 @@ from ddp_equivalence.comparison.gradients import (
 )
 from ddp_equivalence.faults.plant import PlantedFault, plant_here
 from ddp_equivalence.measurement.observer import Observer
+from ddp_equivalence.measurement.precision_watch import Float32Watch, autocast_entered
 from ddp_equivalence.measurement.work import Evidence, Work
 from ddp_equivalence.ranks import process_state
 from ddp_equivalence.ranks.collectives import new_collectives
@@ -42,7 +43,7 @@ def run(rank: Rank, work: Work) -> Iterator[object]:
         gradients, evidence = _run_step(rank, work, model)
     del model
     yield evidence
-    if work.observe:
+    if work.observe or work.look_for_float32:
         return
     # Tensors that are not parameters of the model are never compared. They may be huge, so only
     # their description is sent, with the evidence.
@@ -73,7 +74,13 @@ def _run_step(
     notes: dict[str, Any] = {}
     called = _CalledWith(model)
     planted = plant_here(work.plant) if work.plant else None
-    with observer.watching() if observer else nullcontext(), planted or nullcontext():
+    float32 = Float32Watch() if work.look_for_float32 else None
+    with (
+        autocast_entered() as autocast,
+        observer.watching() if observer else nullcontext(),
+        planted or nullcontext(),
+        float32 or nullcontext(),
+    ):
         gradients = _train(rank, work, model, given, shards, notes, planted, observer)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
@@ -90,6 +97,8 @@ def _run_step(
         notes=notes,
         planted=planted.fired if planted else None,
         observed=observer.found(gradients, collectives) if observer else None,
+        autocast=frozenset(autocast),
+        float32_at=float32.found if float32 else "",
     )
     return gradients, evidence
 

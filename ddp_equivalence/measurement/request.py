@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import TypedDict
 
+import torch
+
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.build import catalogue_loss_of
 from ddp_equivalence.case.case import Case
@@ -52,6 +54,16 @@ class Request:
     @property
     def step_count(self) -> int:
         return step_count(self.steps)
+
+    @property
+    def is_cast_to_float64(self) -> bool:
+        """True if the user's own step is checked in float64, whatever precision it was built in."""
+        return (
+            self.strategy is None
+            and not self.plant
+            and not self.case.exact
+            and self.case.dtype is torch.float64
+        )
 
 
 class CheckOptions(TypedDict, total=False):

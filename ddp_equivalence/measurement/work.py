@@ -13,6 +13,7 @@ from ddp_equivalence.case.steps import Compare, GradientKey, Steps
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.comparison.gradients import Description
 from ddp_equivalence.measurement.observation import Observation
+from ddp_equivalence.measurement.precision_watch import Autocast
 from ddp_equivalence.ranks.collectives import Collective
 from ddp_equivalence.ranks.rank import Rank
 
@@ -26,7 +27,8 @@ class Work:
 
     ``plant``: the name of the fault to plant in the step; "" for none. ``observe``: if it is given,
     the rank watches the step. It then sends no gradients, but these elements of them, inside its
-    evidence.
+    evidence. ``look_for_float32``: the rank only looks where the step computes in float32, and
+    sends no gradients.
     """
 
     case: Case
@@ -36,6 +38,7 @@ class Work:
     steps: Steps = 1
     plant: str = ""
     observe: ElementSample[str] | None = None
+    look_for_float32: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Evidence:
     torch has no flight recorder. ``gradients``: the description of every gradient that the rank
     left. ``notes``: what the strategy wrote down to prove that it ran. ``planted``: how often a
     planted fault did its damage; None if none was planted. ``observed``: what was seen of the step,
-    if it was watched.
+    if it was watched. ``autocast``: the autocast regions that it entered with gradients enabled.
+    ``float32_at``: where it computed in float32, if this was looked for; "" if it did not.
     """
 
     examples: tuple[tuple[int, ...], ...] | None
@@ -62,3 +66,5 @@ class Evidence:
     notes: Mapping[str, Any] = field(default_factory=dict)
     planted: int | None = None
     observed: Observation | None = None
+    autocast: frozenset[Autocast] = frozenset()
+    float32_at: str = ""

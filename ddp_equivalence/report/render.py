@@ -15,6 +15,7 @@ from ddp_equivalence.report.failure import failure_blocks
 from ddp_equivalence.report.line import Line, Style, paragraph
 from ddp_equivalence.report.other_causes import other_causes_lines
 from ddp_equivalence.report.parameters import parameters_lines, structure_lines
+from ddp_equivalence.report.precision import precision_lines
 from ddp_equivalence.report.shares import shares_lines
 from ddp_equivalence.report.wrapping import rank_names
 
@@ -52,14 +53,14 @@ def _same(verdict: Verdict) -> Iterator[list[Line]]:
     reason = f"limit: {worst.limit.reason}; worst parameter: {worst.name}" if worst else ""
     if nearest is not None:
         reason += f"; nearest fault: {nearest.cause}"
-    yield [Line(f"  {numbers}"), *paragraph(reason, "  ")]
+    yield [Line(f"  {numbers}"), *paragraph(reason, "  "), *precision_lines(verdict)]
     yield evidence_lines(verdict)
 
 
 def _different(verdict: Verdict) -> Iterator[list[Line]]:
     names = " and ".join(verdict.causes) or "no known cause fits"
     yield [Line(f"{verdict.subject} is not big_batch: {names}", Style.BAD)]
-    yield cause_lines(verdict)
+    yield [*cause_lines(verdict), *precision_lines(verdict)]
     yield expected_and_held_lines(verdict)
     yield structure_lines(verdict)
     yield shares_lines(verdict)
@@ -77,6 +78,7 @@ def _unknown(verdict: Verdict) -> Iterator[list[Line]]:
         yield [
             *paragraph(f"{verdict.reason[:1].upper()}{verdict.reason[1:]}.", "  "),
             Line("  Nothing was shown, which is not a pass."),
+            *precision_lines(verdict),
         ]
         if verdict.comparison is not None and verdict.comparison.parameters:
             yield [Line(f"  {_error_text(verdict)}")]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.steps import Compare
 from ddp_equivalence.comparison.comparison import Comparison
@@ -18,6 +20,7 @@ from ddp_equivalence.diagnosis.share_fit import NoShares
 from ddp_equivalence.diagnosis.shares import Shares
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.measure import autocast_of
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.rerun import Rerun
 from ddp_equivalence.measurement.work import Evidence
@@ -41,8 +44,10 @@ class Verdict:
     the ranks failed, if they did. ``second_look``: what a rerun on fresh ranks showed, after the
     first run hung or was aborted. ``output``: rank -> what it printed. ``changed``: rank -> what
     the step changed in its process, or left running there. ``repeat``: the command or call that
-    repeats the check. ``analysis``: computes the rest when it is asked for; None if there was
-    nothing to analyse. ``render``: writes the report.
+    repeats the check. ``float32_at``: where the step computes in float32 in a check in float64, if
+    that could be the difference. ``other_precision``: the verdict on the same step in the model's
+    own precision, or in float64 if this one is in the model's own. ``analysis``: computes the rest
+    when it is asked for; None if there was nothing to analyse. ``render``: writes the report.
     """
 
     case: Case
@@ -67,6 +72,8 @@ class Verdict:
     output: Mapping[int, str] = field(default_factory=dict)
     changed: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     second_look: Rerun | None = None
+    float32_at: str = ""
+    other_precision: Verdict | None = None
     seconds: float = 0.0
     repeat: str = ""
     analysis: Analysis | None = field(default=None, repr=False, compare=False)
@@ -79,6 +86,17 @@ class Verdict:
         """The names of all causes that it takes to explain the difference."""
         best = self.findings[0] if self.findings else None
         return best.causes if best is not None and best.accepted else ()
+
+    @property
+    def is_in_float64(self) -> bool:
+        """True if the limits are those of float64."""
+        reference = None if self.analysis is None else self.analysis.lowest_dtype
+        return reference is torch.float64
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of the autocast regions that the step entered; None without any."""
+        return autocast_of(self.evidence)
 
     @property
     def shares(self) -> Shares | None:

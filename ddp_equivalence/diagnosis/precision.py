@@ -1,0 +1,37 @@
+"""Decides whether a check in float64 has to be repeated in the model's own precision."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ddp_equivalence.case.build import build_model
+from ddp_equivalence.comparison.comparison import Comparison
+from ddp_equivalence.measurement.request import Request
+
+EPS = torch.finfo(torch.float32).eps
+
+LARGEST, SMALLEST = 64 * EPS, EPS / 1024
+"""Rounding in float32 leaves a relative error between these bounds in a check in float64."""
+
+
+def has_the_size_of_float32(comparison: Comparison | None) -> bool:
+    """True if the largest of all errors could have been left by rounding in float32."""
+    if comparison is None or comparison.structure or not comparison.ranks_agree:
+        return False
+    parameters = [one for one in comparison.parameters if not one.limit.only_rounding]
+    largest = max((one.error for one in parameters if one.norm > 0), default=0.0)
+    return SMALLEST <= largest <= LARGEST
+
+
+def in_own_precision(request: Request) -> Request | None:
+    """The same request in the precision in which the user's function builds the model.
+
+    None if the function itself builds the model in float64.
+    """
+    case = replace(request.case, dtype=None)
+    trained = [one for one in build_model(case).parameters() if one.requires_grad]
+    if all(parameter.dtype is torch.float64 for parameter in trained):
+        return None
+    return replace(request, case=case)

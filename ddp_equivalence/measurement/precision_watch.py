@@ -1,0 +1,83 @@
+"""Sees in which precision a step computes: where it enters autocast, and where it uses float32."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Autocast = tuple[str, torch.dtype]
+"""The device type and the dtype of an autocast region."""
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+@contextmanager
+def autocast_entered() -> Iterator[set[Autocast]]:
+    """Collect, inside the block, the autocast regions that code with gradients enters.
+
+    What runs without gradients, such as an evaluation on one rank, does not count.
+    """
+    entered: set[Autocast] = set()
+    enter: Callable[[Any], Any] = torch.autocast.__enter__
+
+    def recording(autocast: Any) -> Any:
+        if autocast._enabled and torch.is_grad_enabled():
+            entered.add((autocast.device, autocast.fast_dtype))
+        return enter(autocast)
+
+    with patch.object(torch.autocast, "__enter__", recording):
+        yield entered
+
+
+class Float32Watch(TorchDispatchMode):
+    """Notes the first operation inside the block whose result is in float32.
+
+    ``found``: the operation and the line of the user's code that called it; "" if there was none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
+        self.found = ""
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not self.found and any(map(_is_float32, pytree.tree_leaves(result))):
+            name = str(function).partition(".")[2].partition(".")[0] or str(function)
+            line = _users_line(sys._getframe(1), lambda path: not path.startswith(_OTHERS))
+            self.found = f"{name} at {line}" if line else name
+        return result
+
+
+_OTHERS = (_TORCH, _PACKAGE, "<")
+"""Beginnings of the paths of code that is not the user's."""
+
+
+def _is_float32(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype is torch.float32 and value.numel() > 0
+
+
+def _users_line(frame: FrameType | None, is_users: Callable[[str], bool]) -> str:
+    """The innermost line of the user's code, as ``file:line``; "" if there is none."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if is_users(path) and os.sep + "python3" not in path:
+            return f"{os.path.basename(path)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
