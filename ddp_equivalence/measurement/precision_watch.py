@@ -41,7 +41,9 @@ def autocast_entered() -> Iterator[set[Autocast]]:
 
 
 class Float32Watch(TorchDispatchMode):
-    """Notes the first operation inside the block whose result is in float32.
+    """Notes the first operation inside the block that takes values in float32 into float64.
+
+    Whole numbers do not count, since float32 rounds none of them: they are masks, flags or counts.
 
     ``found``: the operation and the line of the user's code that called it; "" if there was none.
     """
@@ -58,9 +60,9 @@ class Float32Watch(TorchDispatchMode):
         kwargs: Any = None,
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if not self.found and any(map(_is_float32, pytree.tree_leaves(result))):
+        if not self.found and _enters_float64(result, (args, kwargs)):
             name = str(function).partition(".")[2].partition(".")[0] or str(function)
-            line = _users_line(sys._getframe(1), lambda path: not path.startswith(_OTHERS))
+            line = _users_line(sys._getframe(1))
             self.found = f"{name} at {line}" if line else name
         return result
 
@@ -69,15 +71,28 @@ _OTHERS = (_TORCH, _PACKAGE, "<")
 """Beginnings of the paths of code that is not the user's."""
 
 
-def _is_float32(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dtype is torch.float32 and value.numel() > 0
+def _enters_float64(result: object, arguments: object) -> bool:
+    """True if the result is in float64 although an argument was rounded to float32."""
+    return any(map(_is_float64, pytree.tree_leaves(result))) and any(
+        map(_is_rounded_to_float32, pytree.tree_leaves(arguments))
+    )
 
 
-def _users_line(frame: FrameType | None, is_users: Callable[[str], bool]) -> str:
+def _is_float64(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype is torch.float64
+
+
+def _is_rounded_to_float32(value: object) -> bool:
+    if not isinstance(value, Tensor) or value.dtype is not torch.float32:
+        return False
+    return bool((value != value.round()).any())
+
+
+def _users_line(frame: FrameType | None) -> str:
     """The innermost line of the user's code, as ``file:line``; "" if there is none."""
     while frame is not None:
         path = frame.f_code.co_filename
-        if is_users(path) and os.sep + "python3" not in path:
+        if not path.startswith(_OTHERS) and f"{os.sep}python3" not in path:
             return f"{os.path.basename(path)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -170,3 +170,15 @@ def test_float32_in_a_model_that_is_built_in_float64_is_told_and_is_different() 
     text = " ".join(str(verdict).split())
     assert "the step computes in float32 inside this check in float64" in text
     assert "other weights" not in text
+
+
+def off_by_a_little_beside_flags_in_float32(model: nn.Module, shard: Any, rank: Rank) -> None:
+    loss(model, shard).backward()
+    mask = torch.ones(len(shard["rows"]))
+    assert bool((mask.unsqueeze(1) * shard["rows"]).isfinite().all())
+    average(model, rank, divisor=rank.world_size * (1 + 1e-7))
+
+
+def test_masks_and_flags_in_float32_hide_no_small_fault() -> None:
+    verdict = check(case(), off_by_a_little_beside_flags_in_float32)
+    assert (verdict.outcome, verdict.float32_at) == ("different", "")
