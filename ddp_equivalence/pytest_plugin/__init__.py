@@ -25,6 +25,7 @@ from ddp_equivalence.pytest_plugin import (
 from ddp_equivalence.pytest_plugin.equivalence_fixture import Equivalence, equivalence
 from ddp_equivalence.pytest_plugin.planting import Planting
 from ddp_equivalence.pytest_plugin.run_deadline import RunDeadline
+from ddp_equivalence.pytest_plugin.unread_verdicts import UnreadVerdicts
 
 __all__ = ["Equivalence", "equivalence"]  # the fixture, which pytest finds here, and its type
 
@@ -50,6 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(config.stash[_results])
     if (fault := config.getoption("--plant")) is not None:
         config.pluginmanager.register(Planting(fault))
+    else:
+        # A planted fault has been noticed only by a test that fails because of it.
+        config.pluginmanager.register(UnreadVerdicts(config))
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
