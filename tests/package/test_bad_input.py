@@ -183,7 +183,7 @@ def test_a_function_that_cannot_travel_is_refused() -> None:
 
 def test_a_bad_argument_is_found_before_any_rank_is_asked() -> None:
     """Nothing is lost: the same ranks go on."""
-    check(own_case(), right_step)
+    assert check(own_case(), right_step).outcome == "same"
     started = warm_ranks().started
     with pytest.raises(BadCase):
         check(own_case(), right_step, deadline=-1)

@@ -312,5 +312,6 @@ def test_a_frozen_integer_parameter_is_carried_along() -> None:
 
 def test_nothing_of_the_batch_is_shared_between_checks() -> None:
     first = make_batch(torch.Generator().manual_seed(0))
-    check(own_case(loss=loss_that_changes_its_batch), right_step)
+    changing = own_case(loss=loss_that_changes_its_batch)
+    assert check(changing, right_step).outcome == "same"
     assert torch.equal(first["rows"], make_batch(torch.Generator().manual_seed(0))["rows"])
