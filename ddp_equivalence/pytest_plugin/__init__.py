@@ -99,8 +99,8 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
     if not hasattr(config, "workerinput"):
         if session.exitstatus == pytest.ExitCode.OK and _has_not_shown_enough(results, config):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if (path := config.getoption("--ddp-json")) is not None:
-            json_results.write(path, results, config.getoption("--must-run"))
+        if not json_results.written(config, results) and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
     return (yield)
 
 
@@ -108,6 +108,7 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     results, must_run = config.stash[_results], config.getoption("--must-run")
+    json_results.say_if_not_written(config, terminalreporter)
     if results.is_empty and not must_run and not config.getoption("--ddp-require-comparison"):
         return  # a run that has nothing to do with this package
     terminalreporter.section("compared with one big batch", "=")
