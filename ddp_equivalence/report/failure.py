@@ -91,4 +91,4 @@ _TENSOR_OPTIONS = re.compile(r", TensorDeviceTypes=TensorOptions\(.*?\(nullopt\)
 def _first_line(message: str) -> str:
     first = _TENSOR_OPTIONS.sub("", message.splitlines()[0] if message else "")
     most = MOST_WIDTHS * settings.current().width
-    return first if len(first) <= most else f"{first[:most]}…"
+    return first if len(first) <= most else f"{first[:most]}..."

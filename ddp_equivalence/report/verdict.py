@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -24,6 +25,7 @@ from ddp_equivalence.measurement.work import Evidence
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.report import readings
+from ddp_equivalence.report.encoding import encodable
 
 Outcome = Literal["same", "different", "unknown"]
 
@@ -81,7 +83,7 @@ class Verdict:
     analysis: Analysis | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
-        return self.render(self)
+        return encodable(self.render(self), sys.stdout)  # print(verdict) must not fail
 
     def __bool__(self) -> NoReturn:
         raise TypeError(
