@@ -10,16 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ddp_equivalence.case import layouts, shards
-from ddp_equivalence.case.arguments import (
-    dtype_named,
-    instead_of_loss,
-    instead_of_model,
-    whole_number,
-)
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.models import MODELS
+from ddp_equivalence.case.numbers import whole_number
+from ddp_equivalence.case.what_was_meant import dtype_named, instead_of_loss, instead_of_model
 
 ModelBuilder = Callable[[], nn.Module]
 BatchBuilder = Callable[[torch.Generator], Any]

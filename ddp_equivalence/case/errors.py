@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 LONGEST_VALUE = 160
 """Characters of a value that an error shows."""
 

@@ -86,11 +86,12 @@ def _open_closed_streams() -> None:
             os.set_inheritable(number, True)  # `run` becomes another program
         if getattr(sys, name) is None:
             mode = "r" if name == "stdin" else "w"
-            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115, until the end
+            setattr(sys, name, stream)
 
 
 def _replace_characters(stream: TextIO) -> str | None:
-    """Let the stream replace what it cannot encode. Returns its error handler; None if it has none."""
+    """Let the stream replace what it cannot encode. Returns its error handler, if it has one."""
     if not hasattr(stream, "reconfigure"):
         return None
     before = stream.errors

@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields
 from typing import TypedDict
 
 from ddp_equivalence.case import settings
-from ddp_equivalence.case.arguments import is_number, whole_number, whole_numbers
 from ddp_equivalence.case.build import catalogue_loss_of
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts import Layout, parse
+from ddp_equivalence.case.numbers import is_number, whole_number, whole_numbers
 from ddp_equivalence.case.shards import OWN
 from ddp_equivalence.case.steps import Compare, Steps, step_count
 from ddp_equivalence.measurement.step_signature import why_not_a_step

@@ -256,7 +256,10 @@ def test_fewer_examples_than_ranks_are_told_how_to_be_split() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"batch": lambda: None}, r"a function \(torch.Generator\) -> pytree of tensors; it raised"),
+        (
+            {"batch": lambda: None},
+            r"a function \(torch.Generator\) -> pytree of tensors; it raised",
+        ),
         ({"model": lambda size: None}, r"a function \(\) -> nn.Module; it raised TypeError"),
     ],
     ids=["batch", "model"],

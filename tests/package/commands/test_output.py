@@ -132,9 +132,7 @@ def test_the_suite_runs_without_output(folder: Path) -> None:
 def test_a_report_that_nobody_could_read_is_no_success(folder: Path, name: str, code: int) -> None:
     found, _, errors = in_shell(folder, f"ddp-equivalence check mine.py:{name} >/dev/full")
     assert found == code
-    assert errors == (
-        "ddp-equivalence: the output could not be written: No space left on device\n"
-    )
+    assert errors == ("ddp-equivalence: the output could not be written: No space left on device\n")
 
 
 def test_a_reader_who_has_read_enough_changes_nothing(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Paths for results: refused before anything runs, and no table is lost if writing fails after all."""
+"""A path for results is refused before anything runs, and no table is lost if the disk is full."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tests.package.commands.test_command_line import BESIDE, USER_FILE
 from tests.package.commands.test_command_line import run as run_command
 from tests.package.pytest_plugin.test_pytest_plugin import THEIR_TEST
 from tests.package.someone_elses_run import run as run_pytest
-
 
 
 @pytest.fixture
@@ -64,7 +63,10 @@ def test_asking_whether_a_file_can_be_written_leaves_none_and_changes_none(
     [
         ("--ddp-json=.", "--ddp-json .: expected a file in a folder that exists and can be"),
         ("--ddp-json=/proc/x.json", "--ddp-json /proc/x.json: expected a file"),
-        ("--ddp-export-repro=test_theirs.py", "--ddp-export-repro test_theirs.py: expected a folder"),
+        (
+            "--ddp-export-repro=test_theirs.py",
+            "--ddp-export-repro test_theirs.py: expected a folder",
+        ),
     ],
 )
 def test_pytest_refuses_it_too(tmp_path: Path, argument: str, says: str) -> None:

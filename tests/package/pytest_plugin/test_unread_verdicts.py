@@ -128,30 +128,43 @@ class TestIgnored:
         pass
 """
 
-FIRST_LINE = 1 + (HEAD + THEIR_TESTS).splitlines().index(
-    "    equivalence.check(CASE, wrong_step)"
-)
+FIRST_LINE = 1 + (HEAD + THEIR_TESTS).splitlines().index("    equivalence.check(CASE, wrong_step)")
 """The line of the first check whose verdict nobody reads."""
 
-FAIL = """
-test_forgets_the_assert_and_differs test_forgets_the_assert_and_is_the_same
-test_keeps_it_in_a_variable test_asserts_the_verdict_itself test_asks_only_what_it_gave
-test_reads_one_of_two test_fails_for_a_reason_of_its_own test_is_expected_to_fail
-Unittest::test_in_unittest Unittest::test_fails_in_unittest
-""".split()
+FAIL = [
+    "test_forgets_the_assert_and_differs",
+    "test_forgets_the_assert_and_is_the_same",
+    "test_keeps_it_in_a_variable",
+    "test_asserts_the_verdict_itself",
+    "test_asks_only_what_it_gave",
+    "test_reads_one_of_two",
+    "test_fails_for_a_reason_of_its_own",
+    "test_is_expected_to_fail",
+    "Unittest::test_in_unittest",
+    "Unittest::test_fails_in_unittest",
+]
 
-PASS = """
-test_reads_the_outcome test_reads_the_shares test_prints_it test_formats_it
-test_copies_it_and_reads_the_copy test_asserts_equivalence test_expects_a_difference
-test_expects_bad_input test_leaves_it_to_its_fixture test_reads_what_an_earlier_test_kept
-test_reads_its_fixture test_reads_the_fixture_of_the_module
-test_ignores_the_fixture_of_the_module_that_another_test_reads
-""".split()
+PASS = [
+    "test_reads_the_outcome",
+    "test_reads_the_shares",
+    "test_prints_it",
+    "test_formats_it",
+    "test_copies_it_and_reads_the_copy",
+    "test_asserts_equivalence",
+    "test_expects_a_difference",
+    "test_expects_bad_input",
+    "test_leaves_it_to_its_fixture",
+    "test_reads_what_an_earlier_test_kept",
+    "test_reads_its_fixture",
+    "test_reads_the_fixture_of_the_module",
+    "test_ignores_the_fixture_of_the_module_that_another_test_reads",
+]
 
-PASS_AND_END_IN_AN_ERROR = """
-test_keeps_it_for_a_later_test test_ignores_its_fixture
-TestIgnored::test_ignores_the_fixture_of_its_class
-""".split()
+PASS_AND_END_IN_AN_ERROR = [
+    "test_keeps_it_for_a_later_test",
+    "test_ignores_its_fixture",
+    "TestIgnored::test_ignores_the_fixture_of_its_class",
+]
 
 
 @pytest.fixture(scope="module")
@@ -194,8 +207,8 @@ def test_a_skipped_test_stays_skipped(their_run: str) -> None:
 @pytest.mark.parametrize(
     "says",
     [
-        f"test_theirs.py:{FIRST_LINE}: The check of wrong_step came out different, and nothing of its verdict "
-        "was read. Write assert_equivalent(case, step), or assert check(case, step).outcome == "
+        f"test_theirs.py:{FIRST_LINE}: The check of wrong_step came out different, and nothing of "
+        "its verdict was read. Write assert_equivalent(case, step), or assert check(case, step).outcome == "
         '"same".',
         "The check of step came out same, and nothing of its verdict was read.",
         "FAILED test_theirs.py::test_fails_for_a_reason_of_its_own - assert 1 == 2",
