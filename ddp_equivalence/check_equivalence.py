@@ -39,7 +39,7 @@ from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
 from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.ranks.threads import threads_beside, threads_for
 from ddp_equivalence.reference import Reference, big_batch
-from ddp_equivalence.report import listeners
+from ddp_equivalence.report import listeners, readings
 from ddp_equivalence.report.errors import NotEquivalent, NothingCompared
 from ddp_equivalence.report.render import render
 from ddp_equivalence.report.verdict import Verdict
@@ -63,6 +63,7 @@ def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verd
         verdict = _also_in_own_precision(_judge(request), request)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))
     listeners.tell(verdict, request)
+    readings.begin(verdict)
     return verdict
 
 

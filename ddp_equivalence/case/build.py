@@ -39,7 +39,8 @@ def build_model(case: Case) -> nn.Module:
         with seeded(case.seed):
             model: object = builder()
     except Exception as error:
-        raise BadCase("model", name_of(case.model), _must_not_raise(error)) from error
+        right = _must_not_raise("() -> nn.Module", error)
+        raise BadCase("model", name_of(case.model), right) from error
     if not isinstance(model, nn.Module):
         right = f"a builder that returns an nn.Module, not {type(model).__name__}"
         raise BadCase("model", name_of(case.model), right)
@@ -80,7 +81,11 @@ def build_batches(case: Case, steps: Steps = 1) -> list[Any]:
     """
     batch = _catalogue_batch(case, steps) if case.batch is None else _batch_of_the_user(case)
     batch = pytree.tree_map_only(Tensor, lambda leaf: _cast(leaf, case), batch)
-    sizes = _examples_by_step(count_examples(batch), steps)
+    examples = count_examples(batch)
+    if not examples:
+        right = "at least one example; all its tensors have length 0"
+        raise BadCase("batch", name_of(case.batch), right)
+    sizes = _examples_by_step(examples, steps)
     if len(sizes) == 1:
         return [batch]
     starts = [sum(sizes[:step]) for step in range(len(sizes))]
@@ -126,7 +131,8 @@ def _batch_of_the_user(case: Case) -> Any:
         with seeded(case.seed):
             return case.batch(torch.Generator().manual_seed(case.seed))
     except Exception as error:
-        raise BadCase("batch", name_of(case.batch), _must_not_raise(error)) from error
+        right = _must_not_raise("(torch.Generator) -> pytree of tensors", error)
+        raise BadCase("batch", name_of(case.batch), right) from error
 
 
 def _catalogue_batch(case: Case, steps: Steps) -> Batch:
@@ -159,5 +165,5 @@ def _integers(values: Tensor) -> Tensor:
     return (values / largest * LARGEST_INTEGER).round()
 
 
-def _must_not_raise(error: Exception) -> str:
-    return f"a function that returns; it raised {type(error).__name__}: {error}"
+def _must_not_raise(signature: str, error: Exception) -> str:
+    return f"a function {signature}; it raised {type(error).__name__}: {error}"

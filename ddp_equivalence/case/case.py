@@ -14,6 +14,8 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.models import MODELS
+from ddp_equivalence.case.numbers import whole_number
+from ddp_equivalence.case.what_was_meant import dtype_named, instead_of_loss, instead_of_model
 
 ModelBuilder = Callable[[], nn.Module]
 BatchBuilder = Callable[[torch.Generator], Any]
@@ -59,15 +61,18 @@ class Case:
     exact: bool = False
 
     def __post_init__(self) -> None:
-        _check_name(self.model, "model", MODELS)
-        _check_name(self.loss, "loss", LOSSES)
+        _check_name(self.model, "model", MODELS, instead_of_model(self.model))
+        _check_name(self.loss, "loss", LOSSES, instead_of_loss(self.loss))
         world_size = self.ranks.world_size
         sizes = shards.explicit_sizes(self.shards, world_size)
         self._check_dtype()
         self._check_batch(sizes)
-        whole = isinstance(self.seed, int) and not isinstance(self.seed, bool)
-        if not whole or not 0 <= self.seed < 2**62:
+        seed = whole_number(self.seed)
+        if seed is None or not 0 <= seed < 2**62:
             raise BadCase("seed", self.seed, "an integer from 0, below 2**62")
+        object.__setattr__(self, "seed", seed)
+        if not isinstance(self.exact, bool):
+            raise BadCase("exact", self.exact, "True or False")
         if self.shards == "no_valid_token" and self.batch is not None:
             raise BadCase(
                 "shards", self.shards, "other shards: only batches of the catalogue are padded so"
@@ -80,6 +85,8 @@ class Case:
             right = (
                 "a floating-point torch.dtype such as torch.float64, or None to keep the model's"
             )
+            if (meant := dtype_named(self.dtype)) is not None:
+                right = f"{meant}, without quotes"
             raise BadCase("dtype", self.dtype, right)
 
     def _check_batch(self, sizes: tuple[int, ...] | None) -> None:
@@ -92,16 +99,19 @@ class Case:
                 right = f"a loss for {model.output!r} output, which {self.model} returns"
                 raise BadCase("loss", self.loss, f"{right}; this one is for {loss.output!r}")
         elif not callable(self.batch):
-            raise BadCase("batch", self.batch, "a function (torch.Generator) -> pytree of tensors")
+            right = "a function (torch.Generator) -> pytree of tensors, because every process "
+            right += "makes its own: batch=lambda generator: ..."
+            raise BadCase("batch", type(self.batch).__name__, right)
         if self.examples is None:
             return
         if self.batch is not None:
             raise BadCase("examples", self.examples, "None: your batch function sets the size")
-        if isinstance(self.examples, bool) or not isinstance(self.examples, int):
+        examples = whole_number(self.examples)
+        if examples is None or examples < 1:
             raise BadCase("examples", self.examples, "an integer from 1")
-        if self.examples < 1 or (sizes is not None and sum(sizes) != self.examples):
-            right = f"the sum of the shards, {sum(sizes)}" if sizes else "an integer from 1"
-            raise BadCase("examples", self.examples, right)
+        if sizes is not None and sum(sizes) != examples:
+            raise BadCase("examples", examples, f"the sum of the shards, {sum(sizes)}")
+        object.__setattr__(self, "examples", examples)
 
     @property
     def ranks(self) -> Layout:
@@ -136,7 +146,10 @@ def name_of(subject: object) -> str:
     return str(getattr(subject, "__name__", type(subject).__name__)).strip("<>")
 
 
-def _check_name(value: object, field: str, names: dict[str, Any]) -> None:
+def _check_name(value: object, field: str, names: dict[str, Any], instead: str) -> None:
+    """Raises BadCase if the value is no name and no function; or says what to write ``instead``."""
+    if instead:
+        raise BadCase(field, name_of(value), instead)
     if isinstance(value, str):
         if value not in names:
             raise BadCase(field, value, f"a function, or one of {', '.join(names)}")

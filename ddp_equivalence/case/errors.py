@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+LONGEST_VALUE = 160
+"""Characters of a value that an error shows."""
+
 
 class BadCase(ValueError):
     """The caller asked for something that cannot be checked.
@@ -12,12 +15,18 @@ class BadCase(ValueError):
 
     def __init__(self, field: str, value: object, right: str) -> None:
         self.field, self.value, self.right = field, value, right
-        super().__init__(f"{field} = {value!r}: {right}")
+        super().__init__(f"{field} = {_on_one_line(repr(value))}: {right}")
 
     def __reduce__(self) -> tuple[type[BadCase], tuple[str, str, str]]:
         # Errors cross processes by pickle, and the value may be an unpicklable function. So only
         # the text of the value is pickled.
         return type(self), (self.field, str(self.value), self.right)
+
+
+def _on_one_line(text: str) -> str:
+    """The text of a value without line breaks, and cut where nobody would read on."""
+    words = " ".join(text.split()) if "\n" in text else text
+    return words if len(words) <= LONGEST_VALUE else f"{words[:LONGEST_VALUE]}..."
 
 
 class SuiteBug(RuntimeError):

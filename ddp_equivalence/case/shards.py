@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.numbers import whole_numbers
 
 OWN = "own"
 """With these shards, every rank receives the whole batch and chooses its examples itself."""
@@ -83,12 +84,14 @@ def explicit_sizes(text: str, world_size: int) -> tuple[int, ...] | None:
 
     Raises BadCase if the text is neither, or if it has more or fewer shards than there are ranks.
     """
-    if text == OWN or text in NAMED_SIZES:
-        return None
     names = ", ".join([*NAMED_SIZES, OWN])
     right = f'examples per rank such as "5+3", or one of {names}'
     if not isinstance(text, str):
+        if sizes := whole_numbers(text):
+            right = f'text: shards="{"+".join(map(str, sizes))}"'
         raise BadCase("shards", text, right)
+    if text == OWN or text in NAMED_SIZES:
+        return None
     parts = text.split("+")
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise BadCase("shards", text, right)

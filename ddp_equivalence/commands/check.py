@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import EXIT_CODE_OF_OUTCOME
+from ddp_equivalence.commands.results import require_writable_folder
 from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.report.terminal import painted, width_of
 
@@ -128,6 +129,7 @@ def _add_options_of_the_check(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Judge the case, or many variations of it with --explore, and print the report."""
     path, name = _target(arguments.target)
+    require_writable_folder("export_repro", arguments.export_repro)
     start_early()  # the ranks' server imports torch while this process does
     from ddp_equivalence.case import example_subset
     from ddp_equivalence.check_equivalence import check

@@ -9,14 +9,26 @@ from collections.abc import Sequence
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands import COMMANDS
-from ddp_equivalence.commands.exit_codes import BAD_INPUT, INTERRUPTED, NOT_JUDGED
+from ddp_equivalence.commands.exit_codes import BAD_INPUT, INTERRUPTED, NOT_JUDGED, SAME
+from ddp_equivalence.commands.output import output
 
 
 def main(command_line: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    ``command_line``: the arguments; None stands for those of this process.
+    ``command_line``: the arguments; None stands for those of this process. A command that has
+    succeeded, but whose output could not be written, fails; that nobody reads it is no failure.
     """
+    with output() as stdout:
+        code = _run(command_line)
+    if stdout.error is None or isinstance(stdout.error, BrokenPipeError):
+        return code
+    reason = stdout.error.strerror
+    print(f"ddp-equivalence: the output could not be written: {reason}", file=sys.stderr)
+    return NOT_JUDGED if code == SAME else code
+
+
+def _run(command_line: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="ddp-equivalence",
         description="Does data-parallel training compute the gradients of one big batch?",

@@ -6,29 +6,22 @@ A command asks whether it can write them before it starts its work, so that no r
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.report.output_paths import FILE, FOLDER, why_no_file, why_no_folder
 
 
 def require_writable_file(field: str, path: Path | None) -> None:
     """Raises BadCase if a path is given and no file can be written there."""
-    if path is None:
-        return
-    folder = path.resolve().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise BadCase(field, str(path), "a file in a folder that exists and can be written to")
+    if path is not None and (reason := why_no_file(path)):
+        raise BadCase(field, str(path), f"{FILE}; {reason}")
 
 
 def require_writable_folder(field: str, path: Path | None) -> None:
     """Raises BadCase if a path is given that is not a writable folder and cannot become one."""
-    if path is None:
-        return
-    whole = path.resolve()
-    nearest = next(folder for folder in (whole, *whole.parents) if folder.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise BadCase(field, str(path), "a folder that can be written to, or that can be made")
+    if path is not None and (reason := why_no_folder(path)):
+        raise BadCase(field, str(path), f"{FOLDER}; {reason}")
 
 
 def write_json(field: str, path: Path | None, content: object) -> None:
@@ -38,4 +31,4 @@ def write_json(field: str, path: Path | None, content: object) -> None:
     try:
         path.write_text(json.dumps(content, indent=1) + "\n")
     except OSError as error:
-        raise BadCase(field, str(path), f"a file that can be written; {error}") from error
+        raise BadCase(field, str(path), f"a file that can be written; {error.strerror}") from error

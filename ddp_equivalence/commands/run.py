@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from ddp_equivalence.commands.results import require_writable_file
+
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
 
@@ -36,9 +38,10 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
-    """Become pytest, which runs the comparisons."""
+    """Become pytest, which runs the comparisons. Raises BadCase if the results have no place."""
     from ddp_equivalence.commands.suite_folder import is_checkout, suite_folder
 
+    require_writable_file("json", arguments.json)
     rest = arguments.rest
     of_pytest = [
         "-o",

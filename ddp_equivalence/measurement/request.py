@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TypedDict
 
 import torch
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.build import catalogue_loss_of
-from ddp_equivalence.case.case import Case
+from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts import Layout, parse
+from ddp_equivalence.case.numbers import is_number, whole_number, whole_numbers
 from ddp_equivalence.case.shards import OWN
 from ddp_equivalence.case.steps import Compare, Steps, step_count
+from ddp_equivalence.measurement.step_signature import why_not_a_step
 from ddp_equivalence.measurement.work import Step
 from ddp_equivalence.ranks.lanes import Lane, choose, missing
 from ddp_equivalence.strategies import STRATEGIES
@@ -103,26 +105,23 @@ def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request
 
     Raises BadCase for an argument that cannot be right, TypeError for an unknown option.
     """
-    if unknown := options.keys() - CheckOptions.__annotations__.keys():
-        takes = ", ".join(CheckOptions.__annotations__)
-        raise TypeError(f"check() got an unexpected option {min(unknown)!r}; it takes {takes}")
+    _check_names(options)
     compare, lr = options.get("compare", "gradients"), options.get("lr", 0.1)
-    steps, backend = options.get("steps", 1), options.get("backend")
+    backend = options.get("backend")
     now = settings.current()
     if not isinstance(case, Case):
-        raise BadCase("case", case, "a ddp_equivalence.Case")
-    strategy = STRATEGIES.get(step) if isinstance(step, str) else None
-    if strategy is None and not callable(step):
-        names = ", ".join(STRATEGIES)
-        raise BadCase("step", step, f"a function (model, shard, rank), or one of {names}")
+        swapped = isinstance(step, Case)
+        right = "a ddp_equivalence.Case" + (": check(case, step), in this order" if swapped else "")
+        raise BadCase("case", name_of(case) if swapped else case, right)
+    strategy = _strategy_of(step)
     if compare not in COMPARES:
         raise BadCase("compare", compare, f"one of {', '.join(COMPARES)}")
-    if not _is_number(lr) or not 0 < lr < float("inf"):
+    if not is_number(lr) or not 0 < lr < float("inf"):
         raise BadCase("lr", lr, "a learning rate above 0")
     deadline, collective_deadline = _deadlines(
         options.get("deadline"), options.get("collective_deadline")
     )
-    _check_steps(steps)
+    steps = _steps(options.get("steps", 1))
     if case.exact and (compare == "update" or steps != 1):
         right = "a check of one step's gradients: with SGD steps the weights leave the integers"
         raise BadCase("exact", True, right)
@@ -142,20 +141,45 @@ def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request
         step=step,
         strategy=strategy,
         compare=compare,
-        lr=lr,
+        lr=float(lr),
         steps=steps,
         lane=lane,
         deadline=deadline,
         collective_deadline=collective_deadline,
-        fresh=_or_setting(options.get("fresh_ranks"), now.fresh_ranks),
-        in_process=_or_setting(options.get("in_process"), now.in_process),
-        allow_changes=_or_setting(options.get("allow_changes"), now.allow_changes),
+        fresh=_truth(options, "fresh_ranks", now.fresh_ranks),
+        in_process=_truth(options, "in_process", now.in_process),
+        allow_changes=_truth(options, "allow_changes", now.allow_changes),
         second_look=now.second_look,
         plant=now.plant,
     )
 
 
-def _or_setting(option: bool | None, setting: bool) -> bool:
+def _check_names(options: CheckOptions) -> None:
+    """Raises TypeError for an option that ``check`` does not take."""
+    if unknown := options.keys() - CheckOptions.__annotations__.keys():
+        name, takes = min(unknown), ", ".join(CheckOptions.__annotations__)
+        where = ""
+        if name in {field.name for field in fields(Case)}:
+            where = f"; {name} is a field of the case: Case({name}=...)"
+        raise TypeError(f"check() got an unexpected option {name!r}; it takes {takes}{where}")
+
+
+def _strategy_of(step: object) -> Strategy | None:
+    """The strategy of this name, None for a step of the user. Raises BadCase if it is neither."""
+    strategy = STRATEGIES.get(step) if isinstance(step, str) else None
+    if strategy is None:
+        if not callable(step):
+            names = ", ".join(STRATEGIES)
+            raise BadCase("step", step, f"a function (model, shard, rank), or one of {names}")
+        if wrong := why_not_a_step(step):
+            raise BadCase("step", name_of(step), wrong)
+    return strategy
+
+
+def _truth(options: CheckOptions, name: str, setting: bool) -> bool:
+    option = options.get(name)
+    if option is not None and not isinstance(option, bool):
+        raise BadCase(name, option, "True or False")
     return setting if option is None else option
 
 
@@ -167,11 +191,11 @@ def _deadlines(case: float | None, collective: float | None) -> tuple[float, flo
     """
     now = settings.current()
     case = now.deadline if case is None else case
-    if not _is_number(case) or not 0 < case < float("inf"):
+    if not is_number(case) or not 0 < case < float("inf"):
         raise BadCase("deadline", case, "a number of seconds above 0")
     given = collective is not None
     collective = now.collective_deadline if collective is None else collective
-    if collective is not None and not _is_number(collective):
+    if collective is not None and not is_number(collective):
         raise BadCase("collective_deadline", collective, "a number of seconds above 0")
     if collective is None or (not given and collective >= case):
         collective = case / 2
@@ -183,16 +207,16 @@ def _deadlines(case: float | None, collective: float | None) -> tuple[float, flo
     return float(case), float(collective)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check_steps(steps: object) -> None:
-    sizes = steps if isinstance(steps, tuple) and steps else (steps,)
-    whole = all(isinstance(one, int) and not isinstance(one, bool) for one in sizes)
-    if not whole or min(sizes) < 1:
-        right = "at least 1 big batch, or a tuple with the number of examples of each"
-        raise BadCase("steps", steps, right)
+def _steps(steps: object) -> Steps:
+    number, sizes = whole_number(steps), whole_numbers(steps)
+    right = "at least 1 big batch, or a tuple with the number of examples of each"
+    if sizes is not None and not isinstance(steps, tuple):
+        raise BadCase("steps", steps, f"at least 1 big batch, or the tuple {sizes}")
+    if number is not None and number >= 1:
+        return number
+    if sizes is not None and min(sizes) >= 1:
+        return sizes
+    raise BadCase("steps", steps, right)
 
 
 def _lane_of_one_process(case: Case, strategy: Strategy) -> Lane:

@@ -25,6 +25,7 @@ from ddp_equivalence.pytest_plugin import (
 from ddp_equivalence.pytest_plugin.equivalence_fixture import Equivalence, equivalence
 from ddp_equivalence.pytest_plugin.planting import Planting
 from ddp_equivalence.pytest_plugin.run_deadline import RunDeadline
+from ddp_equivalence.pytest_plugin.unread_verdicts import UnreadVerdicts
 
 __all__ = ["Equivalence", "equivalence"]  # the fixture, which pytest finds here, and its type
 
@@ -50,6 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(config.stash[_results])
     if (fault := config.getoption("--plant")) is not None:
         config.pluginmanager.register(Planting(fault))
+    else:
+        # A planted fault has been noticed only by a test that fails because of it.
+        config.pluginmanager.register(UnreadVerdicts(config))
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
@@ -95,8 +99,8 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
     if not hasattr(config, "workerinput"):
         if session.exitstatus == pytest.ExitCode.OK and _has_not_shown_enough(results, config):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        if (path := config.getoption("--ddp-json")) is not None:
-            json_results.write(path, results, config.getoption("--must-run"))
+        if not json_results.written(config, results) and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
     return (yield)
 
 
@@ -104,6 +108,7 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     results, must_run = config.stash[_results], config.getoption("--must-run")
+    json_results.say_if_not_written(config, terminalreporter)
     if results.is_empty and not must_run and not config.getoption("--ddp-require-comparison"):
         return  # a run that has nothing to do with this package
     terminalreporter.section("compared with one big batch", "=")

@@ -38,7 +38,10 @@ def requests_kept(item: pytest.Item) -> Iterator[None]:
 def export(item: pytest.Item) -> Iterator[str]:
     """Write the scripts of a failed test. Yields each script's path, or why it was not written."""
     requests, item.stash[_requests] = item.stash[_requests], []
-    folder = item.config.getoption("--ddp-export-repro")
+    if not requests:
+        return
+    # A test may have changed the working folder.
+    folder = item.config.invocation_params.dir / item.config.getoption("--ddp-export-repro")
     for number, (request, headline) in enumerate(requests, start=1):
         from ddp_equivalence.report.script import command_of, export_request, file_name
 

@@ -8,12 +8,40 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+
 from ddp_equivalence.pytest_plugin.run_results import RunResults
 from ddp_equivalence.report.versions import versions
 
+_error = pytest.StashKey[OSError]()
 
-def write(path: Path, results: RunResults, must_run: Sequence[str]) -> None:
-    """Write the file. Raises OSError if that fails."""
+
+def written(config: pytest.Config, results: RunResults) -> bool:
+    """Write the file, if the run has the option. Returns False if that fails."""
+    path: Path | None = config.getoption("--ddp-json")
+    if path is None:
+        return True
+    try:
+        # A test may have changed the working folder.
+        _write(config.invocation_params.dir / path, results, config.getoption("--must-run"))
+    except OSError as error:
+        config.stash[_error] = error
+        return False
+    return True
+
+
+def say_if_not_written(config: pytest.Config, terminal: pytest.TerminalReporter) -> None:
+    """Say that the file could not be written, if that is so."""
+    error = config.stash.get(_error, None)
+    if error is not None:
+        terminal.line(
+            f"--ddp-json {config.getoption('--ddp-json')}: FAILED, the results could not be "
+            f"written: {error.strerror}",
+            red=True,
+        )
+
+
+def _write(path: Path, results: RunResults, must_run: Sequence[str]) -> None:
     content = {
         "environment": versions(),
         "cases": [asdict(record) for record in results.records],

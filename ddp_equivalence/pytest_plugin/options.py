@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.ranks.backend_names import BACKENDS, LANES
+from ddp_equivalence.report.output_paths import FILE, FOLDER, why_no_file, why_no_folder
 from ddp_equivalence.report.terminal import width_of
 
 MARKERS = (
@@ -163,9 +165,17 @@ def check_options(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "--in-process: does not work with -n, because the workers of xdist have no terminal"
         )
-    path: Path | None = config.getoption("--ddp-json")
-    if path is not None and not path.resolve().parent.is_dir():
-        raise pytest.UsageError(f"--ddp-json {path}: there is no folder {path.resolve().parent}")
+    if not hasattr(config, "workerinput"):  # under xdist the controller has checked the paths
+        _check_path(config, "--ddp-json", FILE, why_no_file)
+        _check_path(config, "--ddp-export-repro", FOLDER, why_no_folder)
+
+
+def _check_path(
+    config: pytest.Config, option: str, right: str, why_not: Callable[[Path], str]
+) -> None:
+    path: Path | None = config.getoption(option)
+    if path is not None and (reason := why_not(path)):
+        raise pytest.UsageError(f"{option} {path}: expected {right}; {reason}")
 
 
 def settings_of_run(config: pytest.Config, run_until: float | None) -> settings.Settings:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ddp_equivalence.report import listeners
+from ddp_equivalence.report.wrapping import rank_names
 
 if TYPE_CHECKING:
     from ddp_equivalence.measurement.request import Request
@@ -17,13 +18,18 @@ if TYPE_CHECKING:
 
 @contextmanager
 def added_to_report(item: pytest.Item) -> Iterator[None]:
-    """Add a section for every rank that printed something in a check made inside the block."""
+    """Add what ranks printed in the checks of the block. Ranks that printed the same share it."""
 
     def add_sections(verdict: Verdict, request: Request) -> None:
+        ranks_by_output: dict[str, list[int]] = {}
         for rank, text in sorted(verdict.output.items()):
             if text.strip():
-                node = verdict.case.ranks.rows[rank].node
-                item.add_report_section("call", f"output of rank {rank} (node {node})", text)
+                ranks_by_output.setdefault(text, []).append(rank)
+        for text, ranks in ranks_by_output.items():
+            title = f"output of {rank_names(ranks)}"
+            if len(ranks) == 1:
+                title += f" (node {verdict.case.ranks.rows[ranks[0]].node})"
+            item.add_report_section("call", title, text)
 
     with listeners.listening(add_sections):
         yield

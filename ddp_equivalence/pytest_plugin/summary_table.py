@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -10,6 +11,7 @@ import pytest
 from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.pytest_plugin.run_results import NotRun, RunResults
+from ddp_equivalence.report.encoding import encodable
 from ddp_equivalence.report.line import Line, Style
 from ddp_equivalence.report.record import Record
 from ddp_equivalence.report.wrapping import plural
@@ -23,7 +25,9 @@ NOTHING = "–"
 def write(terminal: pytest.TerminalReporter, results: RunResults, must_run: Sequence[str]) -> None:
     """Print the table in colours."""
     for line in summary_lines(results, must_run):
-        terminal.line(line.text, red=line.style is Style.BAD, yellow=line.style is Style.UNCERTAIN)
+        # Pytest replaces sys.stdout while it captures, but writes to what it was before.
+        text = encodable(line.text, sys.__stdout__)
+        terminal.line(text, red=line.style is Style.BAD, yellow=line.style is Style.UNCERTAIN)
 
 
 def summary_lines(results: RunResults, must_run: Sequence[str] = ()) -> Iterator[Line]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.measurement.rerun import Rerun
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed
+from ddp_equivalence.report.hints import hint_lines
 from ddp_equivalence.report.line import Line, paragraph
 from ddp_equivalence.report.wrapping import plural, rank_names
 
@@ -36,16 +37,37 @@ def failure_blocks(failure: RankFailed, reason: str, rerun: Rerun | None) -> Ite
         head += paragraph(failure.waiting, "  ")
     yield head
     failed = [end for end in failure.ends if end.failed]
-    for number, end in enumerate(failed[: 1 + MOST_CONSEQUENCES]):
-        yield _rank_end_lines(end, "Root cause" if number == 0 else "Also" if changed else "Then")
+    alike = _that_ended_alike(failed)
+    for number, (end, *others) in enumerate(alike[: 1 + MOST_CONSEQUENCES]):
+        role = "Root cause" if number == 0 else "Also" if changed else "Then"
+        yield [*_rank_end_lines(end, role), *_others_lines(end, others)]
     finished = [end.rank for end in failure.ends if not end.failed]
-    more = len(failed) - 1 - MOST_CONSEQUENCES
+    more = sum(map(len, alike[1 + MOST_CONSEQUENCES :]))
     rest = [Line(f"  Then: {more} more {plural(more, 'rank')}")] if more > 0 else []
     if finished:
         rest += paragraph(f"Finished its work: {rank_names(finished)}", "  ")
     yield rest
     if rerun is not None:
         yield _rerun_lines(rerun)
+
+
+def _that_ended_alike(ends: Sequence[RankEnd]) -> list[list[RankEnd]]:
+    """The ends, with those together that a reader could not tell apart but for their rank."""
+    groups: dict[object, list[RankEnd]] = {}
+    for end in ends:
+        key = (end.kind, end.what, end.line, str(end.last))
+        groups.setdefault(key, []).append(end)
+    return [sorted(group, key=lambda end: end.rank) for group in groups.values()]
+
+
+def _others_lines(end: RankEnd, others: Sequence[RankEnd]) -> list[Line]:
+    """The other ranks that ended like this one."""
+    if not others:
+        return []
+    names = rank_names([other.rank for other in others])
+    raised = end.kind == "exception"
+    text = f"R{names[1:]} raised the same." if raised else f"The same is true of {names}."
+    return paragraph(text, "  ")
 
 
 def _rank_end_lines(end: RankEnd, role: str) -> list[Line]:
@@ -58,6 +80,7 @@ def _rank_end_lines(end: RankEnd, role: str) -> list[Line]:
         called = f", called at {end.last.line}" if end.last.line not in ("", end.line) else ""
         lines.append(Line(f"    last collective: {end.last}{called}"))
     is_cause = role == "Root cause"
+    lines += hint_lines(end.what) if is_cause else []
     most = TRACEBACK_LINES if is_cause else CONSEQUENCE_LINES
     detail = end.detail.rstrip().splitlines()
     shown: list[str] = []
@@ -91,4 +114,4 @@ _TENSOR_OPTIONS = re.compile(r", TensorDeviceTypes=TensorOptions\(.*?\(nullopt\)
 def _first_line(message: str) -> str:
     first = _TENSOR_OPTIONS.sub("", message.splitlines()[0] if message else "")
     most = MOST_WIDTHS * settings.current().width
-    return first if len(first) <= most else f"{first[:most]}…"
+    return first if len(first) <= most else f"{first[:most]}..."

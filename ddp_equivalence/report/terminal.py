@@ -22,9 +22,12 @@ COLOURS = {
 }
 
 
-def width_of(stream: TextIO, otherwise: int) -> int:
-    """The columns of the terminal that the stream writes to; ``otherwise`` if it is no terminal."""
-    if not stream.isatty():
+def width_of(stream: TextIO | None, otherwise: int) -> int:
+    """The columns of the terminal that the stream writes to; ``otherwise`` if it is no terminal.
+
+    A stream that the caller has closed is None.
+    """
+    if stream is None or not stream.isatty():
         return otherwise
     return min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
@@ -26,13 +27,23 @@ from ddp_equivalence.measurement.rerun import Rerun
 from ddp_equivalence.measurement.work import Evidence
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.lanes import Lane
+from ddp_equivalence.report import readings
+from ddp_equivalence.report.encoding import encodable
 
 Outcome = Literal["same", "different", "unknown"]
+
+GIVEN = frozenset(
+    ("case", "subject", "promise", "lane", "compare", "lr", "planted", "repeat", "render")
+)
+"""Attributes of a verdict that are known before the check runs. To read them is not to read what
+the check found out."""
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The result of a check. ``print(verdict)`` is the report that a failing test shows.
+
+    A verdict is neither true nor false: ``assert check(case, step)`` raises TypeError.
 
     ``outcome``: "same", "different", or "unknown" if nothing was shown; then ``reason`` says why in
     words, and ``unknown_because`` as a value. ``cause``: the public name of the accepted
@@ -79,7 +90,22 @@ class Verdict:
     analysis: Analysis | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
-        return self.render(self)
+        return encodable(self.render(self), sys.stdout)  # print(verdict) must not fail
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            'A verdict is neither true nor false. Write verdict.outcome == "same", or call '
+            "assert_equivalent(case, step), which raises unless it is."
+        )
+
+    if not TYPE_CHECKING:  # with this method mypy would accept every attribute
+
+        def __getattribute__(self, name: str) -> Any:
+            if name not in GIVEN:
+                reading = object.__getattribute__(self, "__dict__").get(readings.OF_A_VERDICT)
+                if reading is not None:
+                    reading.done = True
+            return object.__getattribute__(self, name)
 
     @property
     def causes(self) -> tuple[str, ...]:

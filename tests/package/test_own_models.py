@@ -340,6 +340,13 @@ def test_a_frozen_integer_parameter_is_carried_along() -> None:
 
 
 def test_nothing_of_the_batch_is_shared_between_checks() -> None:
-    first = make_batch(torch.Generator().manual_seed(0))
-    check(own_case(loss=loss_that_changes_its_batch), right_step)
-    assert torch.equal(first["rows"], make_batch(torch.Generator().manual_seed(0))["rows"])
+    made = {name: leaf.double() for name, leaf in make_batch(torch.Generator()).items()}
+    before = {name: leaf.clone() for name, leaf in made.items()}
+    case = own_case(batch=lambda generator: made, loss=loss_that_changes_its_batch)
+
+    def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+        ddp = DistributedDataParallel(model)
+        loss_that_changes_its_batch(ddp, shard).backward()
+
+    assert [check(case, step).outcome for _ in range(2)] == ["same", "same"]
+    assert all(torch.equal(made[name], before[name]) for name in before)

@@ -9,6 +9,7 @@ from functools import cache
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts.packed import packed
 from ddp_equivalence.case.layouts.round_robin import round_robin
+from ddp_equivalence.case.numbers import whole_number, whole_numbers
 
 MAX_WORLD_SIZE = 64
 """The most ranks that a layout may have. All ranks are processes on one machine. With more of them,
@@ -59,7 +60,10 @@ class Layout:
         return tuple(row.rank for row in self.rows if row.node == node)
 
 
-@cache
+RIGHT = 'nodes x ranks per node such as "2x2", or ranks of each node such as "1+3"'
+"""What a layout may be, as an error says it."""
+
+
 def parse(name: str) -> Layout:
     """The layout called ``name``.
 
@@ -67,11 +71,20 @@ def parse(name: str) -> Layout:
     Ranks fill node after node. With ``"-round-robin"`` at the end of the name, they are placed on
     the nodes in turn. Raises BadCase for any other name.
     """
-    right = 'nodes x ranks per node such as "2x2", or ranks of each node such as "1+3"'
+    if isinstance(name, str):
+        return _parse(name)
+    right = RIGHT
+    if whole_number(name) is not None:
+        right = f'text: layout="1x{name}" for {name} ranks on one node'
+    elif (numbers := whole_numbers(name)) and len(numbers) == 2:
+        right = f'text: layout="{numbers[0]}x{numbers[1]}" (nodes x ranks per node)'
+    raise BadCase("layout", name, right)
+
+
+@cache
+def _parse(name: str) -> Layout:
     endings = ", ".join(f'"{ending}"' for ending in ORDERS if ending)
-    right += f"; {endings} may follow"
-    if not isinstance(name, str):
-        raise BadCase("layout", name, right)
+    right = f"{RIGHT}; {endings} may follow"
     ending = max((ending for ending in ORDERS if name.endswith(ending)), key=len)
     sizes = _ranks_per_node(name.removesuffix(ending))
     if not sizes or min(sizes) < 1:

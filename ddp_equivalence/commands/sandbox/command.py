@@ -221,11 +221,12 @@ def _table(seed: int, path: Path | None) -> int:
     except RankFailed:
         print(f"\n{len(rows)} of {len(ROWS)} rows done", flush=True)
         raise
+    else:
+        print("\n".join(table.foot_lines(rows)), flush=True)
     finally:
         write_json("json", path, table.as_json(rows, seed, interrupted))
     if interrupted:
         return INTERRUPTED
-    print("\n".join(table.foot_lines(rows)))
     return DIFFERENT if any(row.wrong for row in rows) else SAME
 
 

@@ -29,4 +29,6 @@ def stable(text: str) -> str:
     text = re.sub(r"/\S*/(tests|ddp_equivalence)/", r"\1/", text)
     text = re.sub(r"(?m)^    \| \[rank\d\]:.*\n", "    | <torch's warning>\n", text)
     # The ranks left behind are told of in the order in which they ended.
-    return re.sub(r"  Then: rank .*\n(    .*\n)*\n?", "", text)
+    return re.sub(
+        r"  Then: rank .*\n(    .*\n)*(  .*[Tt]he same( is true of .*)?\.\n)?\n?", "", text
+    )

@@ -1,0 +1,96 @@
+"""Fails a test that makes a check and reads nothing of its verdict: it would pass whatever it is.
+
+A verdict belongs to the test that made it, or to the fixture in whose setup it was made. A test
+that has passed fails at its end if it has not kept the verdict. If it has kept it, a fixture may
+still read it, so the end of the test's teardown decides. The verdict of a fixture is judged when
+the fixture is torn down, after all tests that could have read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from os.path import relpath
+
+import pytest
+
+from ddp_equivalence.report.readings import Reading, Returned, watched
+
+_returned = pytest.StashKey[list[Returned]]()
+_passed = pytest.StashKey[bool]()
+
+
+class NobodyRead(pytest.fail.Exception):
+    """The failure of a test, or of the teardown of a fixture, that left a verdict unread."""
+
+
+class UnreadVerdicts:
+    """Registered for every run, unless a fault is planted in its tests."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._folder = config.invocation_params.dir
+        self._not_passed = 0
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[object]
+    ) -> Generator[None, object, object]:
+        returned: list[Returned] = []
+        not_passed_before = self._not_passed
+
+        def judge() -> None:
+            # A test that failed or was skipped may not have come to the line that reads.
+            if self._not_passed == not_passed_before:
+                self._judge(returned, f" in the fixture {fixturedef.argname}")
+
+        # The finalizer that is added first runs last.
+        fixturedef.addfinalizer(judge)
+        with watched() as made:
+            try:
+                return (yield)
+            finally:
+                returned += made
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        item.stash[_returned] = []
+        with watched() as made:
+            result = yield
+        item.stash[_returned] = made
+        self._judge(one for one in made if not one.can_be_read)
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, object, object]:
+        with watched() as made:
+            result = yield
+        if item.stash.get(_passed, False):
+            self._judge([*item.stash[_returned], *made])
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if call.excinfo is not None and isinstance(call.excinfo.value, NobodyRead):
+            # A test that is expected to fail must fail for a reason that it has looked at.
+            report.outcome = "failed"
+            report.__dict__.pop("wasxfail", None)
+        if report.when == "call":
+            item.stash[_passed] = report.passed
+        self._not_passed += not report.passed
+        return report
+
+    def _judge(self, returned: Iterable[Returned], of_fixture: str = "") -> None:
+        """Raises NobodyRead if one of the verdicts was not read."""
+        unread = [one.reading for one in returned if not one.reading.done]
+        if unread:
+            messages = (self._message(reading, of_fixture) for reading in unread)
+            raise NobodyRead("\n".join(messages), pytrace=False)
+
+    def _message(self, reading: Reading, of_fixture: str) -> str:
+        return (
+            f"{relpath(reading.file, self._folder)}:{reading.line}: The check of {reading.subject}"
+            f"{of_fixture} came out {reading.outcome}, and nothing of its verdict was read. Write "
+            'assert_equivalent(case, step), or assert check(case, step).outcome == "same".'
+        )

@@ -1,0 +1,155 @@
+"""Output that cannot show a character, is full, closed or no longer read: no traceback of ours."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.package.commands.test_command_line import BESIDE, USER_FILE
+from tests.package.someone_elses_run import command, environment
+
+CHATTY = """
+
+def chatty(model, rows, rank):
+    import os
+    os.write(1, b"caf\\xc3\\xa9 \\xe2\\x80\\x93 \\xc3\\x97 \\xe2\\x80\\xa6")
+    doubled(model, rows, rank)
+"""
+
+SCRIPT = """
+from ddp_equivalence import check
+from mine import case, chatty
+print(check(case, chatty))
+"""
+
+ASCII = [
+    {"PYTHONIOENCODING": "ascii"},
+    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "beside.py").write_text(BESIDE)
+    (tmp_path / "mine.py").write_text(USER_FILE + CHATTY)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "test_mine.py").write_text(
+        "from mine import *\n"
+        "def test_here(equivalence):\n    equivalence.assert_equivalent(case, step)\n"
+        "def other(*all):\n    step(*all)\n"
+        "def test_there(equivalence):\n"
+        "    there = Case(model=case.model, batch=case.batch, loss=loss, layout='2x1')\n"
+        "    equivalence.assert_equivalent(there, other)\n"
+    )
+    return tmp_path
+
+
+def in_shell(folder: Path, line: str, more: dict[str, str] | None = None) -> tuple[int, str, str]:
+    """Run a line of bash, in which ``ddp-equivalence`` is this package's command."""
+    ours = 'ddp-equivalence() { "$PY" -m ddp_equivalence "$@"; }; python() { "$PY" "$@"; }; '
+    done = subprocess.run(
+        ["bash", "-c", ours + line],
+        cwd=folder,
+        env=environment({"PY": sys.executable, **(more or {})}),
+        capture_output=True,
+        timeout=240,
+        check=False,
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+@pytest.mark.parametrize("ascii_only", ASCII, ids=["PYTHONIOENCODING", "LC_ALL"])
+@pytest.mark.parametrize(
+    ("line", "code"), [("ddp-equivalence check mine.py:chatty", 1), ("python script.py", 0)]
+)
+def test_characters_that_the_output_lacks_are_replaced(
+    folder: Path, ascii_only: dict[str, str], line: str, code: int
+) -> None:
+    found, text, errors = in_shell(folder, line, ascii_only)
+    assert found == code, errors
+    assert errors == ""
+    assert "chatty is not big_batch: sum_not_mean" in text
+    assert r"| caf\xe9 - x ..." in text
+
+
+def test_an_error_on_stderr_is_replaced_too(folder: Path) -> None:
+    line = "ddp-equivalence check $'caf\\xc3\\xa9.py'"
+    code, _, errors = in_shell(folder, line, ASCII[0])
+    assert code == 2
+    assert r"FILE = 'caf\xe9.py'" in errors
+    assert "Traceback" not in errors
+
+
+def test_output_that_has_the_characters_keeps_them(folder: Path) -> None:
+    more = {"PYTHONIOENCODING": "utf-8"}
+    for line in ("ddp-equivalence check mine.py:chatty", "python script.py"):
+        assert "| caf\u00e9 \u2013 \u00d7 \u2026" in in_shell(folder, line, more)[1]
+
+
+def test_the_closing_table_is_aligned_in_ascii(folder: Path) -> None:
+    done = subprocess.run(
+        command("-q", "test_mine.py"),
+        cwd=folder,
+        env=environment(ASCII[1]),
+        capture_output=True,
+        timeout=240,
+        check=False,
+    )
+    text = done.stdout.decode("ascii")
+    assert done.returncode == 0, text
+    assert "\\u2013" not in text
+    head, other, step = re.findall(r"^ +1x2 +2x1$|^(?:step|other) .*$", text, re.MULTILINE)
+    assert [other.index("-"), other.index("1")] == [head.index("1x2") + 2, head.index("2x1") + 2]
+    assert [step.index("1"), step.index("-")] == [head.index("1x2") + 2, head.index("2x1") + 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("step", 0), ("doubled", 1), ("raises", 3), ("nothing", 2)]
+)
+def test_without_output_the_exit_code_is_the_outcome(folder: Path, name: str, code: int) -> None:
+    found, _, errors = in_shell(folder, f"ddp-equivalence check mine.py:{name} >&-")
+    assert found == code
+    assert "Traceback" not in errors
+
+
+def test_without_any_stream_the_exit_code_is_the_outcome(folder: Path) -> None:
+    line = "ddp-equivalence check mine.py:doubled <&- >&- 2>&-"
+    assert in_shell(folder, line)[0] == 1
+
+
+def test_the_suite_runs_without_output(folder: Path) -> None:
+    root = Path(__file__).parents[3]
+    line = f"ddp-equivalence run {root}/tests/equivalence/test_ddp_gathered.py -k 1x2 >&-"
+    code, _, errors = in_shell(folder, line)
+    assert (code, errors) == (0, "")
+
+
+@pytest.mark.parametrize(("name", "code"), [("step", 3), ("doubled", 1)])
+def test_a_report_that_nobody_could_read_is_no_success(folder: Path, name: str, code: int) -> None:
+    found, _, errors = in_shell(folder, f"ddp-equivalence check mine.py:{name} >/dev/full")
+    assert found == code
+    assert errors == ("ddp-equivalence: the output could not be written: No space left on device\n")
+
+
+def test_a_reader_who_has_read_enough_changes_nothing(folder: Path) -> None:
+    line = (
+        "set -o pipefail; ddp-equivalence explore --right 8 --json out.json"
+        " | python -c 'print(input())'"
+    )
+    code, text, errors = in_shell(folder, line)
+    assert (code, errors) == (0, "")
+    assert text.startswith("8 random right cases")
+    assert (folder / "out.json").exists()
+
+
+def test_main_gives_the_streams_back(capsys: pytest.CaptureFixture[str]) -> None:
+    from ddp_equivalence.commands.main import main
+
+    before = (sys.stdout, sys.stderr, sys.stdout.errors)
+    assert main(["faults", "--list"]) == 0
+    assert "sum_not_mean" in capsys.readouterr().out
+    assert (sys.stdout, sys.stderr, sys.stdout.errors) == before
