@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from ddp_equivalence.ranks.user_modules.description import (
     CLASS,
     FUNCTION,
     KEPT,
+    MANY,
     Description,
     Node,
     describe,
@@ -107,7 +109,11 @@ def _changes(now: Description, fresh: Description) -> Changes:
             continue
         if one.action == CONTENTS:
             value = paths.contents(value)
-        edits.setdefault(one.path[0], []).append(Edit(one.path[1:], one.action, value))
+        plain = one.wanted is not None and one.wanted[0] == MANY
+        if plain:  # pickled with all else, each of its constants would take a microsecond
+            value = pickle.dumps(value, protocol=5)
+        edit = Edit(one.path[1:], one.action, value, plain)
+        edits.setdefault(one.path[0], []).append(edit)
         if one.action != DELETE:
             replaced.add(one.path)
     places = now.places

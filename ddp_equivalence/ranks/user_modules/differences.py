@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -49,11 +50,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class Edit:
-    """``steps`` lead from a module to a value. ``value``: it, or the contents that it is to have."""
+    """``steps`` lead from a module to a value. ``value``: it, or the contents that it is to have.
+
+    ``pickled``: the value is a pickle, made once, of constants only.
+    """
 
     steps: Path
     action: str
     value: Any = None
+    pickled: bool = False
 
 
 def differences(wanted: Description, present: Description) -> list[Difference]:
@@ -165,17 +170,18 @@ def apply(module: object, edits: list[Edit]) -> Callable[[], None]:
             one()
 
     for edit in edits:
+        value = pickle.loads(edit.value) if edit.pickled else edit.value
         if edit.action == CONTENTS:
             container = read_path(module, edit.steps)
             undo.append(_refill(container, contents_of(container)))
-            replace_contents(container, edit.value)
+            replace_contents(container, value)
             continue
         owner, step = read_path(module, edit.steps[:-1]), edit.steps[-1]
         before = _read_or_missing(owner, step)
         if edit.action == DELETE and before is MISSING:
             continue
         undo.append(_rewrite(owner, step, before))
-        write(owner, step, MISSING if edit.action == DELETE else edit.value)
+        write(owner, step, MISSING if edit.action == DELETE else value)
     return take_back
 
 

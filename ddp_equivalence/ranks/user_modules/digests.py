@@ -116,9 +116,11 @@ class _ObjectPickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         outermost, self._outermost = self._outermost, False
+        if value is bytes:
+            return NotImplemented
         if isinstance(value, Tensor):
             return bytes, (of_tensor(value),)
-        if isinstance(value, FunctionType | type) and value is not bytes:
+        if isinstance(value, FunctionType | type):
             return bytes, (self._of_function(value),)
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
             array = np.ascontiguousarray(value).reshape(-1).view(np.uint8)

@@ -15,7 +15,12 @@ watch = ImportWatch()
 
 
 class ModulesOfWork:
-    """The state of the user's modules on this rank during one piece of work."""
+    """The state of the user's modules on this rank during one piece of work.
+
+    ``known``: what the modules held after the last work, so that they need not be described again.
+    """
+
+    known = Description()
 
     def __init__(self) -> None:
         self._edits: Mapping[str, list[Edit]] = {}
@@ -25,6 +30,9 @@ class ModulesOfWork:
     def begin(self, edits: Mapping[str, list[Edit]]) -> None:
         """Edit the modules that are imported now, and each other one as soon as it is imported."""
         self._edits = edits
+        if not edits:
+            self._before = ModulesOfWork.known
+        ModulesOfWork.known = Description()
         self._after_import()
         watch.after_import = self._after_import
 
@@ -40,6 +48,8 @@ class ModulesOfWork:
                 undo()
             except Exception:  # the work may have left anything in place of what was edited
                 restored = False
+        if not self._undo:
+            ModulesOfWork.known = self._before
         return restored
 
     def _after_import(self) -> None:
