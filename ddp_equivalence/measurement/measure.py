@@ -83,6 +83,8 @@ def _message(
     )
     try:
         return pickling.dumps(run, work)
+    except BadCase:
+        raise
     except Exception as error:
         right = f"a function that cloudpickle can carry to the ranks; {error}"
         raise BadCase("step", name_of(request.step), right) from error

@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 from fnmatch import fnmatch
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,9 @@ _INSTALLED = tuple(
     for path in {os.path.realpath(path) for path in sysconfig.get_paths().values() if path}
     - {os.path.realpath(sys.prefix)}
 )
+_INSTALLATION_FOLDERS = {"site-packages", "dist-packages"}
+"""The names of folders with installed packages, also of other interpreters and of a user's own."""
+
 _PACKAGE = os.path.join(Path(__file__).resolve().parent.parent, "")
 
 _by_file: dict[tuple[str, str], bool] = {}
@@ -51,6 +55,33 @@ def modules_pickled_by_value() -> list[ModuleType]:
     return [module for module in modules if _module_by_value(module)]
 
 
+def is_user_module(module: object) -> bool:
+    """True for a module of the user that the ranks can import under its name."""
+    if not isinstance(module, ModuleType) or module.__name__ == "__main__":
+        return False
+    file = getattr(module, "__file__", None)
+    return (
+        isinstance(file, str)
+        and sys.modules.get(module.__name__) is module
+        and belongs_to_user(file)
+        and not _module_by_value(module)
+    )
+
+
+def imported_user_modules() -> dict[str, ModuleType]:
+    """The user's modules that this process has imported and the ranks can import, by name."""
+    global _user_modules
+    names = tuple(sys.modules)
+    if _user_modules[0] != names:
+        found = [name for name in names if is_user_module(sys.modules.get(name))]
+        _user_modules = names, found
+    return {name: sys.modules[name] for name in _user_modules[1]}
+
+
+_user_modules: tuple[tuple[str, ...], list[str]] = ((), [])
+"""The names of all imported modules, and of those among them that are the user's."""
+
+
 def _module_by_value(module: ModuleType) -> bool:
     known = _by_module.get(module.__name__)
     if known is None or known[0] is not module:
@@ -66,17 +97,21 @@ def _decide(module: ModuleType) -> bool:
         return False
     key = module.__name__, file
     if key not in _by_file:
-        _by_file[key] = _belongs_to_user(file) and (
+        _by_file[key] = belongs_to_user(file) and (
             any(fnmatch(Path(file).name, pattern) for pattern in TEST_FILES)
             or not _is_importable(module.__name__, file)
         )
     return _by_file[key]
 
 
-def _belongs_to_user(file: str) -> bool:
+@lru_cache(maxsize=4096)
+def belongs_to_user(file: str) -> bool:
     """True if the file is part neither of an installed package nor of ddp_equivalence."""
     others = (*_INSTALLED, _PACKAGE)
-    return not file.startswith(others) and not os.path.realpath(file).startswith(others)
+    return not any(
+        path.startswith(others) or not _INSTALLATION_FOLDERS.isdisjoint(Path(path).parts)
+        for path in (file, os.path.realpath(file))
+    )
 
 
 def _is_importable(name: str, file: str) -> bool:

@@ -56,7 +56,8 @@ class InProcessRankSet(RankSet):
         before = process_state.capture()
         complete = False
         try:
-            function, argument = pickling.loads(by_value, body)
+            # The user's modules are those of this process, so there is nothing to edit in them.
+            function, argument, _ = pickling.loads(by_value, body)
             for result in function(self._rank_0, argument):
                 yield 0, result
             changed = process_state.restore(before)

@@ -26,7 +26,8 @@ SMALL_ARRAY = 4096
 class Finished:
     """The last message of a rank about its work: the last results, and what the work left behind.
 
-    ``same_groups``: the rank's process groups are the same as before the work. ``issued``: the
+    ``same_groups``: the rank's process groups are the same as before the work. ``same_modules``:
+    so is what the user's modules hold, perhaps after the rank has restored it. ``issued``: the
     number of collectives of the default group that the rank has issued since it started, or None if
     it is not known. ``changed``: the state that the work changed and the rank has since restored.
     ``running``: the threads and processes that the work left running.
@@ -34,6 +35,7 @@ class Finished:
 
     results: list[object]
     same_groups: bool
+    same_modules: bool
     issued: int | None
     changed: tuple[str, ...]
     running: tuple[str, ...]

@@ -12,24 +12,39 @@ import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from io import BytesIO
-from types import FunctionType, ModuleType
-from typing import Any
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NoReturn
 
 import cloudpickle
 
-from ddp_equivalence.ranks.fingerprint import Fingerprint, NoFingerprint, fingerprint
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.ranks.fingerprint import (
+    CONSTANT_TYPES,
+    Fingerprint,
+    NoFingerprint,
+    fingerprint,
+)
 from ddp_equivalence.ranks.importable import is_pickled_by_value, modules_pickled_by_value
 from ddp_equivalence.ranks.process_settings import read_training_settings
 from ddp_equivalence.ranks.process_state import environment_variables
+from ddp_equivalence.ranks.user_modules import carried, paths
+from ddp_equivalence.ranks.user_modules.carried import Changes
+from ddp_equivalence.ranks.user_modules.differences import Edit
 
 MAX_CACHED = 64
 """The number of pickles that are kept. The most recently used ones stay."""
 
-_cache: OrderedDict[Fingerprint, tuple[bytes, tuple[object, ...]]] = OrderedDict()
-"""Fingerprint -> the pickle, and the objects to keep alive as long as the fingerprint is used."""
+MAX_EDITS = 64 * 2**20
+"""Bytes of changed values in modules that are sent to the ranks."""
+
+_cache: OrderedDict[Fingerprint, tuple[bytes, _Found, tuple[object, ...]]] = OrderedDict()
+"""Fingerprint -> the pickle, what it refers to, and the objects to keep alive with it.
+
+They are kept alive as long as the fingerprint is used.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,15 +61,31 @@ def dumps(function: Callable[..., Any], argument: object) -> bytes:
     """Pickle a function and its argument, together with the state of this process.
 
     Functions and classes that the ranks cannot import are pickled separately, by value. That pickle
-    is used again unless something in them may have changed since.
+    is used again unless something in them may have changed since. Raises BadCase if something has
+    changed in an imported module that cannot be sent to the ranks.
     """
     caller = CallerState(
         list(sys.path), os.getcwd(), environment_variables(), read_training_settings()
     )
-    body = BytesIO()
-    pickler = _Pickler(body, protocol=pickle.HIGHEST_PROTOCOL)
-    pickler.dump((function, argument))
-    return pickle.dumps((caller, _dumps_by_value(tuple(pickler.by_value)), body.getvalue()))
+    work, found = (function, argument), _Found()
+    changes = carried.NO_CHANGES
+    try:
+        body = _pickle_body(work, changes, found)
+        values = _dumps_by_value(tuple(body.by_value), found)
+    except Exception:  # an object may have a lock, and be found in a module all the same
+        if not found.modules:
+            raise
+        complete = False
+    else:
+        changes = carried.changes(found.modules, found.codes)
+        complete = not changes.edits and changes.places.keys().isdisjoint(map(id, found.objects))
+    while not complete:
+        known = found.modules | found.codes
+        changes = carried.changes(found.modules, found.codes)
+        body = _pickle_body(work, changes, found)
+        values = _pickle_with_edits(tuple(body.by_value), changes, found)
+        complete = known >= found.modules | found.codes
+    return pickle.dumps((caller, values, body.data))
 
 
 def split(message: bytes) -> tuple[CallerState, bytes, bytes]:
@@ -66,24 +97,77 @@ def split(message: bytes) -> tuple[CallerState, bytes, bytes]:
     return parts
 
 
-def loads(by_value: bytes, body: bytes) -> tuple[Callable[..., Any], Any]:
-    """The function and its argument."""
-    unpickler = _Unpickler(BytesIO(body), pickle.loads(by_value))
-    work: tuple[Callable[..., Any], Any] = unpickler.load()
-    return work
+def loads(by_value: bytes, body: bytes) -> tuple[Callable[..., Any], Any, dict[str, list[Edit]]]:
+    """The function, its argument, and the edits of each imported module of the user's."""
+    values, edits = _Unpickler(BytesIO(by_value), ()).load()
+    function, argument = _Unpickler(BytesIO(body), values).load()
+    return function, argument, edits
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a pickle refers to.
+
+    ``modules``: names of modules that the rank may import. ``codes``: of functions that are pickled
+    by value. ``objects``: all else that may also be found in a module.
+    """
+
+    modules: set[str] = field(default_factory=set)
+    codes: set[CodeType] = field(default_factory=set)
+    objects: list[object] = field(default_factory=list)
+
+    def add(self, value: object) -> None:
+        kind = type(value)
+        if kind in CONSTANT_TYPES:
+            return
+        if kind is FunctionType and is_pickled_by_value(value):
+            self.codes.add(value.__code__)  # type: ignore[attr-defined]  # it is a function
+            return
+        name = value.__name__ if isinstance(value, ModuleType) else _module_of(value)
+        if isinstance(name, str):
+            self.modules.add(name)
+        if not isinstance(value, FunctionType | type | ModuleType):
+            self.objects.append(value)
+
+
+def _module_of(value: object) -> object:
+    try:
+        return value.__module__
+    except Exception:  # the object's class may raise anything
+        return None
+
+
+@dataclass(frozen=True)
+class _Body:
+    data: bytes
+    by_value: list[object]
+
+
+def _pickle_body(work: object, changes: Changes, found: _Found) -> _Body:
+    file = BytesIO()
+    pickler = _Pickler(file, changes, found)
+    pickler.dump(work)
+    return _Body(file.getvalue(), pickler.by_value)
 
 
 class _Pickler(pickle.Pickler):
-    """Collects in ``by_value`` what must be pickled by value, and pickles its index instead."""
+    """Collects in ``by_value`` what must be pickled by value, and pickles its index instead.
 
-    def __init__(self, file: BytesIO, protocol: int) -> None:
-        super().__init__(file, protocol)
+    What a rank's import of a module has too is pickled as its path.
+    """
+
+    def __init__(self, file: BytesIO, changes: Changes, found: _Found) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.by_value: list[object] = []
+        self._places = changes.places
+        self._found = found
 
-    def persistent_id(self, value: object) -> int | None:
+    def persistent_id(self, value: object) -> Any:
         if not isinstance(value, FunctionType | type | ModuleType):
-            return None
+            self._found.add(value)
+            return self._places.get(id(value))
         if not is_pickled_by_value(value):
+            self._found.add(value)
             return None
         for index, collected in enumerate(self.by_value):
             if collected is value:
@@ -97,36 +181,80 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._by_value = by_value
 
-    def persistent_load(self, index: int) -> object:
-        return self._by_value[index]
+    def persistent_load(self, key: Any) -> object:
+        if isinstance(key, int):
+            return self._by_value[key]
+        return paths.read(import_module(key[0]), key[1:])
 
 
-def _dumps_by_value(values: tuple[object, ...]) -> bytes:
+def _dumps_by_value(values: tuple[object, ...], found: _Found) -> bytes:
     """Pickle these objects by value, or return the last pickle if they have not changed."""
     if not values:
         return _NO_VALUES
     try:
         key, identified = fingerprint(values, is_pickled_by_value)
     except NoFingerprint:
-        return _cloudpickle(values)
+        return _cloudpickle(values, carried.NO_CHANGES, found)
     if key not in _cache:
-        _cache[key] = _cloudpickle(values), identified
+        new = _Found()
+        _cache[key] = _cloudpickle(values, carried.NO_CHANGES, new), new, identified
         while len(_cache) > MAX_CACHED:
             _cache.popitem(last=False)
     _cache.move_to_end(key)
-    return _cache[key][0]
+    data, known, _ = _cache[key]
+    found.modules.update(known.modules)
+    found.codes.update(known.codes)
+    found.objects.extend(known.objects)
+    return data
 
 
-_NO_VALUES = pickle.dumps(())
+_NO_VALUES = pickle.dumps(((), {}))
 
 
-def _cloudpickle(values: tuple[object, ...]) -> bytes:
+def _pickle_with_edits(values: tuple[object, ...], changes: Changes, found: _Found) -> bytes:
+    """Pickle these objects by value, with the edits of modules. Raises BadCase, with a name."""
+    try:
+        data = _cloudpickle(values, changes, found)
+    except Exception:
+        _cloudpickle(values, replace(changes, edits={}), found)  # raises if it is not for an edit
+        _raise_for_worst_edit(changes)
+    if changes.edits and len(data) > MAX_EDITS:
+        without = _cloudpickle(values, replace(changes, edits={}), found)
+        if len(data) - len(without) > MAX_EDITS:
+            _raise_for_worst_edit(changes)
+    return data
+
+
+def _raise_for_worst_edit(changes: Changes) -> NoReturn:
+    """Raise BadCase for the first edit that cannot be pickled, or else for the largest."""
+    without = replace(changes, edits={})
+    sizes = {}
+    for module, edits in changes.edits.items():
+        for edit in edits:
+            name = paths.text((module, *edit.steps))
+            try:
+                sizes[name] = len(_cloudpickle((edit.value,), without, _Found()))
+            except Exception as error:
+                right = (
+                    f"a value that can be pickled, since the module is not like this in a new "
+                    f"import; the ranks import {module}, and cannot be sent this: {error}"
+                )
+                raise BadCase("step", name, right) from error
+    worst = max(sizes, key=sizes.__getitem__)
+    right = (
+        f"at most {MAX_EDITS >> 20} MB of what differs from a new import of the module; "
+        f"these are {sizes[worst] / 2**20:.0f} MB, so build them where they are needed"
+    )
+    raise BadCase("step", worst, right)
+
+
+def _cloudpickle(values: tuple[object, ...], changes: Changes, found: _Found) -> bytes:
     modules = modules_pickled_by_value()
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
         file = BytesIO()
-        _CloudPickler(file).dump(values)
+        _CloudPickler(file, changes, found).dump((values, changes.edits))
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
@@ -135,6 +263,17 @@ def _cloudpickle(values: tuple[object, ...]) -> bytes:
 
 class _CloudPickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it is not typed
     """Pickles even a module of a special class, such as ``torch.backends.cudnn``, as its name."""
+
+    def __init__(self, file: BytesIO, changes: Changes, found: _Found) -> None:
+        super().__init__(file)
+        self._places = changes.places
+        self._found = found
+
+    def persistent_id(self, value: object) -> Any:
+        self._found.add(value)
+        if isinstance(value, FunctionType | type | ModuleType):
+            return None
+        return self._places.get(id(value))
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, ModuleType) and type(value) is not ModuleType:

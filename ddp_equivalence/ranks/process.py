@@ -9,13 +9,15 @@ import signal
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver, util
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from typing import Any
 
 from ddp_equivalence.ranks import messages, process_groups, process_tree, status_thread
 from ddp_equivalence.ranks.exception_text import describe_exception
 from ddp_equivalence.ranks.join_group import StartArguments, join_group
+from ddp_equivalence.ranks.server import release_server
+from ddp_equivalence.ranks.user_modules.on_rank import watch
 from ddp_equivalence.ranks.work import do_next_work, flush_output
 
 
@@ -35,7 +37,7 @@ class Channels:
 
 def main(start: StartArguments, channels: Channels) -> None:
     """Be a rank until told to stop, or until the judging process is gone."""
-    _release_server()
+    release_server()
     process_tree.die_with_parent()
     process_tree.adopt_orphans()
     os.setpgrp()  # Ctrl-C is for the judging process, which then stops its ranks
@@ -45,6 +47,7 @@ def main(start: StartArguments, channels: Channels) -> None:
         rank = join_group(start, lambda port: _exchange_port(port, channels.work))
         process_groups.report_early_destruction()
         status_thread.start(channels.status)
+        watch.start()
         gc.freeze()  # so that collecting garbage after each case skips the objects that exist now
         messages.send(channels.work, messages.READY)
         while do_next_work(rank, channels.work):
@@ -75,17 +78,3 @@ def _redirect_output(output: Connection) -> None:
     os.dup2(output.fileno(), 2)
     streams: tuple[Any, ...] = (os.fdopen(1, "w", 1), os.fdopen(2, "w", 1))
     sys.stdout, sys.stderr = streams
-
-
-def _release_server() -> None:
-    """Close this process's copy of the pipe that keeps the fork server alive.
-
-    The server lives as long as any process holds the pipe open, and it passes a copy to every
-    child, so that the child could fork from it as well (Python 3.11). A rank that kept the copy
-    would keep the server alive after the judging process has gone.
-    """
-    server: Any = getattr(forkserver, "_forkserver", None)  # private: a test fails if it changes
-    alive = getattr(server, "_forkserver_alive_fd", None)
-    if alive is not None:
-        os.close(alive)
-        server._forkserver_alive_fd = None

@@ -18,6 +18,7 @@ from ddp_equivalence.ranks.lanes import Lane, cuda_devices, visible_devices
 from ddp_equivalence.ranks.listen import listen
 from ddp_equivalence.ranks.rank_process import RankProcess
 from ddp_equivalence.ranks.server import empty_main_module, start_server
+from ddp_equivalence.ranks.user_modules import carried
 
 START_TIMEOUT = 120.0
 """Seconds that all ranks have to join their group. The first ones also wait for torch's import."""
@@ -43,7 +44,8 @@ class RankSet:
 
     ``environment``: the variables that their process group depends on. ``devices``: the GPUs that
     they may use. ``method``: one of ``ranks.server.START_METHODS``. ``token``: identifies the set
-    in the environment of its ranks. ``broken``: True after any failure; only ``stop()`` may then be
+    in the environment of its ranks. ``modules_version``: that of the user's modules when the set was
+    made. ``broken``: True after any failure; only ``stop()`` may then be
     called. ``changed``: rank -> what its last work has changed in its process or left
     running, as phrases.
     """
@@ -61,6 +63,7 @@ class RankSet:
         self.devices = cuda_devices() if devices is None else devices
         self.broken = False
         self.changed: dict[int, tuple[str, ...]] = {}
+        self.modules_version = carried.version()
         self.token = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._collective_timeout = collective_timeout
         self._method = method
@@ -110,7 +113,8 @@ class RankSet:
                 results = payload.results
                 if payload.changed or payload.running:
                     self.changed[rank] = payload.changed + payload.running
-                if payload.running or not payload.same_groups:
+                same = payload.same_groups and payload.same_modules
+                if payload.running or not same:
                     self.broken = True  # this work is complete, but the ranks can do no more
                 if payload.issued is not None:
                     issued[rank] = payload.issued

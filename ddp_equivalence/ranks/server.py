@@ -79,6 +79,20 @@ def _forget_server() -> None:
 os.register_at_fork(after_in_child=_forget_server)
 
 
+def release_server() -> None:
+    """Close this process's copy of the pipe that keeps the fork server alive.
+
+    The server lives as long as any process holds the pipe open, and it passes a copy to every
+    child, so that the child could fork from it as well (Python 3.11). A child that kept the copy
+    would keep the server alive after the judging process has gone.
+    """
+    server: Any = getattr(forkserver, "_forkserver", None)  # private: a test fails if it changes
+    alive = getattr(server, "_forkserver_alive_fd", None)
+    if alive is not None:
+        os.close(alive)
+        server._forkserver_alive_fd = None
+
+
 def start_early() -> None:
     """Start the server before it is needed, so that the first ranks start sooner.
 

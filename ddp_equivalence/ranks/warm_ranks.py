@@ -21,6 +21,7 @@ from ddp_equivalence.ranks.in_process import InProcessRankSet
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices
 from ddp_equivalence.ranks.rank_set import RankSet
 from ddp_equivalence.ranks.server import start_method
+from ddp_equivalence.ranks.user_modules import carried
 from ddp_equivalence.ranks.xdist_locks import Devices, xdist_locks
 
 MAX_IDLE_RANKS = 48
@@ -133,7 +134,10 @@ class WarmRanks:
 
     def _take_idle(self, key: RankSetKey, devices: Devices) -> RankSet | None:
         rank_set = self._idle.pop((key, devices), None)
-        if rank_set is not None and not rank_set.is_alive():  # a rank died while it was idle
+        if rank_set is None:
+            return None
+        outdated = rank_set.modules_version != carried.version()
+        if outdated or not rank_set.is_alive():  # a rank died while it was idle
             rank_set.broken = True
             rank_set.stop()
             return None

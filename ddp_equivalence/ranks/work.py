@@ -18,6 +18,7 @@ from ddp_equivalence.ranks.join_group import rank_environment
 from ddp_equivalence.ranks.left_running import left_running
 from ddp_equivalence.ranks.process_groups import existing_groups
 from ddp_equivalence.ranks.rank import Rank
+from ddp_equivalence.ranks.user_modules.on_rank import ModulesOfWork
 
 MAX_RESULTS = 2
 """One message holds at most this many results. The results of a small model fit in one message."""
@@ -46,7 +47,9 @@ def _run(rank: Rank, connection: Connection, work: bytes) -> messages.Finished:
     results: list[object] = []
     caller, by_value, body = pickling.split(work)
     _adopt_caller_state(caller)
-    function, argument = pickling.loads(by_value, body)
+    function, argument, edits = pickling.loads(by_value, body)
+    modules = ModulesOfWork()
+    modules.begin(edits)
     # Apply the settings only now: unpickling imports the step's modules, which may change them.
     process_settings.apply(caller.settings)
     before = process_state.capture()
@@ -55,7 +58,7 @@ def _run(rank: Rank, connection: Connection, work: bytes) -> messages.Finished:
             messages.send(connection, messages.RESULTS, results)
             results = []
         results.append(result)
-    del function, argument
+    del function, argument, edits
     _collect_garbage()
     kept = process_state.kept_groups()
     finished = messages.Finished(
@@ -63,6 +66,7 @@ def _run(rank: Rank, connection: Connection, work: bytes) -> messages.Finished:
         # If these differ, the rank is replaced: without its default group it could do no more work,
         # and groups that steps make would become more and more.
         same_groups=existing_groups().keys() - kept == groups.keys() - kept,
+        same_modules=modules.end(),
         issued=issued_in_default_group(),
         changed=process_state.restore(before),
         running=left_running(before.threads),

@@ -59,7 +59,7 @@ def nested() -> float:
 def unpickled(function: Callable[[], Any]) -> Callable[[], Any]:
     """The function as a rank receives it."""
     _, by_value, body = pickling.split(pickling.dumps(function, None))
-    received, _ = pickling.loads(by_value, body)
+    received, _, _ = pickling.loads(by_value, body)
     return received
 
 

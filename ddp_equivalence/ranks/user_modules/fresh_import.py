@@ -1,0 +1,128 @@
+"""Imports modules of the user in a new process, and describes what the imports alone give.
+
+The process has the environment of the caller, not that of a rank. What a rank's own import gives
+another value, such as its world size, is therefore no change that the caller has made.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.multiprocessing as multiprocessing
+
+from ddp_equivalence.ranks import process_state, process_tree
+from ddp_equivalence.ranks.importable import is_user_module
+from ddp_equivalence.ranks.server import (
+    empty_main_module,
+    release_server,
+    start_method,
+    start_server,
+)
+from ddp_equivalence.ranks.user_modules.description import Description, describe
+from ddp_equivalence.ranks.user_modules.import_watch import ImportWatch
+
+LONGEST = 60.0
+"""Seconds that the process has for all imports, as long as a case has by default."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """``names``: the modules to import. ``described``: those to describe if they are imported."""
+
+    names: Sequence[str]
+    described: frozenset[str]
+    import_path: Sequence[str]
+    working_folder: str
+    environment: Mapping[bytes, bytes]
+
+
+@dataclass(frozen=True)
+class FreshImport:
+    """``description``: of the modules, those first that others import. ``failed``: name -> error.
+
+    ``variables``: those environment variables that were read during the imports, and their values.
+    """
+
+    description: Description
+    failed: Mapping[str, str]
+    variables: Mapping[str, str | None]
+
+
+def import_freshly(request: Request) -> FreshImport | None:
+    """Import the modules in a new process. None if it ends early or takes too long."""
+    method = start_method()
+    context: Any = multiprocessing.get_context(method)
+    with ExitStack() as opened:
+        try:
+            if method == "forkserver":
+                start_server()
+            receiver, sender = context.Pipe(duplex=False)
+            opened.callback(receiver.close)
+            with sender, empty_main_module():
+                process = context.Process(target=_main, args=(request, sender), daemon=True)
+                process.start()
+        except (OSError, EOFError):
+            return None
+        opened.callback(_end, process)
+        with suppress(EOFError, OSError):
+            if receiver.poll(LONGEST):
+                result: FreshImport = receiver.recv()
+                return result
+    return None
+
+
+def _end(process: Any) -> None:
+    process_tree.kill(process_tree.descendants(process.pid))
+    process.kill()
+    process.join()
+    process.close()
+
+
+def _main(request: Request, sender: Connection) -> None:
+    release_server()
+    process_tree.die_with_parent()
+    faulthandler.disable()
+    with open(os.devnull, "r+b") as nowhere:
+        for descriptor in (0, 1, 2):
+            os.dup2(nowhere.fileno(), descriptor)
+    process_state.set_environment(request.environment)
+    sys.path[:] = request.import_path
+    with suppress(OSError):
+        os.chdir(request.working_folder)
+    watch = ImportWatch()
+    watch.start()
+    read: dict[str, str | None] = {}
+    failed: dict[str, str] = {}
+    _record_reads(read)
+    for name in request.names:
+        try:
+            import_module(name)
+        except BaseException as error:  # SystemExit too
+            failed[name] = f"{type(error).__name__}: {error}"
+    variables = dict(read)
+    modules = [sys.modules[name] for name in watch.imported if name in request.described]
+    description = describe([module for module in modules if is_user_module(module)])
+    sender.send(FreshImport(description, failed, variables))
+    sender.close()
+    os._exit(0)
+
+
+def _record_reads(read: dict[str, str | None]) -> None:
+    """From now on, note which environment variables are read, and their values."""
+
+    class Environment(type(os.environ)):  # type: ignore[misc]
+        def __getitem__(self, name: str) -> str:
+            read[name] = None
+            value: str = super().__getitem__(name)
+            read[name] = value
+            return value
+
+    os.environ.__class__ = Environment

@@ -1,0 +1,62 @@
+"""Notices each import of a module of the user, and calls a function after the outermost one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+from ddp_equivalence.ranks.importable import belongs_to_user
+
+
+class ImportWatch:
+    """A finder for ``sys.meta_path`` that finds nothing itself.
+
+    ``imported``: the names of the user's modules, those first whose import was complete first, so
+    that a module stands behind those that it imports. ``after_import`` is called after each import
+    that no other one contains.
+    """
+
+    def __init__(self) -> None:
+        self.imported: list[str] = []
+        self.after_import: Callable[[], object] | None = None
+        self._depth = 0
+
+    def start(self) -> None:
+        """Watch all imports from now on."""
+        sys.meta_path.insert(0, self)  # type: ignore[arg-type]  # it is a finder by its methods
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Let the other finders find the module, and watch its import if it is the user's."""
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            if finder is self or find is None:
+                continue
+            spec: ModuleSpec | None = find(name, path, target)
+            if spec is not None:
+                if isinstance(spec.loader, SourceFileLoader) and belongs_to_user(spec.origin or ""):
+                    self._watch(spec.loader)
+                return spec
+        return None
+
+    def _watch(self, loader: Any) -> None:
+        load = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # the module keeps its loader
+            self._depth += 1
+            try:
+                load(module)
+                if module.__name__ in self.imported:
+                    self.imported.remove(module.__name__)
+                self.imported.append(module.__name__)
+            finally:
+                self._depth -= 1
+            if self._depth == 0 and self.after_import is not None:
+                self.after_import()
+
+        loader.exec_module = exec_module

@@ -1,0 +1,127 @@
+"""Settings of a helper module reach the ranks in a run as users start one, whatever imports it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.package import someone_elses_run
+
+HELPER = """
+import torch.distributed as dist
+
+AVERAGE = True
+
+
+def reduce_gradients(model):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        if AVERAGE:
+            parameter.grad /= dist.get_world_size()
+"""
+
+CASE = """
+import torch
+from torch import nn
+from ddp_equivalence import Case
+
+
+def loss(model, batch):
+    return nn.functional.mse_loss(model(batch["rows"]), batch["targets"])
+
+
+def make_batch(generator):
+    return {
+        "rows": torch.randn(12, 5, generator=generator),
+        "targets": torch.randn(12, 3, generator=generator),
+    }
+
+
+case = Case(model=lambda: nn.Linear(5, 3), batch=make_batch, loss=loss, layout="1x2")
+
+
+def step(model, shard, rank):
+    loss(model, shard).backward()
+    reduce_gradients(model)
+"""
+
+TESTS = """
+import pytest
+import helpers.train
+from helpers.train import reduce_gradients
+from ddp_equivalence import check
+"""
+
+TESTS_END = """
+
+def test_same(equivalence):
+    equivalence.assert_equivalent(case, step)
+
+
+def test_summed(equivalence, monkeypatch):
+    monkeypatch.setattr(helpers.train, "AVERAGE", False)
+    verdict = check(case, step)
+    assert verdict.cause == "sum_not_mean", str(verdict)
+
+
+def test_never_reduced(monkeypatch):
+    monkeypatch.setattr(helpers.train, "reduce_gradients", lambda model: None)
+    verdict = check(case, lambda m, s, r: (loss(m, s).backward(), helpers.train.reduce_gradients(m)))
+    assert verdict.outcome != "same", str(verdict)
+
+
+def test_same_again(equivalence):
+    equivalence.assert_equivalent(case, step)
+"""
+
+
+@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+def test_a_module_that_pytest_patches_is_judged_as_patched(tmp_path: Path, mode: str) -> None:
+    package = tmp_path / "helpers"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text(HELPER)
+    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+    (tmp_path / "test_theirs.py").write_text(TESTS + CASE + TESTS_END)
+    status, output = someone_elses_run.run(tmp_path, "-q", f"--import-mode={mode}")
+    assert (status, "4 passed" in output) == (0, True), output
+
+
+@pytest.mark.parametrize("rewritten", ["helpers.train", "helpers"])
+def test_asserts_that_pytest_rewrites_are_no_change_of_a_module(
+    tmp_path: Path, rewritten: str
+) -> None:
+    package = tmp_path / "helpers"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text(HELPER.replace("    for", "    assert model\n    for"))
+    (tmp_path / "conftest.py").write_text(
+        f"import pytest\npytest.register_assert_rewrite({rewritten!r})\n"
+    )
+    (tmp_path / "test_theirs.py").write_text(TESTS + CASE + TESTS_END)
+    status, output = someone_elses_run.run(tmp_path, "-q")
+    assert (status, "4 passed" in output) == (0, True), output
+
+
+@pytest.mark.parametrize(
+    ("setting", "status"), [("", 0), ("train.AVERAGE = False\n", 1), ("del train.AVERAGE\n", 3)]
+)
+def test_a_file_that_changes_a_module_beside_it_is_judged_with_the_change(
+    tmp_path: Path, setting: str, status: int
+) -> None:
+    (tmp_path / "train.py").write_text(HELPER)
+    start = "import train\nfrom train import reduce_gradients\n"
+    (tmp_path / "mine.py").write_text(start + setting + CASE)
+    done = subprocess.run(
+        [sys.executable, "-m", "ddp_equivalence", "check", "mine.py"],
+        cwd=tmp_path,
+        env=someone_elses_run.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=someone_elses_run.LONGEST,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
