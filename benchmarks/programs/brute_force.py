@@ -1,0 +1,225 @@
+"""Runs programs without this package: is a right one right, and a wrong one wrong?
+
+Every rank is a process that joins a gloo group, takes its examples, and calls the program's step.
+It then computes the big batch by itself in float64, and how far its gradients are from that. Only
+the descriptions of the programs (``Case``) and ``Rank``, which holds numbers, are the package's.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo  # the constructor of DDP imports it; imported here, it is forked to all ranks
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from benchmarks.programs.program import Program
+from ddp_equivalence import Rank
+
+FLOOR_IN_EPS = {torch.float64: 256, torch.float32: 64, torch.bfloat16: 8}
+"""The least limit of the package in each precision, which docs/tolerance.md states."""
+
+MANY_LIMITS = 10
+SECONDS_A_PROGRAM = 30.0
+
+
+def verify(programs: list[Program]) -> int:
+    """Print how far each program is from the big batch; return 1 if one is not what it says."""
+    contradicted = []
+    for program in programs:
+        distance, limit = measure(program), limit_of(program)
+        wrong = distance > MANY_LIMITS * limit
+        if program.right == wrong or (program.right and distance > limit):
+            contradicted.append(program.name)
+        note = "   <-- CONTRADICTED" if program.name in contradicted[-1:] else ""
+        side = "right" if program.right else "wrong"
+        print(f"{side}  {distance:9.2e}  {distance / limit:9.1e} limits  {program.name}{note}")
+        sys.stdout.flush()
+    print(f"{len(programs) - len(contradicted)} of {len(programs)} are what they say")
+    for name in contradicted:
+        print(f"  not {name}")
+    return int(bool(contradicted))
+
+
+def limit_of(program: Program) -> float:
+    """The least limit in the program's precision, relative to the norm of a gradient."""
+    dtype = program.case.dtype or torch.float32
+    return FLOOR_IN_EPS[dtype] * torch.finfo(dtype).eps
+
+
+def measure(program: Program) -> float:
+    """The distance of the worst parameter on the worst rank; infinite if a rank never finished."""
+    nodes = nodes_of(program.case.layout)
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_on_rank, args=(program, nodes, rank, folder))
+            for rank in range(sum(nodes))
+        ]
+        for rank in ranks:
+            rank.start()
+        deadline = time.monotonic() + SECONDS_A_PROGRAM
+        for rank in ranks:
+            rank.join(max(0.0, deadline - time.monotonic()))
+            if rank.is_alive():
+                rank.kill()
+                rank.join()
+        files = [Path(folder, f"distance{rank}") for rank in range(len(ranks))]
+        return max(float(file.read_text()) if file.exists() else math.inf for file in files)
+
+
+def nodes_of(layout: str) -> list[int]:
+    """The number of ranks on each node: ``2x3`` and ``3+3`` are two nodes of three ranks."""
+    if "+" in layout:
+        return [int(part) for part in layout.split("+")]
+    nodes, _, each = layout.partition("x")
+    return [int(each)] * int(nodes)
+
+
+def _on_rank(program: Program, nodes: list[int], number: int, folder: str) -> None:
+    node = next(n for n in range(len(nodes)) if number < sum(nodes[: n + 1]))
+    local, world = number - sum(nodes[:node]), sum(nodes)
+    rank = Rank(number, world, local, nodes[node], node, len(nodes), torch.device("cpu"), "gloo")
+    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(nodes[node]), "GROUP_RANK": str(node)}
+    os.environ["TORCHELASTIC_RUN_ID"] = "none"
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # wrong programs complain at length
+    store = dist.FileStore(f"{folder}/store", world)
+    seconds = float(program.options.get("collective_deadline") or SECONDS_A_PROGRAM / 2)
+    dist.init_process_group(
+        "gloo", store=store, rank=number, world_size=world, timeout=timedelta(seconds=seconds)
+    )
+    try:
+        measured = _program(program, rank)
+        distance = _distance(measured, _big_batch(program))
+        Path(folder, f"distance{number}").write_text(repr(distance))
+    finally:
+        os._exit(0)  # destructors of groups may wait for ranks that have failed
+
+
+Gradients = list[dict[str, Tensor | None]]
+"""For each step the gradients by name; or one entry with the update of all steps together."""
+
+
+def _program(program: Program, rank: Rank) -> Gradients:
+    """What the step leaves on this rank."""
+    model, batches = _model(program), _batches(program)
+    shards = [_shard(program.case.shards, batch, rank) for batch in batches]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if program.options.get("compare") == "update":
+        _seed(1)
+        joined = pytree.tree_map(
+            lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *shards
+        )
+        weights: Any = program.step(model, joined, rank) or dict(model.named_parameters())  # type: ignore[operator]
+        return [{name: weights[name].detach() - start for name, start in before.items()}]
+    found: Gradients = []
+    for shard in shards:
+        model.zero_grad(set_to_none=True)
+        _seed(1 + len(found))
+        returned: Any = program.step(model, shard, rank)  # type: ignore[operator]
+        own = {n: p.grad for n, p in model.named_parameters()} if returned is None else returned
+        found.append({n: None if g is None else g.detach().clone() for n, g in own.items()})
+        _sgd(model, program)
+    return found
+
+
+def _big_batch(program: Program) -> Gradients:
+    """What the big batch gives in one process in float64."""
+    model = _model(program).double()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    found: Gradients = []
+    for batch in _batches(program):
+        model.zero_grad(set_to_none=True)
+        _seed(1 + len(found))
+        wide = pytree.tree_map_only(
+            Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch
+        )
+        program.case.loss(model, wide).backward()  # type: ignore[operator]
+        found.append({n: p.grad for n, p in model.named_parameters()})
+        _sgd(model, program)
+    if program.options.get("compare") == "update":
+        return [{n: p.detach() - before[n] for n, p in model.named_parameters()}]
+    return found
+
+
+def _distance(measured: Gradients, truth: Gradients) -> float:
+    """The largest ||m - t|| / ||t||; a gradient that is zero is compared with all together."""
+    worst = 0.0
+    for got, right in zip(measured, truth, strict=True):
+        dense = {n: t.to_dense().double() for n, t in right.items() if t is not None}
+        whole = math.sqrt(sum(float(t.square().sum()) for t in dense.values()))
+        for name, true in right.items():
+            found = got.get(name)
+            t = dense.get(name, torch.zeros(())) if true is None else dense[name]
+            m = torch.zeros_like(t) if found is None else found.to_dense().double()
+            norm = float(t.norm())
+            error = float((m - t).norm()) / (norm if norm > 1e-9 * whole else whole)
+            worst = max(worst, math.inf if math.isnan(error) else error)
+    return worst
+
+
+def _model(program: Program) -> nn.Module:
+    _seed(program.case.seed)
+    model: nn.Module = program.case.model()  # type: ignore[operator]
+    return model if program.case.dtype is None else model.to(program.case.dtype)
+
+
+def _batches(program: Program) -> list[Any]:
+    """The big batch of every step, in the program's precision."""
+    dtype, steps = program.case.dtype, program.options.get("steps", 1)
+    assert isinstance(steps, int)
+    assert program.case.batch is not None
+    _seed(program.case.seed)
+    batch = program.case.batch(torch.Generator().manual_seed(program.case.seed))
+
+    def cut(step: int) -> Any:
+        def of_leaf(leaf: Tensor) -> Tensor:
+            mine = leaf.chunk(steps)[step].clone()
+            return mine.to(dtype) if dtype and mine.is_floating_point() else mine
+
+        return pytree.tree_map_only(Tensor, of_leaf, batch)
+
+    return [cut(step) for step in range(steps)]
+
+
+def _shard(shards: str, batch: Any, rank: Rank) -> Any:
+    """The examples of this rank."""
+
+    def of_leaf(leaf: Tensor) -> Tensor:
+        if shards == "own":
+            return leaf.clone()
+        if shards == "interleaved":
+            return leaf[rank.rank :: rank.world_size].clone()
+        each = len(leaf) // rank.world_size
+        sizes = [each] * rank.world_size
+        if shards != "equal":
+            sizes = [int(part) for part in shards.split("+")]
+        return leaf.split(sizes)[rank.rank].clone()
+
+    return pytree.tree_map_only(Tensor, of_leaf, batch)
+
+
+def _sgd(model: nn.Module, program: Program) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= program.options.get("lr", 0.1) * parameter.grad.to_dense()
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
