@@ -56,13 +56,13 @@ def divided_by_the_number_of_nodes(model: nn.Module, shard: Any, rank: Rank) -> 
         gradient /= rank.nodes
 
 
-@programs.step()
+@programs.step(layout="1x3")
 def divided_by_one_less(model: nn.Module, shard: Any, rank: Rank) -> None:
     """The sum is divided by the highest rank instead of the number of ranks."""
     mean_squared_error(model, shard).backward()
     for gradient in gradients(model):
         dist.all_reduce(gradient)
-        gradient /= rank.world_size - 0.5
+        gradient /= rank.world_size - 1
 
 
 @programs.step()
