@@ -7,6 +7,7 @@ the descriptions of the programs (``Case``) and ``Rank``, which holds numbers, a
 
 from __future__ import annotations
 
+import hashlib
 import math
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import random
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,35 +37,47 @@ MANY_LIMITS = 10
 SECONDS_A_PROGRAM = 30.0
 
 
-def verify(programs: list[Program]) -> int:
-    """Print how far each program is from the big batch; return 1 if one is not what it says.
+@dataclass(frozen=True)
+class Measured:
+    """What the ranks left, without the package.
 
-    A wrong program whose outcome is declared "unknown" may be right by luck.
+    ``distance``: how far the worst parameter on the worst rank is from the big batch, infinite if a
+    rank never finished. ``limit``: that of docs/tolerance.md, eight times the distance of one device
+    in the program's precision, or some multiple of its eps. ``agree``: the ranks hold the same bits.
     """
+
+    distance: float
+    limit: float
+    agree: bool
+
+    def shows(self, program: Program) -> bool:
+        """True if the program is what it says. A wrong one may be right by luck if it says so."""
+        if program.right:
+            return self.distance <= self.limit and self.agree
+        far = self.distance > MANY_LIMITS * self.limit
+        return far or not self.agree or program.expected == "unknown"
+
+
+def verify(programs: list[Program]) -> int:
+    """Print how far each program is from the big batch; return 1 if one is not what it says."""
     contradicted = []
     for program in programs:
-        distance, limit = measure(program)
-        if program.right:
-            holds = distance <= limit
-        else:
-            holds = distance > MANY_LIMITS * limit or program.expected == "unknown"
-        if not holds:
+        found = measure(program)
+        if not found.shows(program):
             contradicted.append(program.name)
-        side, note = "right" if program.right else "wrong", "" if holds else "   <-- CONTRADICTED"
-        print(f"{side}  {distance:9.2e}  {distance / limit:9.1e} limits  {program.name}{note}")
-        sys.stdout.flush()
+        side, limits = "right" if program.right else "wrong", found.distance / found.limit
+        agree = "agree " if found.agree else "differ"
+        note = "" if found.shows(program) else "   <-- CONTRADICTED"
+        print(f"{side}  ranks {agree}  {found.distance:8.1e}  {limits:8.1e} limits  ", end="")
+        print(f"{program.name}{note}", flush=True)
     print(f"{len(programs) - len(contradicted)} of {len(programs)} are what they say")
     for name in contradicted:
         print(f"  not {name}")
     return int(bool(contradicted))
 
 
-def measure(program: Program) -> tuple[float, float]:
-    """The distance of the worst parameter on the worst rank, and the limit for it.
-
-    The distance is infinite if a rank never finished. The limit is that of docs/tolerance.md: eight
-    times the distance of one device in the program's precision, or some multiple of its eps.
-    """
+def measure(program: Program) -> Measured:
+    """Run the program on processes of its own."""
     nodes = nodes_of(program.case.layout)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -79,12 +93,16 @@ def measure(program: Program) -> tuple[float, float]:
             if rank.is_alive():
                 rank.kill()
                 rank.join()
-        files = [Path(folder, f"distance{rank}") for rank in range(len(ranks))]
+        files = [Path(folder, f"found{rank}") for rank in range(len(ranks))]
         found = [file.read_text().split() for file in files if file.exists()]
-    dtype = program.case.dtype or torch.float32
-    limit = max([FLOOR_IN_EPS[dtype] * torch.finfo(dtype).eps, *(8 * float(f[1]) for f in found)])
+    dtype = program.rounds_in or program.case.dtype or torch.float32
+    least = FLOOR_IN_EPS[dtype] * torch.finfo(dtype).eps
     finished = len(found) == len(ranks)
-    return max(float(f[0]) for f in found) if finished else math.inf, limit
+    return Measured(
+        distance=max(float(distance) for distance, _, _ in found) if finished else math.inf,
+        limit=max([least, *(8 * float(alone) for _, alone, _ in found)]),
+        agree=len({bits for _, _, bits in found}) == 1,
+    )
 
 
 def nodes_of(layout: str) -> list[int]:
@@ -113,7 +131,7 @@ def _on_rank(program: Program, nodes: list[int], number: int, folder: str) -> No
         truth = _big_batch(program, torch.float64)
         distance = _distance(measured, truth)
         alone = _distance(_big_batch(program, program.case.dtype), truth)
-        Path(folder, f"distance{number}").write_text(f"{distance} {alone}")
+        Path(folder, f"found{number}").write_text(f"{distance} {alone} {_bits(measured)}")
     finally:
         os._exit(0)  # destructors of groups may wait for ranks that have failed
 
@@ -178,6 +196,17 @@ def _distance(measured: Gradients, truth: Gradients) -> float:
             error = float((m - t).norm()) / (norm if norm > 1e-9 * whole else whole)
             worst = max(worst, math.inf if math.isnan(error) else error)
     return worst
+
+
+def _bits(measured: Gradients) -> str:
+    """A hash of all gradients."""
+    hashed = hashlib.sha256()
+    for of_step in measured:
+        for name in sorted(of_step):
+            gradient = of_step[name]
+            if gradient is not None:
+                hashed.update(f"{name} {gradient.to_dense().double().tolist()}".encode())
+    return hashed.hexdigest()
 
 
 def _model(program: Program) -> nn.Module:

@@ -12,6 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
+
 from benchmarks.programs.common import UnderDdp, mean_squared_error, mlp, regression
 from ddp_equivalence import Case
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
@@ -32,7 +34,8 @@ class Program:
 
     ``right``: it trains like one big batch. ``sentence``: what it does; for a wrong program, what
     is wrong with it. ``options``: what ``check`` takes beside case and step. ``because``: why
-    nothing can be shown, if ``expected`` is "unknown".
+    nothing can be shown, if ``expected`` is "unknown". ``rounds_in``: the precision in which the
+    program rounds, if that is lower than the precision of its case.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Program:
     options: CheckOptions
     expected: Outcome
     because: UnknownBecause | None = None
+    rounds_in: torch.dtype | None = None
 
 
 class Programs:
@@ -57,7 +61,7 @@ class Programs:
         """Add a program for the step below; ``fields`` are of its case, of ``check`` or both.
 
         The name of the function becomes the name of the program, and its docstring the sentence.
-        ``unknown``: why nothing can be shown, if that is expected.
+        ``unknown``: why nothing can be shown, if that is expected; ``rounds_in``: see ``Program``.
         """
         return lambda step: self._add(step, step=step, **fields)
 
@@ -71,7 +75,7 @@ class Programs:
 
     def _add(self, written: Written, **fields: Any) -> Written:
         name = _spelled(written.__name__)
-        because = fields.pop("unknown", None)
+        because, rounds_in = fields.pop("unknown", None), fields.pop("rounds_in", None)
         options = {key: fields.pop(key) for key in CheckOptions.__annotations__ if key in fields}
         loss = fields.setdefault("loss", mean_squared_error)
         step = fields.pop("step", None) or UnderDdp(loss)
@@ -88,6 +92,7 @@ class Programs:
                 options=cast(CheckOptions, options),
                 expected="unknown" if because else settled,
                 because=because,
+                rounds_in=rounds_in,
             )
         )
         return written

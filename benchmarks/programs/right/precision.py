@@ -71,7 +71,7 @@ def float32_with_a_loss_in_float64(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch["rows"]).double(), batch["labels"])
 
 
-@programs.loss(batch=classes)
+@programs.loss(batch=classes, layout="1x3", rounds_in=torch.float32)
 def float64_with_a_loss_in_float32(model: nn.Module, batch: Batch) -> Tensor:
     """A loss that always computes in float32, as many libraries have it, in a float64 model."""
     return scores_in_float32(model, batch)
@@ -113,7 +113,7 @@ def autocast_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.mse_loss(outputs.to(batch["targets"].dtype), batch["targets"])
 
 
-@programs.loss(dtype=torch.float32)
+@programs.loss(dtype=torch.float32, rounds_in=torch.bfloat16)
 def autocast_in_float32(model: nn.Module, batch: Batch) -> Tensor:
     """The forward pass runs under autocast, in the big batch's loss as well."""
     return autocast_loss(model, batch)
@@ -191,7 +191,7 @@ def wide_error(model: nn.Module, batch: Batch) -> Tensor:
     return F.mse_loss(model(batch["rows"]).to(batch["targets"].dtype), batch["targets"])
 
 
-@programs.loss(model=TwoPrecisions, dtype=None)
+@programs.loss(model=TwoPrecisions, dtype=None, rounds_in=torch.bfloat16)
 def body_in_bfloat16(model: nn.Module, batch: Batch) -> Tensor:
     """The model keeps the two precisions in which it is built."""
     return wide_error(model, batch)
