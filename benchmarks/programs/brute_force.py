@@ -12,7 +12,6 @@ import math
 import multiprocessing
 import os
 import random
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -41,9 +40,10 @@ SECONDS_A_PROGRAM = 30.0
 class Measured:
     """What the ranks left, without the package.
 
-    ``distance``: how far the worst parameter on the worst rank is from the big batch, infinite if a
-    rank never finished. ``limit``: that of docs/tolerance.md, eight times the distance of one device
-    in the program's precision, or some multiple of its eps. ``agree``: the ranks hold the same bits.
+    ``distance``: how far the worst parameter on the worst rank is from the big batch; infinite if a
+    rank never finished. ``limit``: the one that docs/tolerance.md describes: eight times the
+    distance of one device in the program's precision, or some multiple of its eps. ``agree``: the
+    ranks hold the same bits.
     """
 
     distance: float
@@ -157,10 +157,17 @@ def _program(program: Program, rank: Rank) -> Gradients:
         model.zero_grad(set_to_none=True)
         _seed(1 + len(found))
         returned: Any = program.step(model, shard, rank)  # type: ignore[operator]
-        own = {n: p.grad for n, p in model.named_parameters()} if returned is None else returned
+        own = {_bare(n): p.grad for n, p in model.named_parameters()}
+        if isinstance(returned, dict) and own.keys() & {_bare(name) for name in returned}:
+            own = {_bare(name): gradient for name, gradient in returned.items()}  # and no metrics
         found.append({n: None if g is None else g.detach().clone() for n, g in own.items()})
         _sgd(model, program)
     return found
+
+
+def _bare(name: str) -> str:
+    """A parameter's name without the names of wrappers."""
+    return name.replace("module.", "")
 
 
 def _big_batch(program: Program, dtype: torch.dtype | None) -> Gradients:
@@ -247,7 +254,13 @@ def _shard(shards: str, batch: Any, rank: Rank) -> Any:
             sizes = [int(part) for part in shards.split("+")]
         return leaf.split(sizes)[rank.rank].clone()
 
-    return pytree.tree_map_only(Tensor, of_leaf, batch)
+    cut = pytree.tree_map_only(Tensor, of_leaf, batch)
+    if isinstance(batch, dict):  # a list with an entry for each example is cut, too
+        for name, leaf in batch.items():
+            if isinstance(leaf, list) and len(leaf) == len(batch["rows"]):
+                each = len(leaf) // rank.world_size
+                cut[name] = leaf[rank.rank * each : (rank.rank + 1) * each]
+    return cut
 
 
 def _sgd(model: nn.Module, program: Program) -> None:

@@ -28,7 +28,6 @@ from benchmarks.programs.common import (
     EXAMPLES,
     LENGTH,
     Batch,
-    ByHand,
     LanguageModel,
     UnderDdp,
     mean_squared_error,
@@ -254,18 +253,13 @@ def trimmed_to_the_longest_text(model: nn.Module, shard: Any, rank: Rank) -> Non
     (token_mean(ddp, short) * mine * rank.world_size / tokens.item()).backward()
 
 
-def masked(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean of positions after a mask of each example's own, divided by its own length."""
+@programs.loss(batch=sequences)
+def masked_positions(model: nn.Module, batch: Batch) -> Tensor:
+    """Positions behind a mask add nothing, and each example divides by its own positions."""
     lengths = 1 + (batch["rows"][:, 0, 0] > 0).long() * (LENGTH // 2)
     keep = torch.arange(LENGTH) < lengths[:, None]
     outputs = (model(batch["rows"]) * keep[..., None]).sum(1) / lengths[:, None]
     return F.mse_loss(outputs, batch["targets"])
-
-
-@programs.loss(batch=sequences, step=ByHand(masked))
-def masked_positions(model: nn.Module, batch: Batch) -> Tensor:
-    """Positions behind a mask add nothing, and each example divides by its own positions."""
-    return masked(model, batch)
 
 
 def small_integers(generator: torch.Generator) -> Batch:

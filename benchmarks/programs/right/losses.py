@@ -108,7 +108,7 @@ def positive_weights(model: nn.Module, batch: Batch) -> Tensor:
 
 @programs.loss()
 def multi_label_margin(model: nn.Module, batch: Batch) -> Tensor:
-    """nn.MultiLabelSoftMarginLoss."""
+    """nn.MultiLabelSoftMarginLoss over outputs that are each right or wrong."""
     wanted = (batch["targets"] > 0).to(batch["targets"].dtype)
     return F.multilabel_soft_margin_loss(model(batch["rows"]), wanted)
 
@@ -233,7 +233,7 @@ def sum_divided_by_a_constant(model: nn.Module, batch: Batch) -> Tensor:
 
 @programs.loss(batch=classes, step=ByHand(plain_cross_entropy))
 def stable_cross_entropy_by_hand(model: nn.Module, batch: Batch) -> Tensor:
-    """logsumexp minus the score of the class; the step uses torch's own cross entropy instead."""
+    """Logsumexp minus the score of the class; the step uses torch's own cross entropy instead."""
     scores = model(batch["rows"])
     chosen = scores.gather(1, batch["labels"][:, None]).squeeze(1)
     return (scores.logsumexp(1) - chosen).mean()

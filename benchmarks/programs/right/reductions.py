@@ -92,7 +92,7 @@ def coalesced(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 @programs.step(model=deeper_mlp)
 def flattened_by_torch(model: nn.Module, shard: Any, rank: Rank) -> None:
-    """torch's own functions flatten the gradients and take them apart again."""
+    """Torch's own functions flatten the gradients and take them apart again."""
     mean_squared_error(model, shard).backward()
     flat = _flatten_dense_tensors(gradients(model))
     dist.all_reduce(flat)

@@ -223,9 +223,7 @@ def summed_over_three_ranks(model: nn.Module, batch: dict[str, Tensor]) -> Tenso
     return 3 * token_sum(model, batch)
 
 
-@programs.model(
-    batch=texts, loss=token_sum, step=UnderDdp(summed_over_three_ranks), layout="1x3"
-)
+@programs.model(batch=texts, loss=token_sum, step=UnderDdp(summed_over_three_ranks), layout="1x3")
 class PaddedTextsInASum(LanguageModel):
     """The loss sums over tokens, so that padding counts nothing and ranks need no common count."""
 

@@ -76,9 +76,7 @@ def spectral_norm() -> nn.Module:
 @programs.model(step=ByHand(mean_squared_error))
 def orthogonal_weight() -> nn.Module:
     """A weight is kept orthogonal by a parametrization."""
-    return nn.Sequential(
-        parametrizations.orthogonal(nn.Linear(ROW, ROW)), nn.Linear(ROW, OUTPUTS)
-    )
+    return nn.Sequential(parametrizations.orthogonal(nn.Linear(ROW, ROW)), nn.Linear(ROW, OUTPUTS))
 
 
 @programs.model()
@@ -246,7 +244,9 @@ def gradient_of_a_functional_call(model: nn.Module, shard: Any, rank: Rank) -> d
 @programs.step(layout="1x2")
 def compiled_with_the_eager_backend(model: nn.Module, shard: Any, rank: Rank) -> None:
     """torch.compile captures the model; DDP wraps what it returns."""
-    ddp = DistributedDataParallel(torch.compile(model, backend="eager"))  # kept until after backward
+    ddp = DistributedDataParallel(
+        torch.compile(model, backend="eager")
+    )  # kept until after backward
     mean_squared_error(ddp, shard).backward()
 
 

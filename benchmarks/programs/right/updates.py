@@ -170,7 +170,7 @@ def weights_averaged_after_each_step(model: nn.Module, joined: Any, rank: Rank) 
 
 @three_steps()
 def post_local_sgd_with_period_one(model: nn.Module, joined: Any, rank: Rank) -> None:
-    """torch's post-local SGD averages the weights after every step."""
+    """Torch's post-local SGD averages the weights after every step."""
     averager = PeriodicModelAverager(period=1, warmup_steps=0)
     train(model, PostLocalSGDOptimizer(SGD(model.parameters(), LR), averager), joined)
 

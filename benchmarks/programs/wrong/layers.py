@@ -8,14 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.programs.common import (
     HIDDEN,
-    LENGTH,
     OUTPUTS,
     ROW,
-    TOKENS,
     Batch,
     ByHand,
     UnderDdp,
@@ -26,7 +23,6 @@ from benchmarks.programs.common import (
     mlp,
     regression,
     sequences,
-    words,
 )
 from benchmarks.programs.program import Programs
 from ddp_equivalence import Rank
@@ -208,66 +204,6 @@ def dropped_channels() -> nn.Module:
     """nn.Dropout2d draws other channels for the shards than for the big batch."""
     layers = (nn.Conv2d(2, 4, 3), nn.Dropout2d(0.5), nn.Flatten(), nn.Linear(64, OUTPUTS))
     return nn.Sequential(*layers)
-
-
-@programs.model(batch=words)
-class WordsDropped(nn.Module):
-    """Words are dropped at random, and the ranks draw other words than the big batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.last = nn.Embedding(TOKENS, HIDDEN), nn.Linear(HIDDEN, OUTPUTS)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        kept = torch.rand(tokens.shape) > 0.3
-        return self.last((self.table(tokens) * kept[..., None]).sum(1) / LENGTH)
-
-
-class Averaged(nn.Module):
-    """The mean over the words of a text."""
-
-    def forward(self, values: Tensor) -> Tensor:
-        return values.mean(1)
-
-
-def embedding_and_mean() -> nn.Module:
-    """A sparse embedding, averaged over the words."""
-    return nn.Sequential(nn.Embedding(TOKENS, OUTPUTS, sparse=True), Averaged())
-
-
-@programs.step(model=embedding_and_mean, batch=words)
-def sparse_rows_reduced_by_value(model: nn.Module, shard: Any, rank: Rank) -> None:
-    """Only the rows that rank 0 has used are averaged; the others stay as each rank has them."""
-    mean_squared_error(model, shard).backward()
-    weight = model[0].weight
-    weight.grad = weight.grad.to_dense()
-    used = (weight.grad.abs().sum(1) > 0) & (torch.arange(TOKENS) < 9)
-    dist.broadcast(used, 0)
-    rows = weight.grad[used]
-    dist.all_reduce(rows)
-    weight.grad[used] = rows / rank.world_size
-
-
-@programs.step(model=embedding_and_mean, batch=words)
-def sparse_values_summed(model: nn.Module, shard: Any, rank: Rank) -> None:
-    """The sparse gradient is summed over the ranks, and nobody divides it."""
-    mean_squared_error(model, shard).backward()
-    dense = model[0].weight.grad.to_dense()
-    dist.all_reduce(dense)
-    model[0].weight.grad = dense
-
-
-def embedding_and_linear() -> nn.Module:
-    """An embedding, averaged over the words, and a linear layer."""
-    return nn.Sequential(nn.Embedding(TOKENS, HIDDEN), Averaged(), nn.Linear(HIDDEN, OUTPUTS))
-
-
-@programs.step(model=embedding_and_linear, batch=words)
-def embedding_left_local(model: nn.Module, shard: Any, rank: Rank) -> None:
-    """DDP is told to ignore the embedding, and nothing else reduces it."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
-    ddp = DistributedDataParallel(model)
-    mean_squared_error(ddp, shard).backward()
 
 
 @programs.step(model=lambda: nn.Sequential(nn.Linear(ROW, 7), nn.PReLU(7), nn.Linear(7, OUTPUTS)))

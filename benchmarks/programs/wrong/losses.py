@@ -212,7 +212,7 @@ def median_error(model: nn.Module, batch: Batch) -> Tensor:
 
 @programs.loss()
 def softened_maximum(model: nn.Module, batch: Batch) -> Tensor:
-    """logsumexp over the rank's errors weighs them against each other."""
+    """Logsumexp over the rank's errors weighs them against each other."""
     return (model(batch["rows"]) - batch["targets"]).square().mean(1).logsumexp(0)
 
 

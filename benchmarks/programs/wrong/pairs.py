@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.programs.common import (
-    LanguageModel,
     OUTPUTS,
     Batch,
     ByHand,
+    LanguageModel,
     UnderDdp,
     average,
     classes,
@@ -165,7 +165,9 @@ def gathered_without_gradient(model: nn.Module, shard: Any, rank: Rank) -> None:
     outputs = ddp(shard["rows"])
     everywhere = gathered(outputs, rank)
     everywhere[rank.rank] = outputs
-    in_batch_negatives(torch.cat(everywhere), torch.cat(gathered(shard["targets"], rank))).backward()
+    in_batch_negatives(
+        torch.cat(everywhere), torch.cat(gathered(shard["targets"], rank))
+    ).backward()
 
 
 @programs.step(loss=contrastive)
@@ -264,7 +266,9 @@ def sloped(model: nn.Module, batch: Batch, create_graph: bool) -> Tensor:
     """The error and the squared slope of every example."""
     rows = batch["rows"].clone().requires_grad_()
     outputs = model(rows)
-    (slope,) = torch.autograd.grad(outputs.sum(), rows, create_graph=create_graph, retain_graph=True)
+    (slope,) = torch.autograd.grad(
+        outputs.sum(), rows, create_graph=create_graph, retain_graph=True
+    )
     return F.mse_loss(outputs, batch["targets"]) + 0.1 * slope.square().sum(1).mean()
 
 

@@ -15,14 +15,12 @@ from torch.optim import SGD, Optimizer
 from benchmarks.programs.common import (
     OUTPUTS,
     ROW,
-    TOKENS,
     Batch,
     average,
     deeper_mlp,
     gradients,
     mean_squared_error,
     pieces,
-    words,
 )
 from benchmarks.programs.program import Programs
 from ddp_equivalence import Rank
@@ -273,33 +271,6 @@ def resumed_from_an_old_checkpoint(model: nn.Module, joined: Any, rank: Rank) ->
         saved = saved or copy.deepcopy(model.state_dict())
         if number == 1:
             model.load_state_dict(saved)
-
-
-class ShortVectors(nn.Module):
-    """Word vectors that are shortened in place when they are used, and a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.last = nn.Embedding(TOKENS, 4, max_norm=0.5), nn.Linear(4, OUTPUTS)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.last(self.table(tokens).mean(1))
-
-
-def rare_words(generator: torch.Generator) -> Batch:
-    """Texts in which the first half of the examples uses other words than the second."""
-    batch = words(generator)
-    batch["rows"] %= 5
-    batch["rows"][12:] += 6
-    return batch
-
-
-@one_step(model=ShortVectors, batch=rare_words)
-def vectors_shortened_on_one_rank(model: nn.Module, shard: Any, rank: Rank) -> None:
-    """max_norm shortens only the vectors that the rank has used, so that weights drift apart."""
-    mean_squared_error(model, shard).backward()
-    average(model, rank)
-    SGD(model.parameters(), LR).step()
 
 
 @programs.step(steps=STEPS, lr=LR, batch=three_batches)

@@ -12,9 +12,6 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.programs.common import (
-    HIDDEN,
-    OUTPUTS,
-    ROW,
     UnderDdp,
     average,
     deeper_mlp,
@@ -217,7 +214,7 @@ def hook_that_skips_the_last_bucket(model: nn.Module, shard: Any, rank: Rank) ->
 
 @programs.step()
 def compressed_to_half_precision(model: nn.Module, shard: Any, rank: Rank) -> None:
-    """torch's hook sends gradients in float16, in a program that computes in float64."""
+    """Torch's hook sends gradients in float16, in a program that computes in float64."""
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     mean_squared_error(ddp, shard).backward()
@@ -225,7 +222,7 @@ def compressed_to_half_precision(model: nn.Module, shard: Any, rank: Rank) -> No
 
 @programs.step(dtype=torch.float32)
 def compressed_in_float32(model: nn.Module, shard: Any, rank: Rank) -> None:
-    """torch's hook sends gradients in float16, in a program that computes in float32."""
+    """Torch's hook sends gradients in float16, in a program that computes in float32."""
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     mean_squared_error(ddp, shard).backward()
@@ -239,29 +236,21 @@ def hook_of_a_parameter_doubles(model: nn.Module, shard: Any, rank: Rank) -> Non
 
 
 @programs.step()
-def group_of_two(model: nn.Module, shard: Any, rank: Rank) -> None:
+def group_of_one(model: nn.Module, shard: Any, rank: Rank) -> None:
     """DDP got a group with this rank alone."""
     groups = [dist.new_group([number]) for number in range(rank.world_size)]
     UnderDdp(mean_squared_error, {"process_group": groups[rank.rank]})(model, shard, rank)
 
 
-class TwoBranches(nn.Module):
-    """A trunk, and a branch through which only some calls go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.head = nn.Linear(ROW, HIDDEN), nn.Linear(HIDDEN, OUTPUTS)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.trunk(rows)))
-
-
-@programs.step(model=TwoBranches)
+@programs.step()
 def method_called_past_the_wrapper(model: nn.Module, shard: Any, rank: Rank) -> None:
     """The loss calls parts of the model by name, and not the wrapper."""
     ddp = DistributedDataParallel(model)
-    hidden = torch.tanh(ddp.module.trunk(shard["rows"]))
-    F.mse_loss(ddp.module.head(hidden), shard["targets"]).backward()
+    first, *others = ddp.module
+    hidden = first(shard["rows"])
+    for layer in others:
+        hidden = layer(hidden)
+    F.mse_loss(hidden, shard["targets"]).backward()
 
 
 @programs.step()
