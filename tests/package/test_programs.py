@@ -1,0 +1,69 @@
+"""The programs of ``benchmarks/programs`` are well formed, and a few of them are run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.programs.program import Program, all_programs
+from benchmarks.programs.run import check_one
+
+PROGRAMS = all_programs()
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "programs"
+
+MOST_LINES_OF_A_FILE = 300
+LEAST_OF_A_SIDE = 200
+FEW = 6
+
+
+def a_few(*, right: bool) -> list[Program]:
+    """The first program of every second topic, in the order of the files."""
+    first: dict[str, Program] = {}
+    for each in PROGRAMS:
+        if each.right == right:
+            first.setdefault(each.topic, each)
+    return list(first.values())[::2][:FEW]
+
+
+def test_there_are_at_least_two_hundred_right_and_two_hundred_wrong_programs() -> None:
+    count = Counter(each.right for each in PROGRAMS)
+    assert min(count[True], count[False]) >= LEAST_OF_A_SIDE
+
+
+def test_every_program_has_a_name_of_its_own() -> None:
+    names = Counter(each.name for each in PROGRAMS)
+    assert [name for name, times in names.items() if times > 1] == []
+
+
+def test_every_program_says_in_a_sentence_what_it_does() -> None:
+    is_sentence = {
+        each.name: each.sentence.endswith(".") and len(each.sentence.split()) > 2
+        for each in PROGRAMS
+    }
+    assert [name for name, is_one in is_sentence.items() if not is_one] == []
+
+
+def test_every_program_declares_an_outcome_that_fits_its_side() -> None:
+    declared = {each.name: (each.right, each.because is None, each.expected) for each in PROGRAMS}
+    settled = {(True, True, "same"), (False, True, "different")}
+    open_ones = {(True, False, "unknown"), (False, False, "unknown")}
+    assert {name for name, one in declared.items() if one not in settled | open_ones} == set()
+
+
+def test_no_file_of_programs_is_too_long() -> None:
+    lengths = {file.name: len(file.read_text().splitlines()) for file in FOLDER.rglob("*.py")}
+    assert {name for name, length in lengths.items() if length > MOST_LINES_OF_A_FILE} == set()
+
+
+@pytest.mark.parametrize("program", a_few(right=True), ids=lambda each: each.name)
+def test_a_right_program_is_the_same(program: Program) -> None:
+    result = check_one(program)
+    assert (result.expected, result.got) == ("same", "same"), result.line
+
+
+@pytest.mark.parametrize("program", a_few(right=False), ids=lambda each: each.name)
+def test_a_wrong_program_is_different(program: Program) -> None:
+    result = check_one(program)
+    assert (result.expected, result.got) == ("different", "different"), result.line
