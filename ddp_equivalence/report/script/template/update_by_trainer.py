@@ -25,11 +25,11 @@ def on_this_rank(rank: Rank) -> Gradients:
         take(batch, indices[rank.rank])
         for batch, indices in zip(big_batches(), SHARDS, strict=True)
     ]
-    before = weights_of(model)
+    before = weights_of(dict(model.named_parameters()))
     seed_all(SEED + 1)
     returned = step(model, move(concatenate(shards), rank.device), rank)
     if returned is None:
-        return updates_of(model, before)
+        return updates_of(dict(model.named_parameters()), before)
     updates: dict[str, Tensor | None] = {}
     for name, parameter in model.named_parameters():
         weight = returned.get(name) if parameter.requires_grad else None
