@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,6 +19,12 @@ from ddp_equivalence.comparison.chunks import Chunk, chunks
 from ddp_equivalence.comparison.comparison import Comparison, ParameterComparison, RankError
 from ddp_equivalence.comparison.digest import hash_bytes
 from ddp_equivalence.comparison.gradients import Description, Gradients, dense, describe
+from ddp_equivalence.comparison.structure import (
+    Structure,
+    Unlike,
+    differences,
+    other_forms,
+)
 from ddp_equivalence.comparison.tolerance import Limit, Noise, Tolerance
 
 MOSTLY_ONE = 1.02
@@ -75,7 +81,8 @@ class _Sums:
     Here m is the measured gradient and t the true one. ``difference``, ``measured``: sums of
     squares of m - t and of m. ``product``: the sum of m t. ``element``: the worst
     |m_i - t_i| / max(|t_i|, rms of t), at index ``place``. ``largest``: the largest |m_i - t_i|.
-    ``seen``: how many elements have passed. ``bits``: a hash of the chunks that have passed.
+    ``seen``: how many elements have passed. ``zero``: True if all of them were zeros. ``bits``: a
+    hash of the chunks that have passed.
     """
 
     difference: float = 0.0
@@ -85,7 +92,12 @@ class _Sums:
     largest: float = 0.0
     place: int = 0
     seen: int = 0
+    zero: bool = True
     bits: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+    def is_zero(self, shape: tuple[int, ...]) -> bool:
+        """True if every element of this shape has passed, and was zero."""
+        return self.zero and self.seen == math.prod(shape)
 
 
 class Comparator:
@@ -111,6 +123,12 @@ class Comparator:
             for key, value in self._expected.items()
             if value is not None
         }
+        # A norm can be zero because the squares of tiny numbers are.
+        self._zeros = {
+            key
+            for key, norm in self._norms.items()
+            if norm == 0 and not np.any(self._expected[key])
+        }
         self._tolerances = {
             step: replace(tolerance, whole=math.sqrt(squares))
             for step, squares in _squares_by_step(self._norms).items()
@@ -121,11 +139,12 @@ class Comparator:
     def begin(self, rank: int, described: Mapping[GradientKey, Description | None]) -> None:
         """Announce the gradients of a rank. Unexpected ones need not be added afterwards."""
         self._ranks[rank] = described
-        for key, description in described.items():
-            expected = self._described.get(key)
-            if description is None or expected is None or description.shape != expected.shape:
-                continue
-            self._sums[rank, key] = _Sums()
+        for key in described.keys() & self._described.keys():
+            description, expected = described[key], self._described[key]
+            if description is not None and (
+                expected is None or description.shape == expected.shape
+            ):
+                self._sums[rank, key] = _Sums()
 
     def add(self, rank: int, chunk: Chunk) -> None:
         """Take in one chunk. Chunks of parameters that are not expected are ignored."""
@@ -137,7 +156,10 @@ class Comparator:
         sums.bits.update(chunk.offset.to_bytes(8, "little"))
         hash_bytes(sums.bits, flat)
         whole = self._expected.get(chunk.key)
-        if whole is None or chunk.offset + flat.numel() > whole.size:
+        if whole is None:
+            sums.zero = sums.zero and not bool(flat.any())
+            return
+        if chunk.offset + flat.numel() > whole.size:
             return
         # This is in numpy: for small gradients, a call into torch costs more than the arithmetic.
         truth = whole[chunk.offset : chunk.offset + flat.numel()]
@@ -145,7 +167,9 @@ class Comparator:
         with np.errstate(all="ignore"):
             difference = values - truth
             sums.difference += float(difference @ difference)
-            sums.measured += float(values @ values)
+            square = float(values @ values)
+            sums.zero = sums.zero and square == 0 and not values.any()
+            sums.measured += square
             sums.product += float(values @ truth)
             if difference.any():
                 rms = self._norms[chunk.key] / math.sqrt(whole.size)
@@ -164,40 +188,44 @@ class Comparator:
         """
         for (rank, key), sums in self._sums.items():
             announced = self._ranks[rank][key]
-            if announced is not None and sums.seen != math.prod(announced.shape):
+            if self._described[key] is None or announced is None:
+                continue
+            if sums.seen != math.prod(announced.shape):
                 raise SuiteBug(
                     f"{self._label(key)} of rank {rank} is {announced}, "
                     f"but {sums.seen} elements arrived"
                 )
-        structure = tuple(line for rank in sorted(self._ranks) for line in self._structure_of(rank))
+        unlike = tuple(self._unlike())
         parameters = [self._parameter(key, noise.get(key, Noise())) for key in self._norms]
         compared = tuple(parameter for parameter in parameters if parameter.by_rank)
         return Comparison(
             parameters=compared,
-            structure=structure,
+            structure=differences(unlike),
             ranks=tuple(sorted(self._ranks)),
             elements=sum(math.prod(parameter.shape) for parameter in compared),
+            other_forms=other_forms(unlike),
         )
 
     def _label(self, key: GradientKey) -> str:
         step, name = key
         return f"{name} (step {step + 1})" if self._several_steps else name
 
-    def _structure_of(self, rank: int) -> list[str]:
-        """Sentences about names, shapes, dtypes and missing gradients that differ on this rank."""
-        measured = self._ranks[rank]
-        sentences = []
-        for key in self._described.keys() - measured.keys():
-            sentences.append(f"rank {rank}: {self._label(key)} is missing")
-        for key in measured.keys() - self._described.keys():
-            sentences.append(f"rank {rank}: {self._label(key)} is not a parameter of the model")
-        for key in self._described.keys() & measured.keys():
-            if self._described[key] != measured[key]:
-                sentences.append(
-                    f"rank {rank}: {self._label(key)} is {measured[key]}, "
-                    f"expected {self._described[key]}"
-                )
-        return sorted(sentences)
+    def _unlike(self) -> Iterator[Unlike]:
+        """The gradients whose structure is not the expected one."""
+        for rank, measured in sorted(self._ranks.items()):
+            for key, expected in self._described.items():
+                found = measured.get(key)
+                if found != expected or key not in measured:
+                    sums = self._sums.get((rank, key))
+                    zero = found is not None and sums is not None and sums.is_zero(found.shape)
+                    yield Unlike(
+                        rank,
+                        self._label(key),
+                        Structure(found, zero, named=key in measured),
+                        Structure(expected, key in self._zeros),
+                    )
+            for key in measured.keys() - self._described.keys():
+                yield Unlike(rank, self._label(key), Structure(measured[key]), expected=None)
 
     def _parameter(self, key: GradientKey, noise: Noise) -> ParameterComparison:
         norm, described = self._norms[key], self._described[key]
@@ -209,10 +237,11 @@ class Comparator:
         for rank, measured in sorted(self._ranks.items()):
             description = measured.get(key)
             if description is None or description.shape != described.shape:
-                bits.add(b"absent" if description is None else b"other shape")
+                absent = b"zeros" if key in self._zeros else b"absent"
+                bits.add(absent if description is None else b"other shape")
                 continue
             sums = self._sums[rank, key]
-            bits.add(sums.bits.digest())
+            bits.add(b"zeros" if sums.zero else sums.bits.digest())
             by_rank.append(_rank_error(rank, sums, norm, limit, _index(sums, described.shape)))
         return ParameterComparison(
             self._label(key),

@@ -27,7 +27,15 @@ class Description:
 
     def __str__(self) -> str:
         layout = "" if self.layout == "strided" else f", {self.layout}"
-        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}{layout}"
+        return f"{self.shape} {self.dtype_name}{layout}"
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.layout != "strided"
 
 
 def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -29,35 +30,64 @@ class ParameterNames:
         first = {id(parameter): name for name, parameter in model.named_parameters()}
         # Weak references: the memory of a parameter that the step replaces must become free.
         self._known = {name: weakref.ref(one) for name, one in model.named_parameters()}
+        self._shapes = {name: one.shape for name, one in model.named_parameters()}
         self._own = {
             name: first[id(one)] for name, one in model.named_parameters(remove_duplicate=False)
         }
+        self._modules = {name: weakref.ref(one) for name, one in model.named_modules()}
         self._buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The model's parameters now, under the names that they had before the step.
 
-        A parameter is recognised by its identity. Only if it is no longer part of the model, the
-        new parameter that has its name is taken for it: the step has replaced it. A parameter that
-        fits none is included if it is trained, under a name that says that the step added it.
+        A parameter is recognised by its identity. If the step has replaced it by another, that one
+        is recognised by its module, by its name, or else by its place in the order of the model. A
+        parameter that the step has added is included if it is trained; its name says so.
         """
         now = dict(model.named_parameters())
         if now.keys() == self._known.keys() and all(
             self._known[name]() is parameter for name, parameter in now.items()
         ):
             return now
-        held = self._names_by_identity()
-        found = {held[id(one)]: one for one in now.values() if id(one) in held}
-        new = {name: one for name, one in now.items() if id(one) not in held}
-        free = {name: own for name, own in self._own.items() if own not in found}
-        for name, own in self._matched(new, free).items():
-            if own not in found:
-                found[own] = new.pop(name)
+        names = _by_identity(self._known)
+        found = {names[id(one)]: one for one in now.values() if id(one) in names}
+        new = {name: one for name, one in now.items() if id(one) not in names}
+        for match in (self._by_module, self._by_name, self._by_place):
+            free = [name for name in self._known if name not in found]
+            for name, own in match(model, new, free).items() if new and free else ():
+                if own not in found:
+                    found[own] = new.pop(name)
         self._known |= {name: weakref.ref(parameter) for name, parameter in found.items()}
         in_order = {name: found[name] for name in self._known if name in found}
         return in_order | {
             f"{name} (added by the step)": one for name, one in new.items() if one.requires_grad
         }
+
+    def _by_module(
+        self, model: nn.Module, new: Mapping[str, nn.Parameter], free: Sequence[str]
+    ) -> dict[str, str]:
+        """Parameters of modules that were part of the model before, wherever these are now."""
+        paths = _by_identity(self._modules)
+        found = {}
+        for name in new:
+            path, _, last = name.rpartition(".")
+            own = ".".join(filter(None, (paths.get(id(model.get_submodule(path)), "?"), last)))
+            if own in free:
+                found[name] = own
+        return found
+
+    def _by_name(
+        self, model: nn.Module, new: Mapping[str, nn.Parameter], free: Sequence[str]
+    ) -> dict[str, str]:
+        return _matched(new, {name: own for name, own in self._own.items() if own in free})
+
+    def _by_place(
+        self, model: nn.Module, new: Mapping[str, nn.Parameter], free: Sequence[str]
+    ) -> dict[str, str]:
+        """Nothing, unless every new parameter has the shape of the one that it stands for."""
+        shapes = [self._shapes[name] for name in free]
+        same = shapes == [parameter.shape for parameter in new.values()]
+        return dict(zip(new, free, strict=True)) if same else {}
 
     def of_returned(
         self, model: nn.Module, returned: Mapping[str, Tensor | None]
@@ -94,10 +124,6 @@ class ParameterNames:
         parameters = self.parameters(model)
         return digest((name, parameters.get(name)) for name in self._known)
 
-    def _names_by_identity(self) -> dict[int, str]:
-        held = ((name, reference()) for name, reference in self._known.items())
-        return {id(parameter): name for name, parameter in held if parameter is not None}
-
     def _matched_as_a_whole(self, model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         """Each name -> the model's own name, by the first way that fits all names.
 
@@ -106,7 +132,7 @@ class ParameterNames:
         each name is matched on its own.
         """
         self.parameters(model)  # recognises parameters that the step has replaced
-        held = self._names_by_identity()
+        held = _by_identity(self._known)
         with_buffers = {name: name for name in self._buffers}
         before = with_buffers | self._own
         after = with_buffers | {
@@ -120,28 +146,35 @@ class ParameterNames:
                 if all(short in table for short in shorter.values()):
                     return {name: table[short] for name, short in shorter.items()}
             if not all(short.partition(".")[0] in WRAPPER_SEGMENTS for short in shorter.values()):
-                return self._matched(names, after | before)
+                return _matched(names, after | before)
             shorter = {name: short.partition(".")[2] for name, short in shorter.items()}
 
-    def _matched(self, names: Iterable[str], table: Mapping[str, str]) -> dict[str, str]:
-        """Each name -> the model's own name in ``table``, first of those that stand in it as they
-        are, then of those that do so without the segments of wrappers.
 
-        Raises ValueError if a name fits several.
-        """
-        found = {name: table[name] for name in names if name in table}
-        without_wrappers: dict[str, set[str]] = {}
-        for name, own in table.items():
-            without_wrappers.setdefault(_bare(name), set()).add(own)
-        for name in names:
-            fitting = set() if name in table else without_wrappers.get(_bare(name), set())
-            if len(fitting) > 1:
-                raise ValueError(
-                    f"the name {name} could be {' or '.join(sorted(fitting, key=len))}: return "
-                    "tensors by the names that the model itself gives its parameters"
-                )
-            found.update((name, own) for own in fitting)
-        return found
+def _by_identity(references: Mapping[str, weakref.ref[Any]]) -> dict[int, str]:
+    """The identity of everything that still exists -> its name before the step."""
+    held = ((name, reference()) for name, reference in references.items())
+    return {id(one): name for name, one in held if one is not None}
+
+
+def _matched(names: Iterable[str], table: Mapping[str, str]) -> dict[str, str]:
+    """Each name -> the model's own name in ``table``, first of those that stand in it as they
+    are, then of those that do so without the segments of wrappers.
+
+    Raises ValueError if a name fits several.
+    """
+    found = {name: table[name] for name in names if name in table}
+    without_wrappers: dict[str, set[str]] = {}
+    for name, own in table.items():
+        without_wrappers.setdefault(_bare(name), set()).add(own)
+    for name in names:
+        fitting = set() if name in table else without_wrappers.get(_bare(name), set())
+        if len(fitting) > 1:
+            raise ValueError(
+                f"the name {name} could be {' or '.join(sorted(fitting, key=len))}: return "
+                "tensors by the names that the model itself gives its parameters"
+            )
+        found.update((name, own) for own in fitting)
+    return found
 
 
 def _bare(name: str) -> str:

@@ -106,7 +106,13 @@ def copy_of_a_part_under_ddp(model: Any, shard: Any, rank: Rank) -> None:
     loss(model, shard).backward()
 
 
+def copy_of_a_part_in_a_wrapper_of_ones_own(model: Any, shard: Any, rank: Rank) -> None:
+    model.encoder = Renaming(copy.deepcopy(model.encoder))
+    right_step(model, shard, rank)
+
+
 RENAMING = (
+    copy_of_a_part_in_a_wrapper_of_ones_own,
     both_parts_under_ddp,
     one_part_under_ddp,
     compiled_part,
@@ -309,7 +315,7 @@ def test_names_that_fit_two_parameters_are_an_error() -> None:
 def test_a_parameter_replaced_after_wrapping_is_still_seen() -> None:
     def replaces(model: Any, shard: Any, rank: Rank) -> None:
         model.encoder = Renaming(model.encoder)
-        ddp = DistributedDataParallel(model)
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
         linear = model.encoder.inner[0]
         linear.weight = nn.Parameter(linear.weight.detach().clone())
         loss(ddp, shard).backward()
