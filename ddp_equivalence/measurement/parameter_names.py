@@ -9,14 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ddp_equivalence.comparison.digest import digest
-from ddp_equivalence.measurement.returned import RIGHT
+from ddp_equivalence.measurement.returned import no_parameters
 
 WRAPPER_SEGMENTS = frozenset(
     {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 )
 """What DDP, torch.compile, activation checkpointing and FSDP insert into the names of parameters."""
-
-MOST_NAMES = 4
 
 
 class ParameterNames:
@@ -113,10 +111,7 @@ class ParameterNames:
                 )
             found[own], taken_from[own] = value, name
         if returned and self._known.keys().isdisjoint(found):
-            raise TypeError(
-                f"the step returned a dict with the names {_listed(returned)}, and none of them is "
-                f"a parameter of the model (its parameters: {_listed(self._known)}). {RIGHT}"
-            )
+            raise no_parameters(returned, self._known)
         return found
 
     def digest(self, model: nn.Module) -> str:
@@ -183,8 +178,3 @@ def _bare(name: str) -> str:
 
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or digest({"": one}) == digest({"": other})
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")

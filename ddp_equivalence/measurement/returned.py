@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import islice
 
-import torch
 from torch import Tensor, nn
 
 RIGHT = (
@@ -12,6 +12,9 @@ RIGHT = (
     "dict of parameter name -> gradient (of parameter name -> weight, if the update is compared). "
     "It returns no loss and no metrics"
 )
+
+
+MOST_ITEMS = 3
 
 
 def tensors_by_name(returned: object) -> dict[str, Tensor | None]:
@@ -25,16 +28,35 @@ def tensors_by_name(returned: object) -> dict[str, Tensor | None]:
     return dict(returned)
 
 
+def no_parameters(returned: Iterable[str], parameters: Iterable[str]) -> TypeError:
+    """The error for a dict of tensors in which no name is that of a parameter of the model."""
+    names, model = _listed(returned), _listed(parameters)
+    which = (
+        f"the names {names}, none of which is a parameter"
+        if "," in names
+        else f"the name {names}, which is no parameter"
+    )
+    return TypeError(f"the step returned a dict with {which} of the model ({model}). {RIGHT}")
+
+
 def _described(value: object) -> str:
     if isinstance(value, nn.Module):
         return (
-            f"a module, {type(value).__name__} (of its gradients, return {{name: parameter.grad "
-            "for name, parameter in module.named_parameters()}; of its weights, its state_dict())"
+            f"a module, {type(value).__name__} (for its gradients, return {{name: parameter.grad "
+            "for name, parameter in module.named_parameters()}; for its weights, its state_dict())"
         )
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} ({', '.join(map(_described, value))})"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with {_listed(map(repr, value))}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} ({_listed(map(_described, value))})"
     if type(value).__module__ == "numpy":
         return f"a numpy {type(value).__name__}, which torch.from_numpy makes a tensor"
-    return f"a {type(value).__name__}, {value!r:.40}"
+    shown = f", {value!r:.40}" if isinstance(value, bool | int | float | str) else ""
+    return f"a {type(value).__name__}{shown}"
+
+
+def _listed(texts: Iterable[str]) -> str:
+    first = list(islice(texts, MOST_ITEMS + 1))
+    return ", ".join(first[:MOST_ITEMS]) + (", ..." if len(first) > MOST_ITEMS else "")
