@@ -229,7 +229,9 @@ def test_a_frozen_parameter_that_moves_is_seen() -> None:
             model.head.weight += 1
 
     options: Any = {"compare": "update", "lr": 0.05, "steps": 2}
-    right = check(own_case(model=FrozenHead), lambda model, shard, rank: train(model, shard), **options)
+    right = check(
+        own_case(model=FrozenHead), lambda model, shard, rank: train(model, shard), **options
+    )
     assert right.outcome == "same", right
     wrong = check(own_case(model=FrozenHead), moves_what_is_frozen, **options)
     assert wrong.outcome == "different", wrong

@@ -170,9 +170,7 @@ def returns_buffers_too(model: nn.Module, shard: Any, rank: Rank) -> Mapping[str
     return both_names(model) | dict(model.named_buffers())
 
 
-@pytest.mark.parametrize(
-    "step", [returns_both_names, returns_the_other_name, returns_buffers_too]
-)
+@pytest.mark.parametrize("step", [returns_both_names, returns_the_other_name, returns_buffers_too])
 def test_a_shared_parameter_may_be_returned_under_any_of_its_names(step: Any) -> None:
     verdict = check(own_case(model=Tied), step)
     assert verdict.outcome == "same", verdict

@@ -21,7 +21,9 @@ def reduced(model: nn.Module, shard: Any) -> dict[str, Tensor]:
 
 
 def transposed(model: nn.Module, shard: Any, rank: Rank) -> Any:
-    return {n: g.t().contiguous().t() if g.ndim == 2 else g for n, g in reduced(model, shard).items()}
+    return {
+        n: g.t().contiguous().t() if g.ndim == 2 else g for n, g in reduced(model, shard).items()
+    }
 
 
 def views_of_one_buffer(model: nn.Module, shard: Any, rank: Rank) -> None:
@@ -194,7 +196,9 @@ class Tied(nn.Module):
         (Tied, unties, "second.weight (added by the step) is not a parameter of the model"),
     ],
 )
-def test_other_parameters_than_the_big_batch_has_are_named(model: Any, step: Any, says: str) -> None:
+def test_other_parameters_than_the_big_batch_has_are_named(
+    model: Any, step: Any, says: str
+) -> None:
     verdict = check(own_case(model=model), step)
     assert verdict.outcome == "different"
     assert says in str(verdict)
