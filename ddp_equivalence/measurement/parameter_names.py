@@ -14,7 +14,7 @@ from ddp_equivalence.measurement.returned import no_parameters
 WRAPPER_SEGMENTS = frozenset(
     {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 )
-"""What DDP, torch.compile, activation checkpointing and FSDP insert into the names of parameters."""
+"""What DDP, torch.compile, activation checkpointing and FSDP insert into names of parameters."""
 
 
 class ParameterNames:

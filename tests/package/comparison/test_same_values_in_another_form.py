@@ -15,7 +15,7 @@ from ddp_equivalence.comparison.comparator import compare
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.structure import Form, OtherForm
 from ddp_equivalence.comparison.tolerance import Tolerance
-from tests.package.own_cases import loss, own_case, right_step
+from tests.package.own_cases import loss, own_case
 
 ONES = torch.ones(3, dtype=torch.float64)
 ZEROS = torch.zeros(3, dtype=torch.float64)

@@ -155,7 +155,8 @@ class Once:
     """Renames in the first of several steps, as a training script does before its loop."""
 
     def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
-        self.wrap, self.ddp = wrap, {}
+        self.wrap = wrap
+        self.ddp: dict[nn.Module, DistributedDataParallel] = {}
 
     def __call__(self, model: Any, shard: Any, rank: Rank) -> None:
         if model not in self.ddp:
@@ -197,9 +198,9 @@ def returns_the_weights_of_a_copy(model: Any, shard: Any, rank: Rank) -> Returne
 
 
 def returns_the_weights_of_the_wrapper(model: Any, shard: Any, rank: Rank) -> Returned:
-    ddp = DistributedDataParallel(torch.compile(model, backend="eager"))  # type: ignore[arg-type]
+    ddp = DistributedDataParallel(torch.compile(model, backend="eager"))
     train(model, shard)
-    return ddp.state_dict()  # type: ignore[no-any-return]
+    return ddp.state_dict()
 
 
 TRAINERS = (
@@ -293,7 +294,7 @@ def test_a_models_own_segment_that_a_wrapper_also_uses_is_not_dropped() -> None:
 
 def test_what_wrappers_of_the_whole_model_put_in_front_is_dropped_from_all_names_alike() -> None:
     def returns_wrapped_names(model: Any, shard: Any, rank: Rank) -> Returned:
-        ddp = DistributedDataParallel(torch.compile(model, backend="eager"))  # type: ignore[arg-type]
+        ddp = DistributedDataParallel(torch.compile(model, backend="eager"))
         loss(ddp, shard).backward()
         return {name: parameter.grad for name, parameter in ddp.named_parameters()}
 

@@ -110,7 +110,8 @@ case = Case(
 )
 
 def wraps_parts(model, rows, rank):
-    model[0], model[2] = DistributedDataParallel(model[0]), DistributedDataParallel(model[2])
+    if isinstance(model[0], nn.Linear):
+        model[0], model[2] = DistributedDataParallel(model[0]), DistributedDataParallel(model[2])
     loss(model, rows).backward()
     model[2].module.bias.grad *= 1.75
 
@@ -123,18 +124,27 @@ def returns_names_of_the_wrapper(model, rows, rank):
 """
 
 
-@pytest.mark.parametrize("step", ["wraps_parts", "returns_names_of_the_wrapper"])
+@pytest.mark.parametrize(
+    ("step", "steps", "differ", "bias"),
+    [
+        ("wraps_parts", 1, "1 of 4", "2.bias"),
+        ("wraps_parts", 2, "5 of 8", "2.bias (step 1)"),
+        ("returns_names_of_the_wrapper", 1, "1 of 4", "2.bias"),
+    ],
+)
 def test_a_script_compares_renamed_parameters_under_their_own_names(
-    step: str, tmp_path: Path
+    step: str, steps: int, differ: str, bias: str, tmp_path: Path
 ) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(RENAMING)
-    assert main(["check", f"{mine}:{step}", "--export-repro", str(tmp_path / "out")]) == 1
+    options = ["--steps", str(steps), "--export-repro", str(tmp_path / "out")]
+    assert main(["check", f"{mine}:{step}", *options]) == 1
     (path,) = (tmp_path / "out").iterdir()
     code, shown = torchrun(path, ranks=2)
     assert code == 1, shown
-    assert "different: 1 of 4 parameters, the worst is 2.bias" in shown
-    assert re.search(r"^2\.bias +\S+  7\.5e-01 7\.5e-01 \| 1\.750 1\.750$", shown, re.MULTILINE)
+    assert f"different: {differ} parameters, the worst is {bias}" in shown
+    line = rf"^{re.escape(bias)} +\S+  7\.5e-01 7\.5e-01 \| 1\.750 1\.750$"
+    assert re.search(line, shown, re.MULTILINE)
 
 
 def test_where_nothing_differs_there_is_nothing_to_reproduce(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,7 @@ WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 
 def gradients_of_step(model: nn.Module, shard: Any, rank: Rank) -> Gradients:
     """The gradients that the step returns or leaves on the model."""
-    before = dict(model.named_parameters())
+    before = parameters_before(model)
     returned = users_step(model, shard, rank)
     if returned is not None:
         return by_own_names(returned, model, before)
@@ -24,16 +25,20 @@ def gradients_of_step(model: nn.Module, shard: Any, rank: Rank) -> Gradients:
 
 def weights_after_step(model: nn.Module, shard: Any, rank: Rank) -> Gradients:
     """The weights that the step returns or leaves in the model."""
-    before = dict(model.named_parameters())
+    before = parameters_before(model)
     returned = users_step(model, shard, rank)
     if returned is not None:
         return by_own_names(returned, model, before)
     return dict(parameters_now(model, before))
 
 
-def parameters_now(
-    model: nn.Module, before: Mapping[str, nn.Parameter]
-) -> dict[str, nn.Parameter]:
+@cache
+def parameters_before(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters by their names before the first step."""
+    return dict(model.named_parameters())
+
+
+def parameters_now(model: nn.Module, before: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """The step may have wrapped a part of the model, which renames parameters, or replaced some."""
     now = dict(model.named_parameters())
     held = {id(parameter) for parameter in now.values()}
