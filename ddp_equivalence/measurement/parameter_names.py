@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,8 +25,8 @@ class ParameterNames:
 
     def __init__(self, model: nn.Module) -> None:
         first = {id(parameter): name for name, parameter in model.named_parameters()}
-        # Weak references: the memory of a parameter that the step replaces must become free.
-        self._known = {name: weakref.ref(one) for name, one in model.named_parameters()}
+        # No weak references: torch.utils.swap_tensors refuses tensors that have any.
+        self._known = dict(model.named_parameters())
         self._shapes = {name: one.shape for name, one in model.named_parameters()}
         self._own = {
             name: first[id(one)] for name, one in model.named_parameters(remove_duplicate=False)
@@ -44,10 +43,10 @@ class ParameterNames:
         """
         now = dict(model.named_parameters())
         if now.keys() == self._known.keys() and all(
-            self._known[name]() is parameter for name, parameter in now.items()
+            self._known[name] is parameter for name, parameter in now.items()
         ):
             return now
-        names = _by_identity(self._known)
+        names = {id(parameter): name for name, parameter in self._known.items()}
         found = {names[id(one)]: one for one in now.values() if id(one) in names}
         new = {name: one for name, one in now.items() if id(one) not in names}
         for match in (self._by_module, self._by_name, self._by_place):
@@ -55,7 +54,7 @@ class ParameterNames:
             for name, own in match(model, new, free).items() if new and free else ():
                 if own not in found:
                     found[own] = new.pop(name)
-        self._known |= {name: weakref.ref(parameter) for name, parameter in found.items()}
+        self._known |= found
         in_order = {name: found[name] for name in self._known if name in found}
         return in_order | {
             f"{name} (added by the step)": one for name, one in new.items() if one.requires_grad
@@ -65,7 +64,8 @@ class ParameterNames:
         self, model: nn.Module, new: Mapping[str, nn.Parameter], free: Sequence[str]
     ) -> dict[str, str]:
         """Parameters of modules that were part of the model before, wherever these are now."""
-        paths = _by_identity(self._modules)
+        modules = ((path, reference()) for path, reference in self._modules.items())
+        paths = {id(module): path for path, module in modules if module is not None}
         found = {}
         for name in new:
             path, _, last = name.rpartition(".")
@@ -127,7 +127,7 @@ class ParameterNames:
         each name is matched on its own.
         """
         self.parameters(model)  # recognises parameters that the step has replaced
-        held = _by_identity(self._known)
+        held = {id(parameter): name for name, parameter in self._known.items()}
         with_buffers = {name: name for name in self._buffers}
         before = with_buffers | self._own
         after = with_buffers | {
@@ -143,12 +143,6 @@ class ParameterNames:
             if not all(short.partition(".")[0] in WRAPPER_SEGMENTS for short in shorter.values()):
                 return _matched(names, after | before)
             shorter = {name: short.partition(".")[2] for name, short in shorter.items()}
-
-
-def _by_identity(references: Mapping[str, weakref.ref[Any]]) -> dict[int, str]:
-    """The identity of everything that still exists -> its name before the step."""
-    held = ((name, reference()) for name, reference in references.items())
-    return {id(one): name for name, one in held if one is not None}
 
 
 def _matched(names: Iterable[str], table: Mapping[str, str]) -> dict[str, str]:

@@ -111,7 +111,16 @@ def copy_of_a_part_in_a_wrapper_of_ones_own(model: Any, shard: Any, rank: Rank) 
     right_step(model, shard, rank)
 
 
+def swapped_tensors(model: Any, shard: Any, rank: Rank) -> None:
+    """torch.utils.swap_tensors refuses tensors that have weak references."""
+    model.encoder = Renaming(model.encoder)
+    for parameter in model.parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
+    right_step(model, shard, rank)
+
+
 RENAMING = (
+    swapped_tensors,
     copy_of_a_part_in_a_wrapper_of_ones_own,
     both_parts_under_ddp,
     one_part_under_ddp,
