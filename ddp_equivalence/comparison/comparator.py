@@ -200,7 +200,7 @@ class Comparator:
         compared = tuple(parameter for parameter in parameters if parameter.by_rank)
         return Comparison(
             parameters=compared,
-            structure=differences(unlike),
+            structure=differences(unlike, self._label),
             ranks=tuple(sorted(self._ranks)),
             elements=sum(math.prod(parameter.shape) for parameter in compared),
             other_forms=other_forms(unlike),
@@ -213,19 +213,15 @@ class Comparator:
     def _unlike(self) -> Iterator[Unlike]:
         """The gradients whose structure is not the expected one."""
         for rank, measured in sorted(self._ranks.items()):
-            for key, expected in self._described.items():
+            for key, description in self._described.items():
                 found = measured.get(key)
-                if found != expected or key not in measured:
+                if found != description or key not in measured:
                     sums = self._sums.get((rank, key))
                     zero = found is not None and sums is not None and sums.is_zero(found.shape)
-                    yield Unlike(
-                        rank,
-                        self._label(key),
-                        Structure(found, zero, named=key in measured),
-                        Structure(expected, key in self._zeros),
-                    )
+                    expected = Structure(description, key in self._zeros)
+                    yield Unlike(rank, key, Structure(found, zero, key in measured), expected)
             for key in measured.keys() - self._described.keys():
-                yield Unlike(rank, self._label(key), Structure(measured[key]), expected=None)
+                yield Unlike(rank, key, Structure(measured[key]), expected=None)
 
     def _parameter(self, key: GradientKey, noise: Noise) -> ParameterComparison:
         norm, described = self._norms[key], self._described[key]

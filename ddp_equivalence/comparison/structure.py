@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
+from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.gradients import Description
 
 
@@ -58,7 +59,7 @@ class Unlike:
     """
 
     rank: int
-    name: str
+    key: GradientKey
     found: Structure
     expected: Structure | None
 
@@ -93,10 +94,10 @@ class Unlike:
         return (Form.ABSENT, Form.ZEROS) if right is None else (Form.ZEROS, Form.ABSENT)
 
 
-def differences(unlike: Iterable[Unlike]) -> tuple[str, ...]:
+def differences(unlike: Iterable[Unlike], label: Callable[[GradientKey], str]) -> tuple[str, ...]:
     """One sentence for every difference, by rank and then in alphabetical order."""
     sentences = (
-        (one.rank, f"rank {one.rank}: {one.name} {one.difference}")
+        (one.rank, f"rank {one.rank}: {label(one.key)} {one.difference}")
         for one in unlike
         if one.difference
     )
@@ -104,9 +105,9 @@ def differences(unlike: Iterable[Unlike]) -> tuple[str, ...]:
 
 
 def other_forms(unlike: Iterable[Unlike]) -> tuple[OtherForm, ...]:
-    """The gradients whose form differs and nothing else does."""
-    ranks: dict[tuple[str, Form, Form], list[int]] = {}
+    """The gradients whose form differs, in any step, and nothing else does."""
+    ranks: dict[tuple[str, Form, Form], set[int]] = {}
     for one in unlike:
         if one.forms is not None:
-            ranks.setdefault((one.name, *one.forms), []).append(one.rank)
-    return tuple(OtherForm(*key, ranks=tuple(having)) for key, having in ranks.items())
+            ranks.setdefault((one.key[1], *one.forms), set()).add(one.rank)
+    return tuple(OtherForm(*form, ranks=tuple(sorted(having))) for form, having in ranks.items())
