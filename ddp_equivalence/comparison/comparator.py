@@ -7,66 +7,29 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ddp_equivalence.case.errors import SuiteBug
 from ddp_equivalence.case.steps import GradientKey
-from ddp_equivalence.comparison.chunks import Chunk, chunks
+from ddp_equivalence.comparison.chunks import Chunk
 from ddp_equivalence.comparison.comparison import Comparison, ParameterComparison, RankError
 from ddp_equivalence.comparison.digest import hash_bytes
-from ddp_equivalence.comparison.gradients import Description, Gradients, dense, describe
+from ddp_equivalence.comparison.gradients import Description, Gradients, dense
+from ddp_equivalence.comparison.structure import (
+    Structure,
+    Unlike,
+    differences,
+    other_forms,
+)
 from ddp_equivalence.comparison.tolerance import Limit, Noise, Tolerance
 
 MOSTLY_ONE = 1.02
 """One element alone is off if the sum of all squared differences is less than this many times the
 largest squared difference."""
-
-
-def compare(
-    expected: Mapping[str, Tensor | None],
-    measured: Mapping[int, Mapping[str, Tensor | None]],
-    tolerance: Tolerance,
-    noise: Mapping[str, Noise] | None = None,
-) -> Comparison:
-    """Compare the gradients of every rank, ``measured[rank][name]``, with the expected ones.
-
-    ``expected`` are the true gradients, in float64. Raises SuiteBug if a measured gradient shares
-    its memory with the expected one, since comparing a gradient with itself shows nothing.
-    """
-    truth = _in_first_step(expected)
-    described = {
-        key: description and Description(description.shape, tolerance.dtype, description.layout)
-        for key, description in describe(truth).items()
-    }
-    comparator = Comparator(truth, described, tolerance)
-    for rank, by_name in measured.items():
-        gradients = _in_first_step(by_name)
-        for key, gradient in gradients.items():
-            _check_memory(rank, key, gradient, truth.get(key))
-        comparator.begin(rank, describe(gradients))
-        for chunk in chunks(gradients):
-            comparator.add(rank, chunk)
-    return comparator.finish({(0, name): value for name, value in (noise or {}).items()})
-
-
-def _in_first_step(by_name: Mapping[str, Tensor | None]) -> dict[GradientKey, Tensor | None]:
-    return {(0, name): gradient for name, gradient in by_name.items()}
-
-
-def _check_memory(
-    rank: int, key: GradientKey, gradient: Tensor | None, expected: Tensor | None
-) -> None:
-    if gradient is None or expected is None or not gradient.numel():
-        return
-    if gradient.is_sparse or expected.is_sparse:
-        return
-    if gradient.data_ptr() == expected.data_ptr():
-        raise SuiteBug(f"{key[1]} of rank {rank} is the reference itself: same memory")
 
 
 @dataclass
@@ -76,7 +39,8 @@ class _Sums:
     Here m is the measured gradient and t the true one. ``difference``, ``measured``: sums of
     squares of m - t and of m. ``product``: the sum of m t. ``element``: the worst
     |m_i - t_i| / max(|t_i|, rms of t), at index ``place``. ``largest``: the largest |m_i - t_i|.
-    ``seen``: how many elements have passed. ``bits``: a hash of the chunks that have passed.
+    ``seen``: how many elements have passed. ``zero``: True if all of them were zeros. ``bits``: a
+    hash of the chunks that have passed.
     """
 
     difference: float = 0.0
@@ -86,7 +50,12 @@ class _Sums:
     largest: float = 0.0
     place: int = 0
     seen: int = 0
+    zero: bool = True
     bits: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+    def is_zero(self, shape: tuple[int, ...]) -> bool:
+        """True if every element of this shape has passed, and was zero."""
+        return self.zero and self.seen == math.prod(shape)
 
 
 class Comparator:
@@ -112,6 +81,12 @@ class Comparator:
             for key, value in self._expected.items()
             if value is not None
         }
+        # A norm can be zero because the squares of tiny numbers are.
+        self._zeros = {
+            key
+            for key, norm in self._norms.items()
+            if norm == 0 and not np.any(self._expected[key])
+        }
         self._tolerances = {
             step: replace(tolerance, whole=math.sqrt(squares))
             for step, squares in _squares_by_step(self._norms).items()
@@ -122,11 +97,12 @@ class Comparator:
     def begin(self, rank: int, described: Mapping[GradientKey, Description | None]) -> None:
         """Announce the gradients of a rank. Unexpected ones need not be added afterwards."""
         self._ranks[rank] = described
-        for key, description in described.items():
-            expected = self._described.get(key)
-            if description is None or expected is None or description.shape != expected.shape:
-                continue
-            self._sums[rank, key] = _Sums()
+        for key in described.keys() & self._described.keys():
+            description, expected = described[key], self._described[key]
+            if description is not None and (
+                expected is None or description.shape == expected.shape
+            ):
+                self._sums[rank, key] = _Sums()
 
     def add(self, rank: int, chunk: Chunk) -> None:
         """Take in one chunk. Chunks of parameters that are not expected are ignored."""
@@ -138,7 +114,10 @@ class Comparator:
         sums.bits.update(chunk.offset.to_bytes(8, "little"))
         hash_bytes(sums.bits, flat)
         whole = self._expected.get(chunk.key)
-        if whole is None or chunk.offset + flat.numel() > whole.size:
+        if whole is None:
+            sums.zero = sums.zero and not bool(flat.any())
+            return
+        if chunk.offset + flat.numel() > whole.size:
             return
         # This is in numpy: for small gradients, a call into torch costs more than the arithmetic.
         truth = whole[chunk.offset : chunk.offset + flat.numel()]
@@ -146,7 +125,9 @@ class Comparator:
         with np.errstate(all="ignore"):
             difference = values - truth
             sums.difference += float(difference @ difference)
-            sums.measured += float(values @ values)
+            square = float(values @ values)
+            sums.zero = sums.zero and square == 0 and not values.any()
+            sums.measured += square
             sums.product += float(values @ truth)
             if difference.any():
                 rms = self._norms[chunk.key] / math.sqrt(whole.size)
@@ -169,42 +150,42 @@ class Comparator:
         """
         for (rank, key), sums in self._sums.items():
             announced = self._ranks[rank][key]
-            if announced is not None and sums.seen != math.prod(announced.shape):
+            if self._described[key] is None or announced is None:
+                continue
+            if sums.seen != math.prod(announced.shape):
                 raise SuiteBug(
                     f"{self._label(key)} of rank {rank} is {announced}, "
                     f"but {sums.seen} elements arrived"
                 )
-        structure = tuple(line for rank in sorted(self._ranks) for line in self._structure_of(rank))
+        unlike = tuple(self._unlike())
         parameters = [
             self._parameter(key, noise.get(key, Noise()), autocast) for key in self._norms
         ]
         compared = tuple(parameter for parameter in parameters if parameter.by_rank)
         return Comparison(
             parameters=compared,
-            structure=structure,
+            structure=differences(unlike, self._label),
             ranks=tuple(sorted(self._ranks)),
             elements=sum(math.prod(parameter.shape) for parameter in compared),
+            other_forms=other_forms(unlike),
         )
 
     def _label(self, key: GradientKey) -> str:
         step, name = key
         return f"{name} (step {step + 1})" if self._several_steps else name
 
-    def _structure_of(self, rank: int) -> list[str]:
-        """Sentences about names, shapes, dtypes and missing gradients that differ on this rank."""
-        measured = self._ranks[rank]
-        sentences = []
-        for key in self._described.keys() - measured.keys():
-            sentences.append(f"rank {rank}: {self._label(key)} is missing")
-        for key in measured.keys() - self._described.keys():
-            sentences.append(f"rank {rank}: {self._label(key)} is not a parameter of the model")
-        for key in self._described.keys() & measured.keys():
-            if self._described[key] != measured[key]:
-                sentences.append(
-                    f"rank {rank}: {self._label(key)} is {measured[key]}, "
-                    f"expected {self._described[key]}"
-                )
-        return sorted(sentences)
+    def _unlike(self) -> Iterator[Unlike]:
+        """The gradients whose structure is not the expected one."""
+        for rank, measured in sorted(self._ranks.items()):
+            for key, description in self._described.items():
+                found = measured.get(key)
+                if found != description or key not in measured:
+                    sums = self._sums.get((rank, key))
+                    zero = found is not None and sums is not None and sums.is_zero(found.shape)
+                    expected = Structure(description, key in self._zeros)
+                    yield Unlike(rank, key, Structure(found, zero, key in measured), expected)
+            for key in measured.keys() - self._described.keys():
+                yield Unlike(rank, key, Structure(measured[key]), expected=None)
 
     def _parameter(
         self, key: GradientKey, noise: Noise, autocast: torch.dtype | None
@@ -218,10 +199,11 @@ class Comparator:
         for rank, measured in sorted(self._ranks.items()):
             description = measured.get(key)
             if description is None or description.shape != described.shape:
-                bits.add(b"absent" if description is None else b"other shape")
+                absent = b"zeros" if key in self._zeros else b"absent"
+                bits.add(absent if description is None else b"other shape")
                 continue
             sums = self._sums[rank, key]
-            bits.add(sums.bits.digest())
+            bits.add(b"zeros" if sums.zero else sums.bits.digest())
             by_rank.append(_rank_error(rank, sums, norm, limit, _index(sums, described.shape)))
         return ParameterComparison(
             self._label(key),

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ddp_equivalence.case.steps import GradientKey
+from ddp_equivalence.comparison.structure import OtherForm
 from ddp_equivalence.comparison.tolerance import Limit
 
 
@@ -66,15 +67,17 @@ class Comparison:
     """The result for all parameters.
 
     ``structure`` lists, as sentences, the names, shapes, dtypes and missing gradients that differ.
-    ``elements`` counts the elements of all compared parameters. ``same`` is True only if the ranks
-    also agree to the last bit: ranks that train together must leave a step with the same weights,
-    or they drift apart.
+    ``elements`` counts the elements of all compared parameters. ``other_forms`` lists gradients
+    whose form alone differs, which is no difference. ``same`` is True only if the ranks also agree
+    to the last bit: ranks that train together must leave a step with the same weights, or they
+    drift apart.
     """
 
     parameters: tuple[ParameterComparison, ...]
     structure: tuple[str, ...]
     ranks: tuple[int, ...]
     elements: int
+    other_forms: tuple[OtherForm, ...] = ()
 
     @property
     def ranks_agree(self) -> bool:

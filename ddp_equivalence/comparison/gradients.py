@@ -27,25 +27,46 @@ class Description:
 
     def __str__(self) -> str:
         layout = "" if self.layout == "strided" else f", {self.layout}"
-        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}{layout}"
+        return f"{self.shape} {self.dtype_name}{layout}"
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.layout != "strided"
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
-    """The gradient of every parameter. A shared parameter appears once, under its first name."""
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    """The gradient of every parameter."""
+    return {name: parameter.grad for name, parameter in parameters.items()}
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
+def weights_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """A copy of every parameter."""
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
-def updates_of(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    """Weights now minus ``before``; None for parameters that require no gradient."""
+def updates_of(
+    parameters: Mapping[str, nn.Parameter], before: Mapping[str, Tensor]
+) -> dict[str, Tensor | None]:
+    """How far every parameter has moved; its value, if it was not there before."""
     return {
-        name: parameter.detach() - before[name] if parameter.requires_grad else None
-        for name, parameter in model.named_parameters()
+        name: update_of(parameter.detach(), before.get(name), frozen=not parameter.requires_grad)
+        for name, parameter in parameters.items()
     }
+
+
+def update_of(weight: Tensor, before: Tensor | None, frozen: bool) -> Tensor | None:
+    """The weight minus the one before; None for a parameter that is frozen and has not moved.
+
+    A frozen parameter may have moved: if it was frozen after its training, or if it should not have
+    been trained.
+    """
+    if before is None:
+        return weight
+    return None if frozen and bool((weight == before).all()) else weight - before
 
 
 def sgd_step(model: nn.Module, lr: float) -> None:

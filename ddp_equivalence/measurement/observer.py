@@ -92,7 +92,7 @@ class Observer:
             backwards=tuple(self._backwards),
             wrappers=tuple(wrapper.observed() for wrapper in self._wrappers),
             frozen=tuple(
-                name
+                self._names.get(id(parameter), name)
                 for name, parameter in self._model.named_parameters()
                 if not parameter.requires_grad
             ),

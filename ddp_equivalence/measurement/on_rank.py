@@ -21,12 +21,15 @@ from ddp_equivalence.comparison.gradients import (
     describe,
     gradients_of,
     sgd_step,
+    update_of,
     updates_of,
     weights_of,
 )
 from ddp_equivalence.faults.plant import PlantedFault, plant_here
 from ddp_equivalence.measurement.observer import Observer
+from ddp_equivalence.measurement.parameter_names import ParameterNames
 from ddp_equivalence.measurement.precision_watch import Float32Watch, autocast_entered
+from ddp_equivalence.measurement.returned import tensors_by_name
 from ddp_equivalence.measurement.work import Evidence, Work
 from ddp_equivalence.ranks import process_state
 from ddp_equivalence.ranks.collectives import new_collectives
@@ -142,7 +145,8 @@ def _train(
     observer: Observer | None,
 ) -> dict[GradientKey, Tensor | None]:
     """Run all steps; return the gradients that each step leaves, or the update of all together."""
-    before = weights_of(model) if work.compare == "update" else {}
+    names = ParameterNames(model)
+    before = weights_of(names.parameters(model)) if work.compare == "update" else {}
     task = Task(work.case, model, rank, shards, notes, work.steps)
     step: TrainStep
     if isinstance(work.step, str):
@@ -157,50 +161,56 @@ def _train(
         step = planted.break_step(task, step)
     if work.compare == "update" and not isinstance(work.step, str):
         with _seeded(step_seed(work.case, 0)):
-            return _in_first_step(_update_by_user(model, before, step(concatenate(given))))
+            returned = step(concatenate(given))
+        return _in_first_step(_update_by_user(names, model, before, returned))
     gradients: dict[GradientKey, Tensor | None] = {}
     for number, shard in enumerate(given):
         if observer:
             observer.step = number
         last = number + 1 == len(given)
-        returned = _one_step(rank, work, model, step, shard, number, several=len(given) > 1)
+        returned = _one_step(rank, work, model, names, step, shard, number, len(given) > 1)
+        parameters = names.parameters(model)
         if work.compare == "gradients":
-            by_name = gradients_of(model) if returned is None else _by_name(returned)
+            by_name = gradients_of(parameters) if returned is None else returned
             if len(given) > 1:
                 # DDP's bucket views put the gradients of the next step into the same memory.
                 by_name = {n: None if g is None else g.clone() for n, g in by_name.items()}
             gradients |= {(number, name): gradient for name, gradient in by_name.items()}
-        if returned is not None and not last:
-            _put_on_parameters(model, returned)
+        if returned is not None and (work.compare == "update" or not last):
+            _put_on_parameters(parameters, returned)
         if work.compare == "update" or not last:
             sgd_step(model, work.lr)
     if work.compare == "gradients":
         return gradients
-    return _in_first_step(updates_of(model, before))
+    return _in_first_step(updates_of(names.parameters(model), before))
 
 
 def _one_step(
     rank: Rank,
     work: Work,
     model: nn.Module,
+    names: ParameterNames,
     step: TrainStep,
     shard: Any,
     number: int,
     several: bool,
 ) -> Mapping[str, Tensor | None] | None:
-    """Run one step. Raises ValueError if it moves the weights and is not the only step."""
+    """Run one step, and return what it returned, under the model's own names.
+
+    Raises ValueError if the step moves the weights and is not the only step.
+    """
     model.zero_grad(set_to_none=True)
-    weights = digest(dict(model.named_parameters())) if several else ""
+    weights = names.digest(model) if several else ""
     with _seeded(step_seed(work.case, number)):
         returned = step(shard)
-    moved = several and weights != digest(dict(model.named_parameters()))
+    moved = several and weights != names.digest(model)
     # Only rank 0 raises: on other ranks a new DDP wrapper may have copied the weights of rank 0.
     if moved and rank.rank == 0:
         raise ValueError(
             "the step moved the weights itself; the suite takes an SGD step after each of several "
             'steps, so leave the optimizer step out, or use compare="update"'
         )
-    return returned
+    return None if returned is None else names.of_returned(model, tensors_by_name(returned))
 
 
 def _in_first_step(by_name: Mapping[str, Tensor | None]) -> dict[GradientKey, Tensor | None]:
@@ -216,40 +226,29 @@ def _seeded(seed: int) -> Iterator[None]:
             process_state.report_change(f"torch's seed set to {torch.initial_seed()}")
 
 
-def _put_on_parameters(model: nn.Module, gradients: Mapping[str, Tensor | None]) -> None:
+def _put_on_parameters(
+    parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor | None]
+) -> None:
     """Put gradients that the step returned where the suite's next SGD step finds them."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         gradient = gradients.get(name)
         parameter.grad = None if gradient is None else gradient.detach().to(parameter.dtype)
 
 
 def _update_by_user(
-    model: nn.Module, before: dict[str, Tensor], returned: object
+    names: ParameterNames, model: nn.Module, before: dict[str, Tensor], returned: object
 ) -> dict[str, Tensor | None]:
     """How far a user's own training moved the weights: those in the model, or those returned."""
+    parameters = names.parameters(model)
     if returned is None:
-        return updates_of(model, before)
-    weights = _by_name(returned)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found: dict[str, Tensor | None] = {name: None for name in before if name not in trained}
-    # If the step returns a state_dict, it also holds buffers, and every name of shared parameters.
-    all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    not_compared = {name for name, _ in model.named_buffers()} | (all_names - before.keys())
+        return updates_of(parameters, before)
+    weights = names.of_returned(model, tensors_by_name(returned))
+    found: dict[str, Tensor | None] = {}
     for name, weight in weights.items():
-        if name in not_compared:
-            continue
-        if weight is None or name not in before or weight.shape != before[name].shape:
+        start = before.get(name)
+        if weight is None or start is None or weight.shape != start.shape:
             found[name] = weight
-        elif name in trained:
-            found[name] = weight.detach().to(before[name].device) - before[name]
+        else:
+            frozen = name in parameters and not parameters[name].requires_grad
+            found[name] = update_of(weight.detach().to(start.device), start, frozen)
     return found
-
-
-def _by_name(returned: object) -> dict[str, Tensor | None]:
-    right = "None, or a dict of parameter name -> tensor"
-    if not isinstance(returned, Mapping):
-        raise TypeError(f"the step returned {type(returned).__name__}; expected {right}")
-    for name, value in returned.items():
-        if not isinstance(name, str) or not (value is None or isinstance(value, Tensor)):
-            raise TypeError(f"the step returned {name!r}: {type(value).__name__}; expected {right}")
-    return dict(returned)

@@ -11,6 +11,7 @@ import torch
 from ddp_equivalence.case.shards import OWN
 from ddp_equivalence.ranks.collectives import FORGOTTEN
 from ddp_equivalence.report.line import Line, Style, labelled
+from ddp_equivalence.report.other_forms import other_form_texts
 from ddp_equivalence.report.watched_run import watched_run_texts
 from ddp_equivalence.report.wrapping import plural
 
@@ -61,6 +62,8 @@ def _evidence(verdict: Verdict) -> Iterator[str]:
         if rounding:
             names = ", ".join(rounding[:MOST_NAMES])
             yield f"{names} {plural(len(rounding), 'holds', 'hold')} nothing but rounding"
+    if comparison is not None and verdict.compare == "gradients":
+        yield from other_form_texts(comparison)
     yield _place(verdict)
 
 

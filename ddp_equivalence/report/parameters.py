@@ -23,15 +23,6 @@ NUMBER_COLUMNS = 48
 """Columns that the numbers of a row and its indent take."""
 
 
-def _has_names_of_the_wrapper(verdict: Verdict) -> bool:
-    """True if a rank's gradients have the prefix that DistributedDataParallel adds to names."""
-    return any(
-        name.startswith("module.")
-        for evidence in verdict.evidence.values()
-        for _, name in evidence.gradients
-    )
-
-
 def structure_lines(verdict: Verdict) -> list[Line]:
     """Names, shapes and types that are not those of the big batch, and ranks that disagree."""
     comparison = verdict.comparison
@@ -41,9 +32,6 @@ def structure_lines(verdict: Verdict) -> list[Line]:
     more = len(comparison.structure) - len(structure)
     if more > 0:
         lines.append(Line(f"    ... and {more} more"))
-    if structure and _has_names_of_the_wrapper(verdict):
-        hint = '(names with "module." come from the wrapper: return the names of the model itself)'
-        lines.append(Line(f"    {hint}"))
     disagreeing = [one.name for one in comparison.parameters if not one.ranks_agree]
     if disagreeing:
         more_names = ", ..." if len(disagreeing) > MOST_DISAGREEING else ""

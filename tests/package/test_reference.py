@@ -154,9 +154,17 @@ class WrongInStep:
             parameter.grad *= 1 + (self.calls == self.number)
 
 
+def linear() -> nn.Module:
+    return nn.Linear(5, 3)
+
+
 def test_a_difference_after_the_big_batch_itself_diverges_is_not_judged() -> None:
-    diverges: CheckOptions = {"steps": 3, "lr": 1e3}
-    after, before = (check(own_case(), WrongInStep(number), **diverges) for number in (3, 1))
+    """The loss of a linear model grows by the same large factor in every step on any processor."""
+    case, diverges = own_case(model=linear), CheckOptions(steps=3, lr=100.0)
+    losses = big_batch(case, steps=3, lr=100.0).losses
+    assert losses[1] > 1e3 * losses[0] > 0
+    right, after, before = (check(case, WrongInStep(number), **diverges) for number in (0, 3, 1))
+    assert right.outcome == "same", right
     assert after.unknown_because is UnknownBecause.REFERENCE_DIVERGES, after
     # What is wrong before it diverges is judged all the same.
     assert before.outcome == "different", before

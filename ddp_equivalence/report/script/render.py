@@ -20,7 +20,7 @@ COMPARING_MODULES = (
     *(
         f"{TEMPLATE}.{name}"
         for name in (
-            *("start_from_seed", "start_from_integers", "process_group", "one_step"),
+            *("start_from_seed", "start_from_integers", "process_group", "own_names", "one_step"),
             *("several_steps", "update_by_step", "update_by_trainer", "comparison", "main"),
         )
     ),

@@ -88,6 +88,7 @@ class _TemplateFiller:
             "make_batch": self._batch,
             "loss": self._loss,
             "step": self._step,
+            "users_step": lambda: self.slicer.named(self.request.step, "step"),
             "model_at_start": self._part(start, "model_at_start"),
             "big_batches": self._part(start, "big_batches"),
             "on_one_device": self._part(one_device, "on_one_device"),
@@ -151,7 +152,9 @@ class _TemplateFiller:
 
     def _step(self) -> str:
         if self.request.strategy is None:
-            return self.slicer.named(self.request.step, "step")
+            update = self.request.compare == "update"
+            name = "weights_after_step" if update else "gradients_of_step"
+            return self.from_template("own_names", name)
         self.slicer.named(self.request.strategy.prepare, "prepare")
         fragments = self.slicer.contents.fragments.values()
         text = "\n".join(each.module.source.edited(each.span, []) for each in fragments)

@@ -109,7 +109,7 @@ def returns_a_number(model: nn.Module, shard: Any, rank: Rank) -> Any:
 
 def test_a_step_that_returns_something_else_is_told_what_would_be_right() -> None:
     verdict = check(own_case(), returns_a_number)
-    assert "returned float; expected None, or a dict of parameter name" in str(verdict)
+    assert "returned a float, 3.0. A step returns None" in str(verdict)
 
 
 def hangs(model: nn.Module, shard: Any, rank: Rank) -> None:

@@ -92,6 +92,61 @@ def test_the_script_of_a_plain_case_is_short(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) < 320
 
 
+RENAMING = """
+import copy
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from ddp_equivalence import Case
+
+def loss(model, rows):
+    return model(rows).square().mean()
+
+case = Case(
+    model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
+    batch=lambda generator: torch.randn(12, 3, generator=generator),
+    loss=loss,
+    layout="1x2",
+)
+
+def wraps_parts(model, rows, rank):
+    if isinstance(model[0], nn.Linear):
+        model[0], model[2] = DistributedDataParallel(model[0]), DistributedDataParallel(model[2])
+    loss(model, rows).backward()
+    model[2].module.bias.grad *= 1.75
+
+def returns_names_of_the_wrapper(model, rows, rank):
+    ddp = DistributedDataParallel(copy.deepcopy(model))
+    loss(ddp, rows).backward()
+    found = {name: one.grad for name, one in ddp.named_parameters()}
+    found["module.2.bias"] *= 1.75
+    return found
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "steps", "differ", "bias"),
+    [
+        ("wraps_parts", 1, "1 of 4", "2.bias"),
+        ("wraps_parts", 2, "5 of 8", "2.bias (step 1)"),
+        ("returns_names_of_the_wrapper", 1, "1 of 4", "2.bias"),
+    ],
+)
+def test_a_script_compares_renamed_parameters_under_their_own_names(
+    step: str, steps: int, differ: str, bias: str, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(RENAMING)
+    options = ["--steps", str(steps), "--export-repro", str(tmp_path / "out")]
+    assert main(["check", f"{mine}:{step}", *options]) == 1
+    (path,) = (tmp_path / "out").iterdir()
+    code, shown = torchrun(path, ranks=2)
+    assert code == 1, shown
+    assert f"different: {differ} parameters, the worst is {bias}" in shown
+    line = rf"^{re.escape(bias)} +\S+  7\.5e-01 7\.5e-01 \| 1\.750 1\.750$"
+    assert re.search(line, shown, re.MULTILINE)
+
+
 def test_where_nothing_differs_there_is_nothing_to_reproduce(
     their_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

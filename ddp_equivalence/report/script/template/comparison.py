@@ -37,8 +37,8 @@ def compare(name: str, ranks: list[Gradients], expected: Gradients, rounded: Gra
     """
     gradients, truth, nearby = [g.get(name) for g in ranks], expected.get(name), rounded.get(name)
     present = [gradient for gradient in gradients if gradient is not None]
-    if not present and truth is None:
-        return 0.0, "no gradient anywhere"
+    if all(gradient is None or not gradient.any() for gradient in [truth, *gradients]):
+        return 0.0, "no gradient anywhere, or zeros"
     if truth is None or nearby is None or len(present) < len(gradients):
         has = ["none" if gradient is None else "some" for gradient in [truth, *gradients]]
         return math.inf, f"gradients: {has[0]} in the big batch; {' '.join(has[1:])} on the ranks"

@@ -49,6 +49,10 @@ def step(model: nn.Module, shard: Any, rank: Rank) -> Gradients | None:
     raise NotImplementedError
 
 
+def users_step(model: nn.Module, shard: Any, rank: Rank) -> Gradients | None:
+    raise NotImplementedError
+
+
 def prepare(task: Any) -> Any:
     raise NotImplementedError
 

@@ -40,13 +40,14 @@ def on_one_device(dtype: torch.dtype | None, scale: float = 1.0) -> Gradients:
 def on_this_rank(rank: Rank) -> Gradients:
     """The gradients that each step leaves on this rank, given the rank's shard."""
     model = model_at_start().to(rank.device)
+    parameters = dict(model.named_parameters())  # the step may rename them
     gradients: dict[str, Tensor | None] = {}
     for number, batch in enumerate(big_batches()):
         shard = move(take(batch, SHARDS[number][rank.rank]), rank.device)
         model.zero_grad()
         seed_all(SEED + 1 + number)
         returned = step(model, shard, rank)
-        for name, parameter in model.named_parameters():
+        for name, parameter in parameters.items():
             if returned is not None:
                 parameter.grad = returned.get(name)
             gradient = None if parameter.grad is None else parameter.grad.clone()

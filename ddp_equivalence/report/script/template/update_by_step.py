@@ -24,22 +24,22 @@ from ddp_equivalence.report.script.template.start_from_seed import in_dtype, see
 def on_one_device(dtype: torch.dtype | None, scale: float = 1.0) -> Gradients:
     """The change of the weights by plain SGD on the big batches, in one process."""
     model = model_at_start().to(dtype or DTYPE)
-    before = weights_of(model)
+    before = weights_of(dict(model.named_parameters()))
     for number, batch in enumerate(big_batches()):
         model.zero_grad()
         seed_all(SEED + 1 + number)
         (scale * loss(model, in_dtype(batch, dtype))).backward()
         sgd_step(model, LEARNING_RATE / scale)
-    return updates_of(model, before)
+    return updates_of(dict(model.named_parameters()), before)
 
 
 def on_this_rank(rank: Rank) -> Gradients:
     """The change of the weights by the steps on this rank, given the rank's shards."""
     model = model_at_start().to(rank.device)
-    before = weights_of(model)
+    before = weights_of(dict(model.named_parameters()))
     for number, batch in enumerate(big_batches()):
         model.zero_grad()
         seed_all(SEED + 1 + number)
         step(model, move(take(batch, SHARDS[number][rank.rank]), rank.device), rank)
         sgd_step(model, LEARNING_RATE)
-    return updates_of(model, before)
+    return updates_of(dict(model.named_parameters()), before)

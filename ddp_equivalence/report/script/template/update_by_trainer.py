@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ddp_equivalence.case.batch import concatenate, move, take
-from ddp_equivalence.comparison.gradients import updates_of, weights_of
+from ddp_equivalence.comparison.gradients import weights_of
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.report.script.template.placeholders import (
     SEED,
@@ -25,13 +25,11 @@ def on_this_rank(rank: Rank) -> Gradients:
         take(batch, indices[rank.rank])
         for batch, indices in zip(big_batches(), SHARDS, strict=True)
     ]
-    before = weights_of(model)
+    before = weights_of(dict(model.named_parameters()))
     seed_all(SEED + 1)
-    returned = step(model, move(concatenate(shards), rank.device), rank)
-    if returned is None:
-        return updates_of(model, before)
+    trained = step(model, move(concatenate(shards), rank.device), rank) or {}
     updates: dict[str, Tensor | None] = {}
-    for name, parameter in model.named_parameters():
-        weight = returned.get(name) if parameter.requires_grad else None
-        updates[name] = None if weight is None else weight.detach().to(rank.device) - before[name]
+    for name, weight in before.items():
+        after = trained.get(name)
+        updates[name] = None if after is None else after.detach().to(rank.device) - weight
     return updates
