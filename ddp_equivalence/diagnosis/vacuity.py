@@ -190,7 +190,7 @@ def _uneven_autocast(evidence: Mapping[int, Evidence]) -> str | None:
     for rank, one in evidence.items():
         names = sorted(f"{device} {dtype}".replace("torch.", "") for device, dtype in one.autocast)
         ranks_by_autocast.setdefault(" and ".join(names) or "none", []).append(str(rank))
-    if len(ranks_by_autocast) == 1:
+    if len(ranks_by_autocast) <= 1:
         return None
     entered = ", ".join(
         f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)}: {names}"
