@@ -22,6 +22,7 @@ from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.diagnosis import vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis, without_ranks
 from ddp_equivalence.diagnosis.finding import Finding
+from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import (
@@ -103,7 +104,7 @@ def _judge(request: Request) -> Verdict:
         lr=request.lr,
         planted=request.plant,
     )
-    began = 0.0
+    started, began = time.monotonic(), 0.0
     wrong: tuple[str, ...] = ()
     try:
         with at_work(request, request.deadline, request.fresh) as ranks:
@@ -120,6 +121,7 @@ def _judge(request: Request) -> Verdict:
                     ranks, request, request.deadline, analysis.sample_of_step(0)
                 )
                 wrong = wrong_collectives(ranks, request)
+            analysis.time = _time_left(request, started)
     except RankFailed as error:
         again = rerun(request, error, began) if began else None
         return replace(_failed(verdict, error), second_look=again)
@@ -184,6 +186,13 @@ def _different_if_comparable(
         findings=findings,
         repeated=repeated,
     )
+
+
+def _time_left(request: Request, started: float) -> TimeLeft:
+    """What explaining a difference may take: what the ranks have left of the case's deadline."""
+    if request.in_process:
+        return TimeLeft()  # the user may have stopped in a debugger, so there is no deadline
+    return TimeLeft(request.deadline - (time.monotonic() - started), request.deadline)
 
 
 def _wrong_collectives(wrong: tuple[str, ...]) -> Finding:
