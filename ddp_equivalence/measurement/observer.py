@@ -7,7 +7,7 @@ A step is watched only if its gradients differ: the ranks then run it a second t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +21,13 @@ from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.measurement.example_lookup import ExampleLookup
-from ddp_equivalence.measurement.observation import Backward, Forward, Observation, Wrapper
+from ddp_equivalence.measurement.observation import (
+    Backward,
+    Forward,
+    Indices,
+    Observation,
+    Wrapper,
+)
 from ddp_equivalence.ranks.collectives import Collective, issued_so_far
 
 MOST_BUCKET_ELEMENTS = 2_000_000
@@ -32,16 +38,23 @@ class Observer:
     """Watches one rank's model.
 
     ``batch``: the big batch, with the examples of all steps. The model's inputs are looked up in
-    it. ``sample``: the elements of each gradient that are kept. ``step``: the number of the step
-    that runs; the caller sets it before each step.
+    it. ``given``: what the rank was given in each step, with its positions in the big batch.
+    ``sample``: the elements of each gradient that are kept. ``step``: the number of the step that
+    runs; the caller sets it before each step.
     """
 
-    def __init__(self, model: nn.Module, batch: object, sample: ElementSample[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: object,
+        given: Sequence[tuple[object, Indices]],
+        sample: ElementSample[str],
+    ) -> None:
         self._model = model
         self._sample = sample
         self._local_gradient: dict[str, Tensor] = {}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._lookup = ExampleLookup(batch)
+        self._lookup = ExampleLookup(batch, given)
         self._forwards: list[Forward] = []
         self._backwards: list[Backward] = []
         self._wrappers: list[_WrapperObserver] = []
@@ -100,6 +113,7 @@ class Observer:
             gradients={key: digest({key[1]: gradient}) for key, gradient in gradients.items()},
             clipped=tuple(self._clipped),
             collectives=collectives,
+            equal_examples=self._lookup.equal_examples(),
         )
 
     def _on_forward(self, model: nn.Module, *arguments: Any) -> None:
@@ -107,7 +121,7 @@ class Observer:
             return
         self._forwards.append(
             Forward(
-                examples=self._lookup.positions_of(arguments),
+                rows=self._lookup.rows_of(arguments),
                 weights=digest(dict(model.named_parameters())),
                 generator=torch.get_rng_state().numpy().tobytes(),
                 seed=torch.initial_seed(),

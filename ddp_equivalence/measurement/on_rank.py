@@ -68,7 +68,10 @@ def _run_step(
         for place, leaf in enumerate(pytree.tree_leaves(given))
         if isinstance(leaf, Tensor)
     )
-    observer = Observer(model, concatenate(batches), work.observe) if work.observe else None
+    observer = None
+    if work.observe:
+        given_at = zip(given, _positions(rank, batches, shards), strict=True)
+        observer = Observer(model, concatenate(batches), tuple(given_at), work.observe)
     del batches
     notes: dict[str, Any] = {}
     called = _CalledWith(model)
@@ -119,6 +122,15 @@ def _given(rank: Rank, work: Work, batches: list[Any], shards: list[Shards]) -> 
     return [
         move(take(batch, of_step.indices[rank.rank]), rank.device)
         for batch, of_step in zip(batches, shards, strict=True)
+    ]
+
+
+def _positions(rank: Rank, batches: list[Any], shards: list[Shards]) -> list[tuple[int, ...]]:
+    """For each step, the positions of the rank's examples among the examples of all steps."""
+    sizes = [count_examples(batch) for batch in batches]
+    return [
+        tuple(sum(sizes[:step]) + index for index in of_step.indices[rank.rank])
+        for step, of_step in enumerate(shards)
     ]
 
 
