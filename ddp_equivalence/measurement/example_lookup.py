@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ddp_equivalence.measurement.observation import Indices, RowsRead
+from ddp_equivalence.measurement.plain_tensors import NotPlain, leaves_of, plain
 from ddp_equivalence.measurement.row_matching import (
     Candidates,
     affine_rows,
@@ -70,7 +72,9 @@ class ExampleLookup:
             key=lambda leaf: -leaf[:1].numel() * leaf.element_size(),
         )
         self._bits = [bits_of_a_value(leaf) for leaf in self._leaves]
-        self._is_plain = all(map(holds_values, _leaves(batch)))
+        self._all_are_rows = len(self._leaves) == len(
+            [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        )
         self._failures: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
 
     def rows_of(self, arguments: object) -> RowsRead | None:
@@ -90,7 +94,7 @@ class ExampleLookup:
 
     def equal_examples(self) -> tuple[Indices, ...]:
         """Groups of examples that are equal in every tensor of the batch."""
-        if not self._is_plain or not self._leaves:
+        if not self._all_are_rows or not self._leaves:
             return ()
         columns = [bytes_of_rows(leaf.reshape(len(leaf), -1)) for leaf in self._leaves]
         groups: dict[tuple[bytes, ...], list[int]] = {}
@@ -134,23 +138,13 @@ class ExampleLookup:
 
 def _tensors(arguments: object) -> list[Tensor]:
     """The tensors that have rows and values: not those that a transform or a compiler traces."""
-    return [leaf for leaf in _leaves(arguments) if holds_values(leaf) and leaf.ndim]
-
-
-def _leaves(arguments: object) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
-
-
-def holds_values(tensor: Tensor) -> bool:
-    """True for a plain tensor with values in memory.
-
-    False for one that torch.func or a compiler traces, for a meta, sparse, nested or sharded one.
-    """
-    if type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        return False
-    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
-        return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    found = []
+    for leaf in leaves_of(arguments):
+        with suppress(NotPlain):
+            tensor = plain(leaf) if isinstance(leaf, Tensor) else None
+            if tensor is not None and tensor.ndim and tensor.layout == torch.strided:
+                found.append(tensor)
+    return found
 
 
 def _rows_in_memory(view: Tensor, leaf: Tensor) -> tuple[Indices, str] | None:

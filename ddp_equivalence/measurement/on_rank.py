@@ -25,6 +25,7 @@ from ddp_equivalence.comparison.gradients import (
     weights_of,
 )
 from ddp_equivalence.faults.plant import PlantedFault, plant_here
+from ddp_equivalence.measurement.called_with import CalledWith
 from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.measurement.work import Evidence, Work
 from ddp_equivalence.ranks import process_state
@@ -74,9 +75,10 @@ def _run_step(
         observer = Observer(model, concatenate(batches), tuple(given_at), work.observe)
     del batches
     notes: dict[str, Any] = {}
-    called = _CalledWith(model)
+    called = CalledWith(given)
     planted = plant_here(work.plant) if work.plant else None
-    with observer.watching() if observer else nullcontext(), planted or nullcontext():
+    watching = observer.watching() if observer else nullcontext()
+    with called.recording(model), watching, planted or nullcontext():
         gradients = _train(rank, work, model, given, shards, notes, planted, observer)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
@@ -85,7 +87,9 @@ def _run_step(
     evidence = Evidence(
         examples=dealt,
         data=data,
-        inputs=called.digest(),
+        inputs=called.arguments,
+        came_back=called.came_back,
+        called_with_given_rows=called.given_rows,
         start=start,
         collectives=collectives,
         device=str(rank.device),
@@ -95,23 +99,6 @@ def _run_step(
         observed=observer.found(gradients, collectives) if observer else None,
     )
     return gradients, evidence
-
-
-class _CalledWith:
-    """Records a digest of everything that the model is called with, whoever calls it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._seen: list[str] = []
-        # Hidden from torch.compile, which would warn that it cannot trace the hook.
-        listen = torch.compiler.disable(self._listen)
-        model.register_forward_pre_hook(listen, with_kwargs=True)
-
-    def _listen(self, model: nn.Module, *arguments: Any) -> None:
-        leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        self._seen.append(digest((str(place), leaf) for place, leaf in enumerate(leaves)))
-
-    def digest(self) -> str | None:
-        return " ".join(self._seen) or None
 
 
 def _given(rank: Rank, work: Work, batches: list[Any], shards: list[Shards]) -> list[Any]:
