@@ -32,9 +32,7 @@ MOST_OF_DIFFERENCE = 0.5
 """An explanation must explain at least half of the difference, however small that is."""
 
 
-def diagnose(
-    view: View, comparison: Comparison, in_part: bool = False
-) -> tuple[Finding, ...]:
+def diagnose(view: View, comparison: Comparison, in_part: bool = False) -> tuple[Finding, ...]:
     """All explanations of what the ranks were measured to hold, the best first.
 
     A cause that makes the gradients meaningless comes first. If there is none, one cause whose

@@ -81,7 +81,7 @@ def shares_of(view: View) -> Shares | NoShares:
 def _fit_in_time(
     view: View, pieces: Sequence[Indices], name: str, part: str
 ) -> ShareFit | NoShares:
-    """The fit, unless there is no time for it. ``part``: what the report then says was not tried."""
+    """The fit, unless there is no time for it. ``part``: its name if it is left out."""
     try:
         view.time.require()
         return fit_shares(view, pieces, name)

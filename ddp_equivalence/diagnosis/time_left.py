@@ -90,8 +90,7 @@ class TimeLeft:
         fewer examples was, and in proportion to a gradient of more.
         """
         costs = (
-            seconds * min(1.0, examples / max(1, count))
-            for count, seconds in self._longest.items()
+            seconds * min(1.0, examples / max(1, count)) for count, seconds in self._longest.items()
         )
         self.require(max(costs, default=0.0))
         began = time.monotonic()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.comparison.gradients import dense
@@ -26,12 +27,12 @@ class CalledWith:
     """
 
     def __init__(self, given: Sequence[object]) -> None:
-        self._first_rows = [
-            leaf[0].detach().reshape(-1)
-            for one in given
-            for leaf in leaves_of(one)
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.ndim and len(leaf)
+        self._given = [
+            leaf
+            for leaf in pytree.tree_leaves(given)
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel()
         ]
+        self._memory = {leaf.untyped_storage().data_ptr() for leaf in self._given}
         self._seen: list[str] = []
         self._gradients: list[str] = []
         self._is_known = True
@@ -60,8 +61,11 @@ class CalledWith:
         self._is_known, known = False, self._is_known  # in case a tensor is not plain
         tensors = tensors_in(arguments)
         self._seen.append(digest((str(place), one) for place, one in enumerate(tensors)))
-        self.given_rows = self.given_rows or any(map(self._holds_a_given_row, tensors))
         self._is_known = known
+        if any(map(self._is_given, tensors)):
+            self.given_rows = True
+            return None  # the arguments alone show which examples these are
+        self.given_rows = self.given_rows or any(map(self._holds_a_given_row, tensors))
         return self._returned
 
     def _returned(self, result: object) -> None:
@@ -78,12 +82,19 @@ class CalledWith:
         except Exception:  # never fail in the user's backward pass
             self._is_known = False
 
+    def _is_given(self, tensor: Tensor) -> bool:
+        """True if the tensor shares its memory with one that the rank was given."""
+        if tensor.layout != torch.strided or not tensor.numel():
+            return False
+        return tensor.untyped_storage().data_ptr() in self._memory
+
     def _holds_a_given_row(self, tensor: Tensor) -> bool:
-        if not tensor.ndim or not len(tensor) or tensor.layout != torch.strided:
+        """True if a row of the tensor is the first row that the rank was given."""
+        if tensor.layout != torch.strided or not tensor.ndim or not tensor.numel():
             return False
         rows = tensor.detach().reshape(len(tensor), -1)
         return any(
-            bool((rows == row.to(rows.dtype)).all(1).any())
-            for row in self._first_rows
-            if len(row) == rows.shape[1]
+            bool((rows == leaf[0].reshape(-1).to(rows.dtype)).all(1).any())
+            for leaf in self._given
+            if leaf[0].numel() == rows.shape[1]
         )

@@ -155,8 +155,10 @@ def _rows_in_memory(view: Tensor, leaf: Tensor) -> tuple[Indices, str] | None:
     size = leaf[:1].numel()
     if not size or not len(view):
         return None
-    extent = sum((length - 1) * step for length, step in zip(view.shape[1:], view.stride()[1:]))
-    begin = view.storage_offset() - leaf.storage_offset()
+    extent = sum(
+        (length - 1) * step for length, step in zip(view.shape[1:], view.stride()[1:], strict=True)
+    )
+    begin = int(view.storage_offset()) - int(leaf.storage_offset())
     places = [divmod(begin + row * view.stride(0), size) for row in range(len(view))]
     inside = all(0 <= row < len(leaf) and start + extent < size for row, start in places)
     if not inside:

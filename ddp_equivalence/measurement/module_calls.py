@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -46,7 +46,7 @@ def listen(module: nn.Module, listener: Listener) -> None:
         number = id(module)
         entry = weakref.ref(module, lambda _: _forget(number)), []
         _listeners[number] = entry
-        nn.Module.__call__ = _listened_to  # type: ignore[method-assign,assignment]
+        nn.Module.__call__ = _listened_to  # type: ignore[method-assign]
     entry[1].append(listener)
 
 
@@ -67,7 +67,7 @@ def _forget(number: int) -> None:
 
 
 def _listened_to(module: nn.Module, /, *arguments: Any, **named: Any) -> Any:
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return _call(module, *arguments, **named)
     entry = _entry_of(module)
     if entry is None:
@@ -98,7 +98,8 @@ def _told(listener: Callable[[Any], Any], what: object) -> Any:
         with (
             torch._C.DisableTorchFunction(),
             torch._C._DisableFuncTorch(),
-            _disable_current_modes(),
+            # Entering this costs more than everything else here, and is rarely needed.
+            _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext(),
         ):
             return listener(what)
     except Exception:

@@ -57,7 +57,7 @@ def _inside(leaf: object) -> list[Any] | None:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor, without the wrapper that torch.func puts around it while it transforms a function.
+    """The tensor without the wrapper that torch.func puts around it while it transforms.
 
     Raises NotPlain for a tensor that a compiler traces, for one that is sharded, nested, quantized
     or on the meta device.

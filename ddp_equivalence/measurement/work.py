@@ -47,11 +47,11 @@ class Evidence:
     digest of all tensors that the model was called with; None if it was never called with gradients
     enabled, or if they are not known. ``came_back``: a digest of the gradients of what the model
     returned. ``called_with_given_rows``: one of these tensors holds a row that the rank was given.
-    ``start``: a digest of the weights before the first step. ``collectives``: all that the rank issued; None if
-    torch has no flight recorder. ``gradients``: the description of every gradient that the rank
-    left. ``notes``: what the strategy wrote down to prove that it ran. ``planted``: how often a
-    planted fault did its damage; None if none was planted. ``observed``: what was seen of the step,
-    if it was watched.
+    ``start``: a digest of the weights before the first step. ``collectives``: all that the rank
+    issued; None if torch has no flight recorder. ``gradients``: the description of every gradient
+    that the rank left. ``notes``: what the strategy wrote down to prove that it ran. ``planted``:
+    how often a planted fault did its damage; None if none was planted. ``observed``: what was seen
+    of the step, if it was watched.
     """
 
     examples: tuple[tuple[int, ...], ...] | None

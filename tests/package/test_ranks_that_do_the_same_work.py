@@ -70,13 +70,14 @@ class Weight(nn.Module):
 
 
 def loss_without_forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    weight = getattr(model, "module", model).weight
+    weight = model.get_parameter("weight")
     return F.mse_loss(batch["rows"] @ weight, batch["targets"][:, :1])
 
 
 def loss_with_a_penalty(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The model itself is called with nothing but a constant, and gets the same gradient back."""
-    return loss_without_forward(model, batch) + model(torch.ones(2, 5).double()).square().mean()
+    of_a_constant: Tensor = model(torch.ones(2, 5).double())
+    return loss_without_forward(model, batch) + of_a_constant.square().mean()
 
 
 @dataclass
@@ -108,7 +109,7 @@ def named_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def functional_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    parameters = dict(model.named_parameters())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
     return F.mse_loss(functional_call(model, parameters, (batch["rows"],)), batch["targets"])
 
 
@@ -119,8 +120,9 @@ def averaged(case: Case) -> Any:
     def step(model: nn.Module, shard: Any, rank: Rank) -> None:
         of_case(model, shard).backward()
         for parameter in model.parameters():
+            assert parameter.grad is not None
             dist.all_reduce(parameter.grad)
-            parameter.grad /= rank.world_size  # type: ignore[operator]
+            parameter.grad.div_(rank.world_size)
 
     return step
 
@@ -132,13 +134,13 @@ def on_own_half(step: Any) -> Any:
     return with_own_half
 
 
-GRID_CASES = {
+GRID_CASES: dict[str, dict[str, Any]] = {
     "a grid": {"model": curve, "loss": physics_loss},
     "a grid and derivatives": {"model": curve, "loss": equation_loss},
     "no argument": {"model": Table, "loss": table_loss},
     "strings": {"model": Table, "loss": loss_with_strings},
 }
-ROW_CASES = {
+ROW_CASES: dict[str, dict[str, Any]] = {
     "a dataclass": {"model": Unpacking, "loss": packed_loss},
     "a mapping": {"model": Unpacking, "loss": mapped_loss},
     "named arguments": {"model": Unpacking, "loss": named_loss},

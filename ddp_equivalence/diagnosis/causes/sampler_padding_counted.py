@@ -20,7 +20,9 @@ def predict(view: View) -> Sequence[Prediction]:
     repeated = read_more_than_once(view)
     if not repeated or all_ranks_read_the_same(view):
         return ()
-    return predictions_from_examples_read(view, f"{examples_seen(view, repeated)} read more than once")
+    return predictions_from_examples_read(
+        view, f"{examples_seen(view, repeated)} read more than once"
+    )
 
 
 def indication(view: View) -> Indication | None:

@@ -123,9 +123,7 @@ def next_token_of_every_other(model: nn.Module, ids: Tensor, rank: Rank) -> None
 
 
 def test_a_language_model_that_gets_all_tokens_but_the_last_shows_which_rows_it_read() -> None:
-    case = Case(
-        model=language_model, batch=tokens, loss=next_token, layout="1x2", shards="own"
-    )
+    case = Case(model=language_model, batch=tokens, loss=next_token, layout="1x2", shards="own")
     verdict = check(case, next_token_of_every_other)
     assert verdict.cause == "examples_dropped"
     assert "no rank read examples 10, 11 (of 12)" in " ".join(str(verdict).split())

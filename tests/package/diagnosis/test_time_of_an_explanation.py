@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank, Verdict, check
 from ddp_equivalence.diagnosis import example_gradients, time_left
+from ddp_equivalence.diagnosis.loss_and_gradient import loss_and_gradient_of
 from tests.package.own_cases import loss, own_case
 
 LAYERS = 6
@@ -37,7 +38,7 @@ Gradients = Counter[tuple[float, ...]]
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> Gradients:
     counted: Gradients = Counter()
-    compute: Callable[..., Any] = example_gradients.loss_and_gradient_of
+    compute: Callable[..., Any] = loss_and_gradient_of
 
     def counting(case: Any, batch: dict[str, Tensor], *more: Any) -> Any:
         counted[tuple(batch["rows"].sum(1).tolist())] += 1
@@ -61,7 +62,7 @@ class Clock:
 def slow_gradients(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Every gradient takes 9 of the 60 s of a case."""
     clock = Clock(9.0)
-    compute: Callable[..., Any] = example_gradients.loss_and_gradient_of
+    compute: Callable[..., Any] = loss_and_gradient_of
 
     def slow(case: Any, batch: dict[str, Tensor], *more: Any) -> Any:
         clock.now += clock.seconds * min(1, len(batch["rows"]))

@@ -57,9 +57,7 @@ def gradients_of_single_examples(model: nn.Module, shard: Batch, rank: Rank) -> 
 
 def directional_derivative_beside(model: nn.Module, shard: Batch, rank: Rank) -> None:
     parameters = dict(model.named_parameters())
-    jvp(
-        lambda p: value(p, model, shard["rows"], shard["targets"]), (parameters,), (parameters,)
-    )
+    jvp(lambda p: value(p, model, shard["rows"], shard["targets"]), (parameters,), (parameters,))
     right(model, shard, rank)
 
 
@@ -98,13 +96,13 @@ def exports_the_model(model: nn.Module, shard: Batch, rank: Rank) -> None:
 
 def compiles_the_whole_model(model: nn.Module, shard: Batch, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
     loss(compiled, shard)
     loss(ddp, shard).backward()
 
 
 def compiles_the_wrapper(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    compiled = torch.compile(DistributedDataParallel(model), backend="eager")
+    compiled: Any = torch.compile(DistributedDataParallel(model), backend="eager")
     loss(compiled, shard).backward()
 
 
