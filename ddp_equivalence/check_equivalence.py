@@ -22,6 +22,7 @@ from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.diagnosis import precision, vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis, without_ranks
 from ddp_equivalence.diagnosis.finding import finding_of_wrong_collectives
+from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import (
@@ -105,7 +106,7 @@ def _judge(request: Request) -> Verdict:
         lr=request.lr,
         planted=request.plant,
     )
-    began = 0.0
+    started, began = time.monotonic(), 0.0
     wrong: tuple[str, ...] = ()
     try:
         with at_work(request, request.deadline, request.fresh) as ranks:
@@ -122,6 +123,7 @@ def _judge(request: Request) -> Verdict:
                     ranks, request, request.deadline, analysis.sample_of_step(0)
                 )
                 wrong = wrong_collectives(ranks, request)
+            analysis.time = _time_left(request, started)
     except RankFailed as error:
         again = rerun(request, error, began) if began else None
         return replace(_failed(verdict, error), second_look=again)
@@ -207,6 +209,13 @@ def _also_in_own_precision(verdict: Verdict, request: Request) -> Verdict:
     if verdict.outcome == again.outcome or (verdict.float32_at and again.outcome != "same"):
         return replace(verdict, other_precision=again)
     return replace(again, other_precision=verdict)
+
+
+def _time_left(request: Request, started: float) -> TimeLeft:
+    """What explaining a difference may take: what the ranks have left of the case's deadline."""
+    if request.in_process:
+        return TimeLeft()  # the user may have stopped in a debugger, so there is no deadline
+    return TimeLeft(request.deadline - (time.monotonic() - started), request.deadline)
 
 
 def _unknown(verdict: Verdict, why: Unknown) -> Verdict:

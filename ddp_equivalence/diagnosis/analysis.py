@@ -31,6 +31,15 @@ from ddp_equivalence.diagnosis.nearest_fault import NearestFault, nearest_fault
 from ddp_equivalence.diagnosis.setting import setting_of
 from ddp_equivalence.diagnosis.share_fit import NoShares
 from ddp_equivalence.diagnosis.shares import Shares, shares_of
+from ddp_equivalence.diagnosis.time_left import (
+    BY_RANK,
+    CAUSES,
+    DIVISORS,
+    LOSS,
+    NEAREST,
+    OutOfTime,
+    TimeLeft,
+)
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import Measurement
@@ -50,7 +59,8 @@ class Analysis:
 
     ``check`` makes it from the request and the reference. If something differs, ``check`` adds the
     ``measurement`` of the ranks, and what was ``observed`` in a second run. Without a difference
-    only the nearest fault and the rounding floor can be asked for.
+    only the nearest fault and the rounding floor can be asked for. ``time``: what all of this may
+    take together; parts that there is no time for are left out and noted there.
     """
 
     def __init__(self, request: Request, expected: Expected) -> None:
@@ -58,6 +68,7 @@ class Analysis:
         self._expected = expected
         self.measurement: Measurement | None = None
         self.observed: Mapping[int, Observation] = {}
+        self.time = TimeLeft()
 
     @property
     def lowest_dtype(self) -> torch.dtype:
@@ -88,8 +99,15 @@ class Analysis:
     @cached_property
     def nearest_fault(self) -> NearestFault | None:
         """The fault that would be hardest to see; None where the model is too large to tell."""
-        view = self._view_of_step(0) if self.sample.is_whole else None
-        return None if view is None else nearest_fault(view)
+        if not self.sample.is_whole:
+            return None
+        with self.time.counted(NEAREST):
+            view = self._view_of_step(0)
+            try:
+                return None if view is None else nearest_fault(view)
+            except OutOfTime:
+                self.time.leave_out(NEAREST)
+                return None
 
     def floor_of(self, parameter: ParameterComparison) -> float | None:
         """How far rounding alone moves this parameter on one device, relative to its norm.
@@ -140,19 +158,28 @@ class Analysis:
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
         """All explanations of the difference, best first."""
-        if self.view is None or self.measurement is None:
+        if self.measurement is None:
             return ()
-        return diagnose(self.view, self.measurement.comparison)
+        with self.time.counted(CAUSES):
+            if self.view is None:
+                return ()
+            return diagnose(self.view, self.measurement.comparison, in_part=True)
 
     @cached_property
     def shares(self) -> Shares | NoShares:
         """How often each example entered what each rank holds, or why that is not known."""
-        return NoShares(self.why_no_view) if self.view is None else shares_of(self.view)
+        with self.time.counted(BY_RANK):
+            return NoShares(self.why_no_view) if self.view is None else shares_of(self.view)
 
     @cached_property
     def divisors(self) -> Divisors | None:
         """The numbers that ranks' losses, the reduction and the big batch divide by, if known."""
-        return None if self.view is None else find_divisors(self.view)
+        with self.time.counted(DIVISORS):
+            try:
+                return None if self.view is None else find_divisors(self.view)
+            except OutOfTime:
+                self.time.leave_out(DIVISORS)
+                return None
 
     @cached_property
     def localisation(self) -> Localisation:
@@ -164,7 +191,8 @@ class Analysis:
                 return Localisation()
             return Localisation(weight_multiples=self._multiples_of_weights())
         has_cause = bool(self.findings) and self.findings[0].accepted
-        return localise(self.view, self.measurement.comparison, has_cause=has_cause)
+        with self.time.counted(LOSS):
+            return localise(self.view, self.measurement.comparison, has_cause=has_cause)
 
     @property
     def _later_weights_are_wrong(self) -> bool:
@@ -192,6 +220,7 @@ class Analysis:
             tuple(self._expected_of_step(sample, earlier) for earlier in range(step)),
             parts,
             self._cache(step) if sample.is_whole else {},
+            self.time,
         )
 
     def _multiples_of_weights(self) -> Mapping[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from ddp_equivalence.comparison.comparison import Comparison
@@ -15,6 +16,12 @@ from ddp_equivalence.diagnosis.finding import (
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
 from ddp_equivalence.diagnosis.ranking import LEAST_ACCEPTED, ranked, without_rounding
 from ddp_equivalence.diagnosis.residual import nearly_equal, unexplained
+from ddp_equivalence.diagnosis.time_left import (
+    CAUSES,
+    OBSERVED_CAUSES,
+    TWO_CAUSES,
+    OutOfTime,
+)
 from ddp_equivalence.diagnosis.two_causes import two_causes_at_once
 from ddp_equivalence.diagnosis.view import View
 
@@ -25,29 +32,53 @@ MOST_OF_DIFFERENCE = 0.5
 """An explanation must explain at least half of the difference, however small that is."""
 
 
-def diagnose(view: View, comparison: Comparison) -> tuple[Finding, ...]:
+def diagnose(view: View, comparison: Comparison, in_part: bool = False) -> tuple[Finding, ...]:
     """All explanations of what the ranks were measured to hold, the best first.
 
     A cause that makes the gradients meaningless comes first. If there is none, one cause whose
     prediction fits is believed; else two causes that fit together; else a cause that was only
     observed; else a cause that the case merely makes likely.
+
+    ``in_part``: if there is no time for some causes, note this in the view and return the findings
+    of the others. Otherwise OutOfTime is raised.
     """
     invalidating = _causes_that_invalidate_gradients(view)
     if invalidating:
         return invalidating
     most_unexplained = _most_unexplained(view, comparison)
-    findings = [
-        finding
-        for hypothesis in HYPOTHESES
-        if (finding := _compared_with_predictions(hypothesis, view, most_unexplained)) is not None
-    ]
+    findings: list[Finding] = []
+    tried = 0
+    for hypothesis in HYPOTHESES:
+        # Without time for one cause's gradients there may still be time for another's.
+        with _noting_lack_of_time(view, CAUSES, in_part):
+            view.time.require()
+            if in_part:
+                view.time.show(f"{tried} of {len(HYPOTHESES)} causes")
+            finding = _compared_with_predictions(hypothesis, view, most_unexplained)
+            findings += [] if finding is None else [finding]
+            tried += 1
+    if tried < len(HYPOTHESES):
+        view.time.leave_out(CAUSES, f"{tried} of {len(HYPOTHESES)} tried")
     if not any(finding.explains for finding in findings):
-        findings += two_causes_at_once(view, most_unexplained)
+        with _noting_lack_of_time(view, TWO_CAUSES, in_part):
+            findings += two_causes_at_once(view, most_unexplained)
     if not any(finding.explains for finding in findings):
-        believed = _observed_cause(view) or _likely_cause(view, comparison)
-        if believed is not None:
-            findings = [one for one in findings if one.cause != believed.cause] + [believed]
+        with _noting_lack_of_time(view, OBSERVED_CAUSES, in_part):
+            believed = _observed_cause(view) or _likely_cause(view, comparison)
+            if believed is not None:
+                findings = [one for one in findings if one.cause != believed.cause] + [believed]
     return ranked(findings, view.setting.dtype)
+
+
+@contextmanager
+def _noting_lack_of_time(view: View, part: str, in_part: bool) -> Iterator[None]:
+    """Note that there was no time for this part, if the block runs out of time and ``in_part``."""
+    try:
+        yield
+    except OutOfTime:
+        if not in_part:
+            raise
+        view.time.leave_out(part)
 
 
 def _causes_that_invalidate_gradients(view: View) -> tuple[Finding, ...]:

@@ -72,8 +72,9 @@ def _candidates(view: View) -> Mapping[str, list[float]]:
     shards = view.parts.examples_by_rank
     candidates: dict[str, list[float]] = {"examples": [float(len(shard)) for shard in shards]}
     batches = [take(view.setting.batch, shard) for shard in shards]
+    counts_by_rank = [all_divisors(batch) for batch in batches]
     for unit in all_divisors(view.setting.batch):
-        candidates.setdefault(unit, [all_divisors(batch).get(unit, 0.0) for batch in batches])
+        candidates.setdefault(unit, [counts.get(unit, 0.0) for counts in counts_by_rank])
     loss = view.setting.case.loss
     if isinstance(loss, str):
         normalisers = [LOSSES[loss].normalisers(batch) for batch in batches]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.diagnosis.loss_and_gradient import loss_and_gradient_of
 from ddp_equivalence.diagnosis.parameter_elements import ParameterElements
 from ddp_equivalence.diagnosis.setting import Setting
+from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.ranks.threads import threads_for
 from ddp_equivalence.strategies.sharded_batch import Indices
@@ -35,7 +37,9 @@ class ExampleGradients:
     """Computes the loss and the gradient of any examples, in float64, and remembers them.
 
     ``expected``: the gradient of the big batch, shape (elements,). ``earlier_expected``: the
-    gradients of the earlier steps' big batches.
+    gradients of the earlier steps' big batches. ``time``: counts what computing them takes; a
+    gradient that there is no time for raises OutOfTime. ``whole``: if these are the gradients of
+    some parameters only, the gradients of all, which are computed once for every part.
     """
 
     setting: Setting
@@ -43,6 +47,20 @@ class ExampleGradients:
     expected: Tensor
     earlier_expected: tuple[Tensor, ...] = ()
     cache: GradientCache = field(default_factory=dict)
+    time: TimeLeft = field(default_factory=TimeLeft)
+    whole: ExampleGradients | None = None
+
+    def only(self, names: Sequence[str]) -> ExampleGradients:
+        """The gradients of these parameters alone."""
+        positions = self.parameters.positions_of(names)
+        return replace(
+            self,
+            parameters=self.parameters.only(names),
+            expected=self.expected[positions],
+            earlier_expected=tuple(one[positions] for one in self.earlier_expected),
+            cache={},
+            whole=self,
+        )
 
     def gradient(self, examples: Indices) -> Tensor:
         """The gradient of these examples alone, shape (elements,); NaN if they have no loss."""
@@ -68,9 +86,14 @@ class ExampleGradients:
         empty, the generator starts from the seed of the step.
         """
         key = examples, generator
+        if key not in self.cache and self.whole is not None:
+            whole = self.whole.compute(examples, generator)
+            positions = self.whole.parameters.positions_of(self.parameters.names)
+            self.cache[key] = LossAndGradient(whole.loss, whole.gradient[positions])
         if key not in self.cache:
             # The report that asks for a gradient may be printed while a fault is planted.
             with (
+                self.time.gradient(len(examples)),
                 warnings.catch_warnings(),
                 threads_for(self.parameters.total),
                 without_planted_faults(),

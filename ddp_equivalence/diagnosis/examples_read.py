@@ -37,6 +37,14 @@ def predictions_from_examples_read(view: View, detail: str = "") -> Sequence[Pre
     )
 
 
+def examples_seen(view: View, examples: Sequence[int]) -> str:
+    """The examples as text, with a note if equal ones may have been read instead of them."""
+    numbers = example_numbers(examples)
+    if view.observed.equal_where_read.isdisjoint(examples):
+        return numbers
+    return f"{numbers} (or examples that are equal to these)"
+
+
 def example_numbers(examples: Sequence[int], most: int = 6) -> str:
     """The examples as text: ``example 3``, ``examples 3, 5, ... (12 in all)``."""
     word = "example" if len(examples) == 1 else "examples"

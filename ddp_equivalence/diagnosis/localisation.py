@@ -17,6 +17,7 @@ from ddp_equivalence.diagnosis.diagnose import diagnose
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.parameter_elements import ParameterElements
 from ddp_equivalence.diagnosis.residual import unexplained
+from ddp_equivalence.diagnosis.time_left import BY_MODULE, LOSS, WRONG_HALF, OutOfTime
 from ddp_equivalence.diagnosis.view import View
 
 EQUAL = 1e-6
@@ -59,14 +60,22 @@ def localise(view: View, comparison: Comparison, has_cause: bool) -> Localisatio
     The costly parts are left out where the difference already has a cause.
     """
     big_batch_loss, mean_rank_loss = _losses(view)
-    multiples = None
+    multiples, by_module = None, None
     if not has_cause and view.setting.step == 0:
         multiples = multiples_of_weights(
             view.setting.case, view.parameters.sample, view.expected, view.measured.by_rank[0]
         )
+    if not has_cause:
+        with view.time.counted(BY_MODULE):
+            by_module = dict(_findings_by_module(view, comparison))
+    try:
+        wrong_half = _wrong_half(view)
+    except OutOfTime:
+        wrong_half = None
+        view.time.leave_out(WRONG_HALF)
     return Localisation(
-        wrong_half=_wrong_half(view),
-        findings_by_module=None if has_cause else dict(_findings_by_module(view, comparison)),
+        wrong_half=wrong_half,
+        findings_by_module=by_module,
         weight_multiples=multiples,
         big_batch_loss=big_batch_loss,
         mean_rank_loss=mean_rank_loss,
@@ -120,7 +129,12 @@ def _losses(view: View) -> tuple[float | None, float | None]:
         losses_of_ranks.append(sum(loss for loss in losses if loss is not None))
     if not losses_of_ranks:
         return None, None
-    return view.examples.big_batch_loss, sum(losses_of_ranks) / len(losses_of_ranks)
+    try:
+        big_batch_loss = view.examples.big_batch_loss
+    except OutOfTime:
+        view.time.leave_out(LOSS)
+        return None, None
+    return big_batch_loss, sum(losses_of_ranks) / len(losses_of_ranks)
 
 
 def _findings_by_module(view: View, comparison: Comparison) -> Iterator[tuple[str, Finding]]:
@@ -133,9 +147,14 @@ def _findings_by_module(view: View, comparison: Comparison) -> Iterator[tuple[st
         modules.setdefault(name.rpartition(".")[0], []).append(name)
     if len(modules) == 1:
         return
-    for module, names in modules.items():
-        if not view.measured.differing.issuperset(names):
-            continue
-        findings = diagnose(view.only(names), comparison)
+    wrong = [one for one, names in modules.items() if view.measured.differing.issuperset(names)]
+    for number, module in enumerate(wrong):
+        view.time.show(f"{number} of {len(wrong)} modules")
+        try:
+            view.time.require()
+            findings = diagnose(view.only(modules[module]), comparison)
+        except OutOfTime:
+            view.time.leave_out(BY_MODULE, f"{number} of {len(wrong)} modules tried")
+            return
         if findings and findings[0].accepted and not findings[0].second_cause:
             yield module, findings[0]

@@ -23,6 +23,8 @@ class NearestFault:
 def nearest_fault(view: View) -> NearestFault | None:
     """The cause that would be hardest to see on this case; None if no cause would show.
 
+    Raises OutOfTime.
+
     A prediction that equals the big batch does not count: that cause cannot show on this case.
     """
     expected_norm = float(view.expected.norm())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ddp_equivalence.diagnosis.batch_parts import PartsByRank
+from ddp_equivalence.diagnosis.rows_read import ExamplesRead, NotKnown, examples_read
 from ddp_equivalence.diagnosis.setting import Setting
 from ddp_equivalence.measurement.observation import Backward, Observation, Wrapper
 from ddp_equivalence.ranks.collectives import FORGOTTEN
@@ -37,22 +38,42 @@ class ObservedStep:
     @cached_property
     def examples_read(self) -> PartsByRank | None:
         """The micro-batches that each rank read; None unless they are known for every rank."""
-        if not self.covers_every_rank:
+        if self._read is None:
             return None
-        first, count = self.setting.first_example, self.setting.example_count
-        by_rank = []
-        for rank in range(self.setting.world_size):
-            micro_batches = self.by_rank[rank].examples_read(self.setting.step)
-            if micro_batches is None:
-                return None
-            by_rank.append(tuple(tuple(i - first for i in part) for part in micro_batches))
-        indices = [index for parts in by_rank for part in parts for index in part]
-        return tuple(by_rank) if all(0 <= index < count for index in indices) else None
+        first = self.setting.first_example
+        return tuple(
+            tuple(tuple(index - first for index in part) for part in parts)
+            for parts in self._read.by_rank
+        )
 
     @cached_property
     def times_read(self) -> Counter[int]:
         """Example -> the number of times that it was read on all ranks together."""
-        return Counter(i for parts in self.examples_read or () for part in parts for i in part)
+        times = Counter[int]() if self._read is None else self._read.times
+        return Counter({i - self.setting.first_example: count for i, count in times.items()})
+
+    @cached_property
+    def equal_where_read(self) -> frozenset[int]:
+        """The examples that equal other ones in what was read, so that either may have been."""
+        equal = frozenset[int]() if self._read is None else self._read.equal
+        return frozenset(index - self.setting.first_example for index in equal)
+
+    @cached_property
+    def _read(self) -> ExamplesRead | None:
+        """What was read of the examples of all steps."""
+        if not self.covers_every_rank:
+            return None
+        first, shards = self.setting.first_example, self.setting.shards
+        dealt = None
+        if shards is not None:
+            dealt = {
+                rank: tuple(first + index for index in shard) for rank, shard in enumerate(shards)
+            }
+        read = examples_read(self.by_rank, self.setting.step, dealt)
+        if isinstance(read, NotKnown):
+            return None
+        last = first + self.setting.example_count
+        return read if all(first <= index < last for index in read.times) else None
 
     @property
     def wrappers(self) -> list[Wrapper]:

@@ -60,12 +60,16 @@ class NoShares:
 def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | NoShares:
     """The share of each of these pieces, or the reason why the shares cannot be determined.
 
+    Raises OutOfTime.
     ``name``: what the reason calls the pieces.
     """
     positions = fitted_positions(view)
     if not view.measured.is_finite or not bool(view.expected.isfinite().all()):
         return NoShares("a gradient is not finite")
-    gradients = [view.examples.gradient(piece)[positions] for piece in pieces]
+    gradients = []
+    for number, piece in enumerate(pieces):
+        view.time.show(f"{number} of {len(pieces)} {name}")
+        gradients.append(view.examples.gradient(piece)[positions])
     usable = [n for n, g in enumerate(gradients) if bool(g.isfinite().all()) and bool(g.any())]
     if not usable:
         return NoShares(f"none of the {name} has a gradient of its own")

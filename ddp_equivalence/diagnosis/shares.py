@@ -12,6 +12,7 @@ from ddp_equivalence.diagnosis.share_fit import (
     fit_shares,
     fitted_positions,
 )
+from ddp_equivalence.diagnosis.time_left import BY_EXAMPLE, BY_RANK, OutOfTime
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.strategies.sharded_batch import Indices
 
@@ -62,18 +63,31 @@ def shares_of(view: View) -> Shares | NoShares:
     if len(examples) > MAX_EXAMPLES or len(examples) * elements > MAX_VALUES:
         fit = NoShares(f"{len(examples)} examples are too many to fit one by one")
     else:
-        fit = fit_shares(view, [(index,) for index in examples], "examples")
+        with view.time.counted(BY_EXAMPLE):
+            fit = _fit_in_time(view, [(index,) for index in examples], "examples", BY_EXAMPLE)
     if isinstance(fit, ShareFit):
         piece_of = {index: n for n, index in enumerate(examples)}
         return _shares(view, fit, "examples", piece_of, fit.by_rank)
     why_not_examples = fit.reason
     coarser = [(micro_batches, "micro-batches")] if len(micro_batches) > len(shards) else []
     for pieces, name in (*coarser, (shards, "ranks")):
-        fit = fit_shares(view, pieces, name)
+        fit = _fit_in_time(view, pieces, name, BY_RANK)
         if isinstance(fit, ShareFit):
             piece_of = {index: n for n, piece in enumerate(pieces) for index in piece}
             return _shares(view, fit, name, piece_of, None, why_not_examples)
     return fit
+
+
+def _fit_in_time(
+    view: View, pieces: Sequence[Indices], name: str, part: str
+) -> ShareFit | NoShares:
+    """The fit, unless there is no time for it. ``part``: its name if it is left out."""
+    try:
+        view.time.require()
+        return fit_shares(view, pieces, name)
+    except OutOfTime:
+        view.time.leave_out(part)
+        return NoShares(f"the deadline of {view.time.deadline:g} s left no time for it")
 
 
 def _shares(

@@ -26,7 +26,10 @@ class ScaledPrediction:
 
 
 def two_causes_at_once(view: View, most_unexplained: float) -> list[Finding]:
-    """Every pair of causes that together leave at most this much unexplained."""
+    """Every pair of causes that together leave at most this much unexplained.
+
+    Raises OutOfTime.
+    """
     findings: dict[tuple[str, ...], Finding] = {}
     for scaled in _scaled_predictions(view, most_unexplained):
         for hypothesis, factor in _wrong_factors(view):
@@ -40,6 +43,7 @@ def two_causes_at_once(view: View, most_unexplained: float) -> list[Finding]:
 def _scaled_predictions(view: View, most_unexplained: float) -> Iterator[ScaledPrediction]:
     """The predictions that fit the measurement once they are multiplied by some factor."""
     for hypothesis in HYPOTHESES:
+        view.time.require()
         if _is_refuted(view, hypothesis):
             continue
         for prediction in hypothesis.predict(view):

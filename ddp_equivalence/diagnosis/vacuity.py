@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.layouts import Layout
@@ -175,8 +175,7 @@ def _identical_inputs(evidence: Mapping[int, Evidence]) -> str | None:
             "all ranks were given identical inputs, so a missing all-reduce would not show: "
             "make a batch whose examples differ"
         )
-    called = {one.inputs for one in evidence.values()}
-    if len(evidence) > 1 and len(called) == 1 and None not in called:
+    if len(evidence) > 1 and _did_the_same_work(list(evidence.values())):
         return (
             "the model was called with identical inputs on all ranks, so a missing all-reduce "
             "would not show: does every rank take its own examples (sampler)?"
@@ -201,6 +200,22 @@ def _uneven_autocast(evidence: Mapping[int, Evidence]) -> str | None:
         "within the rounding of the lower precision, so that no limit can show it: let all ranks "
         "enter the same"
     )
+
+
+def _did_the_same_work(ranks: Sequence[Evidence]) -> bool:
+    """True if all ranks called the model with the same tensors, and so on the same examples.
+
+    A model may also be called with a grid, or without a tensor, while the loss has the examples.
+    The ranks did the same work then only if the same gradients came back to what it returned.
+    """
+    called = {one.inputs for one in ranks}
+    if len(called) > 1 or None in called:
+        return False
+    with_examples = any(one.called_with_given_rows for one in ranks)
+    same_came_back = len({one.came_back for one in ranks}) == 1
+    if any(one.examples is None for one in ranks):  # the step takes its examples itself
+        return with_examples or same_came_back
+    return with_examples and same_came_back
 
 
 def _nothing_exchanged(evidence: Mapping[int, Evidence], elements: int) -> bool:

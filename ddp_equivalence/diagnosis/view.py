@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -22,6 +22,7 @@ from ddp_equivalence.diagnosis.measured_gradients import MeasuredGradients
 from ddp_equivalence.diagnosis.observed_step import ObservedStep
 from ddp_equivalence.diagnosis.parameter_elements import ParameterElements
 from ddp_equivalence.diagnosis.setting import Setting
+from ddp_equivalence.diagnosis.time_left import TimeLeft
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,15 @@ class View:
         earlier_expected: tuple[Tensor, ...],
         parts: PartsByRank | None,
         cache: GradientCache,
+        time: TimeLeft,
     ) -> View:
         """The view of a step that no rank has run yet.
 
         ``expected``: the gradient of the step's big batch, shape (elements,); ``earlier_expected``:
-        those of the steps before.
+        those of the steps before. ``time``: what explaining a difference may still take.
         """
         parameters = ParameterElements(sample)
-        examples = ExampleGradients(setting, parameters, expected, earlier_expected, cache)
+        examples = ExampleGradients(setting, parameters, expected, earlier_expected, cache, time)
         return cls(
             setting=setting,
             parameters=parameters,
@@ -80,6 +82,11 @@ class View:
     @property
     def world_size(self) -> int:
         return self.setting.world_size
+
+    @property
+    def time(self) -> TimeLeft:
+        """What explaining the difference may still take."""
+        return self.examples.time
 
     def on_every_rank(self, vector: Tensor) -> Tensor:
         """The same vector on every rank: shape (reporting ranks, elements)."""
@@ -129,18 +136,18 @@ class View:
 
     def only(self, names: Sequence[str]) -> View:
         """The view of these parameters alone."""
+        examples = self.examples.only(names)
         positions = self.parameters.positions_of(names)
-        before = View.before_the_run(
-            self.setting,
-            self.parameters.sample.only(names),
-            self.expected[positions],
-            tuple(gradient[positions] for gradient in self.examples.earlier_expected),
-            self.parts.by_rank,
-            cache={},
+        return View(
+            setting=self.setting,
+            parameters=examples.parameters,
+            examples=examples,
+            parts=BatchParts(self.parts.by_rank, examples),
+            measured=MeasuredGradients(
+                self.measured.by_rank[:, positions],
+                self.measured.differing.intersection(names),
+                examples.expected,
+                examples.parameters,
+            ),
+            observed=self.observed,
         )
-        measured = replace(
-            before.measured,
-            by_rank=self.measured.by_rank[:, positions],
-            differing=self.measured.differing.intersection(names),
-        )
-        return replace(before, measured=measured, observed=self.observed)

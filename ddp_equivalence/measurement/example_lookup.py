@@ -1,60 +1,241 @@
-"""Recognises the examples of the big batch in the tensors that a model is called with."""
+"""Recognises the examples of the big batch in the tensors that a model is called with.
+
+A tensor that shares its memory with the tensors that the rank was given has rows that are known
+without doubt. Other tensors are recognised by their values: as rows of the batch, in another shape,
+order of dimensions or dtype, in part, or after an affine change.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import permutations
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ddp_equivalence.measurement.observation import Indices
+from ddp_equivalence.measurement.observation import Indices, RowsRead
+from ddp_equivalence.measurement.plain_tensors import NotPlain, leaves_of, plain
+from ddp_equivalence.measurement.row_matching import (
+    Candidates,
+    affine_rows,
+    bits_of_a_value,
+    bytes_of_rows,
+    equal_rows,
+)
 
 MOST_EXAMPLES = 4096
 """Examples are not looked up in a larger batch."""
 
+MOST_ELEMENTS = 16_000_000
+"""Nor in a tensor with more elements."""
+
+MOST_BLOCKS = 256
+"""Parts of rows are looked for at this many places in a row at most."""
+
+MOST_FAILURES = 4
+"""Tensors of a shape that was not recognised so often are not looked up again."""
+
+FIRST, LAST = "first columns", "last columns"
+"""Where a row of the batch may be, if it was joined with other columns."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A tensor that the rank was given. ``positions``: the place of its rows in the big batch."""
+
+    tensor: Tensor
+    positions: Indices
+    version: int
+
 
 class ExampleLookup:
-    """Finds the positions, in the big batch, of the rows that a model is called with."""
+    """Finds the positions, in the big batch, of the rows that a model is called with.
 
-    def __init__(self, batch: object) -> None:
-        self._positions: list[tuple[tuple[int, ...], torch.dtype, dict[bytes, list[int]]]] = []
-        leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    ``batch``: the big batch. ``given``: what the rank was given in each step, and the positions of
+    its rows.
+    """
+
+    def __init__(self, batch: object, given: Sequence[tuple[object, Indices]] = ()) -> None:
+        self._given = [
+            Given(leaf, positions, leaf._version)
+            for one, positions in given
+            for leaf in _tensors(one)
+            if len(leaf) == len(positions) and leaf.is_contiguous()
+        ]
         # The leaf with the largest rows comes first: small rows, such as labels, are often alike.
-        for leaf in sorted(leaves, key=lambda leaf: -leaf[:1].numel() * leaf.element_size()):
-            if not len(leaf) or len(leaf) > MOST_EXAMPLES:
-                continue
-            positions: dict[bytes, list[int]] = {}
-            for index, row in enumerate(_bytes_of_rows(leaf)):
-                positions.setdefault(row, []).append(index)
-            self._positions.append((tuple(leaf.shape[1:]), leaf.dtype, positions))
+        self._leaves = sorted(
+            (leaf.detach().cpu() for leaf in _tensors(batch) if 0 < len(leaf) <= MOST_EXAMPLES),
+            key=lambda leaf: -leaf[:1].numel() * leaf.element_size(),
+        )
+        self._bits = [bits_of_a_value(leaf) for leaf in self._leaves]
+        self._all_are_rows = len(self._leaves) == len(
+            [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        )
+        self._failures: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
 
-    def positions_of(self, arguments: object) -> Indices | None:
-        """Find a tensor with nothing but rows of the batch; return their positions, or None."""
-        tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        for shape, dtype, positions in self._positions:
-            for tensor in tensors:
-                if tensor.ndim == 0 or tuple(tensor.shape[1:]) != shape or tensor.dtype != dtype:
-                    continue
-                candidates = [positions.get(row) for row in _bytes_of_rows(tensor)]
-                if all(candidates):
-                    return _one_position_each([places for places in candidates if places])
+    def rows_of(self, arguments: object) -> RowsRead | None:
+        """The rows that these arguments hold; None if no tensor holds nothing but such rows."""
+        tensors = _tensors(arguments)
+        known = [rows for tensor in tensors if (rows := self._by_memory(tensor)) is not None]
+        if not known:
+            known = [rows for tensor in tensors if (rows := self._by_value(tensor)) is not None]
+            # A tensor whose rows fit several examples says nothing beside one whose rows do not.
+            known = [rows for rows in known if rows.is_certain] or known[:1]
+        if not known:
+            return None
+        if len({rows.candidates for rows in known}) == 1:
+            return known[0]
+        every_row = dict.fromkeys(row for rows in known for row in rows.candidates)
+        return RowsRead(tuple(every_row), known[0].part)
+
+    def equal_examples(self) -> tuple[Indices, ...]:
+        """Groups of examples that are equal in every tensor of the batch."""
+        if not self._all_are_rows or not self._leaves:
+            return ()
+        columns = [bytes_of_rows(leaf.reshape(len(leaf), -1)) for leaf in self._leaves]
+        groups: dict[tuple[bytes, ...], list[int]] = {}
+        for index, example in enumerate(zip(*columns, strict=True)):
+            groups.setdefault(example, []).append(index)
+        return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+    def _by_memory(self, tensor: Tensor) -> RowsRead | None:
+        """The rows of a view of a tensor that the rank was given, and has not changed since."""
+        for given in self._given:
+            leaf = given.tensor
+            memory = leaf.untyped_storage().data_ptr()
+            same = tensor.dtype == leaf.dtype and tensor.untyped_storage().data_ptr() == memory
+            if not same or not memory or leaf._version != given.version:
+                continue
+            views = [tensor] if tensor.ndim < 2 else [tensor, tensor.transpose(0, 1)]
+            for view in views:
+                rows = _rows_in_memory(view, leaf)
+                if rows is not None:
+                    places, part = rows
+                    return RowsRead(tuple((given.positions[row],) for row in places), part)
+        return None
+
+    def _by_value(self, tensor: Tensor) -> RowsRead | None:
+        kind = tuple(tensor.shape), tensor.dtype
+        if not tensor.numel() or tensor.numel() > MOST_ELEMENTS:
+            return None
+        if tensor.is_complex() or self._failures[kind] >= MOST_FAILURES:
+            return None
+        values = tensor.detach().cpu()
+        is_row = values.ndim < 2 or 1 in values.shape[:2]
+        views = [values] if is_row else [values, values.transpose(0, 1)]
+        for leaf, bits in zip(self._leaves, self._bits, strict=True):
+            for view in views:
+                found = _found_in(leaf, bits, view)
+                if found is not None:
+                    return found
+        self._failures[kind] += 1
         return None
 
 
-def _bytes_of_rows(tensor: Tensor) -> list[bytes]:
-    flat = tensor.detach().reshape(len(tensor), -1).cpu().contiguous()
-    if not flat.shape[1]:
-        return [b""] * len(flat)
-    return [row.tobytes() for row in flat.view(torch.uint8).numpy()]
+def _tensors(arguments: object) -> list[Tensor]:
+    """The tensors that have rows and values: not those that a transform or a compiler traces."""
+    found = []
+    for leaf in leaves_of(arguments):
+        with suppress(NotPlain):
+            tensor = plain(leaf) if isinstance(leaf, Tensor) else None
+            if tensor is not None and tensor.ndim and tensor.layout == torch.strided:
+                found.append(tensor)
+    return found
 
 
-def _one_position_each(candidates: list[list[int]]) -> Indices:
-    """One position for every row. If the batch has equal examples, equal rows get them in turn."""
-    times_taken: Counter[int] = Counter()
-    chosen = []
-    for positions in candidates:
-        turn = times_taken[positions[0]]
-        times_taken[positions[0]] += 1
-        chosen.append(positions[turn % len(positions)])
-    return tuple(chosen)
+def _rows_in_memory(view: Tensor, leaf: Tensor) -> tuple[Indices, str] | None:
+    """The row of ``leaf`` that each row of ``view`` lies in, and which part of it; None if not so.
+
+    ``leaf`` is contiguous. Rows of the view that are parts of one row count as one row.
+    """
+    size = leaf[:1].numel()
+    if not size or not len(view):
+        return None
+    extent = sum(
+        (length - 1) * step for length, step in zip(view.shape[1:], view.stride()[1:], strict=True)
+    )
+    begin = int(view.storage_offset()) - int(leaf.storage_offset())
+    places = [divmod(begin + row * view.stride(0), size) for row in range(len(view))]
+    inside = all(0 <= row < len(leaf) and start + extent < size for row, start in places)
+    if not inside:
+        return None
+    starts = {start for _, start in places}
+    rows = [row for row, _ in places]
+    if len(starts) > 1:
+        rows = list(dict.fromkeys(rows))
+    whole = sum(view[:1].numel() for _ in starts) == size
+    part = "" if whole else f"{min(starts)}+{extent}"
+    return tuple(rows), part
+
+
+def _found_in(leaf: Tensor, bits: float, rows: Tensor) -> RowsRead | None:
+    """The rows as rows of this leaf of the batch, or as parts of them."""
+    flat = rows.reshape(len(rows), -1)
+    if not flat.shape[1] or not leaf[:1].numel():
+        return None
+    if rows.shape[1:] == leaf.shape[1:] and rows.dtype == leaf.dtype:
+        candidates = equal_rows(leaf.reshape(len(leaf), -1), flat, bits, ways=0)
+        if candidates is not None:
+            return RowsRead(candidates)
+    found = {}
+    arrangements = list(_arrangements(leaf, flat))
+    for part, batch, columns in arrangements:
+        candidates = equal_rows(batch, columns, bits, len(arrangements))
+        if candidates is not None:
+            found[part] = candidates
+    if FIRST in found and LAST in found and found[FIRST] != found[LAST]:
+        return None  # two rows were joined to one
+    if not found and flat.shape[1] == leaf[:1].numel():
+        candidates = affine_rows(leaf.reshape(len(leaf), -1), flat, bits)
+        found = {} if candidates is None else {"": candidates}
+    if not found:
+        return None
+    parts = [part for part in found if part] if "" not in found else [""]
+    return RowsRead(_all_candidates(list(found.values())), parts[0])
+
+
+def _all_candidates(found: Sequence[Candidates]) -> Candidates:
+    """For each row, the positions that it has in any of these."""
+    return tuple(
+        tuple(sorted({place for places in of_row for place in places}))
+        for of_row in zip(*found, strict=True)
+    )
+
+
+def _arrangements(leaf: Tensor, flat: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Matrices of what a row of the leaf may have become, and the columns that would hold it.
+
+    The name is "" for whole rows.
+    """
+    batch, width = leaf.reshape(len(leaf), -1), flat.shape[1]
+    size = batch.shape[1]
+    if width == size:
+        yield "", batch, flat
+        dims = range(1, leaf.ndim)
+        orders = list(permutations(dims))[1:] if 3 <= leaf.ndim <= 5 else []
+        for number, order in enumerate(orders):
+            yield f"order {number}", leaf.permute(0, *order).reshape(len(leaf), -1), flat
+    elif width > size:
+        yield FIRST, batch, flat[:, :size].contiguous()
+        yield LAST, batch, flat[:, width - size :].contiguous()
+    else:
+        yield from ((name, block, flat) for name, block in _blocks(leaf, batch, width))
+
+
+def _blocks(leaf: Tensor, batch: Tensor, width: int) -> Iterator[tuple[str, Tensor]]:
+    """The parts of rows with ``width`` elements: of one dimension, or of the flattened row."""
+    if batch.shape[1] - width < MOST_BLOCKS:
+        for start in range(batch.shape[1] - width + 1):
+            yield f"{start}+{width}", batch[:, start : start + width]
+    for dim in range(2 if leaf.ndim > 2 else leaf.ndim, leaf.ndim):
+        others = batch.shape[1] // max(1, leaf.shape[dim])
+        length = width // others if others else 0
+        if not others or width % others or not 0 < length < leaf.shape[dim]:
+            continue
+        for start in range(min(MOST_BLOCKS, leaf.shape[dim] - length + 1)):
+            block = leaf.narrow(dim, start, length)
+            yield f"{dim}: {start}+{length}", block.reshape(len(leaf), -1)

@@ -18,16 +18,33 @@ Indices = tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class RowsRead:
+    """The rows that the model was called with, as rows of the big batch.
+
+    ``candidates``: for every row, all positions in the big batch that it may come from: several, if
+    these have equal rows. ``part``: which part of each row was read; "" for whole rows.
+    """
+
+    candidates: tuple[Indices, ...]
+    part: str = ""
+
+    @property
+    def is_certain(self) -> bool:
+        """True if every row can come from one position only."""
+        return all(len(positions) == 1 for positions in self.candidates)
+
+
+@dataclass(frozen=True)
 class Forward:
     """One call of the model with gradients enabled.
 
-    ``examples``: the positions in the big batch of the rows that the model was called with, in
-    their order; None if they are not rows of the batch. ``weights``: a digest of the parameters at
+    ``rows``: the rows that the model was called with; None if they are not known to be rows of the
+    batch. ``weights``: a digest of the parameters at
     that moment. ``generator``: the state of torch's CPU generator. ``seed``: the seed that this
     generator was last given. ``step``: the number of the step, from 0.
     """
 
-    examples: Indices | None
+    rows: RowsRead | None
     weights: str
     generator: bytes
     seed: int
@@ -78,7 +95,8 @@ class Observation:
     ``frozen``: the parameters that required no gradient after the last step. ``buffers``: a digest
     of the model's buffers after the last step. ``gradients``: a digest of every gradient that a
     step left. ``clipped``: the norms that torch was told to clip gradients to. ``collectives``: all
-    that the rank issued; None if torch has no flight recorder.
+    that the rank issued; None if torch has no flight recorder. ``equal_examples``: groups of
+    examples of the big batch that are equal in every tensor.
     """
 
     forwards: tuple[Forward, ...]
@@ -89,23 +107,25 @@ class Observation:
     gradients: Mapping[GradientKey, str]
     clipped: tuple[float, ...] = ()
     collectives: tuple[Collective, ...] | None = None
+    equal_examples: tuple[Indices, ...] = ()
 
-    def examples_read(self, step: int) -> tuple[Indices, ...] | None:
-        """The examples of each micro-batch of one step; None if they are not known.
+    def rows_read(self, step: int) -> tuple[tuple[RowsRead, ...], ...] | None:
+        """The rows of each micro-batch of one step; None if they are not known.
 
-        A micro-batch has the examples of all forward passes that belong to one backward pass. If
-        several of these forward passes read the same examples, the examples count once.
+        A micro-batch has the rows of all forward passes that belong to one backward pass. If
+        several of these forward passes read the same rows, or parts of the same rows, the rows
+        count once.
         """
-        micro_batches: list[Indices] = []
+        micro_batches: list[tuple[RowsRead, ...]] = []
         begin = 0
         for backward in self.backwards:
-            passes = [forward.examples for forward in self.forwards[begin : backward.forwards]]
+            passes = [forward.rows for forward in self.forwards[begin : backward.forwards]]
             begin = backward.forwards
             if backward.step != step:
                 continue
-            if any(examples is None for examples in passes):
+            if any(rows is None for rows in passes):
                 return None
-            distinct = dict.fromkeys(examples for examples in passes if examples is not None)
+            distinct = {rows.candidates: rows for rows in passes if rows is not None}
             if passes:
-                micro_batches.append(tuple(index for examples in distinct for index in examples))
+                micro_batches.append(tuple(distinct.values()))
         return tuple(micro_batches) or None

@@ -7,7 +7,7 @@ A step is watched only if its gradients differ: the ranks then run it a second t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +21,15 @@ from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.measurement.example_lookup import ExampleLookup
-from ddp_equivalence.measurement.observation import Backward, Forward, Observation, Wrapper
+from ddp_equivalence.measurement.module_calls import heard, listen, stop_listening
+from ddp_equivalence.measurement.observation import (
+    Backward,
+    Forward,
+    Indices,
+    Observation,
+    Wrapper,
+)
+from ddp_equivalence.measurement.plain_tensors import plain
 from ddp_equivalence.ranks.collectives import Collective, issued_so_far
 
 MOST_BUCKET_ELEMENTS = 2_000_000
@@ -32,16 +40,23 @@ class Observer:
     """Watches one rank's model.
 
     ``batch``: the big batch, with the examples of all steps. The model's inputs are looked up in
-    it. ``sample``: the elements of each gradient that are kept. ``step``: the number of the step
-    that runs; the caller sets it before each step.
+    it. ``given``: what the rank was given in each step, with its positions in the big batch.
+    ``sample``: the elements of each gradient that are kept. ``step``: the number of the step that
+    runs; the caller sets it before each step.
     """
 
-    def __init__(self, model: nn.Module, batch: object, sample: ElementSample[str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: object,
+        given: Sequence[tuple[object, Indices]],
+        sample: ElementSample[str],
+    ) -> None:
         self._model = model
         self._sample = sample
         self._local_gradient: dict[str, Tensor] = {}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._lookup = ExampleLookup(batch)
+        self._lookup = ExampleLookup(batch, given)
         self._forwards: list[Forward] = []
         self._backwards: list[Backward] = []
         self._wrappers: list[_WrapperObserver] = []
@@ -52,8 +67,7 @@ class Observer:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch inside the block."""
-        listen = torch.compiler.disable(self._on_forward)
-        handles = [self._model.register_forward_pre_hook(listen, with_kwargs=True)]
+        handles = []
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and name in self._sample.sizes:
                 # The hook sees the gradient before it is added to .grad, and before DDP sees it.
@@ -71,6 +85,7 @@ class Observer:
 
         try:
             with (
+                heard(self._model, self._on_forward),
                 patch.object(DistributedDataParallel, "__init__", wrapping),
                 patch.object(torch.nn.utils, "clip_grad_norm_", clipping),
                 patch.object(torch.autograd, "backward", self._observed(torch.autograd.backward)),
@@ -80,6 +95,8 @@ class Observer:
         finally:
             for handle in handles:
                 handle.remove()
+            for wrapper in self._wrappers:
+                wrapper.stop()
 
     def found(
         self,
@@ -100,15 +117,16 @@ class Observer:
             gradients={key: digest({key[1]: gradient}) for key, gradient in gradients.items()},
             clipped=tuple(self._clipped),
             collectives=collectives,
+            equal_examples=self._lookup.equal_examples(),
         )
 
-    def _on_forward(self, model: nn.Module, *arguments: Any) -> None:
+    def _on_forward(self, arguments: tuple[Any, ...]) -> None:
         if not torch.is_grad_enabled():
             return
         self._forwards.append(
             Forward(
-                examples=self._lookup.positions_of(arguments),
-                weights=digest(dict(model.named_parameters())),
+                rows=self._lookup.rows_of(arguments),
+                weights=_digest_of_weights(self._model),
                 generator=torch.get_rng_state().numpy().tobytes(),
                 seed=torch.initial_seed(),
                 step=self.step,
@@ -116,7 +134,10 @@ class Observer:
         )
 
     def _on_gradient(self, name: str, gradient: Tensor) -> None:
-        value = self._sample.of_one(name, gradient)
+        try:
+            value = self._sample.of_one(name, plain(gradient))
+        except Exception:  # never fail in the user's backward pass
+            return
         self._local_gradient[name] = (
             self._local_gradient[name] + value if name in self._local_gradient else value
         )
@@ -128,7 +149,7 @@ class Observer:
             if self._inside:  # activation checkpointing calls backward inside backward
                 return differentiate(tensors, *arguments, **named)
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            values = [root.detach() for root in roots if root.numel() == 1]
+            loss = _sum_of_scalars(roots)
             for wrapper in self._wrappers:
                 wrapper.backward_begins()
             before = issued_so_far()
@@ -140,7 +161,7 @@ class Observer:
                 self._inside = False
             self._backwards.append(
                 Backward(
-                    loss=sum(map(float, values)) if values else None,
+                    loss=loss,
                     forwards=len(self._forwards),
                     issued=(before, issued_so_far()),
                     step=self.step,
@@ -155,6 +176,24 @@ class Observer:
         return observed
 
 
+def _sum_of_scalars(roots: Sequence[Tensor]) -> float | None:
+    """The sum of the scalars that backward is called on; None if there is none, or not known."""
+    try:
+        with torch._C._DisableFuncTorch():
+            scalars = [value for root in roots if (value := plain(root)).numel() == 1]
+            return sum(float(value.detach()) for value in scalars) if scalars else None
+    except Exception:
+        return None
+
+
+def _digest_of_weights(model: nn.Module) -> str:
+    """A digest of the weights; "" if a compiler or a transform of torch.func holds them."""
+    try:
+        return digest({name: plain(weight) for name, weight in model.named_parameters()})
+    except Exception:
+        return ""
+
+
 class _WrapperObserver:
     """Watches one DDP wrapper, by a weak reference, so that it notices when the step frees it."""
 
@@ -167,10 +206,17 @@ class _WrapperObserver:
         self._buckets: tuple[tuple[str, ...], ...] = ()
         self._logged: dict[str, object] = {}
         self._ignored = tuple(sorted(ddp.parameters_to_ignore))
-        ddp.register_forward_pre_hook(torch.compiler.disable(self._on_forward), with_kwargs=True)
+        listen(ddp, self._on_forward)
 
-    def _on_forward(self, ddp: Any, *arguments: Any) -> None:
-        if not torch.is_grad_enabled():
+    def stop(self) -> None:
+        """Stop watching."""
+        ddp = self._ddp()
+        if ddp is not None:
+            stop_listening(ddp, self._on_forward)
+
+    def _on_forward(self, arguments: tuple[Any, ...]) -> None:
+        ddp: Any = self._ddp()
+        if ddp is None or not torch.is_grad_enabled():
             return
         self._synchronised.append(bool(ddp.require_backward_grad_sync))
         self._waiting = True

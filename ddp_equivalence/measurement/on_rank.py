@@ -26,6 +26,7 @@ from ddp_equivalence.comparison.gradients import (
     weights_of,
 )
 from ddp_equivalence.faults.plant import PlantedFault, plant_here
+from ddp_equivalence.measurement.called_with import CalledWith
 from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.measurement.parameter_names import ParameterNames
 from ddp_equivalence.measurement.precision_watch import Float32Watch, autocast_entered
@@ -72,13 +73,17 @@ def _run_step(
         for place, leaf in enumerate(pytree.tree_leaves(given))
         if isinstance(leaf, Tensor)
     )
-    observer = Observer(model, concatenate(batches), work.observe) if work.observe else None
+    observer = None
+    if work.observe:
+        given_at = zip(given, _positions(rank, batches, shards), strict=True)
+        observer = Observer(model, concatenate(batches), tuple(given_at), work.observe)
     del batches
     notes: dict[str, Any] = {}
-    called = _CalledWith(model)
+    called = CalledWith(given)
     planted = plant_here(work.plant) if work.plant else None
     float32 = Float32Watch() if work.look_for_float32 else None
     with (
+        called.recording(model),
         autocast_entered() as autocast,
         observer.watching() if observer else nullcontext(),
         planted or nullcontext(),
@@ -92,7 +97,9 @@ def _run_step(
     evidence = Evidence(
         examples=dealt,
         data=data,
-        inputs=called.digest(),
+        inputs=called.arguments,
+        came_back=called.came_back,
+        called_with_given_rows=called.given_rows,
         start=start,
         collectives=collectives,
         device=str(rank.device),
@@ -106,23 +113,6 @@ def _run_step(
     return gradients, evidence
 
 
-class _CalledWith:
-    """Records a digest of everything that the model is called with, whoever calls it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._seen: list[str] = []
-        # Hidden from torch.compile, which would warn that it cannot trace the hook.
-        listen = torch.compiler.disable(self._listen)
-        model.register_forward_pre_hook(listen, with_kwargs=True)
-
-    def _listen(self, model: nn.Module, *arguments: Any) -> None:
-        leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        self._seen.append(digest((str(place), leaf) for place, leaf in enumerate(leaves)))
-
-    def digest(self) -> str | None:
-        return " ".join(self._seen) or None
-
-
 def _given(rank: Rank, work: Work, batches: list[Any], shards: list[Shards]) -> list[Any]:
     """The examples that the rank is given in every step, on its device."""
     strategy = STRATEGIES.get(work.step) if isinstance(work.step, str) else None
@@ -131,6 +121,15 @@ def _given(rank: Rank, work: Work, batches: list[Any], shards: list[Shards]) -> 
     return [
         move(take(batch, of_step.indices[rank.rank]), rank.device)
         for batch, of_step in zip(batches, shards, strict=True)
+    ]
+
+
+def _positions(rank: Rank, batches: list[Any], shards: list[Shards]) -> list[tuple[int, ...]]:
+    """For each step, the positions of the rank's examples among the examples of all steps."""
+    sizes = [count_examples(batch) for batch in batches]
+    return [
+        tuple(sum(sizes[:step]) + index for index in of_step.indices[rank.rank])
+        for step, of_step in enumerate(shards)
     ]
 
 

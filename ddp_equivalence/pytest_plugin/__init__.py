@@ -17,6 +17,7 @@ from ddp_equivalence.pytest_plugin import (
     exported_scripts,
     json_results,
     options,
+    progress,
     rank_output,
     recorder,
     run_results,
@@ -73,6 +74,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         recorder.checks_recorded(item),
         exported_scripts.requests_kept(item),
         rank_output.added_to_report(item),
+        progress.shown_on_the_terminal(item.config),
     ):
         return (yield)
 

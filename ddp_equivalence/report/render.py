@@ -12,7 +12,7 @@ from ddp_equivalence.report.cause import cause_lines
 from ddp_equivalence.report.evidence import evidence_lines
 from ddp_equivalence.report.expected_and_held import expected_and_held_lines
 from ddp_equivalence.report.failure import failure_blocks
-from ddp_equivalence.report.line import Line, Style, paragraph
+from ddp_equivalence.report.line import Line, Style, labelled, paragraph
 from ddp_equivalence.report.other_causes import other_causes_lines
 from ddp_equivalence.report.parameters import parameters_lines, structure_lines
 from ddp_equivalence.report.precision import precision_lines
@@ -53,14 +53,18 @@ def _same(verdict: Verdict) -> Iterator[list[Line]]:
     reason = f"limit: {worst.limit.reason}; worst parameter: {worst.name}" if worst else ""
     if nearest is not None:
         reason += f"; nearest fault: {nearest.cause}"
-    yield [Line(f"  {numbers}"), *paragraph(reason, "  "), *precision_lines(verdict)]
+    more = [*precision_lines(verdict), *_not_tried_lines(verdict)]
+    yield [Line(f"  {numbers}"), *paragraph(reason, "  "), *more]
     yield evidence_lines(verdict)
 
 
 def _different(verdict: Verdict) -> Iterator[list[Line]]:
-    names = " and ".join(verdict.causes) or "no known cause fits"
+    none = "no known cause fits"
+    if not verdict.tried_every_cause:
+        none = "no cause found, because not all known causes were tried"
+    names = " and ".join(verdict.causes) or none
     yield [Line(f"{verdict.subject} is not big_batch: {names}", Style.BAD)]
-    yield [*cause_lines(verdict), *precision_lines(verdict)]
+    yield [*cause_lines(verdict), *precision_lines(verdict), *_not_tried_lines(verdict)]
     yield expected_and_held_lines(verdict)
     yield structure_lines(verdict)
     yield shares_lines(verdict)
@@ -83,6 +87,18 @@ def _unknown(verdict: Verdict) -> Iterator[list[Line]]:
         if verdict.comparison is not None and verdict.comparison.parameters:
             yield [Line(f"  {_error_text(verdict)}")]
     yield evidence_lines(verdict)
+
+
+def _not_tried_lines(verdict: Verdict) -> list[Line]:
+    """What the deadline left no time for. The verdict does not depend on it."""
+    if not verdict.not_tried or verdict.analysis is None:
+        return []
+    deadline = verdict.analysis.time.deadline
+    return labelled(
+        "Explained only in part: " if verdict.outcome == "different" else "Not computed: ",
+        f"the deadline of {deadline:g} s left no time for: {', '.join(verdict.not_tried)}. "
+        "The verdict itself does not depend on this. A longer deadline gives the rest.",
+    )
 
 
 def _error_text(verdict: Verdict) -> str:

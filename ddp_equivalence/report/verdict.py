@@ -19,6 +19,7 @@ from ddp_equivalence.diagnosis.localisation import Localisation
 from ddp_equivalence.diagnosis.nearest_fault import NearestFault
 from ddp_equivalence.diagnosis.share_fit import NoShares
 from ddp_equivalence.diagnosis.shares import Shares
+from ddp_equivalence.diagnosis.time_left import CAUSES
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.measure import autocast_of
@@ -150,6 +151,23 @@ class Verdict:
     def view(self) -> View | None:
         """The difference as the hypotheses see it; None if nothing differs or can be fitted."""
         return None if self.analysis is None else self.analysis.view
+
+    @property
+    def not_tried(self) -> tuple[str, ...]:
+        """The parts of the explanation that the deadline of the case left no time for.
+
+        All parts are computed when this is asked for.
+        """
+        if self.analysis is None:
+            return ()
+        if self.outcome == "different":
+            _ = self.localisation, self.shares, self.divisors
+        return self.analysis.time.not_tried
+
+    @property
+    def tried_every_cause(self) -> bool:
+        """False if there was no time to try all known causes."""
+        return self.analysis is None or not self.analysis.time.has_left_out(CAUSES)
 
     @property
     def nearest(self) -> NearestFault | None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.diagnosis.examples_read import example_numbers
+from ddp_equivalence.diagnosis.rows_read import NotKnown, examples_read
 from ddp_equivalence.report.wrapping import plural, rank_names
 
 if TYPE_CHECKING:
-    from ddp_equivalence.measurement.observation import Wrapper
+    from ddp_equivalence.measurement.observation import Indices, Wrapper
     from ddp_equivalence.report.verdict import Verdict
 
 SAME_LOSS = 1e-4
@@ -35,17 +36,27 @@ def watched_run_texts(verdict: Verdict) -> Iterator[str]:
 
 def _examples_read(verdict: Verdict) -> str:
     """Which examples the model was called with."""
-    steps = range(len(verdict.examples))
-    first_step = [seen.examples_read(0) for seen in verdict.observed.values()]
-    if any(parts is None for parts in first_step):
-        return "it could not be recognised which examples the model was called with"
+    # A step of one's own that trains for several steps is called once, in step 0.
+    with_backward = {call.step for seen in verdict.observed.values() for call in seen.backwards}
+    steps = sorted(with_backward) or [0]
+    known = []
+    for step in steps:
+        read = examples_read(verdict.observed, step, _dealt(verdict, step, steps == [0]))
+        if read is NotKnown.EQUAL_ROWS:
+            return (
+                "the model was called with rows that several examples have in common, so it is "
+                "not known which examples were read"
+            )
+        if isinstance(read, NotKnown):
+            return "it could not be recognised which examples the model was called with"
+        known.append(read)
     # By rank: the examples of every backward, of all steps.
     parts_by_rank = [
-        [part for step in steps for part in seen.examples_read(step) or ()]
-        for seen in verdict.observed.values()
+        [part for read in known for part in read.by_rank[rank]]
+        for rank in range(len(verdict.observed))
     ]
     total = sum(verdict.examples)
-    times_read = Counter(index for parts in parts_by_rank for part in parts for index in part)
+    times_read = sum((read.times for read in known), Counter[int]())
     never = [index for index in range(total) if not times_read[index]]
     repeated = sorted(index for index, times in times_read.items() if times > 1)
     text = f"{len(times_read)} of {total} examples read"
@@ -54,9 +65,30 @@ def _examples_read(verdict: Verdict) -> str:
     if never:
         text += f", {example_numbers(never)} never"
     most_parts = max(map(len, parts_by_rank))
-    if most_parts > len(steps):
+    if most_parts > len(verdict.examples):
         text += f", in {most_parts} micro-batches per rank"
+    equal = set().union(*(read.equal for read in known))
+    if equal:
+        text += f" ({len(equal)} of them have equal rows and cannot be told apart)"
     return text
+
+
+def _dealt(verdict: Verdict, step: int, of_all: bool) -> Mapping[int, Indices] | None:
+    """The examples that each rank was given in a step, as positions in the batch of all steps.
+
+    ``of_all``: those that it was given in all steps.
+    """
+    dealt: dict[int, Indices] = {}
+    for rank, evidence in verdict.evidence.items():
+        if evidence.examples is None:
+            return None
+        dealt[rank] = tuple(
+            sum(verdict.examples[:number]) + index
+            for number, indices in enumerate(evidence.examples)
+            for index in indices
+            if of_all or number == step
+        )
+    return dealt
 
 
 def _wrappers(verdict: Verdict) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.examples_read import (
     all_ranks_read_the_same,
-    example_numbers,
+    examples_seen,
     predictions_from_examples_read,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
@@ -34,7 +34,7 @@ def indication(view: View) -> Indication | None:
     read_by_rank_0 = sorted({i for part in view.observed.examples_read[0] for i in part})
     return indication_if(
         all_ranks_read_the_same(view),
-        f"every rank read {example_numbers(read_by_rank_0)}",
+        f"every rank read {examples_seen(view, read_by_rank_0)}",
         "the ranks read different examples",
     )
 

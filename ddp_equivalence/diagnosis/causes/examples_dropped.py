@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.examples_read import (
-    example_numbers,
+    examples_seen,
     predictions_from_examples_read,
     read_by_no_rank,
     read_more_than_once,
@@ -22,7 +22,7 @@ def predict(view: View) -> Sequence[Prediction]:
     dropped = read_by_no_rank(view)
     if not dropped:
         return ()
-    return predictions_from_examples_read(view, f"without {example_numbers(dropped)}")
+    return predictions_from_examples_read(view, f"without {examples_seen(view, dropped)}")
 
 
 def indication(view: View) -> Indication | None:
@@ -32,7 +32,7 @@ def indication(view: View) -> Indication | None:
     dropped = read_by_no_rank(view)
     return indication_if(
         bool(dropped),
-        f"no rank read {example_numbers(dropped)} (of {view.setting.example_count})",
+        f"no rank read {examples_seen(view, dropped)} (of {view.setting.example_count})",
         "every example was read",
     )
 

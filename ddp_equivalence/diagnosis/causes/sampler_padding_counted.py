@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.examples_read import (
     all_ranks_read_the_same,
-    example_numbers,
+    examples_seen,
     predictions_from_examples_read,
     read_more_than_once,
 )
@@ -20,7 +20,9 @@ def predict(view: View) -> Sequence[Prediction]:
     repeated = read_more_than_once(view)
     if not repeated or all_ranks_read_the_same(view):
         return ()
-    return predictions_from_examples_read(view, f"{example_numbers(repeated)} read more than once")
+    return predictions_from_examples_read(
+        view, f"{examples_seen(view, repeated)} read more than once"
+    )
 
 
 def indication(view: View) -> Indication | None:
@@ -30,7 +32,7 @@ def indication(view: View) -> Indication | None:
     repeated = read_more_than_once(view)
     return indication_if(
         bool(repeated),
-        f"{example_numbers(repeated)} (of {view.setting.example_count}) read more than once",
+        f"{examples_seen(view, repeated)} (of {view.setting.example_count}) read more than once",
         "no example was read twice",
     )
 

@@ -11,7 +11,7 @@ def indication(view: View) -> Indication | None:
     """Compares the digests of the weights before each rank's first forward pass."""
     ranks_by_digest: dict[str, list[int]] = {}
     for rank, observation in view.observed.by_rank.items():
-        if observation.forwards:
+        if observation.forwards and observation.forwards[0].weights:
             ranks_by_digest.setdefault(observation.forwards[0].weights, []).append(rank)
     if not ranks_by_digest:
         return None

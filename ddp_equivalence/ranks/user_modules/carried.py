@@ -158,8 +158,10 @@ def _is_stale(one: Difference, value: Any, module: ModuleType) -> bool:
     if one.action != SET_IT or one.wanted is None or one.present is None:
         return False
     kinds = {one.wanted[0], one.present[0]}
-    same_name = isinstance(one.wanted[1], tuple) and isinstance(one.present[1], tuple) and (
-        one.wanted[1][:2] == one.present[1][:2]
+    same_name = (
+        isinstance(one.wanted[1], tuple)
+        and isinstance(one.present[1], tuple)
+        and (one.wanted[1][:2] == one.present[1][:2])
     )
     if kinds == {FUNCTION} and isinstance(value, FunctionType):
         return same_name and value.__code__.co_filename == module.__file__

@@ -105,9 +105,7 @@ class Description:
             of_kind = self._function if isinstance(value, FunctionType) else self._class
             return of_kind(value, path)
         if isinstance(value, staticmethod | classmethod | property):
-            names = (
-                ("fget", "fset", "fdel") if isinstance(value, property) else ("__func__",)
-            )
+            names = ("fget", "fset", "fdel") if isinstance(value, property) else ("__func__",)
             parts = [((PART, name), getattr(value, name)) for name in names]
             return PART_OF_CLASS, kind.__name__, tuple(self._children(parts, path))
         if kind is tuple or isinstance(value, tuple):
@@ -142,7 +140,9 @@ class Description:
         return FUNCTION, what, tuple(self._children(values, path))
 
     def _class(self, cls: type, path: Path) -> Node:
-        values = [((NAME, name), value) for name, value in vars(cls).items() if _counts(name, value)]
+        values = [
+            ((NAME, name), value) for name, value in vars(cls).items() if _counts(name, value)
+        ]
         bases = tuple((base.__module__, base.__qualname__) for base in cls.__bases__)
         what = cls.__module__, cls.__qualname__, bases
         return CLASS, what, tuple(self._children(values, path))
@@ -274,7 +274,8 @@ def _has_plain_state(value: Any) -> bool:
         and getattr(cls, "__getstate__", None) is object.__getstate__  # type: ignore[attr-defined]
         and cls not in copyreg.dispatch_table
         and not any(
-            hasattr(cls, name) for name in ("__getnewargs__", "__getnewargs_ex__", "__getinitargs__")
+            hasattr(cls, name)
+            for name in ("__getnewargs__", "__getnewargs_ex__", "__getinitargs__")
         )
     )
 

@@ -1,0 +1,100 @@
+"""Records what a rank's model was called with, so that ranks that do the same work are noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ddp_equivalence.comparison.digest import digest
+from ddp_equivalence.comparison.gradients import dense
+from ddp_equivalence.measurement.module_calls import heard
+from ddp_equivalence.measurement.plain_tensors import leaves_of, plain, tensors_in
+
+MOST_ELEMENTS = 4096
+"""So many elements of a gradient are looked at."""
+
+
+class CalledWith:
+    """Records everything that the model is called with, and the gradients of what it returns.
+
+    ``given``: what the rank was given. Calls without gradients are left out: they take no part in
+    the step's gradient.
+    """
+
+    def __init__(self, given: Sequence[object]) -> None:
+        self._given = [
+            leaf
+            for leaf in pytree.tree_leaves(given)
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel()
+        ]
+        self._memory = {leaf.untyped_storage().data_ptr() for leaf in self._given}
+        self._seen: list[str] = []
+        self._gradients: list[str] = []
+        self._is_known = True
+        self.given_rows = False
+        """True once the model was called with a row that the rank was given."""
+
+    @contextmanager
+    def recording(self, model: nn.Module) -> Iterator[None]:
+        """Record the calls of this model inside the block."""
+        with heard(model, self._listen):
+            yield
+
+    @property
+    def arguments(self) -> str | None:
+        """A hash of all arguments; None if the model was never called, or not all are known."""
+        return " ".join(self._seen) or None if self._is_known else None
+
+    @property
+    def came_back(self) -> str:
+        """A hash of the gradients of what the model returned."""
+        return " ".join(self._gradients)
+
+    def _listen(self, arguments: tuple[Any, ...]) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        self._is_known, known = False, self._is_known  # in case a tensor is not plain
+        tensors = tensors_in(arguments)
+        self._seen.append(digest((str(place), one) for place, one in enumerate(tensors)))
+        self._is_known = known
+        if any(map(self._is_given, tensors)):
+            self.given_rows = True
+            return None  # the arguments alone show which examples these are
+        self.given_rows = self.given_rows or any(map(self._holds_a_given_row, tensors))
+        return self._returned
+
+    def _returned(self, result: object) -> None:
+        for leaf in leaves_of(result):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+                plain(leaf).register_hook(self._came_back)
+
+    def _came_back(self, gradient: Tensor) -> None:
+        """Record some elements of the gradient of what the model returned."""
+        try:
+            flat = dense(plain(gradient)).reshape(-1)
+            some = flat[:: max(1, flat.numel() // MOST_ELEMENTS)]
+            self._gradients.append(digest({"": some}))
+        except Exception:  # never fail in the user's backward pass
+            self._is_known = False
+
+    def _is_given(self, tensor: Tensor) -> bool:
+        """True if the tensor shares its memory with one that the rank was given."""
+        if tensor.layout != torch.strided or not tensor.numel():
+            return False
+        return tensor.untyped_storage().data_ptr() in self._memory
+
+    def _holds_a_given_row(self, tensor: Tensor) -> bool:
+        """True if a row of the tensor is the first row that the rank was given."""
+        if tensor.layout != torch.strided or not tensor.ndim or not tensor.numel():
+            return False
+        rows = tensor.detach().reshape(len(tensor), -1)
+        return any(
+            bool((rows == leaf[0].reshape(-1).to(rows.dtype)).all(1).any())
+            for leaf in self._given
+            if leaf[0].numel() == rows.shape[1]
+        )
