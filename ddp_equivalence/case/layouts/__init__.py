@@ -109,7 +109,7 @@ def _parse(name: str) -> Layout:
 def _ranks_per_node(text: str) -> tuple[int, ...]:
     if "x" in text:
         nodes, _, ranks = text.partition("x")
-        if _is_count(nodes) and _is_count(ranks) and int(nodes) <= MAX_WORLD_SIZE:
+        if _is_count(nodes) and _is_count(ranks):
             return (int(ranks),) * int(nodes)
         return ()
     parts = text.split("+")
