@@ -15,7 +15,7 @@ from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.case.numbers import whole_number
-from ddp_equivalence.case.what_was_meant import dtype_named, instead_of_loss, instead_of_model
+from ddp_equivalence.case.what_was_meant import instead_of_dtype, instead_of_loss, instead_of_model
 
 ModelBuilder = Callable[[], nn.Module]
 BatchBuilder = Callable[[torch.Generator], Any]
@@ -85,9 +85,7 @@ class Case:
             right = (
                 "a floating-point torch.dtype such as torch.float64, or None to keep the model's"
             )
-            if (meant := dtype_named(self.dtype)) is not None:
-                right = f"{meant}, without quotes"
-            raise BadCase("dtype", self.dtype, right)
+            raise BadCase("dtype", self.dtype, instead_of_dtype(self.dtype) or right)
 
     def _check_batch(self, sizes: tuple[int, ...] | None) -> None:
         if self.batch is None:

@@ -35,7 +35,7 @@ def _their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("faults --sensitivity sum_not_mean", "names = ['sum_not_mean']: none with --sensitivity"),
         ("faults --sensitivity --layout 1x2", "layout = ['1x2']: none with --sensitivity"),
         ("explain --batch 99999999999999999999", "a whole number from 1 to 1"),
-        ("run --must-run nvlink", "must_run = 'nvlink': one of gloo"),
+        ("run --must-run nvlink", "must_run = 'nvlink': one of nccl"),
     ],
 )
 def test_it_is_told_on_stderr_with_exit_code_2(
