@@ -5,6 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+INSTEAD_OF_BATCH = (
+    "a function (torch.Generator) -> pytree of tensors, because every process makes its own: "
+    "batch=lambda generator: ..."
+)
+"""What a batch must be, if it is given as tensors."""
+
 
 def instead_of_dtype(value: object) -> str:
     """What a dtype must be, if it is the name of one of torch's, as in ``"float32"``; else ""."""
