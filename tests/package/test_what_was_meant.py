@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ddp_equivalence.explain import explain
 from torch import Tensor, nn
 
-from ddp_equivalence import BadCase, Case, Rank, check, reproduction
+from ddp_equivalence import BadCase, Case, Rank, check
+from ddp_equivalence.commands.explain import explain
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
+from ddp_equivalence.report.script import export
 from tests.package.own_cases import loss, make_batch, own_case, right_step
 
 
@@ -229,7 +230,7 @@ def test_a_dtype_that_clashes_on_a_rank_has_a_hint(step: Any) -> None:
     ) in report
 
 
-def returns_its_loss(model: nn.Module, shard: Any, rank: Rank) -> Tensor:
+def returns_its_loss(model: nn.Module, shard: Any, rank: Rank) -> Any:
     return loss(model, shard)
 
 
@@ -249,7 +250,7 @@ def test_a_script_that_has_no_place_is_a_bad_case(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadCase) as caught:
-        reproduction.export(own_case(), right_step, directory, name=name)
+        export(own_case(), right_step, directory, name=name)
     assert caught.value.field == field
     assert not list(tmp_path.iterdir())
 
