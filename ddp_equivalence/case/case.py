@@ -15,7 +15,12 @@ from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.case.numbers import whole_number
-from ddp_equivalence.case.what_was_meant import dtype_named, instead_of_loss, instead_of_model
+from ddp_equivalence.case.what_was_meant import (
+    INSTEAD_OF_BATCH,
+    instead_of_dtype,
+    instead_of_loss,
+    instead_of_model,
+)
 
 ModelBuilder = Callable[[], nn.Module]
 BatchBuilder = Callable[[torch.Generator], Any]
@@ -85,9 +90,7 @@ class Case:
             right = (
                 "a floating-point torch.dtype such as torch.float64, or None to keep the model's"
             )
-            if (meant := dtype_named(self.dtype)) is not None:
-                right = f"{meant}, without quotes"
-            raise BadCase("dtype", self.dtype, right)
+            raise BadCase("dtype", self.dtype, instead_of_dtype(self.dtype) or right)
 
     def _check_batch(self, sizes: tuple[int, ...] | None) -> None:
         if self.batch is None:
@@ -99,9 +102,7 @@ class Case:
                 right = f"a loss for {model.output!r} output, which {self.model} returns"
                 raise BadCase("loss", self.loss, f"{right}; this one is for {loss.output!r}")
         elif not callable(self.batch):
-            right = "a function (torch.Generator) -> pytree of tensors, because every process "
-            right += "makes its own: batch=lambda generator: ..."
-            raise BadCase("batch", type(self.batch).__name__, right)
+            raise BadCase("batch", type(self.batch).__name__, INSTEAD_OF_BATCH)
         if self.examples is None:
             return
         if self.batch is not None:

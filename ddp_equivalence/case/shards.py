@@ -87,9 +87,7 @@ def explicit_sizes(text: str, world_size: int) -> tuple[int, ...] | None:
     names = ", ".join([*NAMED_SIZES, OWN])
     right = f'examples per rank such as "5+3", or one of {names}'
     if not isinstance(text, str):
-        if sizes := whole_numbers(text):
-            right = f'text: shards="{"+".join(map(str, sizes))}"'
-        raise BadCase("shards", text, right)
+        raise BadCase("shards", text, _as_text(text) or right)
     if text == OWN or text in NAMED_SIZES:
         return None
     parts = text.split("+")
@@ -98,6 +96,12 @@ def explicit_sizes(text: str, world_size: int) -> tuple[int, ...] | None:
     if len(parts) != world_size:
         raise BadCase("shards", text, f"one size for each rank: {world_size}, not {len(parts)}")
     return tuple(map(int, parts))
+
+
+def _as_text(sizes: object) -> str:
+    """How to write sizes that are given as numbers; "" if they are no numbers."""
+    numbers = whole_numbers(sizes)
+    return f'text: shards="{"+".join(map(str, numbers))}"' if numbers else ""
 
 
 def split(text: str, examples: int, world_size: int) -> Shards:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+INSTEAD_OF_BATCH = (
+    "a function (torch.Generator) -> pytree of tensors, because every process makes its own: "
+    "batch=lambda generator: ..."
+)
+"""What a batch must be, if it is given as tensors."""
 
-def dtype_named(value: object) -> torch.dtype | None:
-    """The floating-point dtype of torch with this name, as in ``"float32"``; None if it is none."""
+
+def instead_of_dtype(value: object) -> str:
+    """What a dtype must be, if it is the name of one of torch's, as in ``"float32"``; else ""."""
     name = value.removeprefix("torch.") if isinstance(value, str) else ""
     dtype = getattr(torch, name, None)
-    return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else None
+    is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    return f"{dtype}, without quotes" if is_float else ""
 
 
 def instead_of_model(model: object) -> str:

@@ -130,6 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Judge the case, or many variations of it with --explore, and print the report."""
     path, name = _target(arguments.target)
     require_writable_folder("export_repro", arguments.export_repro)
+    _check_exploration(arguments)
     start_early()  # the ranks' server imports torch while this process does
     from ddp_equivalence.case import example_subset
     from ddp_equivalence.check_equivalence import check
@@ -161,12 +162,27 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_CODE_OF_OUTCOME[verdict.outcome]
 
 
+def _check_exploration(arguments: argparse.Namespace) -> None:
+    """Raises BadCase for a number of variations, or options, with which none can be explored."""
+    count = arguments.explore
+    if count is None:
+        return
+    if count < 1:
+        raise BadCase("explore", count, "a number of cases from 1")
+    if arguments.in_process:
+        raise BadCase("explore", count, "not together with --in-process, which has no deadline")
+    if arguments.export_repro is not None:
+        right = "not together with --explore: export the case that it prints at its end"
+        raise BadCase("export_repro", str(arguments.export_repro), right)
+
+
 def _target(text: str) -> tuple[Path, str]:
     """File and name of ``FILE.py`` or ``FILE.py:NAME``.
 
     Raises BadCase if there is no such file, before anything slow is imported.
     """
     file, _, name = text.rpartition(":") if ".py:" in text else (text, "", "step")
+    file = file.removesuffix(":")  # pytest writes FILE.py::NAME
     if not Path(file).is_file():
         raise BadCase("FILE", file, "a Python file that exists")
     return Path(file), name
@@ -196,7 +212,8 @@ def _require_known_options(options: dict[str, Any]) -> None:
 
     known = CheckOptions.__annotations__
     if unknown := options.keys() - known.keys():
-        right = f"options of check(): {', '.join(known)}; {min(unknown)!r} is none of them"
+        first = min(unknown, key=str)
+        right = f"options of check(): {', '.join(known)}; {first!r} is none of them"
         raise BadCase("options", options, right)
 
 

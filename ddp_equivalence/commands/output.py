@@ -65,9 +65,9 @@ def output() -> Iterator[Output]:
         for stream in ours:
             stream.flush()
         sys.stdout, sys.stderr = before
-        for stream, handler in zip(before, errors, strict=True):
+        for original, handler in zip(before, errors, strict=True):
             if handler is not None:
-                _reconfigure(stream, handler)
+                _reconfigure(original, handler)
 
 
 def _open_closed_streams() -> None:

@@ -9,7 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.results import require_writable_file
+from ddp_equivalence.ranks.backend_names import LANES
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
@@ -42,6 +44,9 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     from ddp_equivalence.commands.suite_folder import is_checkout, suite_folder
 
     require_writable_file("json", arguments.json)
+    for lane in arguments.must_run:
+        if lane not in LANES:
+            raise BadCase("must_run", lane, f"one of {', '.join(LANES)}")
     rest = arguments.rest
     of_pytest = [
         "-o",

@@ -110,9 +110,7 @@ def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request
     backend = options.get("backend")
     now = settings.current()
     if not isinstance(case, Case):
-        swapped = isinstance(step, Case)
-        right = "a ddp_equivalence.Case" + (": check(case, step), in this order" if swapped else "")
-        raise BadCase("case", name_of(case) if swapped else case, right)
+        raise _no_case(case, step)
     strategy = _strategy_of(step)
     if compare not in COMPARES:
         raise BadCase("compare", compare, f"one of {', '.join(COMPARES)}")
@@ -152,6 +150,12 @@ def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request
         second_look=now.second_look,
         plant=now.plant,
     )
+
+
+def _no_case(given: object, step: object) -> BadCase:
+    if isinstance(step, Case):
+        return BadCase("case", name_of(given), "a Case: check(case, step), in this order")
+    return BadCase("case", given, "a ddp_equivalence.Case")
 
 
 def _check_names(options: CheckOptions) -> None:

@@ -16,6 +16,7 @@ from ddp_equivalence.pytest_plugin import (
     early_start,
     exported_scripts,
     json_results,
+    markers,
     options,
     progress,
     rank_output,
@@ -39,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for marker in options.MARKERS:
+    for marker in markers.MARKERS:
         config.addinivalue_line("markers", marker)
     options.check_options(config)
     run_until = None
@@ -63,8 +64,7 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        for marker in item.iter_markers("ddp"):
-            options.check_marker(item, marker)
+        markers.check_markers(item)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -41,7 +41,8 @@ def export(item: pytest.Item) -> Iterator[str]:
     if not requests:
         return
     # A test may have changed the working folder.
-    folder = item.config.invocation_params.dir / item.config.getoption("--ddp-export-repro")
+    given = item.config.getoption("--ddp-export-repro")
+    folder = item.config.invocation_params.dir / given
     for number, (request, headline) in enumerate(requests, start=1):
         from ddp_equivalence.report.script import command_of, export_request, file_name
 
@@ -51,4 +52,5 @@ def export(item: pytest.Item) -> Iterator[str]:
         except (ValueError, OSError) as error:
             yield f"no script: {error}"
         else:
-            yield f"{path} ({command_of(path)})"
+            shown = given / path.name
+            yield f"{shown} ({command_of(shown)})"

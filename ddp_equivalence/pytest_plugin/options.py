@@ -15,31 +15,6 @@ from ddp_equivalence.ranks.backend_names import BACKENDS, LANES
 from ddp_equivalence.report.output_paths import FILE, FOLDER, why_no_file, why_no_folder
 from ddp_equivalence.report.terminal import width_of
 
-MARKERS = (
-    "gloo_fallback: runs on gloo and the CPU because there are too few GPUs for NCCL",
-    "gloo: runs on gloo and the CPU because gloo was chosen",
-    "gloo_cuda: runs on gloo with CUDA tensors",
-    "nccl: runs on an NCCL backend, one rank per GPU",
-    "emulated: one process on the CPU does what nn.DataParallel does on several GPUs",
-    "data_parallel: runs the real nn.DataParallel on two or more GPUs",
-    "difference: the case is known to differ from one big batch",
-    "ddp(deadline, collective_deadline, fresh_ranks, in_process, allow_changes, second_look): "
-    "settings of the checks made by this test",
-    "self_check: checks made by this test are left out of the closing table",
-    "planted_fault(name): the table counts checks made by this test as plantings of this fault",
-    "trial(strategy, layout, lane): one case of the catalogue, for the closing table",
-)
-
-MARKER_SETTINGS = {
-    "deadline": "a number of seconds above 0",
-    "collective_deadline": "a number of seconds above 0",
-    "fresh_ranks": "True or False",
-    "in_process": "True or False",
-    "allow_changes": "True or False",
-    "second_look": "True or False",
-}
-"""Setting of ``@pytest.mark.ddp`` -> the values that it accepts."""
-
 MARGIN_OF_PYTEST = len("E   ")
 """Columns that pytest puts before every line of a failure."""
 
@@ -203,19 +178,3 @@ def settings_of_test(item: pytest.Item, of_run: settings.Settings) -> settings.S
     for marker in reversed(list(item.iter_markers("ddp"))):  # the nearest marker comes last
         of_test = replace(of_test, **marker.kwargs)
     return of_test
-
-
-def check_marker(item: pytest.Item, marker: pytest.Mark) -> None:
-    """Raises UsageError for a setting that does not exist or a value that cannot be right."""
-    where = f"{item.nodeid}: @pytest.mark.ddp"
-    names = ", ".join(MARKER_SETTINGS)
-    for value in marker.args:
-        raise pytest.UsageError(f"{where}({value!r}): expected name=value with one of {names}")
-    for name, value in marker.kwargs.items():
-        if name not in MARKER_SETTINGS:
-            raise pytest.UsageError(f"{where}({name}): expected one of {names}")
-        right = MARKER_SETTINGS[name]
-        is_bool = isinstance(value, bool)
-        is_seconds = isinstance(value, int | float) and not is_bool and 0 < value < float("inf")
-        if not (is_bool if right == "True or False" else is_seconds):
-            raise pytest.UsageError(f"{where}({name}={value!r}): expected {right}")

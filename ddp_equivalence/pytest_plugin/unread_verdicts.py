@@ -19,8 +19,8 @@ _returned = pytest.StashKey[list[Returned]]()
 _passed = pytest.StashKey[bool]()
 
 
-class NobodyRead(pytest.fail.Exception):
-    """The failure of a test, or of the teardown of a fixture, that left a verdict unread."""
+OF_UNREAD_VERDICTS = "ddp_equivalence_of_unread_verdicts"
+"""The attribute of a failure that is raised here."""
 
 
 class UnreadVerdicts:
@@ -72,7 +72,7 @@ class UnreadVerdicts:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        if call.excinfo is not None and isinstance(call.excinfo.value, NobodyRead):
+        if call.excinfo is not None and hasattr(call.excinfo.value, OF_UNREAD_VERDICTS):
             # A test that is expected to fail must fail for a reason that it has looked at.
             report.outcome = "failed"
             report.__dict__.pop("wasxfail", None)
@@ -82,11 +82,13 @@ class UnreadVerdicts:
         return report
 
     def _judge(self, returned: Iterable[Returned], of_fixture: str = "") -> None:
-        """Raises NobodyRead if one of the verdicts was not read."""
+        """Fails if one of the verdicts was not read."""
         unread = [one.reading for one in returned if not one.reading.done]
         if unread:
             messages = (self._message(reading, of_fixture) for reading in unread)
-            raise NobodyRead("\n".join(messages), pytrace=False)
+            failure = pytest.fail.Exception("\n".join(messages), pytrace=False)
+            setattr(failure, OF_UNREAD_VERDICTS, True)
+            raise failure
 
     def _message(self, reading: Reading, of_fixture: str) -> str:
         return (

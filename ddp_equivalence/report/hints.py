@@ -29,6 +29,10 @@ HINTS = (
         "the case casts the model and the floats of the batch to its dtype, float64 by default. "
         "Give constants the dtype of the input, or choose Case(dtype=torch.float32).",
     ),
+    Hint(
+        r"^TypeError: the step returned Tensor;",
+        "a step leaves gradients: call backward() on the loss, and return nothing.",
+    ),
 )
 """The first hint whose pattern is found is printed."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -93,6 +93,12 @@ class Verdict:
     def __str__(self) -> str:
         return encodable(self.render(self), sys.stdout)  # print(verdict) must not fail
 
+    def __repr__(self) -> str:
+        # Pytest shows the repr of a value that a test returns, and nobody has read it by that.
+        shown = [field.name for field in fields(self) if field.repr]
+        values = (f"{name}={object.__getattribute__(self, name)!r}" for name in shown)
+        return f"{type(self).__qualname__}({', '.join(values)})"
+
     def __bool__(self) -> NoReturn:
         raise TypeError(
             'A verdict is neither true nor false. Write verdict.outcome == "same", or call '
@@ -102,7 +108,7 @@ class Verdict:
     if not TYPE_CHECKING:  # with this method mypy would accept every attribute
 
         def __getattribute__(self, name: str) -> Any:
-            if name not in GIVEN:
+            if name not in GIVEN and (name == "__dict__" or not name.startswith("__")):
                 reading = object.__getattribute__(self, "__dict__").get(readings.OF_A_VERDICT)
                 if reading is not None:
                     reading.done = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ddp_equivalence import BadCase, Case, Rank, check
+from ddp_equivalence.commands.explain import explain
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
+from ddp_equivalence.report.script import export
 from tests.package.own_cases import loss, make_batch, own_case, right_step
 
 
@@ -58,7 +61,7 @@ def test_integers_of_numpy_are_integers() -> None:
     assert str(case).endswith("seed3")
     assert Case(model="mlp", loss="mse_mean", examples=np.int32(8)).catalogue_examples == 8  # type: ignore[arg-type]
     two_steps = np.int64(2)
-    assert check(own_case(), right_step, steps=two_steps, lr=np.float32(0.1)).outcome == "same"  # type: ignore[arg-type, typeddict-item]
+    assert check(own_case(), right_step, steps=two_steps, lr=np.float32(0.1)).outcome == "same"  # type: ignore[arg-type]
     sizes = (np.int64(4), np.int64(8))
     assert check(own_case(), right_step, steps=sizes).outcome == "same"  # type: ignore[arg-type]
 
@@ -127,7 +130,7 @@ class Callback:
         (two, r"step = 'two': a function \(model, shard, rank\); this one takes \(model, shard\)"),
         (four, r"takes \(model, shard, rank, config\)"),
         (named, r"takes \(model, \*, shard, rank\)"),
-        (functools.partial(right_step, None), r"takes \(shard, rank\)"),
+        (functools.partial(right_step, nn.Linear(5, 3)), r"takes \(shard, rank\)"),
         (Callback(), r"takes \(model\)"),
         (Callback().method, r"takes \(model, shard\)"),
         (awaited, "a plain function; this one is a coroutine"),
@@ -225,6 +228,36 @@ def test_a_dtype_that_clashes_on_a_rank_has_a_hint(step: Any) -> None:
         "Hint: the case casts the model and the floats of the batch to its dtype, float64 by "
         "default. Give constants the dtype of the input, or choose Case(dtype=torch.float32)."
     ) in report
+
+
+def returns_its_loss(model: nn.Module, shard: Any, rank: Rank) -> Any:
+    return loss(model, shard)
+
+
+def test_a_step_that_returns_its_loss_is_told_to_call_backward() -> None:
+    report = " ".join(str(check(own_case(), returns_its_loss)).split())
+    assert (
+        "Hint: a step leaves gradients: call backward() on the loss, and return nothing." in report
+    )
+
+
+@pytest.mark.parametrize(
+    ("directory", "name", "field"),
+    [("/proc/no/such", "", "directory"), (None, "", "directory"), ("out", "a/b", "name")],
+)
+def test_a_script_that_has_no_place_is_a_bad_case(
+    directory: Any, name: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadCase) as caught:
+        export(own_case(), right_step, directory, name=name)
+    assert caught.value.field == field
+    assert not list(tmp_path.iterdir())
+
+
+def test_explain_is_told_that_it_takes_a_setup() -> None:
+    with pytest.raises(BadCase, match=r"setup = \{'batch': 4\}: a Setup, such as Setup\(batch=4\)"):
+        explain({"batch": 4})  # type: ignore[arg-type]
 
 
 def raises_another(model: nn.Module, shard: Any, rank: Rank) -> None:

@@ -71,14 +71,19 @@ def parse(name: str) -> Layout:
     Ranks fill node after node. With ``"-round-robin"`` at the end of the name, they are placed on
     the nodes in turn. Raises BadCase for any other name.
     """
-    if isinstance(name, str):
-        return _parse(name)
-    right = RIGHT
-    if whole_number(name) is not None:
-        right = f'text: layout="1x{name}" for {name} ranks on one node'
-    elif (numbers := whole_numbers(name)) and len(numbers) == 2:
-        right = f'text: layout="{numbers[0]}x{numbers[1]}" (nodes x ranks per node)'
-    raise BadCase("layout", name, right)
+    if not isinstance(name, str):
+        raise BadCase("layout", name, _as_text(name))
+    return _parse(name)
+
+
+def _as_text(layout: object) -> str:
+    """How to write a layout that is given as numbers."""
+    if whole_number(layout) is not None:
+        return f'text: layout="1x{layout}" for {layout} ranks on one node'
+    numbers = whole_numbers(layout)
+    if numbers is not None and len(numbers) == 2:
+        return f'text: layout="{numbers[0]}x{numbers[1]}" (nodes x ranks per node)'
+    return RIGHT
 
 
 @cache
@@ -109,7 +114,7 @@ def _parse(name: str) -> Layout:
 def _ranks_per_node(text: str) -> tuple[int, ...]:
     if "x" in text:
         nodes, _, ranks = text.partition("x")
-        if _is_count(nodes) and _is_count(ranks) and int(nodes) <= MAX_WORLD_SIZE:
+        if _is_count(nodes) and _is_count(ranks):
             return (int(ranks),) * int(nodes)
         return ()
     parts = text.split("+")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.explain.epochs import epoch_of
 from ddp_equivalence.commands.explain.explanation import Divisor, Explanation
 from ddp_equivalence.commands.explain.learning_rates import learning_rates_of
@@ -12,11 +13,17 @@ from ddp_equivalence.commands.explain.text import explanation_text
 from ddp_equivalence.report.wrapping import plural
 
 
+def _require_setup(given: object) -> None:
+    if not isinstance(given, Setup):
+        raise BadCase("setup", given, "a Setup, such as Setup(batch=4)")
+
+
 def explain(setup: Setup) -> Explanation:
     """Work out what the setup computes.
 
-    This raises nothing, because a ``Setup`` that cannot be right is refused when it is made.
+    Raises BadCase for anything but a Setup. One that cannot be right is refused when it is made.
     """
+    _require_setup(setup)
     weights = example_weights(setup)
     batch = setup.effective_batch
     factor = batch * sum(

@@ -59,7 +59,8 @@ class KnownGood:
 def check_count(field: str, value: object, most: int = LARGEST) -> None:
     """Raises BadCase unless ``value`` is a whole number from 1 to ``most``."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        limit = "" if most == LARGEST else f" to {most}"
+        too_large = isinstance(value, int) and value > most
+        limit = f" to {most}" if too_large or most < LARGEST else ""
         raise BadCase(field, value, f"a whole number from 1{limit}")
 
 

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ddp_equivalence.commands.exit_codes import DIFFERENT, INTERRUPTED, SAME
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.commands.exit_codes import DIFFERENT, INTERRUPTED, NOT_JUDGED, SAME
 from ddp_equivalence.commands.explore.command import explored
 from ddp_equivalence.ranks.server import start_early
 
@@ -23,7 +24,7 @@ def add(commands: Commands) -> None:
         help="break training in every known way, and see each caught and named",
         description="Plant known faults in real strategies on real ranks, and print which are "
         "caught and named, and which other checks would have noticed. Exit code 0: all are caught "
-        "and named; 1: some are not.",
+        "and named; 1: some are not; 3: none can show.",
     )
     faults.add_argument("names", nargs="*", metavar="NAME", help="plant these faults only")
     faults.add_argument(
@@ -54,8 +55,9 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command, and return its exit code."""
+    _check_arguments(arguments)
     if arguments.list:
-        return _list_faults()
+        return _list_faults(arguments.names)
     start_early()
     if arguments.sensitivity:
         return _print_sensitivity()
@@ -65,10 +67,28 @@ def run(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _list_faults() -> int:
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    """Raises BadCase for an unknown fault or layout, and for options that do not go together."""
+    from ddp_equivalence.case.layouts import parse
+    from ddp_equivalence.faults.plant import fault_named
+
+    for name in arguments.names:
+        fault_named(name)
+    for layout in arguments.layout or ():
+        parse(layout)
+    if arguments.right < 0:
+        raise BadCase("right", arguments.right, "an integer from 0")
+    for name in ("names", "layout"):
+        if arguments.sensitivity and (given := getattr(arguments, name)):
+            right = "none with --sensitivity, which plants its own faults on its own layout"
+            raise BadCase(name, given, right)
+
+
+def _list_faults(names: Sequence[str]) -> int:
+    """Print these faults, or all if none is named."""
     from ddp_equivalence.faults import FAULTS
 
-    for fault in FAULTS.values():
+    for fault in [FAULTS[name] for name in names] or FAULTS.values():
         print(f"{fault.name}\n    {fault.sentence}")
     return SAME
 
@@ -76,19 +96,12 @@ def _list_faults() -> int:
 def _print_table(names: Sequence[str], layouts: Sequence[str] | None, every: bool) -> int:
     """Plant these faults, or all if none is named, and print the table of results.
 
-    Returns the exit code. If it is interrupted, it prints the table of the results so far. Raises
-    BadCase for an unknown fault or layout.
+    Returns the exit code. If it is interrupted, it prints the table of the results so far.
     """
-    from ddp_equivalence.case.layouts import parse
     from ddp_equivalence.commands.faults import table
-    from ddp_equivalence.faults.plant import fault_named
     from ddp_equivalence.faults.trials import fault_trials
     from ddp_equivalence.strategies.catalogue import LAYOUTS
 
-    for name in names:
-        fault_named(name)
-    for layout in layouts or ():
-        parse(layout)
     trials = fault_trials(names, tuple(layouts or LAYOUTS), every)
     results: list[FaultResult] = []
     interrupted = False
@@ -105,6 +118,9 @@ def _print_table(names: Sequence[str], layouts: Sequence[str] | None, every: boo
         print(line)
     if interrupted:
         return INTERRUPTED
+    if all(result.outcome == "cannot_show" for result in results):
+        print("nothing was shown: no fault can show here; plant it on a layout with more ranks")
+        return NOT_JUDGED
     return SAME if all(result.as_expected for result in results) else DIFFERENT
 
 

@@ -10,6 +10,7 @@ from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.measurement.request import CheckOptions, Request, read_request
 from ddp_equivalence.measurement.work import Step
+from ddp_equivalence.report.output_paths import FOLDER, why_no_folder
 from ddp_equivalence.report.script.docstring import command_of, docstring
 from ddp_equivalence.report.script.render import render
 from ddp_equivalence.report.script.slicing.no_source import NoSource
@@ -47,6 +48,7 @@ def export_request(
     request: Request, directory: Path, *, headline: str = "", name: str = ""
 ) -> Path:
     """Do what ``export`` does, for a request that has been read already."""
+    _check_place(directory, name)
     path = Path(directory) / f"{name or _default_name(request)}.py"
     contents = fill_template(request)
     try:
@@ -54,11 +56,19 @@ def export_request(
     except (NoSource, SyntaxError) as error:
         right = f"a function defined at the top level of a file; {error}"
         raise BadCase("step", name_of(request.step), right) from error
-    if Path(directory).exists() and not Path(directory).is_dir():
-        raise BadCase("directory", str(directory), "a folder, or a path where one can be made")
     Path(directory).mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
+
+
+def _check_place(directory: object, name: str) -> None:
+    """Raises BadCase if no file of this name can be written to the directory."""
+    if not isinstance(directory, str | Path):
+        raise BadCase("directory", directory, "a path of a folder")
+    if reason := why_no_folder(Path(directory)):
+        raise BadCase("directory", str(directory), f"{FOLDER}; {reason}")
+    if "/" in name:
+        raise BadCase("name", name, "a file name; the folder is the argument directory")
 
 
 def file_name(text: str) -> str:

@@ -234,6 +234,28 @@ def test_a_wrong_option_is_refused_before_anything_runs(
     assert says in text
 
 
+@pytest.mark.parametrize(
+    ("marker", "says"),
+    [
+        ("planted_fault", "test_a: @pytest.mark.planted_fault(): expected the name of one fault"),
+        ("planted_fault('nosuch')", "expected the name of one fault, such as sum_not_mean"),
+        ("trial('ddp_mean')", "test_a: @pytest.mark.trial('ddp_mean'): expected strategy, layout"),
+        ("ddp(deadline=1, collective_deadline=5)", "collective_deadline=5): must be below the"),
+        ("ddp(deadline='5')", "(deadline='5'): expected a number of seconds above 0"),
+        ("ddp(5)", "(5): expected name=value with one of deadline"),
+    ],
+)
+def test_a_wrong_marker_is_refused_before_anything_runs(
+    tmp_path: Path, marker: str, says: str
+) -> None:
+    test = f"import pytest\n@pytest.mark.skip\n@pytest.mark.{marker}\ndef test_a():\n    pass\n"
+    (tmp_path / "test_theirs.py").write_text(test)
+    code, text = run(tmp_path)
+    assert code == 4, text
+    assert says in text
+    assert "INTERNALERROR" not in text
+
+
 def test_the_deadline_of_the_run_is_that_of_its_checks(their_repository: Path) -> None:
     path = their_repository / "tests" / "test_slow.py"
     path.write_text(

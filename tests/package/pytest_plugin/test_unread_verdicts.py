@@ -29,6 +29,15 @@ def test_keeps_it_in_a_variable():
 def test_asserts_the_verdict_itself(equivalence):
     assert equivalence.check(CASE, wrong_step)
 
+def test_returns_it(equivalence):
+    return equivalence.check(CASE, wrong_step)
+
+def test_shows_its_repr(equivalence):
+    assert repr(equivalence.check(CASE, step)).startswith("Verdict(case=Case(model=")
+
+def test_compares_it_with_text(equivalence):
+    assert equivalence.check(CASE, step) != "different"
+
 def test_asks_only_what_it_gave(equivalence):
     assert equivalence.check(CASE, step).subject == "step"
 
@@ -137,6 +146,9 @@ FAIL = [
     "test_keeps_it_in_a_variable",
     "test_asserts_the_verdict_itself",
     "test_asks_only_what_it_gave",
+    "test_returns_it",
+    "test_shows_its_repr",
+    "test_compares_it_with_text",
     "test_reads_one_of_two",
     "test_fails_for_a_reason_of_its_own",
     "test_is_expected_to_fail",
@@ -208,8 +220,8 @@ def test_a_skipped_test_stays_skipped(their_run: str) -> None:
     "says",
     [
         f"test_theirs.py:{FIRST_LINE}: The check of wrong_step came out different, and nothing of "
-        "its verdict was read. Write assert_equivalent(case, step), or assert check(case, step).outcome == "
-        '"same".',
+        "its verdict was read. Write assert_equivalent(case, step), or assert check(case, step)."
+        'outcome == "same".',
         "The check of step came out same, and nothing of its verdict was read.",
         "FAILED test_theirs.py::test_fails_for_a_reason_of_its_own - assert 1 == 2",
         "AssertionError: for a reason of its own",
