@@ -49,12 +49,16 @@ They are kept alive as long as the fingerprint is used.
 
 @dataclass(frozen=True)
 class CallerState:
-    """The state of the judging process that a pickled function may depend on."""
+    """The state of the judging process that a pickled function may depend on.
+
+    ``compared``: the user's modules whose changes are sent with the function.
+    """
 
     import_path: list[str]
     working_folder: str
     environment: dict[bytes, bytes]
     settings: dict[str, Any]
+    compared: frozenset[str] = frozenset()
 
 
 def dumps(function: Callable[..., Any], argument: object) -> bytes:
@@ -85,7 +89,7 @@ def dumps(function: Callable[..., Any], argument: object) -> bytes:
         body = _pickle_body(work, changes, found)
         values = _pickle_with_edits(tuple(body.by_value), changes, found)
         complete = known >= found.modules | found.codes
-    return pickle.dumps((caller, values, body.data))
+    return pickle.dumps((replace(caller, compared=changes.compared), values, body.data))
 
 
 def split(message: bytes) -> tuple[CallerState, bytes, bytes]:

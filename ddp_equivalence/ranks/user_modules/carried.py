@@ -1,4 +1,4 @@
-"""Finds what the caller has changed in the user's modules since their import, so that it can travel."""
+"""Finds what the caller has changed in the user's modules since they were imported."""
 
 from __future__ import annotations
 
@@ -44,9 +44,11 @@ MAX_KNOWN = 64
 class Changes:
     """``edits``: module -> the edits that make a fresh import like the caller's module.
 
-    ``places``: the id of an object -> the path at which a fresh import has this object too.
+    ``compared``: the modules that were compared. ``places``: the id of an object -> the path at
+    which a fresh import has this object too.
     """
 
+    compared: frozenset[str] = frozenset()
     edits: Mapping[str, list[Edit]] = field(default_factory=dict)
     places: Mapping[int, Path] = field(default_factory=dict)
 
@@ -84,7 +86,11 @@ def changes(needed: Iterable[str], codes: Iterable[CodeType]) -> Changes:
     that cannot travel.
     """
     modules = imported_user_modules()
+    codes = tuple(codes)
     names = (set(needed) & modules.keys()) | _mentioned(codes, modules)
+    if not names and not codes:
+        return NO_CHANGES
+    names |= _noticed & modules.keys()
     if not names:
         return NO_CHANGES
     while True:
@@ -97,6 +103,19 @@ def changes(needed: Iterable[str], codes: Iterable[CodeType]) -> Changes:
         if not more:
             return _changes(now, present)
         names |= more
+
+
+def notice(imported: Iterable[str]) -> bool:
+    """Compare these modules too from now on, since work on ranks has imported them.
+
+    No name in the code told so. Returns True if that work should have been sent changes of them.
+    """
+    new = set(imported) & imported_user_modules().keys()
+    _noticed.update(new)
+    return bool(new and changes(new, ()).edits)
+
+
+_noticed: set[str] = set()
 
 
 def _changes(now: Description, fresh: Description) -> Changes:
@@ -124,7 +143,7 @@ def _changes(now: Description, fresh: Description) -> Changes:
             for place, path in places.items()
             if not replaced.intersection(paths.prefixes(path)) or path in contents
         }
-    return Changes(edits, places)
+    return Changes(frozenset(now.nodes), edits, places)
 
 
 def _is_refilled(path: Path, edits: Mapping[str, list[Edit]]) -> bool:
@@ -158,8 +177,10 @@ def _is_stale(one: Difference, value: Any, module: ModuleType) -> bool:
     if one.action != SET_IT or one.wanted is None or one.present is None:
         return False
     kinds = {one.wanted[0], one.present[0]}
-    same_name = isinstance(one.wanted[1], tuple) and isinstance(one.present[1], tuple) and (
-        one.wanted[1][:2] == one.present[1][:2]
+    same_name = (
+        isinstance(one.wanted[1], tuple)
+        and isinstance(one.present[1], tuple)
+        and (one.wanted[1][:2] == one.present[1][:2])
     )
     if kinds == {FUNCTION} and isinstance(value, FunctionType):
         return same_name and value.__code__.co_filename == module.__file__

@@ -11,6 +11,7 @@ import copyreg
 import io
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextvars import ContextVar, copy_context
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
@@ -22,6 +23,7 @@ from ddp_equivalence.ranks.user_modules import digests
 from ddp_equivalence.ranks.user_modules.paths import (
     CELL,
     FIELD,
+    IN_CONTEXT,
     INDEX,
     KEY,
     NAME,
@@ -102,12 +104,11 @@ class Description:
             if not self._in_full(value):
                 return NAMED, (value.__module__, value.__qualname__), ()
             self._remember(value, path)
-            of_kind = self._function if isinstance(value, FunctionType) else self._class
-            return of_kind(value, path)
+            if isinstance(value, FunctionType):
+                return self._function(value, path)
+            return self._class(value, path)
         if isinstance(value, staticmethod | classmethod | property):
-            names = (
-                ("fget", "fset", "fdel") if isinstance(value, property) else ("__func__",)
-            )
+            names = ("fget", "fset", "fdel") if isinstance(value, property) else ("__func__",)
             parts = [((PART, name), getattr(value, name)) for name in names]
             return PART_OF_CLASS, kind.__name__, tuple(self._children(parts, path))
         if kind is tuple or isinstance(value, tuple):
@@ -142,7 +143,9 @@ class Description:
         return FUNCTION, what, tuple(self._children(values, path))
 
     def _class(self, cls: type, path: Path) -> Node:
-        values = [((NAME, name), value) for name, value in vars(cls).items() if _counts(name, value)]
+        values = [
+            ((NAME, name), value) for name, value in vars(cls).items() if _counts(name, value)
+        ]
         bases = tuple((base.__module__, base.__qualname__) for base in cls.__bases__)
         what = cls.__module__, cls.__qualname__, bases
         return CLASS, what, tuple(self._children(values, path))
@@ -164,12 +167,23 @@ class Description:
             about = what, value.dtype, str(value.device), tuple(value.shape), value.requires_grad
             return TENSOR, (about, digests.of_tensor(value)), ()
         if isinstance(value, io.IOBase):
-            return KEPT, "file", ()  # pytest exchanges standard streams by files of other types
+            return KEPT, "file", ()
+        if isinstance(value, digests.OF_THIS_PROCESS):
+            return KEPT, what, ()
+        if isinstance(value, ContextVar):
+            held = [((IN_CONTEXT, "value"), value.get())] if value in copy_context() else []
+            return OBJECT, what, tuple(self._children(held, path))
+        if isinstance(value, MappingProxyType):
+            return self._digest(value, dict(value))
         if isinstance(value, set | frozenset):
             elements = frozenset(map(self._element, contents(value)))
             return SET, (_type_and_kind(value), elements), ()
-        if isinstance(value, MappingProxyType) or not _has_plain_state(value):
-            return DIGEST, (what, digests.of_object(value, self._digest_of_function)), ()
+        if not _has_plain_state(value):
+            try:
+                return self._digest(value, value)
+            except Exception:
+                if not hasattr(value, "__dict__"):
+                    raise
         held = _fields(value)
         if isinstance(value, dict):
             items: Any = contents(value)
@@ -181,9 +195,12 @@ class Description:
             node = None if held else self._long(value, items)
             held = [*(((INDEX, number), one) for number, one in enumerate(items)), *held]
             return node or (LIST, what, tuple(self._children(held, path)))
-        if not held:
+        if not hasattr(value, "__dict__"):
             value.__reduce_ex__(5)  # raises an error for a lock
         return OBJECT, what, tuple(self._children(held, path))
+
+    def _digest(self, value: object, content: object) -> Node:
+        return DIGEST, (_type_name(value), digests.of_object(content, self._digest_of_function)), ()
 
     def _long(self, value: Any, items: list[Any]) -> Node | None:
         if len(items) <= LONG_CONTAINER:
@@ -267,15 +284,14 @@ def _fields(value: Any) -> list[tuple[Step, Any]]:
 
 def _has_plain_state(value: Any) -> bool:
     """True if the object is pickled as its ``__dict__`` and slots, and perhaps its items."""
-    cls = type(value)
+    cls: Any = type(value)
+    plain: Any = object
     return (
-        cls.__reduce_ex__ is object.__reduce_ex__
+        cls.__reduce_ex__ is plain.__reduce_ex__
         and cls.__reduce__ in _PLAIN_REDUCE
-        and getattr(cls, "__getstate__", None) is object.__getstate__  # type: ignore[attr-defined]
+        and cls.__getstate__ is plain.__getstate__
         and cls not in copyreg.dispatch_table
-        and not any(
-            hasattr(cls, name) for name in ("__getnewargs__", "__getnewargs_ex__", "__getinitargs__")
-        )
+        and not any(hasattr(cls, name) for name in ("__getnewargs__", "__getnewargs_ex__"))
     )
 
 
