@@ -16,15 +16,7 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.ranks.importable import imported_user_modules
 from ddp_equivalence.ranks.process_state import IGNORED_VARIABLES, environment_variables
 from ddp_equivalence.ranks.user_modules import paths
-from ddp_equivalence.ranks.user_modules.description import (
-    CLASS,
-    FUNCTION,
-    KEPT,
-    MANY,
-    Description,
-    Node,
-    describe,
-)
+from ddp_equivalence.ranks.user_modules.description import Description, describe
 from ddp_equivalence.ranks.user_modules.differences import (
     CONTENTS,
     DELETE,
@@ -34,6 +26,13 @@ from ddp_equivalence.ranks.user_modules.differences import (
     differences,
 )
 from ddp_equivalence.ranks.user_modules.fresh_import import FreshImport, Request, import_freshly
+from ddp_equivalence.ranks.user_modules.nodes import (
+    CLASS,
+    FUNCTION,
+    KEPT,
+    MANY,
+    Node,
+)
 from ddp_equivalence.ranks.user_modules.paths import Path
 
 MAX_KNOWN = 64

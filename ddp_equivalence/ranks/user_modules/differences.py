@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_equivalence.ranks.user_modules.description import (
+from ddp_equivalence.ranks.user_modules.description import Description
+from ddp_equivalence.ranks.user_modules.nodes import (
     CONSTANT,
     DICT,
     LIST,
@@ -15,7 +16,6 @@ from ddp_equivalence.ranks.user_modules.description import (
     PART_OF_CLASS,
     SET,
     TUPLE,
-    Description,
     Node,
 )
 from ddp_equivalence.ranks.user_modules.paths import (
