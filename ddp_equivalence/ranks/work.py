@@ -48,7 +48,7 @@ def _run(rank: Rank, connection: Connection, work: bytes) -> messages.Finished:
     caller, by_value, body = pickling.split(work)
     _adopt_caller_state(caller)
     function, argument, edits = pickling.loads(by_value, body)
-    modules = ModulesOfWork(caller.compared)
+    modules = ModulesOfWork(caller.compared, caller.failed)
     modules.begin(edits)
     # Apply the settings only now: unpickling imports the step's modules, which may change them.
     process_settings.apply(caller.settings)

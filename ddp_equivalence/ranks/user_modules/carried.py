@@ -7,7 +7,7 @@ import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.machinery import SourceFileLoader
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -43,11 +43,13 @@ MAX_KNOWN = 64
 class Changes:
     """``edits``: module -> the edits that make a fresh import like the caller's module.
 
-    ``compared``: the modules that were compared. ``places``: the id of an object -> the path at
+    ``compared``: the modules that were compared. ``failed``: module -> why it could not be imported
+    for that. ``places``: the id of an object -> the path at
     which a fresh import has this object too.
     """
 
     compared: frozenset[str] = frozenset()
+    failed: Mapping[str, str] = field(default_factory=dict)
     edits: Mapping[str, list[Edit]] = field(default_factory=dict)
     places: Mapping[int, Path] = field(default_factory=dict)
 
@@ -100,7 +102,7 @@ def changes(needed: Iterable[str], codes: Iterable[CodeType]) -> Changes:
         now = describe([modules[name] for name in present.nodes if name in modules])
         more = _mentioned(now.functions, modules) - names - present.nodes.keys()
         if not more:
-            return _changes(now, present)
+            return replace(_changes(now, present), failed=fresh.failed)
         names |= more
 
 
@@ -142,7 +144,7 @@ def _changes(now: Description, fresh: Description) -> Changes:
             for place, path in places.items()
             if not replaced.intersection(paths.prefixes(path)) or path in contents
         }
-    return Changes(frozenset(now.nodes), edits, places)
+    return Changes(frozenset(now.nodes), edits=edits, places=places)
 
 
 def _is_refilled(path: Path, edits: Mapping[str, list[Edit]]) -> bool:

@@ -490,6 +490,21 @@ def test_a_value_in_a_context_or_a_thread_reaches_the_ranks() -> None:
         del many_kinds.LOCAL.value
 
 
+def test_a_module_that_only_ranks_can_import_is_not_judged_by_guessing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "only_ranks.py").write_text(TRAIN + "\nRANK = int(os.environ['RANK'])\n")
+    monkeypatch.setenv("RANK", "0")
+    module: Any = importlib.import_module("only_ranks")
+    monkeypatch.delenv("RANK")
+    module.AVERAGE = False
+    verdict = check(own_case(), step_with(module))
+    assert verdict.outcome == "unknown"
+    assert "only_ranks can be imported on a rank, but not in a process that is no rank" in str(
+        verdict
+    )
+
+
 def test_the_modules_of_the_caller_are_left_as_they_are(train: Any) -> None:
     train.AVERAGE = False
     before = {**vars(train)}, {**train.SETTINGS}, {**vars(train.options)}
