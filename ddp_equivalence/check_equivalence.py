@@ -118,7 +118,7 @@ def _judge(request: Request) -> Verdict:
             analysis = Analysis(request, expected)
             verdict = replace(verdict, examples=expected.reference.examples, analysis=analysis)
             measurement = measure(ranks, request, expected, request.deadline, analysis.sample)
-            if not measurement.comparison.same:
+            if not (measurement.outdated or measurement.comparison.same):
                 analysis.observed = observe(
                     ranks, request, request.deadline, analysis.sample_of_step(0)
                 )
@@ -127,6 +127,8 @@ def _judge(request: Request) -> Verdict:
     except RankFailed as error:
         again = rerun(request, error, began) if began else None
         return replace(_failed(verdict, error), second_look=again)
+    if measurement.outdated:
+        return _judge(request)
     if why_unknown is not None:
         return _unknown(verdict, why_unknown)
     verdict = replace(

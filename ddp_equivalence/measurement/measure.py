@@ -26,6 +26,7 @@ from ddp_equivalence.ranks import pickling, root_cause
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.probe import probe_ranks_once
 from ddp_equivalence.ranks.rank_set import RankSet
+from ddp_equivalence.ranks.user_modules import carried
 from ddp_equivalence.ranks.warm_ranks import Environment, warm_ranks
 
 
@@ -36,6 +37,8 @@ class Measurement:
     ``measured``: rank -> the sampled elements of every gradient, flattened. ``output``: rank -> the
     text that it printed. ``changed``: rank -> phrases that say what the step changed in its process
     or left running there. ``changes_error``: an error that names these changes; None without any.
+    ``outdated``: True if the step imported a module that the caller has changed, without a name in
+    its code that told so. The ranks lacked that change. Now that it is known, it is sent.
     """
 
     comparison: Comparison
@@ -44,6 +47,7 @@ class Measurement:
     output: Mapping[int, str]
     changed: Mapping[int, tuple[str, ...]]
     changes_error: RankFailed | None
+    outdated: bool
 
 
 @contextmanager
@@ -129,6 +133,7 @@ def measure(
         output={rank: ranks.output(rank) for rank in sorted(evidence)},
         changed=dict(sorted(ranks.changed.items())),
         changes_error=_changes_error(ranks) if ranks.changed else None,
+        outdated=bool(ranks.not_compared) and carried.notice(ranks.not_compared),
     )
 
 

@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from io import BytesIO
@@ -49,12 +49,18 @@ They are kept alive as long as the fingerprint is used.
 
 @dataclass(frozen=True)
 class CallerState:
-    """The state of the judging process that a pickled function may depend on."""
+    """The state of the judging process that a pickled function may depend on.
+
+    ``compared``: the user's modules whose changes are sent with the function. ``failed``: those of
+    which nobody knows what has changed, and why.
+    """
 
     import_path: list[str]
     working_folder: str
     environment: dict[bytes, bytes]
     settings: dict[str, Any]
+    compared: frozenset[str] = frozenset()
+    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 def dumps(function: Callable[..., Any], argument: object) -> bytes:
@@ -85,6 +91,7 @@ def dumps(function: Callable[..., Any], argument: object) -> bytes:
         body = _pickle_body(work, changes, found)
         values = _pickle_with_edits(tuple(body.by_value), changes, found)
         complete = known >= found.modules | found.codes
+    caller = replace(caller, compared=changes.compared, failed=changes.failed)
     return pickle.dumps((caller, values, body.data))
 
 

@@ -44,9 +44,10 @@ class RankSet:
 
     ``environment``: the variables that their process group depends on. ``devices``: the GPUs that
     they may use. ``method``: one of ``ranks.server.START_METHODS``. ``token``: identifies the set
-    in the environment of its ranks. ``modules_version``: that of the user's modules when the set was
-    made. ``broken``: True after any failure; only ``stop()`` may then be
-    called. ``changed``: rank -> what its last work has changed in its process or left
+    in the environment of its ranks. ``modules_version``: the version of the user's modules when the
+    set was made. ``broken``: True after any failure; only ``stop()`` may then be called.
+    ``not_compared``: the user's modules that the last work imported, and that nobody had compared.
+    ``changed``: rank -> what its last work has changed in its process or left
     running, as phrases.
     """
 
@@ -63,6 +64,7 @@ class RankSet:
         self.devices = cuda_devices() if devices is None else devices
         self.broken = False
         self.changed: dict[int, tuple[str, ...]] = {}
+        self.not_compared: set[str] = set()
         self.modules_version = carried.version()
         self.token = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._collective_timeout = collective_timeout
@@ -91,6 +93,7 @@ class RankSet:
     def submit(self, work: bytes) -> None:
         """Send the same work, made by ``pickling.dumps``, to every rank."""
         self.changed = {}
+        self.not_compared = set()
         for rank in self._ranks.values():
             if rank.output_file.size():
                 rank.output_file.clear()
@@ -113,6 +116,7 @@ class RankSet:
                 results = payload.results
                 if payload.changed or payload.running:
                     self.changed[rank] = payload.changed + payload.running
+                self.not_compared.update(payload.not_compared)
                 same = payload.same_groups and payload.same_modules
                 if payload.running or not same:
                     self.broken = True  # this work is complete, but the ranks can do no more

@@ -48,7 +48,7 @@ def _run(rank: Rank, connection: Connection, work: bytes) -> messages.Finished:
     caller, by_value, body = pickling.split(work)
     _adopt_caller_state(caller)
     function, argument, edits = pickling.loads(by_value, body)
-    modules = ModulesOfWork()
+    modules = ModulesOfWork(caller.compared, caller.failed)
     modules.begin(edits)
     # Apply the settings only now: unpickling imports the step's modules, which may change them.
     process_settings.apply(caller.settings)
@@ -67,6 +67,7 @@ def _run(rank: Rank, connection: Connection, work: bytes) -> messages.Finished:
         # and groups that steps make would become more and more.
         same_groups=existing_groups().keys() - kept == groups.keys() - kept,
         same_modules=modules.end(),
+        not_compared=modules.not_compared,
         issued=issued_in_default_group(),
         changed=process_state.restore(before),
         running=left_running(before.threads),

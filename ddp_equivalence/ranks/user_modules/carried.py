@@ -1,4 +1,4 @@
-"""Finds what the caller has changed in the user's modules since their import, so that it can travel."""
+"""Finds what the caller has changed in the user's modules since they were imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.machinery import SourceFileLoader
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -16,15 +16,7 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.ranks.importable import imported_user_modules
 from ddp_equivalence.ranks.process_state import IGNORED_VARIABLES, environment_variables
 from ddp_equivalence.ranks.user_modules import paths
-from ddp_equivalence.ranks.user_modules.description import (
-    CLASS,
-    FUNCTION,
-    KEPT,
-    MANY,
-    Description,
-    Node,
-    describe,
-)
+from ddp_equivalence.ranks.user_modules.description import Description, describe
 from ddp_equivalence.ranks.user_modules.differences import (
     CONTENTS,
     DELETE,
@@ -34,6 +26,13 @@ from ddp_equivalence.ranks.user_modules.differences import (
     differences,
 )
 from ddp_equivalence.ranks.user_modules.fresh_import import FreshImport, Request, import_freshly
+from ddp_equivalence.ranks.user_modules.nodes import (
+    CLASS,
+    FUNCTION,
+    KEPT,
+    MANY,
+    Node,
+)
 from ddp_equivalence.ranks.user_modules.paths import Path
 
 MAX_KNOWN = 64
@@ -44,9 +43,13 @@ MAX_KNOWN = 64
 class Changes:
     """``edits``: module -> the edits that make a fresh import like the caller's module.
 
-    ``places``: the id of an object -> the path at which a fresh import has this object too.
+    ``compared``: the modules that were compared. ``failed``: module -> why it could not be imported
+    for that. ``places``: the id of an object -> the path at
+    which a fresh import has this object too.
     """
 
+    compared: frozenset[str] = frozenset()
+    failed: Mapping[str, str] = field(default_factory=dict)
     edits: Mapping[str, list[Edit]] = field(default_factory=dict)
     places: Mapping[int, Path] = field(default_factory=dict)
 
@@ -84,7 +87,11 @@ def changes(needed: Iterable[str], codes: Iterable[CodeType]) -> Changes:
     that cannot travel.
     """
     modules = imported_user_modules()
+    codes = tuple(codes)
     names = (set(needed) & modules.keys()) | _mentioned(codes, modules)
+    if not names and not codes:
+        return NO_CHANGES
+    names |= _noticed & modules.keys()
     if not names:
         return NO_CHANGES
     while True:
@@ -95,8 +102,21 @@ def changes(needed: Iterable[str], codes: Iterable[CodeType]) -> Changes:
         now = describe([modules[name] for name in present.nodes if name in modules])
         more = _mentioned(now.functions, modules) - names - present.nodes.keys()
         if not more:
-            return _changes(now, present)
+            return replace(_changes(now, present), failed=fresh.failed)
         names |= more
+
+
+def notice(imported: Iterable[str]) -> bool:
+    """Compare these modules too from now on, since work on ranks has imported them.
+
+    No name in the code told so. Returns True if that work should have been sent changes of them.
+    """
+    new = set(imported) & imported_user_modules().keys()
+    _noticed.update(new)
+    return bool(new and changes(new, ()).edits)
+
+
+_noticed: set[str] = set()
 
 
 def _changes(now: Description, fresh: Description) -> Changes:
@@ -124,7 +144,7 @@ def _changes(now: Description, fresh: Description) -> Changes:
             for place, path in places.items()
             if not replaced.intersection(paths.prefixes(path)) or path in contents
         }
-    return Changes(edits, places)
+    return Changes(frozenset(now.nodes), edits=edits, places=places)
 
 
 def _is_refilled(path: Path, edits: Mapping[str, list[Edit]]) -> bool:

@@ -7,10 +7,9 @@ pickled, such as a lock, is described by its type.
 
 from __future__ import annotations
 
-import copyreg
 import io
-from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextvars import ContextVar, copy_context
 from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
@@ -19,34 +18,40 @@ from torch import Tensor
 
 from ddp_equivalence.ranks.importable import is_pickled_by_value
 from ddp_equivalence.ranks.user_modules import digests
+from ddp_equivalence.ranks.user_modules.nodes import (
+    CLASS,
+    CONSTANT,
+    DICT,
+    DIGEST,
+    FUNCTION,
+    KEPT,
+    LIST,
+    MANY,
+    MODULE,
+    NAMED,
+    OBJECT,
+    PART_OF_CLASS,
+    SEEN,
+    SET,
+    TENSOR,
+    TUPLE,
+    Node,
+)
+from ddp_equivalence.ranks.user_modules.object_state import fields_of, has_plain_state
 from ddp_equivalence.ranks.user_modules.paths import (
     CELL,
     FIELD,
+    IN_CONTEXT,
     INDEX,
     KEY,
     NAME,
     NTH_KEY,
     NTH_VALUE,
     PART,
-    SLOT,
     Path,
     Step,
     contents,
 )
-
-Node = tuple[str, Hashable, tuple[tuple[Step, Any], ...]]
-"""(Kind, what is compared, the nodes of what it holds by step)."""
-
-CONSTANT, SEEN, NAMED, FUNCTION, CLASS, PART_OF_CLASS, MODULE = (
-    *("constant", "seen", "named", "function", "class", "part of class", "module"),
-)
-DICT, LIST, TUPLE, SET, MANY, OBJECT, TENSOR, DIGEST, KEPT = (
-    *("dict", "list", "tuple", "set", "many", "object", "tensor", "digest", "kept"),
-)
-"""The kinds of nodes. ``SEEN``: the object was already described, under the path that is compared.
-
-``MANY``: a long container of constants. ``KEPT``: an object that cannot be pickled.
-"""
 
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype)
 
@@ -102,8 +107,9 @@ class Description:
             if not self._in_full(value):
                 return NAMED, (value.__module__, value.__qualname__), ()
             self._remember(value, path)
-            of_kind = self._function if isinstance(value, FunctionType) else self._class
-            return of_kind(value, path)
+            if isinstance(value, FunctionType):
+                return self._function(value, path)
+            return self._class(value, path)
         if isinstance(value, staticmethod | classmethod | property):
             names = ("fget", "fset", "fdel") if isinstance(value, property) else ("__func__",)
             parts = [((PART, name), getattr(value, name)) for name in names]
@@ -164,13 +170,24 @@ class Description:
             about = what, value.dtype, str(value.device), tuple(value.shape), value.requires_grad
             return TENSOR, (about, digests.of_tensor(value)), ()
         if isinstance(value, io.IOBase):
-            return KEPT, "file", ()  # pytest exchanges standard streams by files of other types
+            return KEPT, "file", ()
+        if isinstance(value, digests.OF_THIS_PROCESS):
+            return KEPT, what, ()
+        if isinstance(value, ContextVar):
+            held = [((IN_CONTEXT, "value"), value.get())] if value in copy_context() else []
+            return OBJECT, what, tuple(self._children(held, path))
+        if isinstance(value, MappingProxyType):
+            return self._digest(value, dict(value))
         if isinstance(value, set | frozenset):
             elements = frozenset(map(self._element, contents(value)))
             return SET, (_type_and_kind(value), elements), ()
-        if isinstance(value, MappingProxyType) or not _has_plain_state(value):
-            return DIGEST, (what, digests.of_object(value, self._digest_of_function)), ()
-        held = _fields(value)
+        if not has_plain_state(value):
+            try:
+                return self._digest(value, value)
+            except Exception:
+                if not hasattr(value, "__dict__"):
+                    raise
+        held = fields_of(value)
         if isinstance(value, dict):
             items: Any = contents(value)
             node = None if held else self._long(value, items)
@@ -179,11 +196,15 @@ class Description:
         if isinstance(value, list):
             items = contents(value)
             node = None if held else self._long(value, items)
-            held = [*(((INDEX, number), one) for number, one in enumerate(items)), *held]
+            by_index: list[tuple[Step, Any]] = [((INDEX, n), one) for n, one in enumerate(items)]
+            held = by_index + held
             return node or (LIST, what, tuple(self._children(held, path)))
-        if not held:
+        if not hasattr(value, "__dict__"):
             value.__reduce_ex__(5)  # raises an error for a lock
         return OBJECT, what, tuple(self._children(held, path))
+
+    def _digest(self, value: object, content: object) -> Node:
+        return DIGEST, (_type_name(value), digests.of_object(content, self._digest_of_function)), ()
 
     def _long(self, value: Any, items: list[Any]) -> Node | None:
         if len(items) <= LONG_CONTAINER:
@@ -250,38 +271,6 @@ def _items(items: list[tuple[Any, Any]]) -> Iterator[tuple[Step, Any]]:
 
 def _is_plain_key(key: Any) -> bool:
     return type(key) in CONSTANTS or (type(key) is tuple and all(map(_is_plain_key, key)))
-
-
-def _fields(value: Any) -> list[tuple[Step, Any]]:
-    """Everything in the object's ``__dict__`` and slots."""
-    fields = getattr(value, "__dict__", {})
-    held: list[tuple[Step, Any]] = [((FIELD, name), fields[name]) for name in fields]
-    names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]  # pickle uses it too
-    for name in names:
-        try:
-            held.append(((SLOT, name), object.__getattribute__(value, name)))
-        except AttributeError:  # the slot has no value
-            continue
-    return held
-
-
-def _has_plain_state(value: Any) -> bool:
-    """True if the object is pickled as its ``__dict__`` and slots, and perhaps its items."""
-    cls = type(value)
-    return (
-        cls.__reduce_ex__ is object.__reduce_ex__
-        and cls.__reduce__ in _PLAIN_REDUCE
-        and getattr(cls, "__getstate__", None) is object.__getstate__  # type: ignore[attr-defined]
-        and cls not in copyreg.dispatch_table
-        and not any(
-            hasattr(cls, name)
-            for name in ("__getnewargs__", "__getnewargs_ex__", "__getinitargs__")
-        )
-    )
-
-
-_PLAIN_REDUCE = tuple(cls.__reduce__ for cls in (object, OrderedDict, defaultdict, Counter))
-"""How objects are pickled whose items and ``__dict__`` are all that they hold."""
 
 
 def _type_name(value: object) -> str:

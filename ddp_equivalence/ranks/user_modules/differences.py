@@ -1,4 +1,4 @@
-"""Says at which paths one description differs from another, as near to the difference as possible."""
+"""Says at which paths two descriptions differ, and makes one process like the other."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_equivalence.ranks.user_modules.description import (
+from ddp_equivalence.ranks.user_modules.description import Description
+from ddp_equivalence.ranks.user_modules.nodes import (
     CONSTANT,
     DICT,
-    FUNCTION,
     LIST,
     MANY,
     PART_OF_CLASS,
     SET,
     TUPLE,
-    Description,
     Node,
 )
 from ddp_equivalence.ranks.user_modules.paths import (
@@ -40,7 +39,7 @@ SET_IT, DELETE, CONTENTS = "set", "delete", "contents"
 
 @dataclass(frozen=True)
 class Difference:
-    """``wanted`` and ``present``: the nodes at the path in the two descriptions, if there are any."""
+    """``wanted`` and ``present``: the nodes at the path in both descriptions, if there are any."""
 
     path: Path
     action: str
@@ -102,7 +101,7 @@ def _differences(wanted: Node, present: Node, path: Path) -> Iterator[Difference
     if wanted[0] in (DICT, LIST) and _must_be_refilled(list(now), list(then)):
         yield Difference(path, CONTENTS, wanted, present)
         return
-    fixed = wanted[0] in (TUPLE, PART_OF_CLASS, FUNCTION) and not now.keys() == then.keys()
+    fixed = wanted[0] in (TUPLE, PART_OF_CLASS) and now.keys() != then.keys()
     found: list[Difference] = []
     for step in then:
         if step not in now:

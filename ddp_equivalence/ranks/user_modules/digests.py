@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import io
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
@@ -18,6 +21,16 @@ MAX_KNOWN_CODES = 20_000
 
 class NotPlain(Exception):
     """A container holds something else than constants and containers of them."""
+
+
+OF_THIS_PROCESS = (
+    *(io.IOBase, ctypes.CDLL, ctypes._SimpleCData, ctypes._Pointer, ctypes.Structure),
+    *(weakref.ref, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
+)
+"""Types of objects that mean nothing in another process, even if they can be pickled.
+
+Pytest also exchanges the standard streams for files of other types.
+"""
 
 
 def of_code(code: CodeType) -> bytes:
@@ -67,10 +80,9 @@ def of_plain(container: object) -> bytes:
 
 def of_tensor(tensor: Tensor) -> bytes:
     """The digest of the elements of a tensor."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if flat.is_conj() or flat.is_neg():
-        flat = flat.resolve_conj().resolve_neg()
-    return _digest(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"")
+    dense = tensor.detach().cpu() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    flat = dense.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return _digest(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
 
 
 def of_object(value: object, of_function: Callable[[Any], bytes]) -> bytes:
@@ -110,7 +122,7 @@ class _PlainPickler(pickle.Pickler):
 
 class _ObjectPickler(pickle.Pickler):
     def __init__(self, sink: _Sink, of_function: Callable[[Any], bytes], protocol: int) -> None:
-        super().__init__(sink, protocol)  # type: ignore[arg-type]  # it only writes
+        super().__init__(sink, protocol)
         self._of_function = of_function
         self._outermost = True
 
@@ -128,6 +140,9 @@ class _ObjectPickler(pickle.Pickler):
         if not outermost:
             try:
                 value.__reduce_ex__(5)
+                can_travel = not isinstance(value, OF_THIS_PROCESS)
             except Exception:  # a lock inside the object, for example
+                can_travel = False
+            if not can_travel:
                 return bytes, (repr(type(value)).encode(),)
         return NotImplemented

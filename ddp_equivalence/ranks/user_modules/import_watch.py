@@ -26,7 +26,7 @@ class ImportWatch:
 
     def start(self) -> None:
         """Watch all imports from now on."""
-        sys.meta_path.insert(0, self)  # type: ignore[arg-type]  # it is a finder by its methods
+        sys.meta_path.insert(0, self)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -17,12 +17,18 @@ watch = ImportWatch()
 class ModulesOfWork:
     """The state of the user's modules on this rank during one piece of work.
 
-    ``known``: what the modules held after the last work, so that they need not be described again.
+    ``compared``: the modules that the caller has compared with a fresh import. ``failed``: module
+    -> why it could not be compared. ``not_compared``: others that the work has imported. ``known``:
+    what the modules held after the last work, so that they need not be described again.
     """
 
     known = Description()
 
-    def __init__(self) -> None:
+    def __init__(self, compared: frozenset[str], failed: Mapping[str, str]) -> None:
+        self.not_compared: tuple[str, ...] = ()
+        self._compared = compared
+        self._failed = failed
+        self._working = False
         self._edits: Mapping[str, list[Edit]] = {}
         self._undo: dict[str, Callable[[], None]] = {}
         self._before = Description()
@@ -34,6 +40,7 @@ class ModulesOfWork:
             self._before = ModulesOfWork.known
         ModulesOfWork.known = Description()
         self._after_import()
+        self._working = True
         watch.after_import = self._after_import
 
     def end(self) -> bool:
@@ -58,6 +65,13 @@ class ModulesOfWork:
             for name in watch.imported
             if name not in self._before.nodes and name in sys.modules
         ]
+        for name in self._failed.keys() & set(new):
+            raise RuntimeError(
+                f"{name} can be imported on a rank, but not in a process that is no rank "
+                f"({self._failed[name]}), so it is not known what your process has changed in it"
+            )
+        if self._working:
+            self.not_compared += tuple(name for name in new if name not in self._compared)
         for name in new:
             if name in self._edits:
                 module = sys.modules[name]

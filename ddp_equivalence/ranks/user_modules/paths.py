@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-NAME, FIELD, SLOT, KEY, INDEX, NTH_KEY, NTH_VALUE, CELL, PART = (
+NAME, FIELD, SLOT, KEY, INDEX, NTH_KEY, NTH_VALUE, CELL, PART, IN_CONTEXT = (
     *("name", "field", "slot", "key", "index", "nth key", "nth value", "cell", "part"),
+    "in context",
 )
 """The kinds of steps.
 
 ``NAME``: a global of a module or an attribute of a class. ``FIELD``: an entry of ``__dict__`` of
 any other object. ``NTH_KEY``, ``NTH_VALUE``: of a dict with keys that have no plain value.
 ``CELL``: a variable of a closure, by number. ``PART``: any attribute that is part of the object,
-such as ``__defaults__`` of a function.
+such as ``__defaults__`` of a function. ``IN_CONTEXT``: the value of a context variable.
 """
 
 Step = tuple[str, Any]
@@ -81,6 +82,7 @@ _KINDS = {
     NTH_VALUE: _Kind(lambda owner, number: contents(owner)[number][1]),
     CELL: _Kind(lambda function, number: function.__closure__[number].cell_contents, _set_cell),
     PART: _Kind(getattr, setattr),
+    IN_CONTEXT: _Kind(lambda owner, _: owner.get(), lambda owner, _, value: owner.set(value)),
 }
 
 

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from ddp_equivalence import BadCase, Rank, check
 from ddp_equivalence.ranks.server import START_METHOD_VARIABLE
+from ddp_equivalence.ranks.user_modules import carried
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
-from tests.package.own_cases import loss, own_case
+from tests.package.own_cases import loss, own_case, right_step
+from tests.package.ranks import many_kinds
 
 TRAIN = '''
 """A training module as a user writes it, with its settings in every usual place."""
@@ -288,6 +290,36 @@ def test_a_module_imported_inside_the_step_arrives_changed(folder: Path, train: 
     assert outcome(step, fresh_ranks=True) == SAME
 
 
+def test_a_module_imported_by_a_name_made_at_run_time_arrives_changed(
+    folder: Path, train: Any
+) -> None:
+    (folder / "chosen_rule.py").write_text("FACTOR = 2\n")
+    rule: Any = importlib.import_module("chosen_rule")
+
+    def step(model: nn.Module, shard: dict[str, Tensor], rank: Rank) -> None:
+        factor = importlib.import_module("_".join(["chosen", "rule"])).FACTOR
+        loss(model, shard).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= factor
+
+    rule.FACTOR = 1
+    assert outcome(step, fresh_ranks=True) == SUMMED
+    rule.FACTOR = 2
+    assert outcome(step, fresh_ranks=True) == SAME
+
+
+def test_an_attribute_of_a_function_reaches_the_ranks(train: Any) -> None:
+    def step(model: nn.Module, shard: dict[str, Tensor], rank: Rank) -> None:
+        assert train.divide.calls == [3]
+        loss(model, shard).backward()
+        train.reduce_gradients(model)
+
+    train.divide.calls = [3]
+    assert outcome(step) == SAME
+
+
 def test_a_module_that_another_one_imports_arrives_changed(folder: Path) -> None:
     """With a package, a relative import, and a circular one."""
     package = folder / "mine" / "sub"
@@ -423,6 +455,56 @@ def test_a_value_that_is_too_large_to_travel_is_refused_by_name(
         check(own_case(), step_with(train))
 
 
+def test_a_module_that_nobody_has_changed_differs_in_nothing_from_a_new_import() -> None:
+    """It has a global of every kind: locks, files, random generators, models, hostile classes."""
+    name = many_kinds.__name__
+    assert not carried.changes({name}, ()).edits
+    assert many_kinds.right()  # Python and torch then keep caches of their own there
+    changes = carried.changes({name}, ())
+    assert name in changes.compared
+    assert not changes.edits
+
+
+def test_ranks_that_use_such_a_module_are_used_again() -> None:
+    def step(model: nn.Module, shard: dict[str, Tensor], rank: Rank) -> None:
+        assert many_kinds.right()
+        right_step(model, shard, rank)
+
+    assert outcome(step) == SAME
+    started = warm_ranks().started
+    assert [outcome(step) for _ in range(2)] == [SAME] * 2
+    assert warm_ranks().started == started
+
+
+def test_a_value_in_a_context_or_a_thread_reaches_the_ranks() -> None:
+    def step(model: nn.Module, shard: dict[str, Tensor], rank: Rank) -> None:
+        assert (many_kinds.CONTEXT.get(), many_kinds.LOCAL.value) == (3, 4)
+        right_step(model, shard, rank)
+
+    token = many_kinds.CONTEXT.set(3)
+    many_kinds.LOCAL.value = 4
+    try:
+        assert outcome(step) == SAME
+    finally:
+        many_kinds.CONTEXT.reset(token)
+        del many_kinds.LOCAL.value
+
+
+def test_a_module_that_only_ranks_can_import_is_not_judged_by_guessing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "only_ranks.py").write_text(TRAIN + "\nRANK = int(os.environ['RANK'])\n")
+    monkeypatch.setenv("RANK", "0")
+    module: Any = importlib.import_module("only_ranks")
+    monkeypatch.delenv("RANK")
+    module.AVERAGE = False
+    verdict = check(own_case(), step_with(module))
+    assert verdict.outcome == "unknown"
+    assert "only_ranks can be imported on a rank, but not in a process that is no rank" in str(
+        verdict
+    )
+
+
 def test_the_modules_of_the_caller_are_left_as_they_are(train: Any) -> None:
     train.AVERAGE = False
     before = {**vars(train)}, {**train.SETTINGS}, {**vars(train.options)}
@@ -441,7 +523,7 @@ def test_in_process_the_other_ranks_have_the_changes_too(folder: Path) -> None:
     assert outcome(step_with(module), in_process=True) == SAME
     module.SETTINGS["divide"] = False
     assert outcome(step_with(module), in_process=True) == SUMMED
-    assert {"divide": False} == module.SETTINGS
+    assert module.SETTINGS == {"divide": False}
     module.SETTINGS["divide"] = True
     assert outcome(step_with(module), in_process=True) == SAME
 
