@@ -19,10 +19,10 @@ FEW = 6
 
 
 def a_few(*, right: bool) -> list[Program]:
-    """The first program of every second topic, in the order of the files."""
+    """The first program of every second topic, of those that do not end as "unknown"."""
     first: dict[str, Program] = {}
     for each in PROGRAMS:
-        if each.right == right:
+        if each.right == right and each.because is None:
             first.setdefault(each.topic, each)
     return list(first.values())[::2][:FEW]
 

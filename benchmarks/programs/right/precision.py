@@ -125,6 +125,12 @@ def autocast_in_float32_by_hand(model: nn.Module, batch: Batch) -> Tensor:
     return autocast_loss(model, batch)
 
 
+@programs.loss(layout="1x3")
+def autocast_in_float64(model: nn.Module, batch: Batch) -> Tensor:
+    """On the CPU autocast leaves float64 as it is, so that it changes nothing."""
+    return autocast_loss(model, batch)
+
+
 @programs.step()
 def clipped_far_above(model: nn.Module, shard: Any, rank: Rank) -> None:
     """The norm is clipped after the average, at ten thousand times what it is."""

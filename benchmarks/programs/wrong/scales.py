@@ -224,3 +224,12 @@ def penalty_of_a_million_millionth_forgotten(model: nn.Module, batch: Batch) -> 
     return mean_squared_error(model, batch) + 1e-10 * sum(
         p.square().sum() for p in model.parameters()
     )
+
+
+@programs.step(model=FarHead, compare="update", lr=0.1)
+def head_frozen_for_good(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """The head is frozen before the step and never trained, in the comparison of updates."""
+    model.head.requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    mean_squared_error(ddp, shard).backward()
+    SGD([p for p in model.parameters() if p.requires_grad], 0.1).step()
