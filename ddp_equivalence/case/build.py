@@ -16,7 +16,7 @@ from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.losses.loss import Batch, CatalogueLoss
 from ddp_equivalence.case.losses.token_mean import PADDING
 from ddp_equivalence.case.models import MODELS
-from ddp_equivalence.case.random_state import seeded
+from ddp_equivalence.case.random_state import batch_seed, generator_seed, seeded
 from ddp_equivalence.case.shards import split
 from ddp_equivalence.case.steps import Steps
 
@@ -123,8 +123,8 @@ def _examples_by_step(examples: int, steps: Steps) -> tuple[int, ...]:
 def _batch_of_the_user(case: Case) -> Any:
     assert case.batch is not None
     try:
-        with seeded(case.seed):
-            return case.batch(torch.Generator().manual_seed(case.seed))
+        with seeded(batch_seed(case.seed)):
+            return case.batch(torch.Generator().manual_seed(generator_seed(case.seed)))
     except Exception as error:
         raise BadCase("batch", name_of(case.batch), _must_not_raise(error)) from error
 
@@ -132,7 +132,7 @@ def _batch_of_the_user(case: Case) -> Any:
 def _catalogue_batch(case: Case, steps: Steps) -> Batch:
     assert isinstance(case.model, str)
     assert isinstance(case.loss, str)
-    generator = torch.Generator().manual_seed(case.seed)
+    generator = torch.Generator().manual_seed(generator_seed(case.seed))
     model, loss = MODELS[case.model], LOSSES[case.loss]
     examples = case.catalogue_examples
     total = sum(steps) if isinstance(steps, tuple) else steps * examples

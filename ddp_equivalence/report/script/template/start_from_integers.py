@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ddp_equivalence.case.batch import take
+from ddp_equivalence.case.random_state import batch_seed, generator_seed
 from ddp_equivalence.report.script.template.placeholders import (
     BIG_BATCHES,
     DTYPE,
@@ -38,7 +39,8 @@ def model_at_start() -> nn.Module:
 
 def big_batches() -> list[Any]:
     """The big batch of every step, on the CPU."""
-    seed_all(SEED)
-    batch = in_dtype(make_batch(torch.Generator().manual_seed(SEED)), DTYPE)
+    seed_all(batch_seed(SEED))
+    generator = torch.Generator().manual_seed(generator_seed(SEED))
+    batch = in_dtype(make_batch(generator), DTYPE)
     batch = pytree.tree_map_only(Tensor, to_integers, batch)
     return [take(batch, examples) for examples in BIG_BATCHES]
