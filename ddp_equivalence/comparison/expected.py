@@ -4,18 +4,47 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
+from ddp_equivalence.case.build import batches_of_steps, build_whole_batch
+from ddp_equivalence.case.case import name_of
+from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.steps import GradientKey
+from ddp_equivalence.comparison.batch_digest import DataByRank, differing_leaf
 from ddp_equivalence.comparison.gradients import Description, describe
 from ddp_equivalence.comparison.rounding import Rounding, measure_rounding
 from ddp_equivalence.reference import Reference
 
 
 class Expected:
-    """A reference, the descriptions of its gradients, and its rounding."""
+    """A reference, the descriptions of its gradients, and its rounding.
 
-    def __init__(self, reference: Reference) -> None:
+    ``data``: for every rank, digests of the examples that it must be given; None for a batch of the
+    catalogue, which no process can build differently.
+    """
+
+    def __init__(self, reference: Reference, data: DataByRank | None = None) -> None:
         self.reference = reference
+        self.data = data
+
+    def batches(self) -> list[Any]:
+        """The big batches, built once more.
+
+        Raises BadCase if they are others than those of the reference.
+        """
+        case, steps = self.reference.case, self.reference.steps
+        whole, sizes = build_whole_batch(case, steps)
+        if self.data is not None:
+            again = self.data.of_batch(case, whole, sizes)
+            leaf = next(
+                filter(None, map(differing_leaf, self.data.by_rank, again.by_rank)), None
+            )
+            if leaf is not None:
+                right = f"a function that makes the same batch at each call; {leaf} was another "
+                right += "one at the second call (an iterator that goes on, or random numbers of "
+                right += "a generator that no seed is set in)"
+                raise BadCase("batch", name_of(case.batch), right)
+        return batches_of_steps(case, whole, sizes)
 
     @cached_property
     def described(self) -> dict[GradientKey, Description | None]:
@@ -29,4 +58,4 @@ class Expected:
     @cached_property
     def rounding(self) -> Rounding:
         """Measured on first use, because gradients within the least limit pass without it."""
-        return measure_rounding(self.reference)
+        return measure_rounding(self.reference, self.batches())

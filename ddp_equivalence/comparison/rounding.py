@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from ddp_equivalence.case.batch import count_examples, take
+from ddp_equivalence.case.batch import take
+from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.case.build import build_batches, build_model
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.gradients import Gradients
@@ -51,11 +51,18 @@ class Rounding:
     order_matters: bool
 
 
-def measure_rounding(reference: Reference) -> Rounding:
-    """Compute the big batch again in other, equally right ways, and compare with the reference."""
+def measure_rounding(reference: Reference, batches: Sequence[Any] | None = None) -> Rounding:
+    """Compute the big batch again in other, equally right ways, and compare with the reference.
+
+    ``batches``: the big batches of the reference; they are built if they are not given.
+    """
     case, expected = reference.case, reference.expected
-    batches = build_batches(case, reference.steps)
-    reversed_batches = [take(batch, range(count_examples(batch))[::-1]) for batch in batches]
+    if batches is None:
+        batches = build_batches(case, reference.steps)
+    reversed_batches = [
+        take(batch, range(size)[::-1], case.batch_dims)
+        for batch, size in zip(batches, reference.examples, strict=True)
+    ]
     in_float64 = reference.lowest_dtype is torch.float64
     if in_float64:
         noise = noise_of_other_order = _noise(
@@ -104,8 +111,7 @@ def _train_again(
     if nudge:
         _nudge(model.parameters(), nudge)
         for batch in copies:
-            leaves = pytree.tree_leaves(batch)
-            _nudge((leaf for leaf in leaves if isinstance(leaf, Tensor)), nudge)
+            _nudge((leaf for leaf in tensors_of(batch)), nudge)
     loss = loss_of_the_case(case)
     if not scaled:
         return train(case, model, copies, reference.compare, reference.lr, loss)[0]
@@ -131,7 +137,7 @@ def _nudge(tensors: Iterable[Tensor], number: int) -> None:
     """
     with torch.no_grad():
         for place, tensor in enumerate(tensors, start=(number - 1) * PLACES):
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() and tensor.layout is torch.strided:
                 nudged = tensor * _factors(place, tensor.numel(), tensor.dtype).view(tensor.shape)
                 tensor.copy_(torch.where(tensor == tensor.round(), tensor, nudged))
 

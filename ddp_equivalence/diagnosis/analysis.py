@@ -8,8 +8,8 @@ from functools import cached_property, lru_cache
 
 from torch import Tensor
 
-from ddp_equivalence.case.build import build_batches
 from ddp_equivalence.case.case import Case
+from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.steps import GradientKey, Steps
 from ddp_equivalence.comparison.comparison import ParameterComparison
 from ddp_equivalence.comparison.element_sample import ElementSample
@@ -82,7 +82,10 @@ class Analysis:
     @cached_property
     def nearest_fault(self) -> NearestFault | None:
         """The fault that would be hardest to see; None where the model is too large to tell."""
-        view = self._view_of_step(0) if self.sample.is_whole else None
+        try:
+            view = self._view_of_step(0) if self.sample.is_whole else None
+        except BadCase:  # the batch cannot be built a second time
+            return None
         return None if view is None else nearest_fault(view)
 
     def floor_of(self, parameter: ParameterComparison) -> float | None:
@@ -93,7 +96,10 @@ class Analysis:
         if not self.sample.is_whole:
             return None
         with without_planted_faults():  # the report may be printed while a fault is planted
-            noise = self._expected.rounding.noise.get(parameter.key, Noise())
+            try:
+                noise = self._expected.rounding.noise.get(parameter.key, Noise())
+            except BadCase:  # the batch cannot be built a second time
+                return None
         return noise.norm / parameter.norm if parameter.norm > 0 else 0.0
 
     @cached_property
@@ -170,8 +176,8 @@ class Analysis:
         if self._later_weights_are_wrong or not sample.sizes:
             return None
         request = self._request
-        batches = build_batches(request.case, request.steps)
         with without_planted_faults():
+            batches = self._expected.batches()
             setting = setting_of(request, self._expected, batches, step)
         parts: PartsByRank | None = None
         if setting.shards is not None:

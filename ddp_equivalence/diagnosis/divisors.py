@@ -71,9 +71,13 @@ def _candidates(view: View) -> Mapping[str, list[float]]:
     """What each rank's loss may divide by: unit -> count on every rank, examples first."""
     shards = view.parts.examples_by_rank
     candidates: dict[str, list[float]] = {"examples": [float(len(shard)) for shard in shards]}
-    batches = [take(view.setting.batch, shard) for shard in shards]
-    for unit in all_divisors(view.setting.batch):
-        candidates.setdefault(unit, [all_divisors(batch).get(unit, 0.0) for batch in batches])
+    setting = view.setting
+    batches = [take(setting.batch, shard, setting.case.batch_dims) for shard in shards]
+    counts = [
+        all_divisors(batch, len(shard)) for batch, shard in zip(batches, shards, strict=True)
+    ]
+    for unit in all_divisors(setting.batch, setting.example_count):
+        candidates.setdefault(unit, [count.get(unit, 0.0) for count in counts])
     loss = view.setting.case.loss
     if isinstance(loss, str):
         normalisers = [LOSSES[loss].normalisers(batch) for batch in batches]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.layouts import Layout
+from ddp_equivalence.comparison.batch_digest import DataByRank, differing_leaf
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.diagnosis.nearest_fault import NearestFault
@@ -109,6 +110,32 @@ def against_another_start(reference: Reference, evidence: Mapping[int, Evidence]
     )
 
 
+def against_another_batch(
+    expected: DataByRank | None, evidence: Mapping[int, Evidence]
+) -> Unknown | None:
+    """Nothing can be said of ranks that were given other examples than those of the reference.
+
+    This is asked of a pass too: gradients that agree would not show that the batches do.
+    """
+    if expected is None:
+        return None
+    other = {
+        rank: leaf
+        for rank, one in evidence.items()
+        if (leaf := differing_leaf(expected.by_rank[rank], one.data)) is not None
+    }
+    if not other:
+        return None
+    return Unknown(
+        UnknownBecause.RANKS_BUILD_ANOTHER_BATCH,
+        f"ranks {', '.join(map(str, other))} build another batch than the reference: "
+        f"{next(iter(other.values()))} is not the same, bit for bit. The function that builds the "
+        "batch must depend on nothing but the generator that it is given, and the seed, which is "
+        "set in torch, numpy and random before it is called. Random data that are made while a "
+        "module is imported need a seed of their own; an iterator gives other data at each call",
+    )
+
+
 def against_divergence(reference: Reference, step: int) -> Unknown | None:
     """Where training on the big batch itself diverges, rounding decides what comes after.
 
@@ -168,7 +195,7 @@ def against_a_pass(
 def _identical_inputs(evidence: Mapping[int, Evidence]) -> str | None:
     """Why a missing all-reduce would not show; None unless all ranks got identical inputs."""
     with_data = [one for one in evidence.values() if any(map(len, one.examples or ()))]
-    if len(with_data) > 1 and len({one.data for one in with_data}) == 1:
+    if len(with_data) > 1 and len({tuple(one.data.items()) for one in with_data}) == 1:
         return (
             "all ranks were given identical inputs, so a missing all-reduce would not show: "
             "make a batch whose examples differ"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from ddp_equivalence.case.batch import BatchDims, dim_of, entries_by_example
+from ddp_equivalence.case.batch_tree import leaves_of, tensors_of
 from ddp_equivalence.measurement.observation import Indices
 
 MOST_EXAMPLES = 4096
@@ -17,33 +21,54 @@ MOST_EXAMPLES = 4096
 class ExampleLookup:
     """Finds the positions, in the big batch, of the rows that a model is called with."""
 
-    def __init__(self, batch: object) -> None:
-        self._positions: list[tuple[tuple[int, ...], torch.dtype, dict[bytes, list[int]]]] = []
-        leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    def __init__(self, batch: object, dims: BatchDims = None) -> None:
+        self._rows: list[_Rows] = []
+        leaves = [
+            (leaf.detach().movedim(dim, 0), dim)
+            for path, leaf in leaves_of(batch, entries_by_example(dims))
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided
+            if (dim := dim_of(path, leaf, None if callable(dims) else dims)) is not None
+            if leaf.ndim > dim
+        ]
         # The leaf with the largest rows comes first: small rows, such as labels, are often alike.
-        for leaf in sorted(leaves, key=lambda leaf: -leaf[:1].numel() * leaf.element_size()):
-            if not len(leaf) or len(leaf) > MOST_EXAMPLES:
+        for leaf, dim in sorted(leaves, key=lambda one: -one[0][:1].numel() * one[0].element_size()):
+            if not leaf.numel() or len(leaf) > MOST_EXAMPLES:
                 continue
             positions: dict[bytes, list[int]] = {}
             for index, row in enumerate(_bytes_of_rows(leaf)):
                 positions.setdefault(row, []).append(index)
-            self._positions.append((tuple(leaf.shape[1:]), leaf.dtype, positions))
+            self._rows.append(_Rows(dim, tuple(leaf.shape[1:]), leaf.dtype, positions))
 
     def positions_of(self, arguments: object) -> Indices | None:
         """Find a tensor with nothing but rows of the batch; return their positions, or None."""
-        tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        for shape, dtype, positions in self._positions:
+        tensors = [one for one in tensors_of(arguments) if one.layout is torch.strided]
+        for rows in self._rows:
             for tensor in tensors:
-                if tensor.ndim == 0 or tuple(tensor.shape[1:]) != shape or tensor.dtype != dtype:
+                if tensor.is_nested or tensor.ndim <= rows.dim or tensor.dtype != rows.dtype:
                     continue
-                candidates = [positions.get(row) for row in _bytes_of_rows(tensor)]
+                examples_first = tensor.detach().movedim(rows.dim, 0)
+                if tuple(examples_first.shape[1:]) != rows.shape:
+                    continue
+                candidates = [rows.positions.get(row) for row in _bytes_of_rows(examples_first)]
                 if all(candidates):
                     return _one_position_each([places for places in candidates if places])
         return None
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of one leaf: the dim of its examples, the shape and dtype of one of them, and bytes
+    -> the positions of the examples that have these bytes.
+    """
+
+    dim: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    positions: Mapping[bytes, list[int]]
+
+
 def _bytes_of_rows(tensor: Tensor) -> list[bytes]:
-    flat = tensor.detach().reshape(len(tensor), -1).cpu().contiguous()
+    flat = tensor.reshape(len(tensor), math.prod(tensor.shape[1:])).cpu().contiguous()
     if not flat.shape[1]:
         return [b""] * len(flat)
     return [row.tobytes() for row in flat.view(torch.uint8).numpy()]

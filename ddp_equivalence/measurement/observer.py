@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_equivalence.case.batch import BatchDims
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.comparison.element_sample import ElementSample
@@ -33,15 +34,17 @@ class Observer:
 
     ``batch``: the big batch, with the examples of all steps. The model's inputs are looked up in
     it. ``sample``: the elements of each gradient that are kept. ``step``: the number of the step
-    that runs; the caller sets it before each step.
+    that runs; the caller sets it before each step. ``dims``: where the batch holds its examples.
     """
 
-    def __init__(self, model: nn.Module, batch: object, sample: ElementSample[str]) -> None:
+    def __init__(
+        self, model: nn.Module, batch: object, sample: ElementSample[str], dims: BatchDims = None
+    ) -> None:
         self._model = model
         self._sample = sample
         self._local_gradient: dict[str, Tensor] = {}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._lookup = ExampleLookup(batch)
+        self._lookup = ExampleLookup(batch, dims)
         self._forwards: list[Forward] = []
         self._backwards: list[Backward] = []
         self._wrappers: list[_WrapperObserver] = []

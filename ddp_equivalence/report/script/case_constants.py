@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ddp_equivalence.case.models import MODELS
+from ddp_equivalence.case.random_state import batch_seed, generator_seed
 from ddp_equivalence.case.shards import Shards, split
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.report.script.slicing.literals import indices_literal
@@ -28,6 +29,8 @@ def case_constants(request: Request, batch_sizes: list[int]) -> dict[str, str]:
         "NODE_OF_RANK": "(0,)" if one_process else repr(tuple(row.node for row in ranks.rows)),
         "BACKEND": repr(backend) + ("" if backend else "  # NCCL if the GPUs suffice, else gloo"),
         "SEED": repr(case.seed),
+        "BATCH_SEED": repr(batch_seed(case.seed)),
+        "GENERATOR_SEED": repr(generator_seed(case.seed)),
         "DTYPE": str(case.dtype),
         "TOLERANCE": "0.0  # bit for bit" if case.exact else "1.0",
         "LEARNING_RATE": repr(request.lr),

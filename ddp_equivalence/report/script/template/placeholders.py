@@ -16,6 +16,8 @@ from ddp_equivalence.ranks.rank import Rank
 NODE_OF_RANK: tuple[int, ...] = (0,)
 BACKEND: str | None = None
 SEED = 0
+BATCH_SEED = 0
+GENERATOR_SEED = 0
 DTYPE: torch.dtype | None = None
 TOLERANCE = 1.0
 LEARNING_RATE = 0.1

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ddp_equivalence.case.batch import take
-from ddp_equivalence.case.random_state import batch_seed, generator_seed
 from ddp_equivalence.report.script.template.placeholders import (
+    BATCH_SEED,
     BIG_BATCHES,
     DTYPE,
+    GENERATOR_SEED,
     SEED,
     build_model,
     make_batch,
@@ -43,7 +44,6 @@ def model_at_start() -> nn.Module:
 
 def big_batches() -> list[Any]:
     """The big batch of every step, on the CPU."""
-    seed_all(batch_seed(SEED))
-    generator = torch.Generator().manual_seed(generator_seed(SEED))
-    batch = in_dtype(make_batch(generator), DTYPE)
+    seed_all(BATCH_SEED)
+    batch = in_dtype(make_batch(torch.Generator().manual_seed(GENERATOR_SEED)), DTYPE)
     return [take(batch, examples) for examples in BIG_BATCHES]
