@@ -169,4 +169,3 @@ def _plain_sgd_step(model: nn.Module, lr: float) -> None:
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad.to_dense(), alpha=lr)
-

@@ -34,7 +34,7 @@ UNSAID = -1
 
 
 def take(batch: Any, indices: Sequence[int], dims: BatchDims = None) -> Any:
-    """The examples at ``indices``, in that order. Leaves that are carried whole stay as they are."""
+    """The examples at ``indices``, in that order. Leaves that are carried whole stay the same."""
     if callable(dims):
         return dims(batch, list(indices))
     index = torch.as_tensor(list(indices), dtype=torch.long)
@@ -88,7 +88,7 @@ def entries_by_example(dims: BatchDims) -> Callable[[str, Any], bool] | None:
 
 
 def names_in(path: str) -> tuple[str, ...]:
-    """The keys in a path: ``['image']['size']``, ``image.size`` and ``.image.size`` are the same."""
+    """The keys in a path: ``['image']['size']`` and ``image.size`` have the same ones."""
     return tuple(re.findall(r"[^\[\]'\".]+", path))
 
 

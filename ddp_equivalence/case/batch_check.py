@@ -41,7 +41,7 @@ def check_batch(batch: Any, dims: BatchDims, examples: int | None, exact: bool =
     lengths = dict(_lengths(leaves, dims))
     if not lengths:
         right = "a batch with at least one tensor in it; or with lists that have one entry for "
-        right += 'each example, and batch_dims={"[\'name\']": 0, ...} to say so'
+        right += "each example, and batch_dims={\"['name']\": 0, ...} to say so"
         raise BadCase("batch", type(batch).__name__, right)
     if len(set(lengths.values())) > 1:
         _refuse_lengths(batch, lengths)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 Node = tuple[tuple[str, Any], ...]
-"""The children of a container: the end of each child's path, such as ``['rows']``, and the child."""
+"""The children of a container: the end of each one's path, such as ``['rows']``, and itself."""
 
 PLAIN = (Tensor, str, bytes, int, float, complex, type(None), np.ndarray, np.generic, torch.Size)
 """Types that are never containers."""
@@ -78,7 +78,7 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 def children(value: Any) -> Node | None:
     """The children of a container; None if the value is a leaf."""
-    if isinstance(value, PLAIN) or isinstance(value, type):
+    if isinstance(value, (*PLAIN, type)):
         return None
     if type(value) is dict:
         return tuple((f"[{key!r}]", child) for key, child in value.items())

@@ -66,7 +66,7 @@ def build_model(case: Case) -> nn.Module:
 def _check_tensors(case: Case, model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
-            right = f"a model that is built on the CPU; {name} is on the meta device, without values"
+            right = f"a model built on the CPU; {name} is on the meta device, and has no values"
             raise BadCase("model", name_of(case.model), right)
         if is_lazy(tensor):
             right = f"a model whose sizes are known; {name} is lazy: call the model in the builder"
@@ -170,7 +170,7 @@ def _catalogue_batch(case: Case, steps: Steps) -> Batch:
 
 
 def _prepared(leaf: Tensor, case: Case) -> Tensor:
-    """A tensor of the batch on the CPU, in the case's dtype, without a graph and without overlap."""
+    """A tensor of the batch on the CPU, in the case's dtype, without a graph or shared memory."""
     prepared = cast(leaf.detach().cpu(), case.dtype)
     if prepared.layout is torch.strided and 0 in prepared.stride():
         prepared = prepared.contiguous()  # so that an expanded tensor can be written to

@@ -34,7 +34,9 @@ def digest_leaves(batches: Sequence[Any]) -> Digests:
                 texts.setdefault(path, []).append(digest(iter([(described, leaf)])))
             elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
                 described = f"{leaf.dtype} {leaf.shape} "
-                bytes_of_it = torch.frombuffer(bytearray(leaf.tobytes()) or b"\0", dtype=torch.uint8)
+                bytes_of_it = torch.frombuffer(
+                    bytearray(leaf.tobytes()) or b"\0", dtype=torch.uint8
+                )
                 texts.setdefault(path, []).append(digest(iter([(described, bytes_of_it)])))
             elif isinstance(leaf, SIMPLE):
                 # A list of names has a leaf for every example. They get one digest together.
@@ -54,9 +56,7 @@ class DataByRank:
 
     def of_batch(self, case: Case, whole: Any, sizes: Sequence[int]) -> DataByRank:
         """The same for another batch of the case."""
-        return data_by_rank(
-            case, whole, sizes, undivided=self.undivided, together=self.together
-        )
+        return data_by_rank(case, whole, sizes, undivided=self.undivided, together=self.together)
 
 
 def data_by_rank(

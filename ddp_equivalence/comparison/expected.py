@@ -36,9 +36,7 @@ class Expected:
         whole, sizes = build_whole_batch(case, steps)
         if self.data is not None:
             again = self.data.of_batch(case, whole, sizes)
-            leaf = next(
-                filter(None, map(differing_leaf, self.data.by_rank, again.by_rank)), None
-            )
+            leaf = next(filter(None, map(differing_leaf, self.data.by_rank, again.by_rank)), None)
             if leaf is not None:
                 right = f"a function that makes the same batch at each call; {leaf} was another "
                 right += "one at the second call (an iterator that goes on, or random numbers of "

@@ -73,9 +73,7 @@ def _candidates(view: View) -> Mapping[str, list[float]]:
     candidates: dict[str, list[float]] = {"examples": [float(len(shard)) for shard in shards]}
     setting = view.setting
     batches = [take(setting.batch, shard, setting.case.batch_dims) for shard in shards]
-    counts = [
-        all_divisors(batch, len(shard)) for batch, shard in zip(batches, shards, strict=True)
-    ]
+    counts = [all_divisors(batch, len(shard)) for batch, shard in zip(batches, shards, strict=True)]
     for unit in all_divisors(setting.batch, setting.example_count):
         candidates.setdefault(unit, [count.get(unit, 0.0) for count in counts])
     loss = view.setting.case.loss

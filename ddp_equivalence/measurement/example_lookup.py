@@ -31,7 +31,9 @@ class ExampleLookup:
             if leaf.ndim > dim
         ]
         # The leaf with the largest rows comes first: small rows, such as labels, are often alike.
-        for leaf, dim in sorted(leaves, key=lambda one: -one[0][:1].numel() * one[0].element_size()):
+        for leaf, dim in sorted(
+            leaves, key=lambda one: -one[0][:1].numel() * one[0].element_size()
+        ):
             if not leaf.numel() or len(leaf) > MOST_EXAMPLES:
                 continue
             positions: dict[bytes, list[int]] = {}

@@ -117,9 +117,7 @@ def _given(rank: Rank, work: Work, whole: Any, sizes: tuple[int, ...]) -> list[A
     strategy = STRATEGIES.get(work.step) if isinstance(work.step, str) else None
     undivided = work.case.shards == OWN or (strategy is not None and strategy.one_process)
     together = work.compare == "update" and strategy is None
-    given = given_to(
-        rank.rank, work.case, whole, sizes, undivided=undivided, together=together
-    )
+    given = given_to(rank.rank, work.case, whole, sizes, undivided=undivided, together=together)
     # The tensors of an undivided batch may be the user's own, and the step may write to its batch.
     return [map_tensors(_copy, batch) for batch in given] if undivided else given
 

@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.build import catalogue_loss_of
-from ddp_equivalence.case.case import Case
+from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts import Layout, parse
 from ddp_equivalence.case.shards import OWN
@@ -123,6 +123,12 @@ def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request
     if strategy is not None and case.shards == OWN:
         right = f"shards dealt to the ranks: {strategy.name} does not choose examples itself"
         raise BadCase("shards", OWN, right)
+    if strategy is not None and case.batch_dims is not None:
+        right = f"None, or a step of your own: {strategy.name} takes examples along dim 0"
+        raise BadCase("batch_dims", case.batch_dims, right)
+    if now.plant and callable(case.batch_dims):
+        right = "a dim, or a dict from paths to dims: a planted fault must count a rank's examples"
+        raise BadCase("batch_dims", name_of(case.batch_dims), right)
     if strategy is not None and strategy.needs_normalisers:
         catalogue_loss_of(case, needed_by=strategy.name)
     return Request(

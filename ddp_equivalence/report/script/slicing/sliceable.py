@@ -9,7 +9,14 @@ PACKAGE = "ddp_equivalence"
 TEMPLATE = f"{PACKAGE}.report.script.template"
 
 SLICEABLE = (
-    *("case.models", "case.losses", "case.build", "case.batch", "case.random_state"),
+    *(
+        "case.models",
+        "case.losses",
+        "case.build",
+        "case.batch",
+        "case.batch_tree",
+        "case.random_state",
+    ),
     *("case.steps", "strategies", "faults", "comparison.gradients", "comparison.chunks"),
     *("comparison.digest", "comparison.element_sample", "ranks.rank", "report.script.template"),
 )

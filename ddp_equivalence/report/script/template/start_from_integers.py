@@ -6,19 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from ddp_equivalence.case.batch import take
+from ddp_equivalence.case.batch_tree import map_tensors
 from ddp_equivalence.report.script.template.placeholders import (
-    BATCH_SEED,
     BIG_BATCHES,
     DTYPE,
-    GENERATOR_SEED,
     SEED,
     build_model,
-    make_batch,
+    take_examples,
 )
-from ddp_equivalence.report.script.template.start_from_seed import in_dtype, seed_all
+from ddp_equivalence.report.script.template.start_from_seed import seed_all, whole_batch
 
 
 def to_integers(values: Tensor) -> Tensor:
@@ -39,8 +36,6 @@ def model_at_start() -> nn.Module:
 
 
 def big_batches() -> list[Any]:
-    """The big batch of every step, on the CPU."""
-    seed_all(BATCH_SEED)
-    batch = in_dtype(make_batch(torch.Generator().manual_seed(GENERATOR_SEED)), DTYPE)
-    batch = pytree.tree_map_only(Tensor, to_integers, batch)
-    return [take(batch, examples) for examples in BIG_BATCHES]
+    """The big batch of the only step that an exact case has."""
+    batch = take_examples(whole_batch(), BIG_BATCHES[0])
+    return [map_tensors(to_integers, batch)]
