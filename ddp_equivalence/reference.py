@@ -57,7 +57,7 @@ def big_batch(
     steps: Steps = 1,
     whole_batch: tuple[Any, tuple[int, ...]] | None = None,
 ) -> Reference:
-    """Compute the reference of a case. ``whole_batch``: what ``build_whole_batch`` has built for it.
+    """Compute the reference of a case. ``whole_batch``: its batch, if it has been built already.
 
     Raises BadCase whenever the case's model, batch or loss is at fault.
     """

@@ -31,8 +31,8 @@ def check_batch(batch: Any, dims: BatchDims, examples: int | None, exact: bool =
         right += f"Or say how it is dealt: {DEALING_FUNCTION}"
         raise BadCase("batch", type(batch).__name__, right) from error
     for path, leaf in leaves:
-        if (right := _what_would_be_right(leaf, exact)) is not None:
-            raise BadCase("batch", path or type(leaf).__name__, right)
+        if (instead := _what_would_be_right(leaf, exact)) is not None:
+            raise BadCase("batch", path or type(leaf).__name__, instead)
     if callable(dims):
         assert examples is not None
         _try_dealing(batch, dims)

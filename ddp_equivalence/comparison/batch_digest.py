@@ -1,4 +1,4 @@
-"""Digests of the examples that a rank is given, leaf by leaf, to see whether ranks build one batch."""
+"""Digests of the examples that a rank is given, by leaf: do all processes build one batch?"""
 
 from __future__ import annotations
 
@@ -34,10 +34,8 @@ def digest_leaves(batches: Sequence[Any]) -> Digests:
                 texts.setdefault(path, []).append(digest(iter([(described, leaf)])))
             elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
                 described = f"{leaf.dtype} {leaf.shape} "
-                bytes_of_it = torch.frombuffer(
-                    bytearray(leaf.tobytes()) or b"\0", dtype=torch.uint8
-                )
-                texts.setdefault(path, []).append(digest(iter([(described, bytes_of_it)])))
+                data = torch.frombuffer(bytearray(leaf.tobytes() + b"\0"), dtype=torch.uint8)
+                texts.setdefault(path, []).append(digest(iter([(described, data)])))
             elif isinstance(leaf, SIMPLE):
                 # A list of names has a leaf for every example. They get one digest together.
                 simple.setdefault(path.rpartition("[")[0] or path, []).append(repr(leaf))
@@ -62,7 +60,7 @@ class DataByRank:
 def data_by_rank(
     case: Case, whole: Any, sizes: Sequence[int], *, undivided: bool, together: bool
 ) -> DataByRank:
-    """What the ranks' digests are if they build this batch; the arguments are as in ``given_to``."""
+    """What the ranks' digests are if they build this batch. Arguments: those of ``given_to``."""
     ranks = case.ranks.world_size
     undivided = undivided or case.shards == OWN
     given = (

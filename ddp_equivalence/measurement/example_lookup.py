@@ -31,9 +31,7 @@ class ExampleLookup:
             if leaf.ndim > dim
         ]
         # The leaf with the largest rows comes first: small rows, such as labels, are often alike.
-        for leaf, dim in sorted(
-            leaves, key=lambda one: -one[0][:1].numel() * one[0].element_size()
-        ):
+        for leaf, dim in sorted(leaves, key=_minus_bytes_of_a_row):
             if not leaf.numel() or len(leaf) > MOST_EXAMPLES:
                 continue
             positions: dict[bytes, list[int]] = {}
@@ -67,6 +65,11 @@ class _Rows:
     shape: tuple[int, ...]
     dtype: torch.dtype
     positions: Mapping[bytes, list[int]]
+
+
+def _minus_bytes_of_a_row(leaf_and_dim: tuple[Tensor, int]) -> int:
+    leaf, _ = leaf_and_dim
+    return -leaf[:1].numel() * leaf.element_size()
 
 
 def _bytes_of_rows(tensor: Tensor) -> list[bytes]:

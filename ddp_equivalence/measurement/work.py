@@ -45,9 +45,9 @@ class Evidence:
 
     ``examples``: for each step, the positions in the big batch of the examples that the rank was
     given; None if the step chooses them itself. ``data``: a digest of those examples for every leaf
-    of the batch. ``inputs``: a digest of everything that the model was called with; None if it was never called. ``start``: a
-    digest of the weights before the first step. ``collectives``: all that the rank issued; None if
-    torch has no flight recorder. ``gradients``: the description of every gradient that the rank
+    of the batch. ``inputs``: a digest of everything that the model was called with; None if it was
+    never called. ``start``: a digest of the weights before the first step. ``collectives``: all
+    that the rank issued; None if torch has no flight recorder. ``gradients``: the description of every gradient that the rank
     left. ``notes``: what the strategy wrote down to prove that it ran. ``planted``: how often a
     planted fault did its damage; None if none was planted. ``observed``: what was seen of the step,
     if it was watched.
