@@ -30,7 +30,7 @@ def check_batch(batch: Any, dims: BatchDims, examples: int | None, exact: bool =
         right = f"a batch that can be taken apart; that raised {type(error).__name__}: {error}. "
         right += f"Or say how it is dealt: {DEALING_FUNCTION}"
         raise BadCase("batch", type(batch).__name__, right) from error
-    for path, leaf in leaves:
+    for path, leaf in leaves_of(batch):
         if (instead := _what_would_be_right(leaf, exact)) is not None:
             raise BadCase("batch", path or type(leaf).__name__, instead)
     if callable(dims):

@@ -27,8 +27,8 @@ class Setting:
     ``batch``: the big batch of the step, and ``example_count`` the number of its examples.
     ``earlier_batches`` and ``earlier_examples``: the same of the steps before it. The weights were
     still right after those steps. ``shards``: the examples that each rank was given; None if the
-    step takes its examples itself. ``reporting_ranks``: the ranks that send gradients; if a single process drives
-    all ranks of the layout, only rank 0 sends any.
+    step takes its examples itself. ``reporting_ranks``: the ranks that send gradients; if a single
+    process drives all ranks of the layout, only rank 0 sends any.
 
     ``dtype``: the least precise dtype of a parameter. ``seed``: torch is seeded with it before the
     step. ``scale``: predicted gradients are multiplied by it: 1 for gradients, -lr for updates.

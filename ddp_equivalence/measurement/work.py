@@ -47,10 +47,10 @@ class Evidence:
     given; None if the step chooses them itself. ``data``: a digest of those examples for every leaf
     of the batch. ``inputs``: a digest of everything that the model was called with; None if it was
     never called. ``start``: a digest of the weights before the first step. ``collectives``: all
-    that the rank issued; None if torch has no flight recorder. ``gradients``: the description of every gradient that the rank
-    left. ``notes``: what the strategy wrote down to prove that it ran. ``planted``: how often a
-    planted fault did its damage; None if none was planted. ``observed``: what was seen of the step,
-    if it was watched.
+    that the rank issued; None if torch has no flight recorder. ``gradients``: the description of
+    every gradient that the rank left. ``notes``: what the strategy wrote down to prove that it ran.
+    ``planted``: how often a planted fault did its damage; None if none was planted. ``observed``:
+    what was seen of the step, if it was watched.
     """
 
     examples: tuple[tuple[int, ...], ...] | None
