@@ -28,6 +28,37 @@ def make_batch(generator):
 """
 
 
+KEPT = """
+import torch
+
+DATA = {"rows": torch.randn(12, 5, generator=torch.Generator()), "targets": torch.ones(12, 3)}
+
+def make_batch(generator):
+    return DATA
+"""
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A module that keeps its data, and hands them out at each call."""
+    (tmp_path / "kept_data.py").write_text(KEPT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield import_module("kept_data")
+    del sys.modules["kept_data"]
+
+
+def writes_to_its_batch(model: Any, batch: Any, rank: Any) -> None:
+    own = {name: leaf[rank.rank * 6 :][:6].clone() for name, leaf in batch.items()}
+    right_step(model, own, rank)
+    batch["rows"].zero_()
+
+
+def test_a_step_that_writes_to_its_batch_changes_no_data_of_the_user(kept: ModuleType) -> None:
+    """On warm ranks the module would have other data in the next check."""
+    case = own_case(batch=kept.make_batch, shards="own", dtype=None)
+    assert [check(case, writes_to_its_batch).outcome for _ in range(3)] == ["same"] * 3
+
+
 @pytest.fixture
 def unseeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A module that draws random data when it is imported."""

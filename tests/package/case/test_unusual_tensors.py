@@ -144,8 +144,8 @@ def test_a_right_step_is_the_same_and_a_wrong_one_differs(
     assert right.outcome == "same", right
     assert str(right)
     wrong = check(case, step_of(case, 2.0))
-    assert (wrong.outcome, wrong.cause) == ("different", "sum_not_mean"), wrong
-    assert str(wrong)
+    assert wrong.outcome == "different", wrong
+    assert "holds 2.0" in str(wrong)
 
 
 def loss_of_complex_in_the_models_dtype(model: nn.Module, batch: Any) -> Tensor:
@@ -154,31 +154,13 @@ def loss_of_complex_in_the_models_dtype(model: nn.Module, batch: Any) -> Tensor:
     return loss(model, batch | {"rows": (rows.real + rows.imag).to(batch["targets"].dtype)})
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, None])
 @pytest.mark.parametrize("name", [one for one in UNUSUAL if one != "sparse"])
-def test_a_step_may_take_its_own_examples_of_them(name: str) -> None:
+def test_a_step_may_take_its_own_examples_of_them(name: str, dtype: torch.dtype | None) -> None:
     batch, loss_of_it = UNUSUAL[name]
-    case = own_case(batch=batch, loss=loss_of_it, shards="own")
+    case = own_case(batch=batch, loss=loss_of_it, shards="own", dtype=dtype)
     verdict = check(case, step_of(case, 1.0))
     assert verdict.outcome == "same", verdict
-
-
-DATA = make_batch(torch.Generator())
-
-
-def data_of_the_module(generator: torch.Generator) -> Any:
-    return DATA
-
-
-def writes_to_its_batch(model: nn.Module, batch: Any, rank: Rank) -> None:
-    """On a warm rank the module's data would be others in the next check."""
-    loss(DistributedDataParallel(model), own_rows(batch, rank)).backward()
-    batch["rows"].zero_()
-
-
-def test_a_step_that_writes_to_its_batch_changes_no_data_of_the_user() -> None:
-    case = own_case(batch=data_of_the_module, shards="own", dtype=None)
-    outcomes = [check(case, writes_to_its_batch).outcome for _ in range(3)]
-    assert outcomes == ["same"] * 3
 
 
 def test_a_sparse_tensor_has_no_place_in_an_exact_case() -> None:
