@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -141,7 +141,7 @@ def _holds_a_tensor(value: Any, seen: set[int]) -> bool:
     if isinstance(value, PLAIN) or callable(value) or id(value) in seen:
         return False
     seen.add(id(value))
-    if isinstance(value, dict | UserDict):
+    if isinstance(value, Mapping):
         inside = list(value.values())
     elif isinstance(value, list | tuple | set | frozenset):
         inside = list(value)

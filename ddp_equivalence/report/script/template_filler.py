@@ -6,6 +6,7 @@ import importlib
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -64,6 +65,7 @@ def is_plain(batch: Any, dims: BatchDims) -> bool:
     return (
         dims is None
         and len(tensors) == len(tensors_of(batch))
+        and all(leaf.layout is torch.strided for leaf in tensors)
         and not any(leaf.is_complex() or leaf.requires_grad for leaf in tensors)
     )
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from tests.package.own_cases import make_batch
 
@@ -72,6 +73,31 @@ class Slots:
         self.rows, self.targets = rows, targets
 
 
+class Registered:
+    """A type that its user has registered with torch's pytree, without names for its keys."""
+
+    def __init__(self, rows: Tensor, targets: Tensor) -> None:
+        self.rows, self.targets = rows, targets
+
+
+pytree.register_pytree_node(
+    Registered, lambda one: ([one.rows, one.targets], None), lambda leaves, _: Registered(*leaves)
+)
+
+
+class Circle:
+    """It holds tensors, and itself."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows, self.again = rows, self
+
+
+class Pair(tuple[Tensor, ...]):
+    """A tuple of its own type, which nobody knows how to make anew."""
+
+    __slots__ = ()
+
+
 KINDS: dict[str, Callable[..., Any]] = {
     "dataclass": Rows,
     "frozen dataclass with slots": FrozenRows,
@@ -80,6 +106,7 @@ KINDS: dict[str, Callable[..., Any]] = {
     "dict of one's own": lambda **leaves: OwnDict(leaves),
     "user dict": lambda **leaves: Encoding(leaves),
     "object": Holder,
+    "registered": Registered,
     "slots": Slots,
     "tuple": lambda rows, targets: (rows, targets),
     "list": lambda rows, targets: [rows, targets],

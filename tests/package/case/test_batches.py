@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from tests.package.case.batches import (
     KINDS,
     NAMES,
     BatchOfKind,
+    Circle,
     N,
+    Pair,
     examples_along_dim_1,
     images_of_many_sizes,
     lengths_of_names,
@@ -184,6 +187,11 @@ def test_a_subset_may_have_as_many_examples_as_a_list_has_entries() -> None:
     assert check(case, right_step).outcome != "unknown"
 
 
+def packed() -> Any:
+    """Two sequences for each example, as torch packs them for a recurrent layer."""
+    return nn.utils.rnn.pack_sequence([torch.ones(2, 5)] * N)
+
+
 class Opaque(frozenset[Tensor]):
     """It holds tensors where nobody sees them."""
 
@@ -201,6 +209,10 @@ UNCLEAR: list[tuple[str, Callable[[], Any], str, str]] = [
     ("scale", lambda: torch.tensor(2.0), "['scale']", "batch_dims={\"['scale']\": None}"),
     ("weights", lambda: torch.ones(3), "weights", "that every rank has it whole"),
     ("opaque", lambda: Opaque([torch.ones(N)]), "['opaque']", "something else than Opaque"),
+    ("proxy", lambda: MappingProxyType({"a": torch.ones(N)}), "['proxy']", "than mappingproxy"),
+    ("pair", lambda: Pair([torch.ones(N)]), "['pair']", "something else than Pair"),
+    ("circle", lambda: Circle(torch.ones(N)), "dict", "RecursionError"),
+    ("packed", packed, "['packed']", "batch_dims"),
     ("csr", lambda: torch.eye(N).to_sparse_csr(), "['csr']", "instead of torch.sparse_csr"),
     ("csc", lambda: torch.eye(N).to_sparse_csc(), "['csc']", "instead of torch.sparse_csc"),
     ("meta", lambda: torch.ones(N, device="meta"), "['meta']", "on the meta device"),
