@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_equivalence.case.batch import cast
 from ddp_equivalence.case.batch_tree import map_tensors
 from ddp_equivalence.case.build import batches_of_steps, build_model, build_whole_batch
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.losses import LOSSES
+from ddp_equivalence.case.precision import cast
 from ddp_equivalence.case.random_state import seeded, step_seed
 from ddp_equivalence.case.steps import Compare, GradientKey, Steps
 

@@ -23,12 +23,6 @@ BatchDims = int | Mapping[str, int | None] | Deal | None
 """Where the examples lie: one dim for all tensors; or, by the path of a leaf, its dim (0 for a list
 with one entry per example), or None for a leaf that is carried whole; or a function that deals."""
 
-COMPLEX: Mapping[torch.dtype | None, torch.dtype] = {
-    torch.float32: torch.complex64,
-    torch.float64: torch.complex128,
-}
-"""The complex dtype of each precision. In the others, complex tensors keep their own."""
-
 UNSAID = -1
 """The dim of a leaf of which the case says nothing."""
 
@@ -114,15 +108,6 @@ def concatenate(batches: Sequence[Any]) -> Any:
         return torch.cat(of_leaf) if isinstance(leaf, Tensor) else leaf
 
     return map_leaves(join, batches[0])
-
-
-def cast(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A floating-point or complex tensor in this precision; others, and all with None, stay."""
-    if dtype is not None and leaf.is_floating_point():
-        return leaf.to(dtype)
-    if dtype in COMPLEX and leaf.is_complex():
-        return leaf.to(COMPLEX[dtype])
-    return leaf
 
 
 def move(batch: Any, device: torch.device) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ddp_equivalence.case.batch import cast, take
+from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.batch_check import check_batch, check_that_it_is_clear
 from ddp_equivalence.case.batch_tree import map_tensors
 from ddp_equivalence.case.case import Case, name_of
@@ -19,6 +19,7 @@ from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.losses.loss import Batch, CatalogueLoss
 from ddp_equivalence.case.losses.token_mean import PADDING
 from ddp_equivalence.case.models import MODELS
+from ddp_equivalence.case.precision import cast
 from ddp_equivalence.case.random_state import batch_seed, generator_seed, seeded
 from ddp_equivalence.case.shards import split
 from ddp_equivalence.case.steps import Steps
