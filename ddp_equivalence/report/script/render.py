@@ -17,6 +17,7 @@ COMPARING_MODULES = (
     f"{TEMPLATE}.catalogue_step",
     f"{PACKAGE}.case.batch_tree",
     f"{PACKAGE}.case.batch",
+    f"{PACKAGE}.case.precision",
     f"{TEMPLATE}.plain_batch",
     f"{TEMPLATE}.dealt_batch",
     f"{PACKAGE}.comparison.gradients",

@@ -15,6 +15,7 @@ SLICEABLE = (
         "case.build",
         "case.batch",
         "case.batch_tree",
+        "case.precision",
         "case.random_state",
     ),
     *("case.steps", "strategies", "faults", "comparison.gradients", "comparison.chunks"),
