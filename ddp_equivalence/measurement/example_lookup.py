@@ -44,14 +44,10 @@ class ExampleLookup:
         tensors = [one for one in tensors_of(arguments) if one.layout is torch.strided]
         for rows in self._rows:
             for tensor in tensors:
-                if tensor.is_nested or tensor.ndim <= rows.dim or tensor.dtype != rows.dtype:
-                    continue
-                examples_first = tensor.detach().movedim(rows.dim, 0)
-                if tuple(examples_first.shape[1:]) != rows.shape:
-                    continue
-                candidates = [rows.positions.get(row) for row in _bytes_of_rows(examples_first)]
-                if all(candidates):
-                    return _one_position_each([places for places in candidates if places])
+                # A loss may turn a tensor over before the model is called with it.
+                for dim in sorted({rows.dim, 0}, reverse=True):
+                    if (found := rows.positions_in(tensor, dim)) is not None:
+                        return found
         return None
 
 
@@ -65,6 +61,16 @@ class _Rows:
     shape: tuple[int, ...]
     dtype: torch.dtype
     positions: Mapping[bytes, list[int]]
+
+    def positions_in(self, tensor: Tensor, dim: int) -> Indices | None:
+        """The positions of the examples along this dim; None if it holds something else."""
+        if tensor.is_nested or tensor.ndim <= dim or tensor.dtype != self.dtype:
+            return None
+        examples_first = tensor.detach().movedim(dim, 0)
+        if tuple(examples_first.shape[1:]) != self.shape:
+            return None
+        candidates = [self.positions.get(row) for row in _bytes_of_rows(examples_first)]
+        return _one_position_each([one for one in candidates if one]) if all(candidates) else None
 
 
 def _minus_bytes_of_a_row(leaf_and_dim: tuple[Tensor, int]) -> int:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import BadCase, Case, Rank, check
 from ddp_equivalence.case.example_subset import with_examples
+from ddp_equivalence.faults.plant import planted
 from tests.package.case.batches import (
     KINDS,
     NAMES,
@@ -301,3 +302,12 @@ def test_strategies_take_a_dataclass_apart(strategy: str) -> None:
     case = own_case(batch=BatchOfKind("dataclass"), loss=loss_of_any_kind)
     verdict = check(case, strategy)
     assert verdict.outcome == "same", verdict
+
+
+@pytest.mark.parametrize("fault", ["every_rank_same_data", "accumulation_not_divided"])
+@pytest.mark.parametrize("name", ["names and an array", "examples along dim 1"])
+def test_a_planted_fault_takes_the_batch_apart_in_the_same_way(name: str, fault: str) -> None:
+    case = own_case(**DEALT[name])
+    with planted(fault):
+        verdict = check(case, step_of(case, {}))
+    assert (verdict.outcome, verdict.cause) == ("different", fault), verdict
