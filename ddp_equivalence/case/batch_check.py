@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddp_equivalence.case.batch import UNSAID, BatchDims, dim_of, entries_by_example, said_of, take
 from ddp_equivalence.case.batch import names_in as keys_of
-from ddp_equivalence.case.batch_tree import children, hides_a_tensor, leaves_of, map_leaves
+from ddp_equivalence.case.batch_tree import children, hidden_tensors, leaves_of, map_leaves
 from ddp_equivalence.case.errors import BadCase
 
 DEALING_FUNCTION = "batch_dims=a function (batch, indices) -> batch, with examples=their number"
@@ -27,11 +27,11 @@ def check_batch(batch: Any, dims: BatchDims, examples: int | None, exact: bool =
         leaves = list(leaves_of(batch, entries_by_example(dims)))
         map_leaves(lambda path, leaf: leaf, batch)
     except Exception as error:
-        right = f"a batch that can be taken apart; that raised {type(error).__name__}: {error}. "
-        right += f"Or say how it is dealt: {DEALING_FUNCTION}"
+        right = "a batch whose containers can be made anew with other leaves, and do not hold "
+        right += f"themselves; that raised {type(error).__name__}: {error}"
         raise BadCase("batch", type(batch).__name__, right) from error
     for path, leaf in leaves_of(batch):
-        if (instead := _what_would_be_right(leaf, exact)) is not None:
+        if (instead := _what_would_be_right(leaf, callable(dims), exact)) is not None:
             raise BadCase("batch", path or type(leaf).__name__, instead)
     if callable(dims):
         assert examples is not None
@@ -106,10 +106,10 @@ def _length(value: Any) -> int | None:
         return None
 
 
-def _what_would_be_right(leaf: Any, exact: bool) -> str | None:
+def _what_would_be_right(leaf: Any, dealt_by_function: bool, exact: bool) -> str | None:
     """What would be right instead of a leaf that cannot be dealt or compared; None if it can."""
     if not isinstance(leaf, Tensor):
-        if not hides_a_tensor(leaf):
+        if dealt_by_function or not hidden_tensors(leaf):
             return None
         return (
             f"something else than {type(leaf).__name__}, which holds tensors that cannot be "

@@ -94,7 +94,8 @@ def children(value: Any) -> Node | None:
         names = [field.name for field in dataclasses.fields(value)]
         return tuple((f".{name}", getattr(value, name)) for name in names if hasattr(value, name))
     attributes = _attributes(value)
-    if any(_holds_a_tensor(one, {id(value)}) for one in attributes.values()):
+    seen = {id(value)}
+    if any(True for one in attributes.values() for _ in _tensors_in(one, seen)):
         return tuple((f".{name}", one) for name, one in attributes.items())
     return None
 
@@ -130,16 +131,16 @@ def _slot_names(kind: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def hides_a_tensor(leaf: Any) -> bool:
-    """True if a leaf that is no tensor holds some all the same, such as a set of tensors."""
-    return not isinstance(leaf, Tensor) and _holds_a_tensor(leaf, set())
+def hidden_tensors(leaf: Any) -> list[Tensor]:
+    """The tensors that a leaf which is no tensor holds all the same, such as a set of tensors."""
+    return [] if isinstance(leaf, Tensor) else list(_tensors_in(leaf, set()))
 
 
-def _holds_a_tensor(value: Any, seen: set[int]) -> bool:
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        return True
+        yield value
     if isinstance(value, PLAIN) or callable(value) or id(value) in seen:
-        return False
+        return
     seen.add(id(value))
     if isinstance(value, Mapping):
         inside = list(value.values())
@@ -147,7 +148,8 @@ def _holds_a_tensor(value: Any, seen: set[int]) -> bool:
         inside = list(value)
     else:
         inside = list(_attributes(value).values())
-    return any(_holds_a_tensor(one, seen) for one in inside)
+    for one in inside:
+        yield from _tensors_in(one, seen)
 
 
 def _rebuilt(value: Any, node: Node, values: list[Any]) -> Any:

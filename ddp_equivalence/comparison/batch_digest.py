@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_equivalence.case.batch_tree import leaves_of
+from ddp_equivalence.case.batch_tree import hidden_tensors, leaves_of
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.given import given_to
 from ddp_equivalence.case.shards import OWN
@@ -24,7 +24,7 @@ Digests = Mapping[str, str]
 
 
 def digest_leaves(batches: Sequence[Any]) -> Digests:
-    """The digest of every leaf, over the batches of all steps."""
+    """The digest of every leaf, over all these batches; empty for an object that has no digest."""
     texts: dict[str, list[str]] = {}
     for batch in batches:
         simple: dict[str, list[str]] = {}
@@ -39,6 +39,9 @@ def digest_leaves(batches: Sequence[Any]) -> Digests:
             elif isinstance(leaf, SIMPLE):
                 # A list of names has a leaf for every example. They get one digest together.
                 simple.setdefault(path.rpartition("[")[0] or path, []).append(repr(leaf))
+            else:
+                hidden = sorted(digest(iter([("", one)])) for one in hidden_tensors(leaf))
+                texts.setdefault(path, []).extend(hidden)
         for path, entries in simple.items():
             texts.setdefault(path, []).append(digest(iter([(", ".join(entries), None)])))
     return {path: " ".join(parts) for path, parts in texts.items()}

@@ -195,7 +195,8 @@ def against_a_pass(
 def _identical_inputs(evidence: Mapping[int, Evidence]) -> str | None:
     """Why a missing all-reduce would not show; None unless all ranks got identical inputs."""
     with_data = [one for one in evidence.values() if any(map(len, one.examples or ()))]
-    if len(with_data) > 1 and len({tuple(one.data.items()) for one in with_data}) == 1:
+    known = all(all(one.data.values()) for one in with_data)  # else some objects have no digest
+    if known and len(with_data) > 1 and len({tuple(one.data.items()) for one in with_data}) == 1:
         return (
             "all ranks were given identical inputs, so a missing all-reduce would not show: "
             "make a batch whose examples differ"

@@ -41,7 +41,10 @@ class ExampleLookup:
 
     def positions_of(self, arguments: object) -> Indices | None:
         """Find a tensor with nothing but rows of the batch; return their positions, or None."""
-        tensors = [one for one in tensors_of(arguments) if one.layout is torch.strided]
+        try:
+            tensors = [one for one in tensors_of(arguments) if one.layout is torch.strided]
+        except Exception:  # any object may be an argument, also one that holds itself
+            return None
         for rows in self._rows:
             for tensor in tensors:
                 # A loss may turn a tensor over before the model is called with it.

@@ -98,15 +98,19 @@ class _CalledWith:
 
     def __init__(self, model: nn.Module) -> None:
         self._seen: list[str] = []
+        self._is_readable = True
         # Hidden from torch.compile, which would warn that it cannot trace the hook.
         listen = torch.compiler.disable(self._listen)
         model.register_forward_pre_hook(listen, with_kwargs=True)
 
     def _listen(self, model: nn.Module, *arguments: Any) -> None:
-        self._seen += digest_leaves([arguments]).values()
+        try:
+            self._seen += digest_leaves([arguments]).values()
+        except Exception:  # any object may be an argument, also one that holds itself
+            self._is_readable = False
 
     def digest(self) -> str | None:
-        return " ".join(self._seen) or None
+        return " ".join(self._seen) if self._seen and self._is_readable else None
 
 
 def _given(rank: Rank, work: Work, whole: Any, sizes: tuple[int, ...]) -> list[Any]:

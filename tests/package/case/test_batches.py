@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -173,6 +174,27 @@ def test_a_batch_may_be_a_list_of_examples(
     changes: dict[str, Any], options: dict[str, Any]
 ) -> None:
     assert_judged_right(own_case(batch=list_of_pairs, loss=loss_of_pairs, **changes), options)
+
+
+def in_a_type_of_its_own(generator: torch.Generator) -> Any:
+    batch = make_batch(generator)
+    return Pair([batch["rows"].double(), batch["targets"].double()])
+
+
+def deal_a_pair(batch: Any, indices: list[int]) -> Any:
+    return Pair([leaf[indices] for leaf in batch])
+
+
+def loss_of_a_pair(model: nn.Module, batch: Any) -> Tensor:
+    rows, targets = batch
+    return F.mse_loss(model(rows), targets)
+
+
+def test_a_function_deals_what_nobody_can_see_into() -> None:
+    case = own_case(batch=in_a_type_of_its_own, loss=loss_of_a_pair)
+    with pytest.raises(BadCase, match="something else than Pair"):
+        check(case, right_step)
+    assert_judged_right(replace(case, batch_dims=deal_a_pair, examples=N), {})
 
 
 @pytest.mark.parametrize("subset", [6, (11, 0, 4, 7)])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -161,6 +162,55 @@ def test_a_step_may_take_its_own_examples_of_them(name: str, dtype: torch.dtype 
     case = own_case(batch=batch, loss=loss_of_it, shards="own", dtype=dtype)
     verdict = check(case, step_of(case, 1.0))
     assert verdict.outcome == "same", verdict
+
+
+class Itself:
+    """It holds tensors, and itself."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows, self.again = rows, self
+
+
+class CalledWithAnything(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, rows: Any) -> Tensor:
+        if isinstance(rows, Itself):
+            return self.linear(rows.rows)  # type: ignore[no-any-return]
+        return self.linear(torch.stack(rows.unbind()))  # type: ignore[no-any-return]
+
+
+def called_with_itself(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(Itself(batch["rows"])), batch["targets"])
+
+
+def called_with_nested(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(torch.nested.as_nested_tensor(list(batch["rows"]))), batch["targets"])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loss_of_it", [called_with_itself, called_with_nested])
+def test_a_model_may_be_called_with_what_cannot_be_read(loss_of_it: Any) -> None:
+    case = own_case(model=CalledWithAnything, loss=loss_of_it)
+
+    def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+        """DDP itself sees into what it is called with, so the gradients are reduced by hand."""
+        loss_of_it(model, shard).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+
+    assert check(case, step).outcome == "same"
+    assert check(case, step_without_reduction(loss_of_it)).outcome == "different"
+
+
+def step_without_reduction(loss_of_it: Any) -> Any:
+    def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+        loss_of_it(model, shard).backward()
+
+    return step
 
 
 def test_a_sparse_tensor_has_no_place_in_an_exact_case() -> None:
