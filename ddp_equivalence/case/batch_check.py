@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -82,7 +83,12 @@ def _unclear(value: Any, dims: BatchDims, count: int, path: str) -> Iterator[tup
         if not isinstance(value, str | bytes | type) and _length(value) == count:
             yield path, "entries"
         return
-    if path and isinstance(value, list | tuple) and len(value) == count and _is_unnamed(value):
+    if (
+        path
+        and isinstance(value, list | tuple | deque)
+        and len(value) == count
+        and _is_unnamed(value)
+    ):
         tensors = [leaf for _, leaf in leaves_of(value) if isinstance(leaf, Tensor)]
         if not tensors:
             yield path, "entries"
@@ -93,8 +99,8 @@ def _unclear(value: Any, dims: BatchDims, count: int, path: str) -> Iterator[tup
         yield from _unclear(child, dims, count, path + end)
 
 
-def _is_unnamed(value: Any) -> bool:
-    return not hasattr(value, "_fields")
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, list | tuple | deque) and not hasattr(value, "_fields")
 
 
 def _length(value: Any) -> int | None:

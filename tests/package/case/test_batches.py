@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from types import MappingProxyType
@@ -222,6 +223,7 @@ class Opaque(frozenset[Tensor]):
 UNCLEAR: list[tuple[str, Callable[[], Any], str, str]] = [
     ("names", lambda: NAMES, "['names']", "batch_dims={\"['names']\": 0} if each example"),
     ("names", lambda: tuple(NAMES), "['names']", "batch_dims={\"['names']\": None} if every rank"),
+    ("names", lambda: deque(NAMES), "['names']", "12 entries and 12 examples"),
     ("ids", lambda: np.arange(N), "['ids']", "batch_dims={\"['ids']\": 0}"),
     ("objects", lambda: [object() for _ in range(N)], "['objects']", "12 entries and 12 examples"),
     ("boxes", lambda: [[1, 2]] * N, "['boxes']", "12 entries and 12 examples"),
