@@ -83,12 +83,7 @@ def _unclear(value: Any, dims: BatchDims, count: int, path: str) -> Iterator[tup
         if not isinstance(value, str | bytes | type) and _length(value) == count:
             yield path, "entries"
         return
-    if (
-        path
-        and isinstance(value, list | tuple | deque)
-        and len(value) == count
-        and _is_unnamed(value)
-    ):
+    if path and _is_sequence(value) and len(value) == count:
         tensors = [leaf for _, leaf in leaves_of(value) if isinstance(leaf, Tensor)]
         if not tensors:
             yield path, "entries"

@@ -179,4 +179,5 @@ def loss_of_names(model: nn.Module, batch: Any) -> Tensor:
     weight = next(model.parameters())
     rows = torch.from_numpy(np.asarray(batch["numbers"])).to(weight)
     wanted = torch.tensor([len(name) for name in batch["names"]]).to(weight)
-    return ((model(rows) * batch["scale"]).sum(1) - wanted).square().mean()
+    value: Tensor = ((model(rows) * batch["scale"]).sum(1) - wanted).square().mean()
+    return value

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import BadCase, Case, Rank, check
 from ddp_equivalence.case.example_subset import with_examples
+from ddp_equivalence.comparison.gradients import sgd_step
 from ddp_equivalence.faults.plant import planted
 from tests.package.case.batches import (
     KINDS,
@@ -50,9 +51,7 @@ def step_of(case: Case, options: dict[str, Any], factor: float = 1.0) -> Any:
             for part in range(steps):
                 model.zero_grad()
                 (factor * case.loss(ddp, parts_of(shard, case, steps)[part])).backward()  # type: ignore[operator]
-                with torch.no_grad():
-                    for parameter in model.parameters():
-                        parameter -= 0.05 * parameter.grad
+                sgd_step(model, 0.05)
             return
         (factor * case.loss(ddp, shard)).backward()  # type: ignore[operator]
 

@@ -54,7 +54,8 @@ def rows_with_a_gradient(generator: torch.Generator) -> Any:
 def loss_with_a_gradient_penalty(model: nn.Module, batch: Any) -> Tensor:
     outputs = model(batch["rows"])
     (slope,) = torch.autograd.grad(outputs.sum(), batch["rows"], create_graph=True)
-    return F.mse_loss(outputs, batch["targets"]) + slope.square().sum(1).mean()
+    penalty: Tensor = slope.square().sum(1).mean()
+    return F.mse_loss(outputs, batch["targets"]) + penalty
 
 
 def expanded(generator: torch.Generator) -> Any:
@@ -79,7 +80,8 @@ def twice(generator: torch.Generator) -> Any:
 
 def loss_of_twice(model: nn.Module, batch: Any) -> Tensor:
     batch["rows"].add_(1)
-    return loss(model, batch) + model(batch["again"]).square().mean()
+    of_the_other: Tensor = model(batch["again"]).square().mean()
+    return loss(model, batch) + of_the_other
 
 
 def with_nothing(generator: torch.Generator) -> Any:
