@@ -93,6 +93,8 @@ def children(value: Any) -> Node | None:
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         return tuple((f".{name}", getattr(value, name)) for name in names if hasattr(value, name))
+    if callable(value):  # such as a module, whose tensors are no examples
+        return None
     attributes = _attributes(value)
     seen = {id(value)}
     if any(True for one in attributes.values() for _ in _tensors_in(one, seen)):

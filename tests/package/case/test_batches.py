@@ -150,6 +150,24 @@ def test_a_rank_gets_what_the_case_says() -> None:
     assert check(own_case(batch=batch, batch_dims=dims), step).outcome == "same"
 
 
+def with_a_teacher(generator: torch.Generator) -> Any:
+    teacher = nn.Linear(5, 3)
+    with torch.no_grad():
+        teacher.weight.copy_(torch.randn(3, 5, generator=generator))
+        teacher.bias.zero_()
+    return make_batch(generator) | {"teacher": teacher.double()}
+
+
+def loss_with_a_teacher(model: nn.Module, batch: Any) -> Tensor:
+    with torch.no_grad():
+        wanted = batch["teacher"](batch["rows"])
+    return F.mse_loss(model(batch["rows"]), wanted)
+
+
+def test_a_module_in_the_batch_is_carried_whole() -> None:
+    assert_judged_right(own_case(batch=with_a_teacher, loss=loss_with_a_teacher), {})
+
+
 def deal(batch: Any, indices: list[int]) -> Any:
     return [batch[index] for index in indices]
 
