@@ -14,10 +14,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Unpack
 
+from ddp_equivalence.case.build import build_whole_batch
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.random_state import restored_random_state
 from ddp_equivalence.case.shards import OWN, split
 from ddp_equivalence.case.steps import Compare, Steps
+from ddp_equivalence.comparison.batch_digest import data_by_rank
 from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.diagnosis import precision, vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis, without_ranks
@@ -140,9 +142,11 @@ def _judge(request: Request) -> Verdict:
         observed=analysis.observed,
     )
     world_size = request.processes.world_size
-    why_unknown = vacuity.against_the_evidence(
-        measurement.evidence, request.strategy, world_size
-    ) or vacuity.against_an_idle_plant(measurement.evidence, request.plant, request.processes)
+    why_unknown = (
+        vacuity.against_the_evidence(measurement.evidence, request.strategy, world_size)
+        or vacuity.against_another_batch(expected.data, measurement.evidence)
+        or vacuity.against_an_idle_plant(measurement.evidence, request.plant, request.processes)
+    )
     if why_unknown is not None:
         return _unknown(verdict, why_unknown)
     if measurement.comparison.same:
@@ -247,7 +251,18 @@ def _check_shards(request: Request, reference: Reference) -> None:
 def _expected(request: Request) -> Expected:
     case = request.case
     if not case.is_catalogue:
-        return Expected(big_batch(case, request.compare, request.lr, request.steps))
+        whole, sizes = build_whole_batch(case, request.steps)
+        strategy = request.strategy
+        data = data_by_rank(
+            case,
+            whole,
+            sizes,
+            undivided=strategy is not None and strategy.one_process,
+            together=request.compare == "update" and strategy is None,
+        )
+        return Expected(
+            big_batch(case, request.compare, request.lr, request.steps, (whole, sizes)), data
+        )
     return _expected_of_catalogue(without_ranks(case), request.compare, request.lr, request.steps)
 
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from ddp_equivalence.case.build import build_batches, build_model
+from ddp_equivalence.case.batch_tree import map_tensors
+from ddp_equivalence.case.build import batches_of_steps, build_model, build_whole_batch
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.losses import LOSSES
+from ddp_equivalence.case.precision import cast
 from ddp_equivalence.case.random_state import seeded, step_seed
 from ddp_equivalence.case.steps import Compare, GradientKey, Steps
 
@@ -50,13 +51,19 @@ class Reference:
 
 
 def big_batch(
-    case: Case, compare: Compare = "gradients", lr: float = 0.1, steps: Steps = 1
+    case: Case,
+    compare: Compare = "gradients",
+    lr: float = 0.1,
+    steps: Steps = 1,
+    whole_batch: tuple[Any, tuple[int, ...]] | None = None,
 ) -> Reference:
-    """Compute the reference of a case.
+    """Compute the reference of a case. ``whole_batch``: its batch, if it has been built already.
 
     Raises BadCase whenever the case's model, batch or loss is at fault.
     """
-    model, batches = build_model(case), build_batches(case, steps)
+    model = build_model(case)
+    whole, sizes = whole_batch or build_whole_batch(case, steps)
+    batches = batches_of_steps(case, whole, sizes)
     dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
     expected, losses = train(
         case, model.double(), [in_dtype(batch, torch.float64) for batch in batches], compare, lr
@@ -68,7 +75,7 @@ def big_batch(
         steps=steps,
         expected=expected,
         dtypes=dtypes,
-        examples=tuple(map(_first_length, batches)),
+        examples=sizes,
         losses=tuple(losses),
     )
 
@@ -111,14 +118,14 @@ def train(
 
 
 def in_dtype(batch: Any, dtype: torch.dtype | None) -> Any:
-    """A copy of the batch. Floating-point tensors are cast to ``dtype``, unless that is None."""
+    """A copy of the batch, with its floats (and complex numbers) in ``dtype`` unless it is None."""
 
     def copied(leaf: Tensor) -> Tensor:
-        if dtype is None or not leaf.is_floating_point():
-            return leaf.clone()
-        return leaf.to(dtype, copy=True)
+        copy = cast(leaf.detach(), dtype)
+        copy = copy.clone() if copy.dtype == leaf.dtype else copy
+        return copy.requires_grad_() if leaf.requires_grad else copy
 
-    return pytree.tree_map_only(Tensor, copied, batch)
+    return map_tensors(copied, batch)
 
 
 def loss_of_the_case(case: Case) -> Loss:
@@ -162,8 +169,3 @@ def _plain_sgd_step(model: nn.Module, lr: float) -> None:
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad.to_dense(), alpha=lr)
-
-
-def _first_length(batch: Any) -> int:
-    """The number of examples. ``build_batches`` has checked that all tensors have equally many."""
-    return next(len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))

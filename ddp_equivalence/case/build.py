@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
-from ddp_equivalence.case.batch import count_examples, take
+from ddp_equivalence.case.batch import take
+from ddp_equivalence.case.batch_check import check_batch, check_that_it_is_clear
+from ddp_equivalence.case.batch_tree import map_tensors
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.losses.loss import Batch, CatalogueLoss
 from ddp_equivalence.case.losses.token_mean import PADDING
 from ddp_equivalence.case.models import MODELS
-from ddp_equivalence.case.random_state import seeded
+from ddp_equivalence.case.precision import cast
+from ddp_equivalence.case.random_state import batch_seed, generator_seed, seeded
 from ddp_equivalence.case.shards import split
 from ddp_equivalence.case.steps import Steps
 
@@ -63,6 +67,9 @@ def build_model(case: Case) -> nn.Module:
 
 def _check_tensors(case: Case, model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            right = f"a model built on the CPU; {name} is on the meta device, and has no values"
+            raise BadCase("model", name_of(case.model), right)
         if is_lazy(tensor):
             right = f"a model whose sizes are known; {name} is lazy: call the model in the builder"
             raise BadCase("model", name_of(case.model), right)
@@ -76,21 +83,34 @@ def _check_tensors(case: Case, model: nn.Module) -> None:
 def build_batches(case: Case, steps: Steps = 1) -> list[Any]:
     """Build the big batch of every step, on the CPU, with floats in the case's dtype.
 
-    Raises BadCase if the batch holds no tensor, if its leaves differ in length, or if its examples
-    cannot be divided as ``steps`` says.
+    Raises BadCase if it is not clear where the batch holds its examples, or if they cannot be
+    divided as ``steps`` says.
     """
+    whole, sizes = build_whole_batch(case, steps)
+    return batches_of_steps(case, whole, sizes)
+
+
+def build_whole_batch(case: Case, steps: Steps = 1) -> tuple[Any, tuple[int, ...]]:
+    """Build the batch of all steps together, and count the examples of each step."""
     batch = _catalogue_batch(case, steps) if case.batch is None else _batch_of_the_user(case)
-    batch = pytree.tree_map_only(Tensor, lambda leaf: _cast(leaf, case), batch)
-    examples = count_examples(batch)
-    if not examples:
+    count = check_batch(batch, case.batch_dims, case.examples, case.exact)
+    if not count:
         right = "at least one example; all its tensors have length 0"
         raise BadCase("batch", name_of(case.batch), right)
-    sizes = _examples_by_step(examples, steps)
+    if not getattr(case.batch, "takes_some_examples", False):
+        check_that_it_is_clear(batch, case.batch_dims, count)
+    batch = map_tensors(lambda leaf: _prepared(leaf, case), batch)
+    return batch, _examples_by_step(count, steps)
+
+
+def batches_of_steps(case: Case, whole: Any, sizes: Sequence[int]) -> list[Any]:
+    """The big batches of the steps, which have ``sizes`` examples each, out of all examples."""
     if len(sizes) == 1:
-        return [batch]
+        return [whole]
     starts = [sum(sizes[:step]) for step in range(len(sizes))]
     return [
-        take(batch, range(start, start + size)) for start, size in zip(starts, sizes, strict=True)
+        take(whole, range(start, start + size), case.batch_dims)
+        for start, size in zip(starts, sizes, strict=True)
     ]
 
 
@@ -128,8 +148,10 @@ def _examples_by_step(examples: int, steps: Steps) -> tuple[int, ...]:
 def _batch_of_the_user(case: Case) -> Any:
     assert case.batch is not None
     try:
-        with seeded(case.seed):
-            return case.batch(torch.Generator().manual_seed(case.seed))
+        # Every process uses one thread here, as the ranks do anyway: a matrix product of another
+        # number of threads may differ in its last bit.
+        with one_thread(), seeded(batch_seed(case.seed)):
+            return case.batch(torch.Generator().manual_seed(generator_seed(case.seed)))
     except Exception as error:
         right = _must_not_raise("(torch.Generator) -> pytree of tensors", error)
         raise BadCase("batch", name_of(case.batch), right) from error
@@ -138,7 +160,7 @@ def _batch_of_the_user(case: Case) -> Any:
 def _catalogue_batch(case: Case, steps: Steps) -> Batch:
     assert isinstance(case.model, str)
     assert isinstance(case.loss, str)
-    generator = torch.Generator().manual_seed(case.seed)
+    generator = torch.Generator().manual_seed(generator_seed(case.seed))
     model, loss = MODELS[case.model], LOSSES[case.loss]
     examples = case.catalogue_examples
     total = sum(steps) if isinstance(steps, tuple) else steps * examples
@@ -153,11 +175,27 @@ def _catalogue_batch(case: Case, steps: Steps) -> Batch:
     return {"inputs": inputs, "targets": targets}
 
 
-def _cast(leaf: Tensor, case: Case) -> Tensor:
-    if not leaf.is_floating_point():
-        return leaf
-    leaf = leaf if case.dtype is None else leaf.to(case.dtype)
-    return _integers(leaf) if case.exact else leaf
+def _prepared(leaf: Tensor, case: Case) -> Tensor:
+    """A tensor of the batch on the CPU, in the case's dtype, without a graph or shared memory."""
+    prepared = cast(leaf.detach().cpu(), case.dtype)
+    if prepared.layout is torch.strided and 0 in prepared.stride():
+        prepared = prepared.contiguous()  # so that an expanded tensor can be written to
+    if case.exact and prepared.is_floating_point():
+        prepared = _integers(prepared)
+    return prepared.requires_grad_() if leaf.requires_grad else prepared
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside the block torch computes with a single thread."""
+    before = torch.get_num_threads()
+    if before != 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if before != 1:
+            torch.set_num_threads(before)
 
 
 def _integers(values: Tensor) -> Tensor:

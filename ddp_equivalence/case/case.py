@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddp_equivalence.case import layouts, shards
+from ddp_equivalence.case.batch import BatchDims
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.case.losses import LOSSES
@@ -40,6 +41,10 @@ class Case:
     ``model``: () -> nn.Module, or a name in ``ddp_equivalence.case.models.MODELS``.
     ``batch``: (torch.Generator) -> pytree of tensors, examples along dim 0. With None, the
     catalogue makes the batch, and model and loss must be names of the catalogue.
+    ``batch_dims``: where the examples lie, if not along dim 0 of every tensor: one dim for all
+    tensors; or a dict from the path of a leaf, such as ``"['images']"``, to its dim, to 0 for a
+    list with one entry per example, or to None for a leaf that every rank has whole; or a function
+    (batch, indices) -> batch that takes these examples, together with ``examples``.
     ``loss``: (model, batch) -> scalar tensor, or a name in
     ``ddp_equivalence.case.losses.LOSSES``.
     ``layout``: ``"2x2"`` is 2 nodes with 2 ranks each, ``"1+3"`` is a node with 1 rank and a node
@@ -48,8 +53,10 @@ class Case:
     ``"5+3"`` (examples per rank), or ``"own"``: every rank receives the whole batch.
     ``dtype``: the model and the floating-point leaves of the batch are cast to it. With None, they
     keep their own.
-    ``seed``: is set before model and batch are built, so that all processes build the same.
-    ``examples``: the number of examples in a catalogue batch (default: 5 per rank).
+    ``seed``: is set before the model is built, so that all processes build the same. The batch has
+    seeds of its own: 2^31 more before it is built, and 2^30 more for its generator.
+    ``examples``: the number of examples in a catalogue batch (default: 5 per rank), or in one that
+    a function deals.
     ``exact``: weights and batch are rounded to small integers, and gradients compared bit for bit.
 
     Raises BadCase for a field that cannot be right. The error says what would be accepted.
@@ -64,6 +71,7 @@ class Case:
     seed: int = 0
     examples: int | None = None
     exact: bool = False
+    batch_dims: BatchDims = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         _check_name(self.model, "model", MODELS, instead_of_model(self.model))
@@ -71,6 +79,7 @@ class Case:
         world_size = self.ranks.world_size
         sizes = shards.explicit_sizes(self.shards, world_size)
         self._check_dtype()
+        self._check_batch_dims()
         self._check_batch(sizes)
         seed = whole_number(self.seed)
         if seed is None or not 0 <= seed < 2**62:
@@ -105,7 +114,7 @@ class Case:
             raise BadCase("batch", type(self.batch).__name__, INSTEAD_OF_BATCH)
         if self.examples is None:
             return
-        if self.batch is not None:
+        if self.batch is not None and not callable(self.batch_dims):
             raise BadCase("examples", self.examples, "None: your batch function sets the size")
         examples = whole_number(self.examples)
         if examples is None or examples < 1:
@@ -113,6 +122,24 @@ class Case:
         if sizes is not None and sum(sizes) != examples:
             raise BadCase("examples", examples, f"the sum of the shards, {sum(sizes)}")
         object.__setattr__(self, "examples", examples)
+
+    def _check_batch_dims(self) -> None:
+        dims = self.batch_dims
+        if dims is None:
+            return
+        if self.batch is None:
+            raise BadCase("batch_dims", dims, "None, since the catalogue makes the batch")
+        if callable(dims):
+            if self.examples is None:
+                right = "the number of examples in the batch, since a function deals them"
+                raise BadCase("examples", None, right)
+            return
+        by_path = dims if isinstance(dims, Mapping) else {"": dims}
+        whole = isinstance(dims, Mapping)
+        if not all(isinstance(key, str) and _is_dim(dim, whole) for key, dim in by_path.items()):
+            right = "None, a dim from 0 of all tensors, a dict from the path of a leaf to its dim "
+            right += "or None, or a function (batch, indices) -> batch"
+            raise BadCase("batch_dims", dims, right)
 
     @property
     def ranks(self) -> Layout:
@@ -145,6 +172,12 @@ def name_of(subject: object) -> str:
     if isinstance(subject, str):
         return subject
     return str(getattr(subject, "__name__", type(subject).__name__)).strip("<>")
+
+
+def _is_dim(value: object, or_none: bool) -> bool:
+    if value is None:
+        return or_none
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _check_name(value: object, field: str, names: dict[str, Any], instead: str) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from ddp_equivalence.case.batch import count_examples, take
-from ddp_equivalence.case.build import build_batches
+from ddp_equivalence.case.batch import BatchDims, take
+from ddp_equivalence.case.build import build_whole_batch
 from ddp_equivalence.case.case import BatchBuilder, Case, name_of
 from ddp_equivalence.case.errors import BadCase
 
@@ -27,9 +27,14 @@ class SubsetBuilder:
 
     builder: BatchBuilder
     positions: tuple[int, ...]
+    dims: BatchDims = field(default=None, hash=False)
+
+    takes_some_examples = True
+    """Whether it is clear where the examples lie was asked of the whole batch. Of some examples,
+    any number may be as many as the entries of a list that every rank has whole."""
 
     def __call__(self, generator: torch.Generator) -> Any:
-        return take(self.builder(generator), self.positions)
+        return take(self.builder(generator), self.positions, self.dims)
 
     @property
     def __name__(self) -> str:
@@ -52,12 +57,14 @@ def with_examples(case: Case, subset: ExampleSubset) -> Case:
     size = examples_in(case)
     if max(positions) >= size:
         raise BadCase("examples", subset, f"at most the {size} examples of the batch")
-    return replace(case, batch=SubsetBuilder(case.batch, positions))
+    builder = SubsetBuilder(case.batch, positions, case.batch_dims)
+    dealt = callable(case.batch_dims)
+    return replace(case, batch=builder, examples=len(positions) if dealt else None)
 
 
 def examples_in(case: Case) -> int:
     """The number of examples in the case's batch. Raises BadCase if the batch cannot be built."""
-    return count_examples(build_batches(case)[0])
+    return build_whole_batch(case)[1][0]
 
 
 def parse(text: str) -> ExampleSubset:

@@ -63,6 +63,21 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+def batch_seed(seed: int) -> int:
+    """The seed that is set in torch, numpy and random before a case's batch is built.
+
+    It is the case's seed plus 2^31. Model, batch builder and generator start from three different
+    seeds, also modulo 2^32, which is all that numpy and torch's generator on the CPU use of a seed.
+    From one seed, a weight and the data that are drawn with the same shape would be equal.
+    """
+    return seed + 2**31
+
+
+def generator_seed(seed: int) -> int:
+    """The seed of the generator that a batch builder is given: the case's seed plus 2^30."""
+    return seed + 2**30
+
+
 def step_seed(case: Case, step: int) -> int:
     """The seed that every rank and the reference set before the forward pass of ``step``."""
     return case.seed + 1 + step

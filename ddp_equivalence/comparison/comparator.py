@@ -140,11 +140,15 @@ class Comparator:
                     sums.element, sums.place = worst, chunk.offset + place
 
     def finish(
-        self, noise: Mapping[GradientKey, Noise], autocast: torch.dtype | None = None
+        self,
+        noise: Mapping[GradientKey, Noise],
+        autocast: torch.dtype | None = None,
+        all_runs: bool = False,
     ) -> Comparison:
         """The comparison of all chunks added. The method may be called again with other ``noise``.
 
         ``autocast``: the dtype in which autocast let parts of the step compute, if it did.
+        ``all_runs``: the noise is that of all runs that are ever made to measure it.
 
         Raises SuiteBug if announced chunks are missing.
         """
@@ -159,7 +163,7 @@ class Comparator:
                 )
         unlike = tuple(self._unlike())
         parameters = [
-            self._parameter(key, noise.get(key, Noise()), autocast) for key in self._norms
+            self._parameter(key, noise.get(key, Noise()), autocast, all_runs) for key in self._norms
         ]
         compared = tuple(parameter for parameter in parameters if parameter.by_rank)
         return Comparison(
@@ -188,13 +192,14 @@ class Comparator:
                 yield Unlike(rank, key, Structure(measured[key]), expected=None)
 
     def _parameter(
-        self, key: GradientKey, noise: Noise, autocast: torch.dtype | None
+        self, key: GradientKey, noise: Noise, autocast: torch.dtype | None, all_runs: bool
     ) -> ParameterComparison:
         norm, described = self._norms[key], self._described[key]
         assert described is not None
         dtypes = [described.dtype, *([] if autocast is None else [autocast])]
         dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-        limit = self._tolerances[key[0]].limit(norm, noise, dtype, math.prod(described.shape))
+        elements = math.prod(described.shape)
+        limit = self._tolerances[key[0]].limit(norm, noise, dtype, elements, all_runs)
         by_rank, bits = [], set()
         for rank, measured in sorted(self._ranks.items()):
             description = measured.get(key)

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from ddp_equivalence.case.batch import count_examples, take
+from ddp_equivalence.case.batch import take
+from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.case.build import build_batches, build_model
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.gradients import Gradients
@@ -58,14 +58,23 @@ class Rounding:
     order_matters: bool
 
 
-def measure_rounding(reference: Reference, autocast: torch.dtype | None = None) -> Rounding:
+def measure_rounding(
+    reference: Reference,
+    batches: Sequence[Any] | None = None,
+    autocast: torch.dtype | None = None,
+) -> Rounding:
     """Compute the big batch again in other, equally right ways, and compare with the reference.
 
+    ``batches``: the big batches of the reference; they are built if they are not given.
     ``autocast``: the dtype of the autocast region in which the forward pass runs, if any.
     """
     case, expected = reference.case, reference.expected
-    batches = build_batches(case, reference.steps)
-    reversed_batches = [take(batch, range(count_examples(batch))[::-1]) for batch in batches]
+    if batches is None:
+        batches = build_batches(case, reference.steps)
+    reversed_batches = [
+        take(batch, range(size)[::-1], case.batch_dims)
+        for batch, size in zip(batches, reference.examples, strict=True)
+    ]
     in_float64 = reference.lowest_dtype is torch.float64
     if in_float64:
         noise = noise_of_other_order = _noise(
@@ -94,19 +103,24 @@ def measure_rounding(reference: Reference, autocast: torch.dtype | None = None) 
 
 
 def measure_more(
-    reference: Reference, rounding: Rounding, autocast: torch.dtype | None = None
+    reference: Reference,
+    rounding: Rounding,
+    batches: Sequence[Any],
+    autocast: torch.dtype | None = None,
 ) -> Rounding:
     """The rounding of further runs, each with the examples in another order, and of ``rounding``.
 
     The error of a few runs may be small by luck, above all that of a parameter with few elements.
     """
     in_float64 = reference.lowest_dtype is torch.float64
-    batches = build_batches(reference.case, reference.steps)
-    noise = rounding.noise
+    dims, noise = reference.case.batch_dims, rounding.noise
     for number, scale in enumerate(MORE_SCALES, start=1):
         shuffled = batches
         if not rounding.order_matters:
-            shuffled = [take(batch, _order(count_examples(batch), number)) for batch in batches]
+            shuffled = [
+                take(batch, _order(size, number), dims)
+                for batch, size in zip(batches, reference.examples, strict=True)
+            ]
         gradients = _train_again(
             reference,
             shuffled,
@@ -149,8 +163,7 @@ def _train_again(
     if nudge:
         _nudge(model.parameters(), nudge)
         for batch in copies:
-            leaves = pytree.tree_leaves(batch)
-            _nudge((leaf for leaf in leaves if isinstance(leaf, Tensor)), nudge)
+            _nudge((leaf for leaf in tensors_of(batch)), nudge)
     loss = loss_of_the_case(case)
 
     def divide_gradient(parameter: Tensor) -> None:
@@ -175,7 +188,7 @@ def _nudge(tensors: Iterable[Tensor], number: int) -> None:
     """
     with torch.no_grad():
         for place, tensor in enumerate(tensors, start=(number - 1) * PLACES):
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() and tensor.layout is torch.strided:
                 nudged = tensor * _factors(place, tensor.numel(), tensor.dtype).view(tensor.shape)
                 tensor.copy_(torch.where(tensor == tensor.round(), tensor, nudged))
 

@@ -92,12 +92,19 @@ class Tolerance:
     whole: float = 0.0
 
     def limit(
-        self, norm: float, noise: Noise, dtype: torch.dtype | None = None, elements: int = 1
+        self,
+        norm: float,
+        noise: Noise,
+        dtype: torch.dtype | None = None,
+        elements: int = 1,
+        all_runs: bool = False,
     ) -> Limit:
         """The limit for a parameter.
 
         ``norm``: the norm of its true gradient. ``noise``: its rounding on one device. ``dtype``:
-        its own dtype. ``elements``: the number of its elements.
+        its own dtype. ``elements``: the number of its elements. ``all_runs``: the noise is that of
+        all runs that are ever made. If the true gradient is zero in all of them, because its terms
+        cancel exactly on one device, the limit is one eps of the norm of all gradients.
         """
         if self.exact:
             return Limit(0.0, 0.0, 0.0, 0.0, "exact: integer-valued data, bit for bit")
@@ -108,7 +115,10 @@ class Tolerance:
         absolute = max(least, measured)
         zero = ZERO * self.whole
         only_rounding = norm <= min(absolute, zero)
-        if only_rounding:
+        if only_rounding and all_runs and eps * self.whole > absolute:
+            absolute = eps * self.whole
+            reason = "zero except for rounding: 1 eps of the norm of all gradients"
+        elif only_rounding:
             reason = f"zero except for rounding: {self.device_multiple:g} x the error of one device"
         elif measured > least:
             reason = f"{self.device_multiple:g} x the error of one device"

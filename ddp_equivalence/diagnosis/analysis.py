@@ -9,8 +9,8 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from ddp_equivalence.case.build import build_batches
 from ddp_equivalence.case.case import Case
+from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.steps import GradientKey, Steps
 from ddp_equivalence.comparison.comparison import ParameterComparison
 from ddp_equivalence.comparison.element_sample import ElementSample
@@ -102,9 +102,11 @@ class Analysis:
         if not self.sample.is_whole:
             return None
         with self.time.counted(NEAREST):
-            view = self._view_of_step(0)
             try:
+                view = self._view_of_step(0)
                 return None if view is None else nearest_fault(view)
+            except BadCase:  # the batch cannot be built a second time
+                return None
             except OutOfTime:
                 self.time.leave_out(NEAREST)
                 return None
@@ -117,7 +119,10 @@ class Analysis:
         if not self.sample.is_whole:
             return None
         with without_planted_faults():  # the report may be printed while a fault is planted
-            noise = self._expected.rounding.noise.get(parameter.key, Noise())
+            try:
+                noise = self._expected.rounding.noise.get(parameter.key, Noise())
+            except BadCase:  # the batch cannot be built a second time
+                return None
         return noise.norm / parameter.norm if parameter.norm > 0 else 0.0
 
     @cached_property
@@ -204,8 +209,8 @@ class Analysis:
         if self._later_weights_are_wrong or not sample.sizes:
             return None
         request = self._request
-        batches = build_batches(request.case, request.steps)
         with without_planted_faults():
+            batches = self._expected.batches()
             setting = setting_of(request, self._expected, batches, step)
         parts: PartsByRank | None = None
         if setting.shards is not None:

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from ddp_equivalence.case.batch import count_examples
+from ddp_equivalence.case.batch_tree import leaves_of
 from ddp_equivalence.case.losses.token_mean import PADDING
 
 
-def all_divisors(batch: Any) -> Mapping[str, float]:
+def all_divisors(batch: Any, examples: int) -> Mapping[str, float]:
     """Every count of this batch, by what is counted: "examples", "elements of targets", ..."""
-    divisors: dict[str, float] = {"examples": count_examples(batch)}
-    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
-        if not isinstance(leaf, Tensor):
+    divisors: dict[str, float] = {"examples": examples}
+    for path, leaf in leaves_of(batch):
+        if not isinstance(leaf, Tensor) or leaf.is_complex():
             continue
-        name = pytree.keystr(path).strip("[]'.") or "the batch"
+        leaf = leaf.detach().to_dense()
+        name = path.strip("[]'.") or "the batch"
         divisors[f"elements of {name}"] = leaf.numel()
         if bool(((leaf == 0) | (leaf == 1)).all()):
             unit, is_counted = f"elements of {name} that are set", leaf != 0
@@ -33,9 +33,9 @@ def all_divisors(batch: Any) -> Mapping[str, float]:
     return divisors
 
 
-def distinct_divisors(batch: Any) -> Mapping[str, float]:
+def distinct_divisors(batch: Any, examples: int) -> Mapping[str, float]:
     """The counts that are not zero, each number once."""
     units: dict[float, str] = {}
-    for unit, count in all_divisors(batch).items():
+    for unit, count in all_divisors(batch, examples).items():
         units.setdefault(count, unit)
     return {unit: count for count, unit in units.items() if count}

@@ -71,9 +71,12 @@ def _candidates(view: View) -> Mapping[str, list[float]]:
     """What each rank's loss may divide by: unit -> count on every rank, examples first."""
     shards = view.parts.examples_by_rank
     candidates: dict[str, list[float]] = {"examples": [float(len(shard)) for shard in shards]}
-    batches = [take(view.setting.batch, shard) for shard in shards]
-    counts_by_rank = [all_divisors(batch) for batch in batches]
-    for unit in all_divisors(view.setting.batch):
+    setting = view.setting
+    batches = [take(setting.batch, shard, setting.case.batch_dims) for shard in shards]
+    counts_by_rank = [
+        all_divisors(batch, len(shard)) for batch, shard in zip(batches, shards, strict=True)
+    ]
+    for unit in all_divisors(setting.batch, setting.example_count):
         candidates.setdefault(unit, [counts.get(unit, 0.0) for counts in counts_by_rank])
     loss = view.setting.case.loss
     if isinstance(loss, str):

@@ -107,7 +107,7 @@ class ExampleGradients:
         try:
             loss, gradients = loss_and_gradient_of(
                 setting.case,
-                take(setting.batch, examples),
+                take(setting.batch, examples, setting.case.batch_dims),
                 setting.earlier_batches,
                 setting.lr,
                 generator,

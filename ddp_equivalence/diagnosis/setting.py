@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ddp_equivalence.case.batch import count_examples
 from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.layouts import Layout
@@ -26,10 +25,10 @@ class Setting:
     """One step of a case: which ranks train which model on which examples.
 
     ``batch``: the big batch of the step, and ``example_count`` the number of its examples.
-    ``earlier_batches``: the big batches of the steps before it. The weights were still right after
-    those steps. ``shards``: the examples that each rank was given; None if the step takes its
-    examples itself. ``reporting_ranks``: the ranks that send gradients; if a single process drives
-    all ranks of the layout, only rank 0 sends any.
+    ``earlier_batches`` and ``earlier_examples``: the same of the steps before it. The weights were
+    still right after those steps. ``shards``: the examples that each rank was given; None if the
+    step takes its examples itself. ``reporting_ranks``: the ranks that send gradients; if a single
+    process drives all ranks of the layout, only rank 0 sends any.
 
     ``dtype``: the least precise dtype of a parameter. ``seed``: torch is seeded with it before the
     step. ``scale``: predicted gradients are multiplied by it: 1 for gradients, -lr for updates.
@@ -44,6 +43,7 @@ class Setting:
     batch: object
     example_count: int
     earlier_batches: tuple[object, ...]
+    earlier_examples: tuple[int, ...]
     shards: tuple[Indices, ...] | None
     reporting_ranks: tuple[int, ...]
     lr: float
@@ -78,7 +78,7 @@ class Setting:
     @property
     def first_example(self) -> int:
         """The number of the step's first example, counted from 0 over the examples of all steps."""
-        return sum(map(count_examples, self.earlier_batches))
+        return sum(self.earlier_examples)
 
 
 def setting_of(
@@ -87,7 +87,7 @@ def setting_of(
     """The setting of one step of a check; ``batches`` are the big batches of all steps."""
     case, reference = request.case, expected.reference
     model, batch = build_model(case), batches[step]
-    examples = count_examples(batch)
+    examples = reference.examples[step]
     shards = None
     if case.shards != OWN:
         shards = split(case.shards, examples, case.ranks.world_size).indices
@@ -98,6 +98,7 @@ def setting_of(
         batch=batch,
         example_count=examples,
         earlier_batches=tuple(batches[:step]),
+        earlier_examples=reference.examples[:step],
         shards=shards,
         reporting_ranks=tuple(range(request.processes.world_size)),
         lr=request.lr,
@@ -109,7 +110,7 @@ def setting_of(
         sums_in_nodes=request.strategy is not None and request.strategy.sums_in_nodes,
         scale=-request.lr if request.compare == "update" else 1.0,
         draws_on_cpu=request.lane.device_type == "cpu",
-        divisor_candidates=distinct_divisors(batch),
+        divisor_candidates=distinct_divisors(batch, examples),
     )
 
 

@@ -17,6 +17,7 @@ class UnknownBecause(Enum):
     PLANTED_FAULT_NEVER_FIRED = "planted_fault_never_fired"
     PLANTED_FAULT_CANNOT_SHOW = "planted_fault_cannot_show"
     RANKS_BUILD_OTHER_WEIGHTS = "ranks_build_other_weights"
+    RANKS_BUILD_ANOTHER_BATCH = "ranks_build_another_batch"
     REFERENCE_DIVERGES = "reference_diverges"
     NOTHING_TO_COMPARE = "nothing_to_compare"
     IDENTICAL_INPUTS = "identical_inputs"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.layouts import Layout
+from ddp_equivalence.comparison.batch_digest import DataByRank, differing_leaf
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.diagnosis.nearest_fault import NearestFault
@@ -103,10 +104,44 @@ def against_another_start(reference: Reference, evidence: Mapping[int, Evidence]
         return None
     return Unknown(
         UnknownBecause.RANKS_BUILD_OTHER_WEIGHTS,
-        f"ranks {', '.join(other)} build other weights than the reference: the function that "
+        f"{_ranks(other, 'builds', 'build')} other weights than the reference: the function that "
         "builds the model must depend on nothing but the seed, which is set in torch, numpy and "
         "random before the function is called",
     )
+
+
+def against_another_batch(
+    expected: DataByRank | None, evidence: Mapping[int, Evidence]
+) -> Unknown | None:
+    """Nothing can be said of ranks that were given other examples than those of the reference.
+
+    This is asked of a pass too: gradients that agree would not show that the batches do.
+    """
+    if expected is None:
+        return None
+    other = {
+        rank: leaf
+        for rank, one in evidence.items()
+        if (leaf := differing_leaf(expected.by_rank[rank], one.data)) is not None
+    }
+    if not other:
+        return None
+    return Unknown(
+        UnknownBecause.RANKS_BUILD_ANOTHER_BATCH,
+        f"{_ranks(other, 'builds', 'build')} another batch than the reference: "
+        f"{next(iter(other.values()))} is not the same, bit for bit. The function that builds the "
+        "batch must depend on nothing but the generator that it is given, and the seed, which is "
+        "set in torch, numpy and random before it is called. Random data that are made while a "
+        "module is imported need a seed of their own; an iterator gives other data at each call",
+    )
+
+
+def _ranks(ranks: Iterable[object], verb: str, of_several: str) -> str:
+    """The ranks and what they do: ``rank 1 builds``, or ``ranks 0, 1 build``."""
+    names = list(map(str, ranks))
+    if len(names) == 1:
+        return f"rank {names[0]} {verb}"
+    return f"ranks {', '.join(names)} {of_several}"
 
 
 def against_divergence(reference: Reference, step: int) -> Unknown | None:
@@ -170,7 +205,8 @@ def against_a_pass(
 def _identical_inputs(evidence: Mapping[int, Evidence]) -> str | None:
     """Why a missing all-reduce would not show; None unless all ranks got identical inputs."""
     with_data = [one for one in evidence.values() if any(map(len, one.examples or ()))]
-    if len(with_data) > 1 and len({one.data for one in with_data}) == 1:
+    known = all(all(one.data.values()) for one in with_data)  # else some objects have no digest
+    if known and len(with_data) > 1 and len({tuple(one.data.items()) for one in with_data}) == 1:
         return (
             "all ranks were given identical inputs, so a missing all-reduce would not show: "
             "make a batch whose examples differ"

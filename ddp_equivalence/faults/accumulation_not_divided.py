@@ -14,13 +14,14 @@ from ddp_equivalence.strategies.strategy import Task, TrainStep
 def add_undivided_losses(task: Task, step: TrainStep, record_firing: RecordFiring) -> TrainStep:
     """A loop over micro-batches that adds up their losses as they are."""
     ddp = task.wrap()
+    dims = task.case.batch_dims
     full_window = len(task.shards[0].indices[task.rank.rank])
 
     def broken(shard: Any) -> None:
-        window = micro_batches(tuple(range(count_examples(shard))), full_window)
+        window = micro_batches(tuple(range(count_examples(shard, dims))), full_window)
         for number, indices in enumerate(window, start=1):
             with nullcontext() if number == len(window) else ddp.no_sync():
-                task.loss(ddp, take(shard, indices)).backward()
+                task.loss(ddp, take(shard, indices, dims)).backward()
                 record_firing()
 
     return broken

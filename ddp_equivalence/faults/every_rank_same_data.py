@@ -17,7 +17,7 @@ def give_examples_of_rank_0(task: Task, step: TrainStep, record_firing: RecordFi
     def broken(shard: Any) -> Any:
         batch, shards = next(batches)
         record_firing()
-        return step(move(take(batch, shards.indices[0]), task.rank.device))
+        return step(move(take(batch, shards.indices[0], task.case.batch_dims), task.rank.device))
 
     return broken
 

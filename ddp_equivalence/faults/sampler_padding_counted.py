@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch.utils.data import DistributedSampler
 
-from ddp_equivalence.case.batch import count_examples, move, take
+from ddp_equivalence.case.batch import move, take
 from ddp_equivalence.case.build import build_batches
 from ddp_equivalence.faults.fault import Fault, RecordFiring
 from ddp_equivalence.strategies.strategy import Task, TrainStep
@@ -17,21 +17,21 @@ def take_from_sampler(
     task: Task, step: TrainStep, record_firing: RecordFiring, drop_last: bool = False
 ) -> TrainStep:
     """Run the step on the examples that torch's DistributedSampler gives to this rank."""
-    batches = iter(build_batches(task.case, task.steps))
+    batches = iter(zip(build_batches(task.case, task.steps), task.shards, strict=True))
     rank = task.rank
 
     def broken(shard: Any) -> Any:
-        batch = next(batches)
+        batch, shards = next(batches)
         sampler: DistributedSampler[Any] = DistributedSampler(
-            cast(Any, cast(Sized, range(count_examples(batch)))),
+            cast(Any, cast(Sized, range(shards.examples))),
             num_replicas=rank.world_size,
             rank=rank.rank,
             shuffle=False,
             drop_last=drop_last,
         )
-        if sampler.total_size != count_examples(batch):
+        if sampler.total_size != shards.examples:
             record_firing()
-        return step(move(take(batch, list(sampler)), rank.device))
+        return step(move(take(batch, list(sampler), task.case.batch_dims), rank.device))
 
     return broken
 

@@ -15,8 +15,9 @@ from itertools import permutations
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from ddp_equivalence.case import batch_tree
+from ddp_equivalence.case.batch import BatchDims, dim_of, entries_by_example
 from ddp_equivalence.measurement.observation import Indices, RowsRead
 from ddp_equivalence.measurement.plain_tensors import NotPlain, leaves_of, plain
 from ddp_equivalence.measurement.row_matching import (
@@ -56,25 +57,30 @@ class ExampleLookup:
     """Finds the positions, in the big batch, of the rows that a model is called with.
 
     ``batch``: the big batch. ``given``: what the rank was given in each step, and the positions of
-    its rows.
+    its rows. ``dims``: where the batch holds its examples.
     """
 
-    def __init__(self, batch: object, given: Sequence[tuple[object, Indices]] = ()) -> None:
+    def __init__(
+        self,
+        batch: object,
+        given: Sequence[tuple[object, Indices]] = (),
+        dims: BatchDims = None,
+    ) -> None:
         self._given = [
             Given(leaf, positions, leaf._version)
             for one, positions in given
-            for leaf in _tensors(one)
-            if len(leaf) == len(positions) and leaf.is_contiguous()
+            for leaf, dim in _leaves_with_examples(one, dims)
+            if dim == 0 and len(leaf) == len(positions) and leaf.is_contiguous()
         ]
+        leaves = _leaves_with_examples(batch, dims)
+        rows = [_Rows(leaf.detach().cpu().movedim(dim, 0), dim) for leaf, dim in leaves]
         # The leaf with the largest rows comes first: small rows, such as labels, are often alike.
         self._leaves = sorted(
-            (leaf.detach().cpu() for leaf in _tensors(batch) if 0 < len(leaf) <= MOST_EXAMPLES),
-            key=lambda leaf: -leaf[:1].numel() * leaf.element_size(),
+            (one for one in rows if 0 < len(one.leaf) <= MOST_EXAMPLES),
+            key=lambda one: -one.leaf[:1].numel() * one.leaf.element_size(),
         )
-        self._bits = [bits_of_a_value(leaf) for leaf in self._leaves]
-        self._all_are_rows = len(self._leaves) == len(
-            [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-        )
+        self._bits = [bits_of_a_value(one.leaf) for one in self._leaves]
+        self._all_are_rows = len(self._leaves) == _count_of_leaves(batch, dims)
         self._failures: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
 
     def rows_of(self, arguments: object) -> RowsRead | None:
@@ -96,7 +102,7 @@ class ExampleLookup:
         """Groups of examples that are equal in every tensor of the batch."""
         if not self._all_are_rows or not self._leaves:
             return ()
-        columns = [bytes_of_rows(leaf.reshape(len(leaf), -1)) for leaf in self._leaves]
+        columns = [bytes_of_rows(one.leaf.reshape(len(one.leaf), -1)) for one in self._leaves]
         groups: dict[tuple[bytes, ...], list[int]] = {}
         for index, example in enumerate(zip(*columns, strict=True)):
             groups.setdefault(example, []).append(index)
@@ -127,13 +133,42 @@ class ExampleLookup:
         values = tensor.detach().cpu()
         is_row = values.ndim < 2 or 1 in values.shape[:2]
         views = [values] if is_row else [values, values.transpose(0, 1)]
-        for leaf, bits in zip(self._leaves, self._bits, strict=True):
-            for view in views:
-                found = _found_in(leaf, bits, view)
+        for one, bits in zip(self._leaves, self._bits, strict=True):
+            further = [values.movedim(one.dim, 0)] if 1 < one.dim < values.ndim else []
+            for view in (*further, *views):
+                found = _found_in(one.leaf, bits, view)
                 if found is not None:
                     return found
         self._failures[kind] += 1
         return None
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A tensor of the batch, with the examples along dim 0, and the dim that they had before."""
+
+    leaf: Tensor
+    dim: int
+
+
+def _leaves_with_examples(batch: object, dims: BatchDims) -> list[tuple[Tensor, int]]:
+    """The tensors of a batch that hold examples, and along which dim they do."""
+    found = []
+    where = None if callable(dims) else dims
+    for path, leaf in batch_tree.leaves_of(batch, entries_by_example(dims)):
+        dim = dim_of(path, leaf, where)
+        if dim is not None and isinstance(leaf, Tensor):
+            found += [(tensor, dim) for tensor in _tensors(leaf) if tensor.ndim > dim]
+    return found
+
+
+def _count_of_leaves(batch: object, dims: BatchDims) -> int:
+    """How many leaves say how examples differ from each other."""
+    where = None if callable(dims) else dims
+    leaves = batch_tree.leaves_of(batch, entries_by_example(dims))
+    return sum(
+        isinstance(leaf, Tensor) or dim_of(path, leaf, where) is not None for path, leaf in leaves
+    )
 
 
 def _tensors(arguments: object) -> list[Tensor]:

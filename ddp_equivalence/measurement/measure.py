@@ -156,7 +156,7 @@ def _finished(
     comparison = comparator.finish(expected.rounding_under(autocast).noise, autocast)
     if comparison.may_be_rounding or comparison.has_useless_limits:
         more = expected.rounding_of_more_runs(autocast)
-        comparison = comparator.finish(more.noise, autocast)
+        comparison = comparator.finish(more.noise, autocast, all_runs=True)
     return comparison
 
 

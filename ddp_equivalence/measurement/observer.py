@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_equivalence.case.batch import BatchDims
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.comparison.element_sample import ElementSample
@@ -41,8 +42,8 @@ class Observer:
 
     ``batch``: the big batch, with the examples of all steps. The model's inputs are looked up in
     it. ``given``: what the rank was given in each step, with its positions in the big batch.
-    ``sample``: the elements of each gradient that are kept. ``step``: the number of the step that
-    runs; the caller sets it before each step.
+    ``sample``: the elements of each gradient that are kept. ``dims``: where the batch holds its
+    examples. ``step``: the number of the step that runs; the caller sets it before each step.
     """
 
     def __init__(
@@ -51,12 +52,13 @@ class Observer:
         batch: object,
         given: Sequence[tuple[object, Indices]],
         sample: ElementSample[str],
+        dims: BatchDims = None,
     ) -> None:
         self._model = model
         self._sample = sample
         self._local_gradient: dict[str, Tensor] = {}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._lookup = ExampleLookup(batch, given)
+        self._lookup = ExampleLookup(batch, given, dims)
         self._forwards: list[Forward] = []
         self._backwards: list[Backward] = []
         self._wrappers: list[_WrapperObserver] = []

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from ddp_equivalence.case.batch import concatenate, count_examples, move, take
-from ddp_equivalence.case.build import build_batches, build_model
+from ddp_equivalence.case.batch import move
+from ddp_equivalence.case.batch_tree import map_tensors
+from ddp_equivalence.case.build import build_model, build_whole_batch
+from ddp_equivalence.case.given import given_to
 from ddp_equivalence.case.random_state import seeded, step_seed, without_restoring_random_state
 from ddp_equivalence.case.shards import OWN, Shards, split
 from ddp_equivalence.case.steps import GradientKey
+from ddp_equivalence.comparison.batch_digest import digest_leaves
 from ddp_equivalence.comparison.chunks import raw_messages
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.comparison.gradients import (
@@ -65,19 +68,19 @@ def _run_step(
 ) -> tuple[dict[GradientKey, Tensor | None], Evidence]:
     case = work.case
     start = digest(dict(model.named_parameters()))
-    batches = build_batches(case, work.steps)
-    shards = [split(case.shards, count_examples(b), case.ranks.world_size) for b in batches]
-    given = _given(rank, work, batches, shards)
-    data = digest(
-        (str(place), leaf)
-        for place, leaf in enumerate(pytree.tree_leaves(given))
-        if isinstance(leaf, Tensor)
-    )
+    whole, sizes = build_whole_batch(case, work.steps)
+    shards = [split(case.shards, size, case.ranks.world_size) for size in sizes]
+    given = _given(rank, work, whole, sizes)
+    data = digest_leaves(given)
+    given = [move(examples, rank.device) for examples in given]
     observer = None
     if work.observe:
-        given_at = zip(given, _positions(rank, batches, shards), strict=True)
-        observer = Observer(model, concatenate(batches), tuple(given_at), work.observe)
-    del batches
+        positions = _positions(rank, sizes, shards)
+        if len(given) == 1:
+            positions = [tuple(chain.from_iterable(positions))]
+        given_at = tuple(zip(given, positions, strict=True))
+        observer = Observer(model, whole, given_at, work.observe, case.batch_dims)
+    del whole
     notes: dict[str, Any] = {}
     called = CalledWith(given)
     planted = plant_here(work.plant) if work.plant else None
@@ -113,20 +116,25 @@ def _run_step(
     return gradients, evidence
 
 
-def _given(rank: Rank, work: Work, batches: list[Any], shards: list[Shards]) -> list[Any]:
-    """The examples that the rank is given in every step, on its device."""
+def _given(rank: Rank, work: Work, whole: Any, sizes: tuple[int, ...]) -> list[Any]:
+    """The examples that the rank is given, still on the CPU.
+
+    A user's own trainer is called once for all steps, so it is given their examples together.
+    """
     strategy = STRATEGIES.get(work.step) if isinstance(work.step, str) else None
-    if work.case.shards == OWN or (strategy and strategy.one_process):
-        return [move(batch, rank.device) for batch in batches]
-    return [
-        move(take(batch, of_step.indices[rank.rank]), rank.device)
-        for batch, of_step in zip(batches, shards, strict=True)
-    ]
+    undivided = work.case.shards == OWN or (strategy is not None and strategy.one_process)
+    together = work.compare == "update" and strategy is None
+    given = given_to(rank.rank, work.case, whole, sizes, undivided=undivided, together=together)
+    # The tensors of an undivided batch may be the user's own, and the step may write to its batch.
+    return [map_tensors(_copy, batch) for batch in given] if undivided else given
 
 
-def _positions(rank: Rank, batches: list[Any], shards: list[Shards]) -> list[tuple[int, ...]]:
+def _copy(leaf: Tensor) -> Tensor:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def _positions(rank: Rank, sizes: Sequence[int], shards: list[Shards]) -> list[tuple[int, ...]]:
     """For each step, the positions of the rank's examples among the examples of all steps."""
-    sizes = [count_examples(batch) for batch in batches]
     return [
         tuple(sum(sizes[:step]) + index for index in of_step.indices[rank.rank])
         for step, of_step in enumerate(shards)
@@ -160,7 +168,7 @@ def _train(
         step = planted.break_step(task, step)
     if work.compare == "update" and not isinstance(work.step, str):
         with _seeded(step_seed(work.case, 0)):
-            returned = step(concatenate(given))
+            returned = step(given[0])
         return _in_first_step(_update_by_user(names, model, before, returned))
     gradients: dict[GradientKey, Tensor | None] = {}
     for number, shard in enumerate(given):

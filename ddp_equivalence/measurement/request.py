@@ -129,11 +129,7 @@ def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request
         lane = choose(case.ranks, now.backend if backend is None else backend)
         if lane.name == "gloo_fallback" and "nccl" in now.must_run:
             raise BadCase("layout", case.layout, f"{lane.reason}; --must-run nccl allows no other")
-    if strategy is not None and case.shards == OWN:
-        right = f"shards dealt to the ranks: {strategy.name} does not choose examples itself"
-        raise BadCase("shards", OWN, right)
-    if strategy is not None and strategy.needs_normalisers:
-        catalogue_loss_of(case, needed_by=strategy.name)
+    _check_batch(case, strategy, now.plant)
     return Request(
         case=case,
         step=step,
@@ -150,6 +146,21 @@ def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request
         second_look=now.second_look,
         plant=now.plant,
     )
+
+
+def _check_batch(case: Case, strategy: Strategy | None, plant: str) -> None:
+    """The strategy, or the fault that is planted, must be able to take the batch apart."""
+    if strategy is not None and case.shards == OWN:
+        right = f"shards dealt to the ranks: {strategy.name} does not choose examples itself"
+        raise BadCase("shards", OWN, right)
+    if strategy is not None and case.batch_dims is not None:
+        right = f"None, or a step of your own: {strategy.name} takes examples along dim 0"
+        raise BadCase("batch_dims", case.batch_dims, right)
+    if plant and callable(case.batch_dims):
+        right = "a dim, or a dict from paths to dims: a planted fault must count a rank's examples"
+        raise BadCase("batch_dims", name_of(case.batch_dims), right)
+    if strategy is not None and strategy.needs_normalisers:
+        catalogue_loss_of(case, needed_by=strategy.name)
 
 
 def _no_case(given: object, step: object) -> BadCase:

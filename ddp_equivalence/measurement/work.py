@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.steps import Compare, GradientKey, Steps
+from ddp_equivalence.comparison.batch_digest import Digests
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.comparison.gradients import Description
 from ddp_equivalence.measurement.observation import Observation
@@ -46,21 +47,21 @@ class Evidence:
     """What happened on one rank.
 
     ``examples``: for each step, the positions in the big batch of the examples that the rank was
-    given; None if the step chooses them itself. ``data``: a digest of those examples. ``inputs``: a
-    digest of all tensors that the model was called with; None if it was never called with gradients
-    enabled, or if they are not known. ``came_back``: a digest of the gradients of what the model
-    returned. ``called_with_given_rows``: one of these tensors holds a row that the rank was given.
-    ``start``: a digest of the weights before the first step. ``collectives``: all that the rank
-    issued; None if torch has no flight recorder. ``gradients``: the description of every gradient
-    that the rank left. ``notes``: what the strategy wrote down to prove that it ran. ``planted``:
-    how often a planted fault did its damage; None if none was planted. ``observed``: what was seen
-    of the step, if it was watched. ``autocast``: the autocast regions that it entered with
-    gradients enabled. ``float32_at``: where it computed in float32, if this was looked for; "" if
-    it did not.
+    given; None if the step chooses them itself. ``data``: a digest of those examples for every leaf
+    of the batch. ``inputs``: a digest of all tensors that the model was called with; None if it was
+    never called with gradients enabled, or if they are not known. ``came_back``: a digest of the
+    gradients of what the model returned. ``called_with_given_rows``: one of these tensors holds a
+    row that the rank was given. ``start``: a digest of the weights before the first step.
+    ``collectives``: all that the rank issued; None if torch has no flight recorder. ``gradients``:
+    the description of every gradient that the rank left. ``notes``: what the strategy wrote down to
+    prove that it ran. ``planted``: how often a planted fault did its damage; None if none was
+    planted. ``observed``: what was seen of the step, if it was watched. ``autocast``: the autocast
+    regions that it entered with gradients enabled. ``float32_at``: where it computed in float32, if
+    this was looked for; "" if it did not.
     """
 
     examples: tuple[tuple[int, ...], ...] | None
-    data: str
+    data: Digests
     inputs: str | None
     start: str
     collectives: tuple[Collective, ...] | None

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.strategies.sharded_batch import ShardedBatch
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
@@ -23,8 +23,7 @@ def prepare(task: Task) -> TrainStep:
 
     def note_device(module: nn.Module, *arguments: Any) -> None:
         # Replicas share the module's hooks, so each replica that is called adds its own device.
-        leaves = pytree.tree_leaves(arguments)
-        devices_used.update(str(leaf.device) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        devices_used.update(str(leaf.device) for leaf in tensors_of(arguments))
 
     task.model.register_forward_pre_hook(note_device, with_kwargs=True)
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.nn import functional as collectives
-from torch.utils import _pytree as pytree
 
 from ddp_equivalence.case.batch import count_examples
+from ddp_equivalence.case.batch_tree import map_tensors
 from ddp_equivalence.strategies.sharded_batch import ShardedBatch
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
@@ -31,9 +31,9 @@ class Gathered(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         start = sum(self.sizes[: self.rank])
         own = slice(start, start + self.sizes[self.rank])
-        arguments = pytree.tree_map_only(Tensor, lambda leaf: leaf[own], (inputs, named))
+        arguments = map_tensors(lambda leaf: leaf[own], (inputs, named))
         outputs = self.ddp(*arguments[0], **arguments[1])
-        return pytree.tree_map_only(Tensor, lambda leaf: gather(leaf, self.sizes), outputs)
+        return map_tensors(lambda leaf: gather(leaf, self.sizes), outputs)
 
 
 def cause_of_difference(sharded_batch: ShardedBatch) -> str | None:
@@ -46,7 +46,7 @@ def prepare(task: Task) -> TrainStep:
     def step(shard: Any) -> None:
         own = torch.tensor([count_examples(shard)], device=task.rank.device)
         gathered.sizes = gather(own, [1] * task.rank.world_size).tolist()
-        batch = pytree.tree_map_only(Tensor, lambda leaf: gather(leaf, gathered.sizes), shard)
+        batch = map_tensors(lambda leaf: gather(leaf, gathered.sizes), shard)
         # Every rank computes the loss of the big batch. In backward, each rank's outputs get the
         # sum of the gradients from all ranks, which is world size times the gradient. DDP's
         # average divides by the world size again.

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
 from ddp_equivalence.case.batch import concatenate, take
+from ddp_equivalence.case.batch_tree import map_tensors
 from ddp_equivalence.strategies.sharded_batch import ShardedBatch
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
@@ -49,7 +49,7 @@ class Replicas(nn.Module):
         ends = list(accumulate(self.sizes))
         starts = [0, *ends[:-1]]
         return [
-            pytree.tree_map_only(Tensor, itemgetter(slice(start, end)), arguments)
+            map_tensors(itemgetter(slice(start, end)), arguments)
             for start, end in zip(starts, ends, strict=True)
         ]
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Case, Rank, check
+from ddp_equivalence.case.random_state import generator_seed
 from tests.package.own_cases import build_model, loss, make_batch, own_case
 
 GRID = torch.linspace(-1, 1, 7, dtype=torch.float64)[:, None]
@@ -195,7 +196,7 @@ def test_a_penalty_on_a_constant_is_no_sign_of_the_same_work() -> None:
 
 def test_a_step_that_ignores_its_shard_and_takes_the_whole_batch_shows_nothing() -> None:
     def with_a_data_set_of_its_own(model: nn.Module, shard: Any, rank: Rank) -> None:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(generator_seed(0))
         batch = {name: leaf.double() for name, leaf in make_batch(generator).items()}
         ddp = DistributedDataParallel(model)
         loss(ddp, batch).backward()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ddp_equivalence.case.case import Case
+from ddp_equivalence.case.example_subset import SubsetBuilder
 from ddp_equivalence.case.models import MODELS
+from ddp_equivalence.case.random_state import batch_seed, generator_seed
 from ddp_equivalence.case.shards import Shards, split
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.report.script.slicing.literals import indices_literal
@@ -11,7 +16,7 @@ BACKENDS = {"gloo_fallback": None, "nccl": None, "emulated": "gloo", "data_paral
 """Lane -> backend, where their names differ; None: the script chooses it when it starts."""
 
 
-def case_constants(request: Request, batch_sizes: list[int]) -> dict[str, str]:
+def case_constants(request: Request, batch_sizes: Sequence[int]) -> dict[str, str]:
     """The source of every constant, by its name in ``template/placeholders.py``.
 
     ``batch_sizes``: the examples in the big batch of every step.
@@ -28,10 +33,12 @@ def case_constants(request: Request, batch_sizes: list[int]) -> dict[str, str]:
         "NODE_OF_RANK": "(0,)" if one_process else repr(tuple(row.node for row in ranks.rows)),
         "BACKEND": repr(backend) + ("" if backend else "  # NCCL if the GPUs suffice, else gloo"),
         "SEED": repr(case.seed),
+        "BATCH_SEED": repr(batch_seed(case.seed)),
+        "GENERATOR_SEED": repr(generator_seed(case.seed)),
         "DTYPE": str(case.dtype),
         "TOLERANCE": "0.0  # bit for bit" if case.exact else "1.0",
         "LEARNING_RATE": repr(request.lr),
-        "BIG_BATCHES": f"[{', '.join(_ranges(batch_sizes))}]  # the examples of every step",
+        "BIG_BATCHES": f"[{', '.join(_examples(case, batch_sizes))}]  # the examples of every step",
         "SHARDS": _shards(whole_batches if one_process else shards),
         "CASE_SHARDS": _shards(shards),
         "EXAMPLES": repr(sum(batch_sizes)),
@@ -43,11 +50,14 @@ def case_constants(request: Request, batch_sizes: list[int]) -> dict[str, str]:
     }
 
 
-def _ranges(batch_sizes: list[int]) -> list[str]:
+def _examples(case: Case, batch_sizes: Sequence[int]) -> list[str]:
+    """The positions of every step's examples in what the batch builder returns."""
     starts = [sum(batch_sizes[:step]) for step in range(len(batch_sizes))]
-    return [
-        f"range({start}, {start + size})" for start, size in zip(starts, batch_sizes, strict=True)
-    ]
+    of_steps = [range(start, start + size) for start, size in zip(starts, batch_sizes, strict=True)]
+    if isinstance(case.batch, SubsetBuilder):
+        taken = case.batch.positions
+        return [indices_literal(taken[one.start : one.stop]) for one in of_steps]
+    return list(map(str, of_steps))
 
 
 def _shards(of_steps: list[Shards]) -> str:

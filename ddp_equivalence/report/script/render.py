@@ -15,7 +15,11 @@ TOOL_COMMENTS = re.compile(r"[ ]{2}# (type: ignore|noqa).*$", re.MULTILINE)
 
 COMPARING_MODULES = (
     f"{TEMPLATE}.catalogue_step",
+    f"{PACKAGE}.case.batch_tree",
     f"{PACKAGE}.case.batch",
+    f"{PACKAGE}.case.precision",
+    f"{TEMPLATE}.plain_batch",
+    f"{TEMPLATE}.dealt_batch",
     f"{PACKAGE}.comparison.gradients",
     *(
         f"{TEMPLATE}.{name}"

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import importlib
 from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ddp_equivalence.case import losses
-from ddp_equivalence.case.batch import count_examples
-from ddp_equivalence.case.build import build_batches, catalogue_loss_of
+from ddp_equivalence.case.batch import BatchDims, concatenate, count_examples, move, take
+from ddp_equivalence.case.batch_tree import map_tensors, tensors_of
+from ddp_equivalence.case.build import build_whole_batch, catalogue_loss_of
 from ddp_equivalence.case.case import name_of
 from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.example_subset import SubsetBuilder
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.measurement.request import Request
@@ -51,6 +58,18 @@ def _bad_field(request: Request, field: str, error: Exception) -> BadCase:
     return BadCase(field, name_of(value), f"{right}, so no script can contain it")
 
 
+def is_plain(batch: Any, dims: BatchDims) -> bool:
+    """True if the few lines of ``template/plain_batch.py`` can take the batch apart."""
+    leaves = pytree.tree_leaves(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return (
+        dims is None
+        and len(tensors) == len(tensors_of(batch))
+        and all(leaf.layout is torch.strided for leaf in tensors)
+        and not any(leaf.is_complex() or leaf.requires_grad for leaf in tensors)
+    )
+
+
 class _TemplateFiller:
     """Maps every name that depends on the case to a function that brings it into the script.
 
@@ -59,11 +78,13 @@ class _TemplateFiller:
 
     def __init__(self, request: Request) -> None:
         self.request, self.case = request, request.case
-        batches = build_batches(self.case, request.steps)
-        self.constants = case_constants(request, [count_examples(batch) for batch in batches])
+        whole, sizes = build_whole_batch(self.case, request.steps)
+        self.constants = case_constants(request, sizes)
+        self.is_plain = is_plain(whole, self.case.batch_dims)
         self.functions: dict[str, Replacement] = {
             "model": self._model,
             "batch": self._batch,
+            "batch_dims": self._batch_dims,
             "loss": self._loss,
             "step": self._step,
         }
@@ -86,6 +107,8 @@ class _TemplateFiller:
             **{name: self._constant(name) for name in self.constants},
             "build_model": self._model,
             "make_batch": self._batch,
+            "BATCH_DIMS": self._batch_dims,
+            "take_examples": self._part(*self._taking()),
             "loss": self._loss,
             "step": self._step,
             "users_step": lambda: self.slicer.named(self.request.step, "step"),
@@ -108,12 +131,31 @@ class _TemplateFiller:
 
     def _package_replacements(self) -> dict[tuple[str, str], Replacement]:
         """Definitions that strategies use, and that a script contains in a shorter form."""
-        shorter_forms = (Task, catalogue_loss_of, count_examples, keep_group)
+        shorter_forms: tuple[Any, ...] = (Task, catalogue_loss_of, keep_group)
+        if self.is_plain:
+            shorter_forms += (count_examples,)
         replacements = {
             (form.__module__, form.__name__): self._part("catalogue_step", form.__name__)
             for form in shorter_forms
         }
+        if self.is_plain:
+            for form in (take, move, map_tensors, concatenate):
+                place = form.__module__, form.__name__
+                replacements[place] = self._part("plain_batch", form.__name__)
+        else:
+            place = f"{TEMPLATE}.start_from_seed", "in_dtype"
+            replacements[place] = self._part("dealt_batch", "in_dtype")
         return {**replacements, (losses.__name__, "LOSSES"): self._losses}
+
+    def _taking(self) -> tuple[str, str]:
+        """The template's module and function that take some examples of the batch."""
+        return ("plain_batch", "take") if self.is_plain else ("dealt_batch", "take_examples")
+
+    def _batch_dims(self) -> str:
+        dims = self.case.batch_dims
+        if callable(dims):
+            return self.slicer.named(dims, "deal")
+        return self.slicer.constant("BATCH_DIMS", repr(dims)) if not self.is_plain else ""
 
     def _constant(self, name: str) -> Replacement:
         shards_twice = self.constants["CASE_SHARDS"] == self.constants["SHARDS"]
@@ -142,7 +184,10 @@ class _TemplateFiller:
             padded = self.case.shards == "no_valid_token"
             name = "make_padded_batch" if padded else "make_batch"
             return self.from_template("catalogue_batch", name)
-        return self.slicer.named(self.case.batch, "make_batch")
+        builder = self.case.batch
+        if isinstance(builder, SubsetBuilder):
+            builder = builder.builder  # the constant BIG_BATCHES has the positions
+        return self.slicer.named(builder, "make_batch")
 
     def _loss(self) -> str:
         loss = self.case.loss

@@ -9,9 +9,10 @@ PACKAGE = "ddp_equivalence"
 TEMPLATE = f"{PACKAGE}.report.script.template"
 
 SLICEABLE = (
-    *("case.models", "case.losses", "case.build", "case.batch", "case.random_state"),
-    *("case.steps", "strategies", "faults", "comparison.gradients", "comparison.chunks"),
-    *("comparison.digest", "comparison.element_sample", "ranks.rank", "report.script.template"),
+    *("case.models", "case.losses", "case.build", "case.batch", "case.batch_tree"),
+    *("case.precision", "case.random_state", "case.steps", "strategies", "faults"),
+    *("comparison.gradients", "comparison.chunks", "comparison.digest"),
+    *("comparison.element_sample", "ranks.rank", "report.script.template"),
 )
 """The modules and folders of this package whose definitions a plain script may contain."""
 

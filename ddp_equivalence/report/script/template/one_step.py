@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ddp_equivalence.case.batch import move, take
+from ddp_equivalence.case.batch import move
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.report.script.template.placeholders import (
     DTYPE,
@@ -15,6 +15,7 @@ from ddp_equivalence.report.script.template.placeholders import (
     loss,
     model_at_start,
     step,
+    take_examples,
 )
 from ddp_equivalence.report.script.template.start_from_seed import in_dtype, seed_all
 
@@ -35,7 +36,7 @@ def on_this_rank(rank: Rank) -> Gradients:
     """The gradients that the step leaves on this rank, given the rank's shard."""
     model = model_at_start().to(rank.device)
     (batch,) = big_batches()
-    shard = move(take(batch, SHARDS[0][rank.rank]), rank.device)
+    shard = move(take_examples(batch, SHARDS[0][rank.rank]), rank.device)
     seed_all(SEED + 1)
     returned = step(model, shard, rank)
     if returned is not None:

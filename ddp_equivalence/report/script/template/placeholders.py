@@ -11,15 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_equivalence.case.batch import BatchDims
 from ddp_equivalence.ranks.rank import Rank
 
 NODE_OF_RANK: tuple[int, ...] = (0,)
 BACKEND: str | None = None
 SEED = 0
+BATCH_SEED = 0
+GENERATOR_SEED = 0
 DTYPE: torch.dtype | None = None
 TOLERANCE = 1.0
 LEARNING_RATE = 0.1
-BIG_BATCHES: list[range] = []
+BIG_BATCHES: list[Sequence[int]] = []
 SHARDS: list[list[Sequence[int]]] = []
 CASE_SHARDS: list[list[Sequence[int]]] = []  # differs from SHARDS if one process runs all replicas
 EXAMPLES = 0
@@ -29,6 +32,7 @@ UNUSED_PARAMETERS = False
 RANKS_OF_NODE: list[tuple[int, ...]] = []
 LOSS_NAME: str | None = None
 LOSS: Any = None
+BATCH_DIMS: BatchDims = None
 
 Gradients = Mapping[str, Tensor | None]
 
@@ -62,6 +66,10 @@ def model_inputs(generator: torch.Generator, examples: int) -> Tensor:
 
 
 def loss_targets(generator: torch.Generator, inputs: Tensor, model: Any) -> Any:
+    raise NotImplementedError
+
+
+def take_examples(batch: Any, indices: Sequence[int]) -> Any:
     raise NotImplementedError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ddp_equivalence.case.batch import move, take
+from ddp_equivalence.case.batch import move
 from ddp_equivalence.comparison.gradients import sgd_step
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.report.script.template.placeholders import (
@@ -18,6 +18,7 @@ from ddp_equivalence.report.script.template.placeholders import (
     loss,
     model_at_start,
     step,
+    take_examples,
 )
 from ddp_equivalence.report.script.template.start_from_seed import in_dtype, seed_all
 
@@ -43,7 +44,7 @@ def on_this_rank(rank: Rank) -> Gradients:
     parameters = dict(model.named_parameters())  # the step may rename them
     gradients: dict[str, Tensor | None] = {}
     for number, batch in enumerate(big_batches()):
-        shard = move(take(batch, SHARDS[number][rank.rank]), rank.device)
+        shard = move(take_examples(batch, SHARDS[number][rank.rank]), rank.device)
         model.zero_grad()
         seed_all(SEED + 1 + number)
         returned = step(model, shard, rank)

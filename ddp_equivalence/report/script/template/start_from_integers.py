@@ -6,17 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from ddp_equivalence.case.batch import take
+from ddp_equivalence.case.batch_tree import map_tensors
 from ddp_equivalence.report.script.template.placeholders import (
     BIG_BATCHES,
     DTYPE,
     SEED,
     build_model,
-    make_batch,
+    take_examples,
 )
-from ddp_equivalence.report.script.template.start_from_seed import in_dtype, seed_all
+from ddp_equivalence.report.script.template.start_from_seed import seed_all, whole_batch
 
 
 def to_integers(values: Tensor) -> Tensor:
@@ -37,8 +36,6 @@ def model_at_start() -> nn.Module:
 
 
 def big_batches() -> list[Any]:
-    """The big batch of every step, on the CPU."""
-    seed_all(SEED)
-    batch = in_dtype(make_batch(torch.Generator().manual_seed(SEED)), DTYPE)
-    batch = pytree.tree_map_only(Tensor, to_integers, batch)
-    return [take(batch, examples) for examples in BIG_BATCHES]
+    """The big batch of the only step that an exact case has."""
+    batch = take_examples(whole_batch(), BIG_BATCHES[0])
+    return [map_tensors(to_integers, batch)]

@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from ddp_equivalence.case.batch import take
+from ddp_equivalence.case.batch_tree import map_tensors
 from ddp_equivalence.report.script.template.placeholders import (
+    BATCH_SEED,
     BIG_BATCHES,
     DTYPE,
+    GENERATOR_SEED,
     SEED,
     build_model,
     make_batch,
+    take_examples,
 )
 
 
@@ -32,7 +34,7 @@ def in_dtype(batch: Any, dtype: torch.dtype | None) -> Any:
     def cast(leaf: Tensor) -> Tensor:
         return leaf.to(dtype) if dtype and leaf.is_floating_point() else leaf.clone()
 
-    return pytree.tree_map_only(Tensor, cast, batch)
+    return map_tensors(cast, batch)
 
 
 def model_at_start() -> nn.Module:
@@ -40,8 +42,13 @@ def model_at_start() -> nn.Module:
     return build_model().to(DTYPE)
 
 
+def whole_batch() -> Any:
+    """The examples of all steps, on the CPU."""
+    seed_all(BATCH_SEED)
+    return in_dtype(make_batch(torch.Generator().manual_seed(GENERATOR_SEED)), DTYPE)
+
+
 def big_batches() -> list[Any]:
-    """The big batch of every step, on the CPU."""
-    seed_all(SEED)
-    batch = in_dtype(make_batch(torch.Generator().manual_seed(SEED)), DTYPE)
-    return [take(batch, examples) for examples in BIG_BATCHES]
+    """The big batch of every step."""
+    batch = whole_batch()
+    return [take_examples(batch, examples) for examples in BIG_BATCHES]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ddp_equivalence.case.batch import move, take
+from ddp_equivalence.case.batch import move
 from ddp_equivalence.comparison.gradients import sgd_step, updates_of, weights_of
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.report.script.template.placeholders import (
@@ -17,6 +17,7 @@ from ddp_equivalence.report.script.template.placeholders import (
     loss,
     model_at_start,
     step,
+    take_examples,
 )
 from ddp_equivalence.report.script.template.start_from_seed import in_dtype, seed_all
 
@@ -40,6 +41,6 @@ def on_this_rank(rank: Rank) -> Gradients:
     for number, batch in enumerate(big_batches()):
         model.zero_grad()
         seed_all(SEED + 1 + number)
-        step(model, move(take(batch, SHARDS[number][rank.rank]), rank.device), rank)
+        step(model, move(take_examples(batch, SHARDS[number][rank.rank]), rank.device), rank)
         sgd_step(model, LEARNING_RATE)
     return updates_of(dict(model.named_parameters()), before)

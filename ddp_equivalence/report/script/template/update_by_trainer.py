@@ -4,30 +4,33 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ddp_equivalence.case.batch import concatenate, move, take
+from ddp_equivalence.case.batch import move
 from ddp_equivalence.comparison.gradients import weights_of
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.report.script.template.placeholders import (
+    BIG_BATCHES,
     SEED,
     SHARDS,
     Gradients,
-    big_batches,
     model_at_start,
     step,
+    take_examples,
 )
-from ddp_equivalence.report.script.template.start_from_seed import seed_all
+from ddp_equivalence.report.script.template.start_from_seed import seed_all, whole_batch
 
 
 def on_this_rank(rank: Rank) -> Gradients:
     """The change of the weights by the trainer on this rank; one call trains all steps."""
     model = model_at_start().to(rank.device)
-    shards = [
-        take(batch, indices[rank.rank])
-        for batch, indices in zip(big_batches(), SHARDS, strict=True)
+    of_all_steps = [
+        examples[index]
+        for examples, indices in zip(BIG_BATCHES, SHARDS, strict=True)
+        for index in indices[rank.rank]
     ]
+    shard = take_examples(whole_batch(), of_all_steps)
     before = weights_of(dict(model.named_parameters()))
     seed_all(SEED + 1)
-    trained = step(model, move(concatenate(shards), rank.device), rank) or {}
+    trained = step(model, move(shard, rank.device), rank) or {}
     updates: dict[str, Tensor | None] = {}
     for name, weight in before.items():
         after = trained.get(name)
