@@ -9,14 +9,15 @@ import signal
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver, util
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ddp_equivalence.ranks import messages, process_groups, process_tree, status_thread
+from ddp_equivalence.ranks import messages, process_groups, process_tree, status_thread, workers
 from ddp_equivalence.ranks.exception_text import describe_exception
 from ddp_equivalence.ranks.join_group import StartArguments, join_group
 from ddp_equivalence.ranks.work import do_next_work, flush_output
+from ddp_equivalence.ranks.worker_pickling import pickle_by_value_for_workers
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class Channels:
 
 def main(start: StartArguments, channels: Channels) -> None:
     """Be a rank until told to stop, or until the judging process is gone."""
-    _release_server()
+    workers.release_server()
+    workers.allow_workers()
+    pickle_by_value_for_workers()
     process_tree.die_with_parent()
     process_tree.adopt_orphans()
     os.setpgrp()  # Ctrl-C is for the judging process, which then stops its ranks
@@ -75,17 +78,3 @@ def _redirect_output(output: Connection) -> None:
     os.dup2(output.fileno(), 2)
     streams: tuple[Any, ...] = (os.fdopen(1, "w", 1), os.fdopen(2, "w", 1))
     sys.stdout, sys.stderr = streams
-
-
-def _release_server() -> None:
-    """Close this process's copy of the pipe that keeps the fork server alive.
-
-    The server lives as long as any process holds the pipe open, and it passes a copy to every
-    child, so that the child could fork from it as well (Python 3.11). A rank that kept the copy
-    would keep the server alive after the judging process has gone.
-    """
-    server: Any = getattr(forkserver, "_forkserver", None)  # private: a test fails if it changes
-    alive = getattr(server, "_forkserver_alive_fd", None)
-    if alive is not None:
-        os.close(alive)
-        server._forkserver_alive_fd = None

@@ -47,6 +47,13 @@ def children(pid: int) -> dict[int, str]:
     return {child.pid: _command_line(child) for child in _below(pid, recursive=False)}
 
 
+def process_name(pid: int) -> str:
+    """The name that the process has given itself; "" if it has ended."""
+    with suppress(*GONE):
+        return str(psutil.Process(pid).name())
+    return ""
+
+
 def descendants(pid: int) -> list[psutil.Process]:
     """The children of a process, their children, and so on."""
     return _below(pid, recursive=True)

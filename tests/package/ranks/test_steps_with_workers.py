@@ -1,0 +1,218 @@
+"""A step may start worker processes, as a DataLoader does, and none of them outlives its check."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from ddp_equivalence import Rank, Verdict, check
+from ddp_equivalence.ranks.environment import RANK_SET_VARIABLE
+from ddp_equivalence.ranks.warm_ranks import warm_ranks
+from tests.package.own_cases import own_case, right_step
+
+METHODS = ("fork", "spawn", "forkserver")
+
+Rows = dict[str, Tensor]
+T = TypeVar("T")
+
+
+class ShardDataset(Dataset[Rows]):
+    """The rows of a shard, one by one. A class of a test file, which no worker can import."""
+
+    def __init__(self, shard: Rows) -> None:
+        self.shard = shard
+
+    def __len__(self) -> int:
+        return len(self.shard["rows"])
+
+    def __getitem__(self, index: int) -> Rows:
+        if get_worker_info() is None:
+            raise RuntimeError("this row is not read in a worker")
+        return {name: column[index] for name, column in self.shard.items()}
+
+
+class ShardStream(IterableDataset[Rows]):
+    """The rows of a shard as a stream: each of the workers reads its own part."""
+
+    def __init__(self, shard: Rows) -> None:
+        self.shard = shard
+
+    def __iter__(self) -> Iterator[Rows]:
+        worker = get_worker_info()
+        assert worker is not None
+        for index in range(worker.id, len(self.shard["rows"]), worker.num_workers):
+            yield {name: column[index] for name, column in self.shard.items()}
+
+
+@dataclass
+class RowBatch:
+    """What ``collate`` makes of rows. Workers send objects of this class to their rank."""
+
+    columns: Rows
+
+
+def collate(rows: list[Rows]) -> RowBatch:
+    return RowBatch({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+
+
+def collate_rows(rows: list[Rows]) -> Rows:
+    return collate(rows).columns
+
+
+def train(model: nn.Module, batches: list[Rows], rank: Rank) -> None:
+    """A right step over all rows that the workers have read."""
+    columns = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    right_step(model, columns, rank)
+
+
+def loads(
+    make: Callable[[Rows], Any], epochs: int, model: nn.Module, shard: Rows, rank: Rank
+) -> None:
+    """A step that reads its shard with the loader that ``make`` returns."""
+    loader = make(shard)
+    for _ in range(epochs):
+        batches = list(loader)
+    train(model, batches, rank)
+
+
+def loads_rows_of_a_class(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    loader = DataLoader(ShardDataset(shard), 2, num_workers=2, collate_fn=collate)
+    train(model, [batch.columns for batch in loader], rank)
+
+
+def abandons(keep: bool, model: nn.Module, shard: Rows, rank: Rank) -> None:
+    """Leaves an iterator half-way; with ``keep`` it is in a reference cycle."""
+    iterator = iter(DataLoader(ShardDataset(shard), 1, num_workers=2, prefetch_factor=4))
+    next(iterator)
+    if keep:
+        cycle: list[object] = [iterator]
+        cycle.append(cycle)
+    right_step(model, shard, rank)
+
+
+def loader_of(shard: Rows, **options: Any) -> DataLoader[Rows]:
+    return DataLoader(ShardDataset(shard), **({"batch_size": 2, "num_workers": 2} | options))
+
+
+def stream_of(shard: Rows) -> DataLoader[Rows]:
+    return DataLoader(ShardStream(shard), batch_size=2, num_workers=2)
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def total(rows: Tensor) -> float:
+    return float(rows.sum())
+
+
+def uses_a_pool(method: str, model: nn.Module, shard: Rows, rank: Rank) -> None:
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        assert pool.map(square, range(4)) == [0, 1, 4, 9]
+    right_step(model, shard, rank)
+
+
+def sends_tensors_to_a_pool(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    with torch.multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(total, (shard["rows"],)) == total(shard["rows"])
+    right_step(model, shard, rank)
+
+
+def uses_an_executor(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    with ProcessPoolExecutor(2) as executor:
+        assert list(executor.map(square, range(4))) == [0, 1, 4, 9]
+    right_step(model, shard, rank)
+
+
+def drops_an_executor(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    assert ProcessPoolExecutor(1).submit(square, 3).result() == 9
+    right_step(model, shard, rank)
+
+
+def uses_commands(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    assert subprocess.run(["echo", "done"], capture_output=True, check=True).stdout == b"done\n"
+    subprocess.Popen(["true"])  # nobody waits for it
+    time.sleep(0.1)
+    multiprocessing.get_context("fork").Process(target=square, args=(2,)).start()
+    right_step(model, shard, rank)
+
+
+STEPS: dict[str, Callable[..., None]] = {
+    "1 worker": partial(loads, partial(loader_of, num_workers=1), 1),
+    "2 workers": partial(loads, loader_of, 1),
+    "a class of rows": loads_rows_of_a_class,
+    "persistent": partial(loads, partial(loader_of, persistent_workers=True), 3),
+    "pinned": partial(loads, partial(loader_of, pin_memory=True), 1),
+    "a stream": partial(loads, stream_of, 1),
+    "fork context": partial(loads, partial(loader_of, multiprocessing_context="fork"), 1),
+    "abandoned": partial(abandons, False),
+    "abandoned in a cycle": partial(abandons, True),
+    **{f"{method} pool": partial(uses_a_pool, method) for method in METHODS},
+    "a pool for tensors": sends_tensors_to_a_pool,
+    "an executor": uses_an_executor,
+    "an executor nobody shuts down": drops_an_executor,
+    "commands": uses_commands,
+}
+
+
+def workers_left() -> list[str]:
+    """The processes of ranks that are no rank: they must end soon after the check."""
+    ranks = {pid for rank_set in warm_ranks().idle() for pid in rank_set.process_ids()}
+    left: list[str] = []
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        left = [
+            f"{process.pid}: {process.cmdline()}"
+            for process in psutil.process_iter()
+            if process.pid not in ranks and _belongs_to_our_ranks(process)
+        ]
+        if not left:
+            break
+        time.sleep(0.05)
+    return left
+
+
+def _belongs_to_our_ranks(process: psutil.Process) -> bool:
+    try:
+        token = process.environ().get(RANK_SET_VARIABLE, "")
+        server = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    is_server = "multiprocessing.forkserver" in server and not process.children()
+    return token.startswith(f"{os.getpid()}-") and not is_server
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_with_workers_is_the_same_and_leaves_none_and_the_ranks_go_on(name: str) -> None:
+    check(own_case(), right_step, deadline=9.0)
+    started = warm_ranks().started
+    for _ in range(2):
+        verdict = check(own_case(), STEPS[name], deadline=9.0)
+        assert verdict.outcome == "same", str(verdict)
+        assert not verdict.changed
+        assert workers_left() == []
+    assert warm_ranks().started == started
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_a_loader_may_start_its_workers_from_new_interpreters(method: str) -> None:
+    """Such a worker imports torch, so this takes seconds, as it does in a training script."""
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": method}
+    step = partial(loads, partial(loader_of, collate_fn=collate_rows, **options), 1)
+    verdict = check(own_case(layout="1x1"), step)
+    assert verdict.outcome == "same", str(verdict)
+    assert not verdict.changed
+    assert workers_left() == []
