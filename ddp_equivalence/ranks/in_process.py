@@ -18,6 +18,7 @@ from ddp_equivalence.ranks.join_group import join_group, rank_environment
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.ranks.rank_set import RankSet
+from ddp_equivalence.ranks.worker_pickling import pickled_by_value_for_workers
 
 COLLECTIVE_TIMEOUT = 24 * 3600.0
 """Seconds that the other ranks wait in a collective while a user debugs rank 0."""
@@ -57,8 +58,9 @@ class InProcessRankSet(RankSet):
         complete = False
         try:
             function, argument = pickling.loads(by_value, body)
-            for result in function(self._rank_0, argument):
-                yield 0, result
+            with pickled_by_value_for_workers():
+                for result in function(self._rank_0, argument):
+                    yield 0, result
             changed = process_state.restore(before)
             if changed:
                 self.changed[0] = changed

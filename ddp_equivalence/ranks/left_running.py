@@ -101,14 +101,18 @@ def _module(thread: threading.Thread) -> str:
 
 
 def _may_end(thread: threading.Thread) -> bool:
-    return _module(thread).startswith(ENDING_THREAD_MODULES)
+    """True if the thread has returned from its function, or serves a queue or a pool."""
+    has_returned = not hasattr(thread, "_target")  # threading then deletes the attribute
+    return has_returned or _module(thread).startswith(ENDING_THREAD_MODULES)
 
 
 def _is_kept(thread: threading.Thread) -> bool:
     # A thread that C++ code has started appears here once it has run any Python code.
     if isinstance(thread, threading._DummyThread):
         return True
-    if _module(thread).startswith(KEPT_THREAD_MODULES) or type(thread).__name__ in KEPT_THREAD_CLASSES:
+    if _module(thread).startswith(KEPT_THREAD_MODULES):
+        return True
+    if type(thread).__name__ in KEPT_THREAD_CLASSES:
         return True
     return thread in _compiler_threads()
 

@@ -71,6 +71,20 @@ def with_variable(name: str, value: str) -> list[psutil.Process]:
     return processes
 
 
+def left_in_group(leader: int) -> list[psutil.Process]:
+    """The processes in the process group of a process that has ended.
+
+    The result is empty if the process id of the leader belongs to a new process by now.
+    """
+    group = []
+    for pid in psutil.pids():
+        with suppress(*GONE):
+            if os.getpgid(pid) == leader:
+                group.append(psutil.Process(pid))
+    new_leader = any(process.pid == leader and not _is_zombie(process) for process in group)
+    return [] if new_leader else group
+
+
 def is_stopped(pid: int) -> bool:
     """True if a signal such as SIGSTOP has stopped the process, which then cannot write a stack."""
     with suppress(*GONE):
@@ -93,6 +107,12 @@ def _below(pid: int, recursive: bool) -> list[psutil.Process]:
     with suppress(*GONE):
         processes = psutil.Process(pid).children(recursive=recursive)
     return processes
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    with suppress(*GONE):
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    return True
 
 
 def _command_line(process: psutil.Process) -> str:

@@ -200,6 +200,9 @@ class RankSet:
         if self._killed or (not alive and not self.broken):
             return
         self._killed = True
+        for rank in self._started():
+            if rank not in alive:  # workers that it has forked may wait for it for ever
+                process_tree.kill(process_tree.left_in_group(rank.process.pid))
         descendants = [
             process for rank in alive for process in process_tree.descendants(rank.process.pid)
         ]

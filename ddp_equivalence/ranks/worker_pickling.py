@@ -10,6 +10,8 @@ it in a training script as well.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from types import FunctionType
 from typing import Any
@@ -20,6 +22,19 @@ import cloudpickle
 def pickle_by_value_for_workers() -> None:
     """From now on, let multiprocessing pickle by value what no process can import."""
     ForkingPickler.reducer_override = _reduce  # type: ignore[attr-defined]
+
+
+@contextmanager
+def pickled_by_value_for_workers() -> Iterator[None]:
+    """The same inside the block only, for a process that is a rank for a while."""
+    before = ForkingPickler.__dict__.get("reducer_override")
+    pickle_by_value_for_workers()
+    try:
+        yield
+    finally:
+        del ForkingPickler.reducer_override  # type: ignore[attr-defined]
+        if before is not None:
+            ForkingPickler.reducer_override = before  # type: ignore[attr-defined]
 
 
 def _reduce(pickler: ForkingPickler, value: object) -> Any:

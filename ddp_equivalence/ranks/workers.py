@@ -1,7 +1,7 @@
 """Lets a step start worker processes on its rank, as it could in a training script.
 
-A rank is itself a child process that multiprocessing has started, so some of multiprocessing's state
-differs from that of a script. This module makes it the same.
+A rank is itself a child process that multiprocessing has started, so some of multiprocessing's
+state differs from that of a script. This module makes it the same.
 """
 
 from __future__ import annotations

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import re
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import forkserver, resource_tracker, util
 from typing import Any, TypeVar
 
 import psutil
@@ -18,10 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from ddp_equivalence import Rank, Verdict, check
-from ddp_equivalence.ranks.environment import RANK_SET_VARIABLE
+from ddp_equivalence import Rank, check
+from ddp_equivalence.ranks import process_tree
+from ddp_equivalence.ranks.server import FOLDER_VARIABLE
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
-from tests.package.own_cases import own_case, right_step
+from tests.package.own_cases import loss, own_case, right_step
 
 METHODS = ("fork", "spawn", "forkserver")
 
@@ -169,30 +175,25 @@ STEPS: dict[str, Callable[..., None]] = {
 
 
 def workers_left() -> list[str]:
-    """The processes of ranks that are no rank: they must end soon after the check."""
-    ranks = {pid for rank_set in warm_ranks().idle() for pid in rank_set.process_ids()}
+    """What the server and the ranks have started and is no rank: it must end soon."""
     left: list[str] = []
     until = time.monotonic() + 10
     while time.monotonic() < until:
-        left = [
-            f"{process.pid}: {process.cmdline()}"
-            for process in psutil.process_iter()
-            if process.pid not in ranks and _belongs_to_our_ranks(process)
-        ]
+        ranks = {pid for rank_set in warm_ranks().idle() for pid in rank_set.process_ids()}
+        # A process that was forked has the first environment of the server, which has the folder.
+        family = process_tree.with_variable(FOLDER_VARIABLE, util.get_temp_dir())
+        left = [str(process) for process in family if process.pid not in ranks | keepers()]
         if not left:
             break
         time.sleep(0.05)
     return left
 
 
-def _belongs_to_our_ranks(process: psutil.Process) -> bool:
-    try:
-        token = process.environ().get(RANK_SET_VARIABLE, "")
-        server = " ".join(process.cmdline())
-    except psutil.Error:
-        return False
-    is_server = "multiprocessing.forkserver" in server and not process.children()
-    return token.startswith(f"{os.getpid()}-") and not is_server
+def keepers() -> set[int]:
+    """The process ids of this process's fork server and resource tracker."""
+    tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    return {tracker._pid, server._forkserver_pid}
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -216,3 +217,130 @@ def test_a_loader_may_start_its_workers_from_new_interpreters(method: str) -> No
     assert verdict.outcome == "same", str(verdict)
     assert not verdict.changed
     assert workers_left() == []
+
+
+def starts_workers(shard: Rows) -> None:
+    """Leaves workers that wait for work, where garbage collection does not find them."""
+    iterator = iter(loader_of(shard, persistent_workers=True))
+    next(iterator)
+    context = multiprocessing.get_context("fork")
+    context.Process(target=time.sleep, args=(1000,), daemon=True).start()
+    sys.modules["kept by a step"] = (iterator, context.Pool(1))  # type: ignore[assignment]
+
+
+def differs(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    starts_workers(shard)
+    loss(model, shard).backward()
+
+
+def raises(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    starts_workers(shard)
+    raise ValueError("while workers run")
+
+
+def exits(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    starts_workers(shard)
+    os._exit(3)
+
+
+def hangs(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    starts_workers(shard)
+    time.sleep(1000)
+
+
+def fails_in_a_worker(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    list(loader_of(shard, collate_fn=cannot_collate))
+
+
+def cannot_collate(rows: list[Rows]) -> Rows:
+    raise KeyError("no such column")
+
+
+def loses_a_worker(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    list(loader_of(shard, collate_fn=kills_itself))
+
+
+def kills_itself(rows: list[Rows]) -> Rows:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return collate_rows(rows)
+
+
+FAILURES = {
+    "differs": (differs, "no_all_reduce"),
+    "raises": (raises, "ValueError: while workers run"),
+    "exits": (exits, "exit code 3"),
+    "hangs": (hangs, "still running"),
+    "fails in a worker": (fails_in_a_worker, "KeyError: 'no such column'"),
+    "loses a worker": (loses_a_worker, "DataLoader worker (pid"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_no_worker_outlives_a_check_that_fails(name: str) -> None:
+    step, message = FAILURES[name]
+    verdict = check(own_case(), step, deadline=3.0)
+    assert verdict.outcome != "same"
+    assert message in " ".join(str(verdict).split())
+    assert workers_left() == []
+    assert check(own_case(), right_step).outcome == "same"
+
+
+def keeps_its_workers(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    starts_workers(shard)
+    right_step(model, shard, rank)
+
+
+def test_workers_that_a_step_keeps_are_reported_by_name_and_the_ranks_are_replaced() -> None:
+    check(own_case(), right_step)
+    started = warm_ranks().started
+    verdict = check(own_case(), keeps_its_workers)
+    text = " ".join(str(verdict).split())
+    assert verdict.outcome == "unknown", text
+    assert "left running (a worker of a DataLoader, which lives as long as its iterator)" in text
+    assert re.search(r"left running \(ForkPoolWorker-\S+, started with multiprocessing\)", text)
+    assert workers_left() == []
+    assert check(own_case(), right_step).outcome == "same"
+    assert warm_ranks().started == started + 1
+
+
+def keeps_workers_of_a_fork_server(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.Process(target=time.sleep, args=(1000,)).start()
+    right_step(model, shard, rank)
+
+
+def test_workers_of_a_fork_server_of_the_step_are_reported_and_end() -> None:
+    verdict = check(own_case(layout="1x1"), keeps_workers_of_a_fork_server)
+    assert verdict.outcome == "unknown"
+    assert "started with multiprocessing" in str(verdict)
+    assert workers_left() == []
+
+
+def chooses_a_start_method(method: str, model: nn.Module, shard: Rows, rank: Rank) -> None:
+    list(loader_of(shard, batch_size=3))  # uses the default method
+    multiprocessing.set_start_method(method, force=True)
+    right_step(model, shard, rank)
+
+
+def needs_no_force(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0])
+    right_step(model, shard, rank)
+
+
+def test_the_start_method_is_that_of_a_script_and_a_choice_does_not_reach_the_next_case() -> None:
+    change = f"multiprocessing's start method changed from {METHODS[0]} to spawn"
+    verdict = check(own_case(), partial(chooses_a_start_method, "spawn"))
+    assert verdict.changed == {0: (change,), 1: (change,)}
+    assert check(own_case(), needs_no_force).outcome == "same"
+    assert check(own_case(), STEPS["2 workers"]).outcome == "same"
+
+
+def test_rank_0_in_this_process_may_start_workers_too() -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    for name in ("2 workers", "fork pool", "a class of rows", "abandoned"):
+        verdict = check(own_case(), STEPS[name], in_process=True)
+        assert verdict.outcome == "same", str(verdict)
+        assert not verdict.changed
+    gc.collect()
+    warm_ranks().stop()
+    assert {child.pid for child in psutil.Process().children()} <= before
