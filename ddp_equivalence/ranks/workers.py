@@ -10,7 +10,8 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, process
 from typing import Any
 
@@ -25,16 +26,38 @@ _server: Any = getattr(forkserver, "_forkserver", None)  # private: a test fails
 
 
 def allow_workers() -> None:
-    """Allow this rank to have children.
+    """Allow this rank to have children, and let a DataLoader's workers end soon.
 
     A rank is daemonic, so that it never keeps the judging process from ending. Only the judging
     process needs to know that. A rank that knew it could have no children.
     """
-    configuration: Any = getattr(process.current_process(), "_config", {})  # private, as above
-    configuration["daemon"] = False
+    _configuration()["daemon"] = False
     loader_settings = sys.modules.get("torch.utils.data._utils")
     if hasattr(loader_settings, "MP_STATUS_CHECK_INTERVAL"):  # private, as above
         loader_settings.MP_STATUS_CHECK_INTERVAL = LOADER_TIMEOUT  # type: ignore[union-attr]
+
+
+@contextmanager
+def children_allowed() -> Iterator[None]:
+    """Let this process start ranks inside the block, even if it is a worker of a Pool.
+
+    Python refuses a daemonic process children, because nobody would end them. Its fork server ends
+    the ranks, however this process ends.
+    """
+    configuration = _configuration()
+    daemonic = configuration.get("daemon")
+    configuration["daemon"] = False
+    try:
+        yield
+    finally:
+        configuration["daemon"] = daemonic
+
+
+def _configuration() -> dict[str, Any]:
+    """Multiprocessing's configuration of this process."""
+    current: Any = process.current_process()
+    configuration: dict[str, Any] = current._config  # private, as above
+    return configuration
 
 
 def forget_start_method() -> None:
