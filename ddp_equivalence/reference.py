@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ddp_equivalence.case.build import build_batches, build_model
 from ddp_equivalence.case.case import Case, name_of
-from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.errors import BadCase, it_raised
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.random_state import seeded, step_seed
 from ddp_equivalence.case.steps import Compare, GradientKey, Steps
@@ -132,7 +132,7 @@ def _forward(case: Case, loss: Loss, model: nn.Module, batch: Any) -> Tensor:
     try:
         value = loss(model, batch)
     except Exception as error:
-        right = f"(model, batch) -> scalar tensor; it raised {type(error).__name__}: {error}"
+        right = f"(model, batch) -> scalar tensor; {it_raised(error)}"
         if "dtype" in str(error) or "Double" in str(error):
             right += (
                 " (the reference is computed in float64: give constants the dtype of the input)"
@@ -152,7 +152,7 @@ def _backward(case: Case, value: Tensor) -> None:
     try:
         value.backward()
     except Exception as error:
-        right = f"a loss that can go backward; it raised {type(error).__name__}: {error}"
+        right = f"a loss that can go backward; {it_raised(error)}"
         raise BadCase("loss", name_of(case.loss), right) from error
 
 

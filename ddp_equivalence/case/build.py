@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ddp_equivalence.case.batch import count_examples, take
 from ddp_equivalence.case.case import Case, name_of
-from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.errors import BadCase, it_raised
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.losses.loss import Batch, CatalogueLoss
 from ddp_equivalence.case.losses.token_mean import PADDING
@@ -160,4 +160,4 @@ def _integers(values: Tensor) -> Tensor:
 
 
 def _must_not_raise(error: Exception) -> str:
-    return f"a function that returns; it raised {type(error).__name__}: {error}"
+    return f"a function that returns; {it_raised(error)}"

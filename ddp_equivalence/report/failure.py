@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ddp_equivalence.case import settings
 from ddp_equivalence.measurement.rerun import Rerun
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed
+from ddp_equivalence.report.hints import hint_for
 from ddp_equivalence.report.line import Line, paragraph
 from ddp_equivalence.report.wrapping import plural, rank_names
 
@@ -58,6 +59,9 @@ def _rank_end_lines(end: RankEnd, role: str) -> list[Line]:
         called = f", called at {end.last.line}" if end.last.line not in ("", end.line) else ""
         lines.append(Line(f"    last collective: {end.last}{called}"))
     is_cause = role == "Root cause"
+    hint = hint_for(end.what) if is_cause and end.kind == "exception" else ""
+    if hint:
+        lines += paragraph(hint, "    ")
     most = TRACEBACK_LINES if is_cause else CONSEQUENCE_LINES
     detail = end.detail.rstrip().splitlines()
     shown: list[str] = []
