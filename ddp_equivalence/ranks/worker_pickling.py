@@ -18,10 +18,13 @@ from typing import Any
 
 import cloudpickle
 
+_forking_pickler: Any = ForkingPickler
+"""Pickle calls its method ``reducer_override``, which the class does not define, if it has one."""
+
 
 def pickle_by_value_for_workers() -> None:
     """From now on, let multiprocessing pickle by value what no process can import."""
-    ForkingPickler.reducer_override = _reduce  # type: ignore[attr-defined]
+    _forking_pickler.reducer_override = _reduce
 
 
 @contextmanager
@@ -32,9 +35,9 @@ def pickled_by_value_for_workers() -> Iterator[None]:
     try:
         yield
     finally:
-        del ForkingPickler.reducer_override  # type: ignore[attr-defined]
+        del _forking_pickler.reducer_override
         if before is not None:
-            ForkingPickler.reducer_override = before  # type: ignore[attr-defined]
+            _forking_pickler.reducer_override = before
 
 
 def _reduce(pickler: ForkingPickler, value: object) -> Any:

@@ -191,8 +191,8 @@ def workers_left() -> list[str]:
 
 def keepers() -> set[int]:
     """The process ids of this process's fork server and resource tracker."""
-    tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    tracker: Any = resource_tracker._resource_tracker
+    server: Any = forkserver._forkserver
     return {tracker._pid, server._forkserver_pid}
 
 
