@@ -39,6 +39,7 @@ from ddp_equivalence.measurement.request import CheckOptions, Request, read_requ
 from ddp_equivalence.measurement.rerun import rerun
 from ddp_equivalence.measurement.work import Step
 from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
+from ddp_equivalence.ranks.one_at_a_time import one_at_a_time
 from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.ranks.threads import threads_beside, threads_for
 from ddp_equivalence.reference import Reference, big_batch
@@ -60,9 +61,9 @@ def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verd
     the verdict, and raises nothing.
     """
     request = read_request(case, step, options)
-    started = time.monotonic()
-    start_early()  # the server of ranks imports torch while the reference is computed
-    with restored_random_state(), without_planted_faults():
+    with one_at_a_time(), restored_random_state(), without_planted_faults():
+        started = time.monotonic()
+        start_early()  # the server of ranks imports torch while the reference is computed
         verdict = _also_in_own_precision(_judge(request), request)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))
     listeners.tell(verdict, request)

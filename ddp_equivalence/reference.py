@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ddp_equivalence.case.batch_tree import map_tensors
 from ddp_equivalence.case.build import batches_of_steps, build_model, build_whole_batch
 from ddp_equivalence.case.case import Case, name_of
-from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.errors import BadCase, it_raised
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.precision import cast
 from ddp_equivalence.case.random_state import seeded, step_seed
@@ -139,7 +139,7 @@ def _forward(case: Case, loss: Loss, model: nn.Module, batch: Any) -> Tensor:
     try:
         value = loss(model, batch)
     except Exception as error:
-        right = f"(model, batch) -> scalar tensor; it raised {type(error).__name__}: {error}"
+        right = f"(model, batch) -> scalar tensor; {it_raised(error)}"
         if "dtype" in str(error) or "Double" in str(error):
             right += (
                 " (the reference is computed in float64: give constants the dtype of the input)"
@@ -159,7 +159,7 @@ def _backward(case: Case, value: Tensor) -> None:
     try:
         value.backward()
     except Exception as error:
-        right = f"a loss that can go backward; it raised {type(error).__name__}: {error}"
+        right = f"a loss that can go backward; {it_raised(error)}"
         raise BadCase("loss", name_of(case.loss), right) from error
 
 

@@ -14,7 +14,7 @@ from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.batch_check import check_batch, check_that_it_is_clear
 from ddp_equivalence.case.batch_tree import map_tensors
 from ddp_equivalence.case.case import Case, name_of
-from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.errors import BadCase, it_raised
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.losses.loss import Batch, CatalogueLoss
 from ddp_equivalence.case.losses.token_mean import PADDING
@@ -204,4 +204,4 @@ def _integers(values: Tensor) -> Tensor:
 
 
 def _must_not_raise(signature: str, error: Exception) -> str:
-    return f"a function {signature}; it raised {type(error).__name__}: {error}"
+    return f"a function {signature}; {it_raised(error)}"

@@ -29,5 +29,16 @@ def _on_one_line(text: str) -> str:
     return words if len(words) <= LONGEST_VALUE else f"{words[:LONGEST_VALUE]}..."
 
 
+def it_raised(error: Exception) -> str:
+    """``it raised ValueError: ...``, for the end of ``right``: a function of the caller raised."""
+    text = f"it raised {type(error).__name__}: {error}"
+    if "process group has not been initialized" in text:
+        text += (
+            " (the process that computes the big batch has no process group: "
+            "DistributedDataParallel and collectives belong in the step)"
+        )
+    return text
+
+
 class SuiteBug(RuntimeError):
     """This package itself has made a mistake. Please report it."""

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
 from ddp_equivalence.case.layouts import Layout, RankPlace
-from ddp_equivalence.ranks import pickling, process_state
+from ddp_equivalence.ranks import pickling, process_state, root_cause
+from ddp_equivalence.ranks.exception_text import describe_exception
+from ddp_equivalence.ranks.failure import RankEnd, RankFailed
 from ddp_equivalence.ranks.join_group import join_group, rank_environment
 from ddp_equivalence.ranks.lanes import Lane
+from ddp_equivalence.ranks.other_ranks import OtherRanks
 from ddp_equivalence.ranks.rank import Rank
+from ddp_equivalence.ranks.rank_0_guard import Rank0Guard
 from ddp_equivalence.ranks.rank_set import RankSet
+from ddp_equivalence.ranks.worker_pickling import pickled_by_value_for_workers
 
 COLLECTIVE_TIMEOUT = 24 * 3600.0
 """Seconds that the other ranks wait in a collective while a user debugs rank 0."""
@@ -39,6 +45,7 @@ class InProcessRankSet(RankSet):
         method: str = "forkserver",
     ) -> None:
         super().__init__(layout, lane, COLLECTIVE_TIMEOUT, environment, devices, method)
+        self._longest_collective = collective_timeout
         self._rank_0: Rank | None = None
         self._rank_0_environment: dict[bytes, bytes] = {}
         self._work = b""
@@ -49,26 +56,84 @@ class InProcessRankSet(RankSet):
         super().submit(work)
 
     def collect(self, deadline: float) -> Iterator[tuple[int, Any]]:
-        """Do the work of rank 0, then collect the others' results within ``deadline`` seconds."""
+        """Do the work of rank 0, while a thread collects the results of the other ranks.
+
+        After rank 0 has finished, the others get ``deadline`` seconds. Raises RankFailed or
+        RanksTimedOut if another rank fails, or has finished and rank 0 still waits for it.
+        """
+        others = OtherRanks(self._collect)
+        guard = Rank0Guard(self._kill_others, others.have_finished, self._longest_collective)
+        complete = False
+        try:
+            yield from ((0, result) for result in self._work_of_rank_0())
+            guard.stop()
+            yield from others.collect(deadline)
+            complete = True
+        except Exception as error:
+            guard.stop()
+            failure = self._failure(error, others, guard.broken)
+            if failure is None:
+                raise
+            raise failure from error
+        finally:
+            guard.stop()
+            if not complete:
+                self._kill_others()
+                others.wait_until_killed()
+
+    def _work_of_rank_0(self) -> Iterator[Any]:
         _, by_value, body = pickling.split(self._work)
         outside = process_state.capture()
         process_state.set_environment({**outside.environment, **self._rank_0_environment})
         before = process_state.capture()
-        complete = False
         try:
             # The user's modules are those of this process, so there is nothing to edit in them.
             function, argument, _ = pickling.loads(by_value, body)
-            for result in function(self._rank_0, argument):
-                yield 0, result
+            with pickled_by_value_for_workers():
+                yield from function(self._rank_0, argument)
             changed = process_state.restore(before)
             if changed:
                 self.changed[0] = changed
-            complete = True
         finally:
             process_state.restore(outside)
-            if not complete:
-                self.broken = True
-        yield from super().collect(deadline)
+
+    def _failure(
+        self, error: Exception, others: OtherRanks, others_killed: bool
+    ) -> RankFailed | None:
+        """The failure of all ranks; None if ``error`` is an exception of rank 0 alone.
+
+        ``others_killed``: the guard has killed the other ranks, since rank 0 still waited for them
+        after they had finished.
+        """
+        within = others.deadline.within
+        if isinstance(error, RankFailed) and error.ends:  # rank 0 itself has finished
+            return root_cause.failure([self.rank_end(0, "finished"), *error.ends], within)
+        described = describe_exception(error)
+        if not root_cause.was_left_waiting(described.what):
+            return None
+        of_others = others.failure()
+        if of_others is None and not others_killed:
+            return None
+        what = described.what
+        ends: Sequence[RankEnd] = of_others.ends if of_others is not None else ()
+        if not ends:
+            ends = [self.rank_end(row.rank, "finished") for row in self._rows_to_start()]
+            seconds = f"{self._longest_collective:g} s"
+            what = f"still waited {seconds} after all other ranks had finished their work"
+        rank_0 = replace(
+            self.rank_end(0, "exception", what),
+            detail=described.traceback,
+            line=described.line,
+            at=described.at,
+            last=described.last,
+            waits=True,
+        )
+        return root_cause.failure([rank_0, *ends], within)
+
+    def _kill_others(self) -> None:
+        self.broken = True
+        for rank in self._ranks.values():
+            rank.kill()
 
     def stop(self) -> None:
         """Stop the other ranks, and leave the process group."""

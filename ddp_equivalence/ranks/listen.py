@@ -13,6 +13,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from ddp_equivalence.ranks import messages, rank_ends, root_cause
+from ddp_equivalence.ranks.deadline import Deadline
 from ddp_equivalence.ranks.exception_text import is_describing_exception
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed
 from ddp_equivalence.ranks.rank_process import RankProcess
@@ -25,18 +26,17 @@ POLL_INTERVAL = 0.25
 
 
 def listen(
-    ranks: Mapping[int, RankProcess], last_message: str, until: float, deadline: str
+    ranks: Mapping[int, RankProcess], last_message: str, deadline: Deadline
 ) -> Iterator[tuple[int, str, Any]]:
     """Yield (rank, kind, payload) of every message, until each rank has sent ``last_message``.
 
-    ``until``: the deadline by ``time.monotonic()``. ``deadline``: the deadline in words, for the
-    error. Raises RankFailed or RanksTimedOut.
+    Raises RankFailed, or RanksTimedOut at the deadline.
     """
     ends: dict[int, RankEnd] = {}
     waiting = dict(ranks)
     while waiting:
-        if not _wait(waiting, until):
-            raise _failure(ends, waiting, deadline)
+        if not _wait(waiting, deadline):
+            raise _failure(ends, waiting, deadline.within)
         for number, rank in list(waiting.items()):
             message, end = _next_message(rank)
             if message is not None:
@@ -49,18 +49,18 @@ def listen(
             if end is not None:
                 ends[number] = end
                 del waiting[number]
-                if end.failed and time.monotonic() + GRACE < until:
-                    until = time.monotonic() + GRACE
-                    deadline = f"within {GRACE:g} s of the first failure"
+                if end.failed and deadline.left() > GRACE:
+                    grace = f"within {GRACE:g} s of the first failure"
+                    deadline = Deadline(time.monotonic() + GRACE, grace)
     if any(end.failed for end in ends.values()):
-        raise _failure(ends, waiting, deadline)
+        raise _failure(ends, waiting, deadline.within)
 
 
-def _wait(waiting: Mapping[int, RankProcess], until: float) -> bool:
+def _wait(waiting: Mapping[int, RankProcess], deadline: Deadline) -> bool:
     """Wait until a rank sends a message, ends, or prints too much; False at the deadline."""
     watched = [rank.connection for rank in waiting.values()]
     watched += [rank.process.sentinel for rank in waiting.values()]
-    while (left := until - time.monotonic()) > 0:
+    while (left := deadline.left()) > 0:
         if wait(watched, min(left, POLL_INTERVAL)):
             return True
         if any(rank.wrote_too_much() for rank in waiting.values()):

@@ -13,12 +13,13 @@ from multiprocessing import util
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ddp_equivalence.ranks import messages, process_groups, process_tree, status_thread
+from ddp_equivalence.ranks import messages, process_groups, process_tree, status_thread, workers
 from ddp_equivalence.ranks.exception_text import describe_exception
 from ddp_equivalence.ranks.join_group import StartArguments, join_group
 from ddp_equivalence.ranks.server import release_server
 from ddp_equivalence.ranks.user_modules.on_rank import watch
 from ddp_equivalence.ranks.work import do_next_work, flush_output
+from ddp_equivalence.ranks.worker_pickling import pickle_by_value_for_workers
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Channels:
 def main(start: StartArguments, channels: Channels) -> None:
     """Be a rank until told to stop, or until the judging process is gone."""
     release_server()
+    workers.allow_workers()
+    pickle_by_value_for_workers()
     process_tree.die_with_parent()
     process_tree.adopt_orphans()
     os.setpgrp()  # Ctrl-C is for the judging process, which then stops its ranks

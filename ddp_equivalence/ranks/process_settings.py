@@ -6,6 +6,7 @@ from the judging process.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -68,6 +69,17 @@ def _working_folder() -> str:
         return os.getcwd()
     except FileNotFoundError:
         return "(deleted)"
+
+
+def _start_method() -> str:
+    """Multiprocessing's start method, without choosing the default one for good."""
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    return chosen or multiprocessing.get_all_start_methods()[0]
+
+
+def _set_start_method(method: str) -> None:
+    default = multiprocessing.get_all_start_methods()[0]
+    multiprocessing.set_start_method(None if method == default else method, force=True)
 
 
 def _cuda_device() -> int | None:
@@ -134,6 +146,7 @@ SETTINGS: dict[str, ProcessSetting] = {
         lambda value: torch.set_autocast_enabled("cpu", value),
     ),
     "current CUDA device": ProcessSetting(_cuda_device, _set_cuda_device),
+    "multiprocessing's start method": ProcessSetting(_start_method, _set_start_method),
 }
 
 TRAINING_SETTINGS = (
@@ -142,6 +155,7 @@ TRAINING_SETTINGS = (
     "torch's precision of float32 products",
     *(f"{name}.fp32_precision" for name in PRECISION_MODULES),
     "cuDNN's benchmark",
+    "multiprocessing's start method",
 )
 """The settings that a user's module may change when it is imported, in every training process.
 

@@ -47,6 +47,13 @@ def children(pid: int) -> dict[int, str]:
     return {child.pid: _command_line(child) for child in _below(pid, recursive=False)}
 
 
+def process_name(pid: int) -> str:
+    """The name that the process has given itself; "" if it has ended."""
+    with suppress(*GONE):
+        return str(psutil.Process(pid).name())
+    return ""
+
+
 def descendants(pid: int) -> list[psutil.Process]:
     """The children of a process, their children, and so on."""
     return _below(pid, recursive=True)
@@ -62,6 +69,20 @@ def with_variable(name: str, value: str) -> list[psutil.Process]:
                 if process.environ().get(name) == value:
                     processes.append(process)
     return processes
+
+
+def left_in_group(leader: int) -> list[psutil.Process]:
+    """The processes in the process group of a process that has ended.
+
+    The result is empty if the process id of the leader belongs to a new process by now.
+    """
+    group = []
+    for pid in psutil.pids():
+        with suppress(*GONE):
+            if os.getpgid(pid) == leader:
+                group.append(psutil.Process(pid))
+    new_leader = any(process.pid == leader and not _is_zombie(process) for process in group)
+    return [] if new_leader else group
 
 
 def is_stopped(pid: int) -> bool:
@@ -86,6 +107,12 @@ def _below(pid: int, recursive: bool) -> list[psutil.Process]:
     with suppress(*GONE):
         processes = psutil.Process(pid).children(recursive=recursive)
     return processes
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    with suppress(*GONE):
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    return True
 
 
 def _command_line(process: psutil.Process) -> str:

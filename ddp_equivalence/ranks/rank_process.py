@@ -12,7 +12,7 @@ from typing import Any
 import torch.multiprocessing as multiprocessing
 
 from ddp_equivalence.case.layouts import RankPlace
-from ddp_equivalence.ranks import messages
+from ddp_equivalence.ranks import messages, workers
 from ddp_equivalence.ranks.capture_file import CaptureFile
 from ddp_equivalence.ranks.join_group import StartArguments
 from ddp_equivalence.ranks.process import Channels, main
@@ -59,7 +59,8 @@ class RankProcess:
             channels = Channels(work, status, output, stacks)
             process = self._context.Process(target=main, args=(arguments, channels), daemon=True)
             try:
-                process.start()
+                with workers.children_allowed():
+                    process.start()
             except EOFError as error:
                 what = "the fork server has ended (too many processes?)"
                 raise OSError(errno.EAGAIN, what) from error

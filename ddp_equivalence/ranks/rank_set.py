@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from ddp_equivalence.case.layouts import Layout, RankPlace
 from ddp_equivalence.ranks import messages, process_tree
+from ddp_equivalence.ranks.deadline import Deadline
 from ddp_equivalence.ranks.environment import RANK_SET_VARIABLE, process_group_environment
 from ddp_equivalence.ranks.failure import RankEnd
 from ddp_equivalence.ranks.join_group import StartArguments
@@ -107,10 +108,11 @@ class RankSet:
         ``deadline``: seconds from now. Raises RankFailed or RanksTimedOut with the end of every
         rank; the set is then broken, and its processes are gone.
         """
-        until = time.monotonic() + deadline
+        yield from self._collect(Deadline.after(deadline))
+
+    def _collect(self, deadline: Deadline) -> Iterator[tuple[int, Any]]:
         issued: dict[int, int] = {}
-        within = f"within the {deadline:.3g} s of the deadline"
-        for rank, kind, payload in self._listen(messages.FINISHED, until, within):
+        for rank, kind, payload in self._listen(messages.FINISHED, deadline):
             results = payload
             if kind == messages.FINISHED:
                 results = payload.results
@@ -176,9 +178,9 @@ class RankSet:
 
     def _join_group(self) -> None:
         """Wait until all ranks have joined, and pass on the port that rank 0 sends meanwhile."""
-        until = time.monotonic() + START_TIMEOUT
         within = f"within the {START_TIMEOUT:g} s they have to start"
-        for rank, kind, payload in self._listen(messages.READY, until, within):
+        deadline = Deadline(time.monotonic() + START_TIMEOUT, within)
+        for rank, kind, payload in self._listen(messages.READY, deadline):
             if kind == messages.PORT and rank == 0:
                 self._send_port(payload)
 
@@ -186,13 +188,11 @@ class RankSet:
         for rank in self._ranks.values():
             messages.send(rank.connection, messages.PORT, port)
 
-    def _listen(
-        self, last_message: str, until: float, deadline: str
-    ) -> Iterator[tuple[int, str, Any]]:
+    def _listen(self, last_message: str, deadline: Deadline) -> Iterator[tuple[int, str, Any]]:
         """Listen to all ranks; if that does not complete, kill them and mark the set as broken."""
         complete = False
         try:
-            yield from listen(self._ranks, last_message, until, deadline)
+            yield from listen(self._ranks, last_message, deadline)
             complete = True
         finally:
             if not complete:
@@ -208,6 +208,9 @@ class RankSet:
         if self._killed or (not alive and not self.broken):
             return
         self._killed = True
+        for rank in self._started():
+            if rank not in alive:  # workers that it has forked may wait for it for ever
+                process_tree.kill(process_tree.left_in_group(rank.process.pid))
         descendants = [
             process for rank in alive for process in process_tree.descendants(rank.process.pid)
         ]

@@ -56,6 +56,7 @@ def start_server() -> None:
     Raises OSError if the system cannot start another process.
     """
     forkserver.set_forkserver_preload(list(PRELOAD))
+    _use_own_folder()
     # Ranks inherit the server's environment: one thread each, and no pool of compile threads.
     variables = {
         "OMP_NUM_THREADS": "1",
@@ -66,8 +67,29 @@ def start_server() -> None:
         forkserver.ensure_running()
 
 
+def _use_own_folder() -> None:
+    """In a child process: do not use the parent's temporary folder, which it inherits.
+
+    The server deletes the folder when it ends.
+    """
+    global _folder_owner
+    if _folder_owner != os.getpid():
+        _folder_owner = os.getpid()
+        if _is_fork or multiprocessing.parent_process() is not None:
+            configuration: Any = getattr(multiprocessing.current_process(), "_config", {})
+            configuration.pop("tempdir", None)  # private: a test fails if it changes
+
+
+_folder_owner = 0
+"""The id of the process that ``_use_own_folder`` was called in."""
+
+_is_fork = False
+
+
 def _forget_server() -> None:
     """In a fork of this process: forget the server, which lives and dies with the parent."""
+    global _is_fork
+    _is_fork = True
     server: Any = getattr(forkserver, "_forkserver", None)  # private: a test fails if it changes
     if server is None or getattr(server, "_forkserver_pid", None) is None:
         return

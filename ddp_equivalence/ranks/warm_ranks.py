@@ -19,6 +19,7 @@ from ddp_equivalence.ranks.environment import process_group_environment
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.in_process import InProcessRankSet
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices
+from ddp_equivalence.ranks.one_at_a_time import one_at_a_time
 from ddp_equivalence.ranks.rank_set import RankSet
 from ddp_equivalence.ranks.server import start_method
 from ddp_equivalence.ranks.user_modules import carried
@@ -88,7 +89,7 @@ class WarmRanks:
             start_method(),
             in_process,
         )
-        with self._devices(key) as devices:
+        with one_at_a_time(), self._devices(key) as devices:
             rank_set = None if fresh else self._take_idle(key, devices)
             try:
                 if rank_set is None:

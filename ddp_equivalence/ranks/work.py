@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from ddp_equivalence.ranks import messages, pickling, process_settings, process_state
+from ddp_equivalence.ranks import messages, pickling, process_settings, process_state, workers
 from ddp_equivalence.ranks.collectives import issued_in_default_group
 from ddp_equivalence.ranks.exception_text import describe_exception
 from ddp_equivalence.ranks.join_group import rank_environment
@@ -90,6 +90,7 @@ def _adopt_caller_state(caller: pickling.CallerState) -> None:
     """
     process_state.set_environment(caller.environment | rank_environment())
     sys.path[:] = caller.import_path
+    workers.forget_start_method()
     os.chdir(caller.working_folder)
 
 

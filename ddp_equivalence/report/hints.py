@@ -33,6 +33,29 @@ HINTS = (
         r"^TypeError: the step returned Tensor;",
         "a step leaves gradients: call backward() on the loss, and return nothing.",
     ),
+    Hint(
+        "trying to initialize the default process group twice",
+        "the ranks have a process group already: use DistributedDataParallel at once. To keep the "
+        "call for your training script, write: if not dist.is_initialized(): "
+        "dist.init_process_group(...)",
+    ),
+    Hint(
+        "Default process group has not been initialized",
+        "the step has destroyed the process group that every rank is given. Leave out "
+        "destroy_process_group: the ranks end their group themselves.",
+    ),
+    Hint(
+        "BdbQuit|EOFError: EOF when reading a line",
+        "this rank is a process of its own and has no terminal. With --in-process, or "
+        "check(..., in_process=True), rank 0 is the process that you started, and a debugger works "
+        "in it: if rank == 0: breakpoint()",
+    ),
+    Hint(
+        "Can't pickle local object|Can't get local object",
+        "worker processes that are started with spawn or forkserver can be sent no function or "
+        "class that is defined inside a function. A training script would fail in the same way. "
+        "Define it at the top of its file, or start the workers with fork.",
+    ),
 )
 """The first hint whose pattern is found is printed."""
 

@@ -214,7 +214,7 @@ def test_ranks_that_build_other_weights_than_the_reference_are_unknown() -> None
 
     verdict = check(own_case(model=build_by_rank), by_hand)
     assert verdict.outcome == "unknown"
-    assert "ranks 1 build other weights than the reference" in verdict.reason
+    assert "rank 1 builds other weights than the reference" in verdict.reason
 
 
 def test_a_rank_that_dies_is_a_failure_of_the_run_and_not_a_difference() -> None:

@@ -1,0 +1,346 @@
+"""A step may start worker processes, as a DataLoader does, and none of them outlives its check."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import forkserver, resource_tracker, util
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from ddp_equivalence import Rank, check
+from ddp_equivalence.ranks import process_tree
+from ddp_equivalence.ranks.server import FOLDER_VARIABLE
+from ddp_equivalence.ranks.warm_ranks import warm_ranks
+from tests.package.own_cases import loss, own_case, right_step
+
+METHODS = ("fork", "spawn", "forkserver")
+
+Rows = dict[str, Tensor]
+T = TypeVar("T")
+
+
+class ShardDataset(Dataset[Rows]):
+    """The rows of a shard, one by one. A class of a test file, which no worker can import."""
+
+    def __init__(self, shard: Rows) -> None:
+        self.shard = shard
+
+    def __len__(self) -> int:
+        return len(self.shard["rows"])
+
+    def __getitem__(self, index: int) -> Rows:
+        if get_worker_info() is None:
+            raise RuntimeError("this row is not read in a worker")
+        return {name: column[index] for name, column in self.shard.items()}
+
+
+class ShardStream(IterableDataset[Rows]):
+    """The rows of a shard as a stream: each of the workers reads its own part."""
+
+    def __init__(self, shard: Rows) -> None:
+        self.shard = shard
+
+    def __iter__(self) -> Iterator[Rows]:
+        worker = get_worker_info()
+        assert worker is not None
+        for index in range(worker.id, len(self.shard["rows"]), worker.num_workers):
+            yield {name: column[index] for name, column in self.shard.items()}
+
+
+@dataclass
+class RowBatch:
+    """What ``collate`` makes of rows. Workers send objects of this class to their rank."""
+
+    columns: Rows
+
+
+def collate(rows: list[Rows]) -> RowBatch:
+    return RowBatch({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+
+
+def collate_rows(rows: list[Rows]) -> Rows:
+    return collate(rows).columns
+
+
+def train(model: nn.Module, batches: list[Rows], rank: Rank) -> None:
+    """A right step over all rows that the workers have read."""
+    columns = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    right_step(model, columns, rank)
+
+
+def loads(
+    make: Callable[[Rows], Any], epochs: int, model: nn.Module, shard: Rows, rank: Rank
+) -> None:
+    """A step that reads its shard with the loader that ``make`` returns."""
+    loader = make(shard)
+    for _ in range(epochs):
+        batches = list(loader)
+    train(model, batches, rank)
+
+
+def loads_rows_of_a_class(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    loader = DataLoader(ShardDataset(shard), 2, num_workers=2, collate_fn=collate)
+    train(model, [batch.columns for batch in loader], rank)
+
+
+def abandons(keep: bool, model: nn.Module, shard: Rows, rank: Rank) -> None:
+    """Leaves an iterator half-way; with ``keep`` it is in a reference cycle."""
+    iterator = iter(DataLoader(ShardDataset(shard), 1, num_workers=2, prefetch_factor=4))
+    next(iterator)
+    if keep:
+        cycle: list[object] = [iterator]
+        cycle.append(cycle)
+    right_step(model, shard, rank)
+
+
+def loader_of(shard: Rows, **options: Any) -> DataLoader[Rows]:
+    return DataLoader(ShardDataset(shard), **({"batch_size": 2, "num_workers": 2} | options))
+
+
+def stream_of(shard: Rows) -> DataLoader[Rows]:
+    return DataLoader(ShardStream(shard), batch_size=2, num_workers=2)
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def total(rows: Tensor) -> float:
+    return float(rows.sum())
+
+
+def uses_a_pool(method: str, model: nn.Module, shard: Rows, rank: Rank) -> None:
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        assert pool.map(square, range(4)) == [0, 1, 4, 9]
+    right_step(model, shard, rank)
+
+
+def sends_tensors_to_a_pool(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    with torch.multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(total, (shard["rows"],)) == total(shard["rows"])
+    right_step(model, shard, rank)
+
+
+def uses_an_executor(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    with ProcessPoolExecutor(2) as executor:
+        assert list(executor.map(square, range(4))) == [0, 1, 4, 9]
+    right_step(model, shard, rank)
+
+
+def drops_an_executor(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    assert ProcessPoolExecutor(1).submit(square, 3).result() == 9
+    right_step(model, shard, rank)
+
+
+def uses_commands(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    assert subprocess.run(["echo", "done"], capture_output=True, check=True).stdout == b"done\n"
+    subprocess.Popen(["true"])  # nobody waits for it
+    time.sleep(0.1)
+    multiprocessing.get_context("fork").Process(target=square, args=(2,)).start()
+    right_step(model, shard, rank)
+
+
+STEPS: dict[str, Callable[..., None]] = {
+    "1 worker": partial(loads, partial(loader_of, num_workers=1), 1),
+    "2 workers": partial(loads, loader_of, 1),
+    "a class of rows": loads_rows_of_a_class,
+    "persistent": partial(loads, partial(loader_of, persistent_workers=True), 3),
+    "pinned": partial(loads, partial(loader_of, pin_memory=True), 1),
+    "a stream": partial(loads, stream_of, 1),
+    "fork context": partial(loads, partial(loader_of, multiprocessing_context="fork"), 1),
+    "abandoned": partial(abandons, False),
+    "abandoned in a cycle": partial(abandons, True),
+    **{f"{method} pool": partial(uses_a_pool, method) for method in METHODS},
+    "a pool for tensors": sends_tensors_to_a_pool,
+    "an executor": uses_an_executor,
+    "an executor nobody shuts down": drops_an_executor,
+    "commands": uses_commands,
+}
+
+
+def workers_left() -> list[str]:
+    """What the server and the ranks have started and is no rank: it must end soon."""
+    left: list[str] = []
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        ranks = {pid for rank_set in warm_ranks().idle() for pid in rank_set.process_ids()}
+        # A process that was forked has the first environment of the server, which has the folder.
+        family = process_tree.with_variable(FOLDER_VARIABLE, util.get_temp_dir())
+        left = [str(process) for process in family if process.pid not in ranks | keepers()]
+        if not left:
+            break
+        time.sleep(0.05)
+    return left
+
+
+def keepers() -> set[int]:
+    """The process ids of this process's fork server and resource tracker."""
+    tracker: Any = resource_tracker._resource_tracker
+    server: Any = forkserver._forkserver
+    return {tracker._pid, server._forkserver_pid}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_with_workers_is_the_same_and_leaves_none_and_the_ranks_go_on(name: str) -> None:
+    check(own_case(), right_step, deadline=9.0)
+    started = warm_ranks().started
+    for _ in range(2):
+        verdict = check(own_case(), STEPS[name], deadline=9.0)
+        assert verdict.outcome == "same", str(verdict)
+        assert not verdict.changed
+        assert workers_left() == []
+    assert warm_ranks().started == started
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_a_loader_may_start_its_workers_from_new_interpreters(method: str) -> None:
+    """Such a worker imports torch, so this takes seconds, as it does in a training script."""
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": method}
+    step = partial(loads, partial(loader_of, collate_fn=collate_rows, **options), 1)
+    verdict = check(own_case(layout="1x1"), step)
+    assert verdict.outcome == "same", str(verdict)
+    assert not verdict.changed
+    assert workers_left() == []
+
+
+def starts_workers(shard: Rows) -> None:
+    """Leaves workers that wait for work, where garbage collection does not find them."""
+    iterator = iter(loader_of(shard, persistent_workers=True))
+    next(iterator)
+    context = multiprocessing.get_context("fork")
+    context.Process(target=time.sleep, args=(1000,), daemon=True).start()
+    sys.modules["kept by a step"] = (iterator, context.Pool(1))  # type: ignore[assignment]
+
+
+def differs(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    starts_workers(shard)
+    loss(model, shard).backward()
+
+
+def raises(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    starts_workers(shard)
+    raise ValueError("while workers run")
+
+
+def exits(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    starts_workers(shard)
+    os._exit(3)
+
+
+def hangs(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    starts_workers(shard)
+    time.sleep(1000)
+
+
+def fails_in_a_worker(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    list(loader_of(shard, collate_fn=cannot_collate))
+
+
+def cannot_collate(rows: list[Rows]) -> Rows:
+    raise KeyError("no such column")
+
+
+def loses_a_worker(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    list(loader_of(shard, collate_fn=kills_itself))
+
+
+def kills_itself(rows: list[Rows]) -> Rows:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return collate_rows(rows)
+
+
+FAILURES = {
+    "differs": (differs, "no_all_reduce"),
+    "raises": (raises, "ValueError: while workers run"),
+    "exits": (exits, "exit code 3"),
+    "hangs": (hangs, "still running"),
+    "fails in a worker": (fails_in_a_worker, "KeyError: 'no such column'"),
+    "loses a worker": (loses_a_worker, "DataLoader worker (pid"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_no_worker_outlives_a_check_that_fails(name: str) -> None:
+    step, message = FAILURES[name]
+    verdict = check(own_case(), step, deadline=3.0)
+    assert verdict.outcome != "same"
+    assert message in " ".join(str(verdict).split())
+    assert workers_left() == []
+    assert check(own_case(), right_step).outcome == "same"
+
+
+def keeps_its_workers(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    starts_workers(shard)
+    right_step(model, shard, rank)
+
+
+def test_workers_that_a_step_keeps_are_reported_by_name_and_the_ranks_are_replaced() -> None:
+    check(own_case(), right_step)
+    started = warm_ranks().started
+    verdict = check(own_case(), keeps_its_workers)
+    text = " ".join(str(verdict).split())
+    assert verdict.outcome == "unknown", text
+    assert "left running (a worker of a DataLoader, which lives as long as its iterator)" in text
+    assert re.search(r"left running \(ForkPoolWorker-\S+, started with multiprocessing\)", text)
+    assert workers_left() == []
+    assert check(own_case(), right_step).outcome == "same"
+    assert warm_ranks().started == started + 1
+
+
+def keeps_workers_of_a_fork_server(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.Process(target=time.sleep, args=(1000,)).start()
+    right_step(model, shard, rank)
+
+
+def test_workers_of_a_fork_server_of_the_step_are_reported_and_end() -> None:
+    verdict = check(own_case(layout="1x1"), keeps_workers_of_a_fork_server)
+    assert verdict.outcome == "unknown"
+    assert "started with multiprocessing" in str(verdict)
+    assert workers_left() == []
+
+
+def chooses_a_start_method(method: str, model: nn.Module, shard: Rows, rank: Rank) -> None:
+    list(loader_of(shard, batch_size=3))  # uses the default method
+    multiprocessing.set_start_method(method, force=True)
+    right_step(model, shard, rank)
+
+
+def needs_no_force(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0])
+    right_step(model, shard, rank)
+
+
+def test_the_start_method_is_that_of_a_script_and_a_choice_does_not_reach_the_next_case() -> None:
+    change = f"multiprocessing's start method changed from {METHODS[0]} to spawn"
+    verdict = check(own_case(), partial(chooses_a_start_method, "spawn"))
+    assert verdict.changed == {0: (change,), 1: (change,)}
+    assert check(own_case(), needs_no_force).outcome == "same"
+    assert check(own_case(), STEPS["2 workers"]).outcome == "same"
+
+
+def test_rank_0_in_this_process_may_start_workers_too() -> None:
+    before = {child.pid for child in psutil.Process().children()}
+    for name in ("2 workers", "fork pool", "a class of rows", "abandoned"):
+        verdict = check(own_case(), STEPS[name], in_process=True)
+        assert verdict.outcome == "same", str(verdict)
+        assert not verdict.changed
+    gc.collect()
+    warm_ranks().stop()
+    assert {child.pid for child in psutil.Process().children()} <= before

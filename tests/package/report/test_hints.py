@@ -1,0 +1,95 @@
+"""A failure that a step for a training script often meets on ranks says what to do about it."""
+
+from __future__ import annotations
+
+import pdb
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from ddp_equivalence import BadCase, Rank, check
+from ddp_equivalence.report.hints import hint_lines
+from tests.package.own_cases import build_model, loss, make_batch, own_case, right_step
+
+
+def makes_a_group(model: nn.Module, shard: Any, rank: Rank) -> None:
+    dist.init_process_group("gloo")
+
+
+def destroys_the_group(model: nn.Module, shard: Any, rank: Rank) -> None:
+    dist.destroy_process_group()
+    right_step(model, shard, rank)
+
+
+def stops(model: nn.Module, shard: Any, rank: Rank) -> None:
+    if rank == 1:
+        pdb.set_trace()
+    right_step(model, shard, rank)
+
+
+def asks(model: nn.Module, shard: Any, rank: Rank) -> None:
+    input("Go on?")
+
+
+def sends_a_local_class(model: nn.Module, shard: Any, rank: Rank) -> None:
+    class Numbers(Dataset[int]):
+        def __getitem__(self, index: int) -> int:
+            return index
+
+        def __len__(self) -> int:
+            return 2
+
+    list(DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn"))
+
+
+@pytest.mark.parametrize(
+    ("step", "advice"),
+    [
+        (makes_a_group, "write: if not dist.is_initialized(): dist.init_process_group(...)"),
+        (destroys_the_group, "Leave out destroy_process_group"),
+        (stops, "With --in-process, or check(..., in_process=True), rank 0 is the process"),
+        (asks, "With --in-process, or check(..., in_process=True), rank 0 is the process"),
+        (sends_a_local_class, "Define it at the top of its file, or start the workers with fork"),
+    ],
+    ids=["makes a group", "destroys the group", "a debugger", "input", "a local class"],
+)
+def test_the_report_says_what_to_do_about(step: Callable[..., None], advice: str) -> None:
+    verdict = check(own_case(), step)
+    assert verdict.outcome == "unknown"
+    assert " ".join(str(verdict).split()).count(advice) == 1
+
+
+def test_an_exception_of_the_users_own_code_gets_no_advice() -> None:
+    assert hint_lines("ValueError: no such column") == []
+
+
+def reduces(model: nn.Module, batch: Any) -> Tensor:
+    value = loss(model, batch)
+    dist.all_reduce(value.detach())
+    return value
+
+
+def builds_ddp() -> nn.Module:
+    return DistributedDataParallel(build_model())
+
+
+def waits_for_all(generator: torch.Generator) -> Any:
+    dist.barrier()
+    return make_batch(generator)
+
+
+@pytest.mark.parametrize(
+    ("field", "function"), [("loss", reduces), ("model", builds_ddp), ("batch", waits_for_all)]
+)
+def test_a_collective_outside_the_step_is_a_bad_case_that_says_so(
+    field: str, function: Callable[..., Any]
+) -> None:
+    with pytest.raises(BadCase, match="collectives belong in the step") as caught:
+        check(own_case(**{field: function}), right_step)
+    assert caught.value.field == field
