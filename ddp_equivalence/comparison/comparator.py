@@ -87,10 +87,7 @@ class Comparator:
             for key, norm in self._norms.items()
             if norm == 0 and not np.any(self._expected[key])
         }
-        self._tolerances = {
-            step: replace(tolerance, whole=math.sqrt(squares))
-            for step, squares in _squares_by_step(self._norms).items()
-        }
+        self._tolerance = tolerance
         self._ranks: dict[int, Mapping[GradientKey, Description | None]] = {}
         self._sums: dict[tuple[int, GradientKey], _Sums] = {}
 
@@ -143,12 +140,12 @@ class Comparator:
         self,
         noise: Mapping[GradientKey, Noise],
         autocast: torch.dtype | None = None,
-        all_runs: bool = False,
+        tolerance: Tolerance | None = None,
     ) -> Comparison:
         """The comparison of all chunks added. The method may be called again with other ``noise``.
 
         ``autocast``: the dtype in which autocast let parts of the step compute, if it did.
-        ``all_runs``: the noise is that of all runs that are ever made to measure it.
+        ``tolerance``: the one to apply, if it is not that of the constructor.
 
         Raises SuiteBug if announced chunks are missing.
         """
@@ -162,8 +159,13 @@ class Comparator:
                     f"but {sums.seen} elements arrived"
                 )
         unlike = tuple(self._unlike())
+        tolerances = {
+            step: replace(tolerance or self._tolerance, whole=math.sqrt(squares))
+            for step, squares in _squares_by_step(self._norms).items()
+        }
         parameters = [
-            self._parameter(key, noise.get(key, Noise()), autocast, all_runs) for key in self._norms
+            self._parameter(key, noise.get(key, Noise()), autocast, tolerances[key[0]])
+            for key in self._norms
         ]
         compared = tuple(parameter for parameter in parameters if parameter.by_rank)
         return Comparison(
@@ -192,14 +194,17 @@ class Comparator:
                 yield Unlike(rank, key, Structure(measured[key]), expected=None)
 
     def _parameter(
-        self, key: GradientKey, noise: Noise, autocast: torch.dtype | None, all_runs: bool
+        self,
+        key: GradientKey,
+        noise: Noise,
+        autocast: torch.dtype | None,
+        tolerance: Tolerance,
     ) -> ParameterComparison:
         norm, described = self._norms[key], self._described[key]
         assert described is not None
         dtypes = [described.dtype, *([] if autocast is None else [autocast])]
         dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-        elements = math.prod(described.shape)
-        limit = self._tolerances[key[0]].limit(norm, noise, dtype, elements, all_runs)
+        limit = tolerance.limit(norm, noise, dtype, math.prod(described.shape))
         by_rank, bits = [], set()
         for rank, measured in sorted(self._ranks.items()):
             description = measured.get(key)

@@ -22,6 +22,10 @@ DEVICE_MULTIPLE = 8.0
 2.7 times that of one device in float32. In bfloat16 it was up to 9.4 times that, but only where the
 error of the one device was small by luck, and there the least limit is larger."""
 
+NARROW_MULTIPLE = 3.0
+"""The same, for gradients of which rounding takes so much that a limit of eight times proves
+nothing. If all of them are within the narrow limit as well, that is a pass."""
+
 ELEMENT_MULTIPLE = 8.0
 """Single elements scatter more than the norm of all elements: the limit allows 8 standard
 deviations."""
@@ -82,14 +86,18 @@ class Limit:
 class Tolerance:
     """Turns dtype and noise into a limit with its reason.
 
-    ``dtype``: the least precise dtype of the case. ``exact``: compare bit for bit. ``whole``: the
-    norm of all gradients of the step together.
+    ``dtype``: the least precise dtype of the case. ``exact``: compare bit for bit.
+    ``device_multiple``: the limit, as a multiple of the error of one device. ``whole``: the norm of
+    all gradients of the step together. ``all_runs``: the error of one device is that of all runs
+    that are ever made. If a true gradient is zero in all of them, because its terms cancel exactly
+    on one device, its limit is one eps of ``whole``.
     """
 
     dtype: torch.dtype
     exact: bool = False
     device_multiple: float = DEVICE_MULTIPLE
     whole: float = 0.0
+    all_runs: bool = False
 
     def limit(
         self,
@@ -97,14 +105,11 @@ class Tolerance:
         noise: Noise,
         dtype: torch.dtype | None = None,
         elements: int = 1,
-        all_runs: bool = False,
     ) -> Limit:
         """The limit for a parameter.
 
         ``norm``: the norm of its true gradient. ``noise``: its rounding on one device. ``dtype``:
-        its own dtype. ``elements``: the number of its elements. ``all_runs``: the noise is that of
-        all runs that are ever made. If the true gradient is zero in all of them, because its terms
-        cancel exactly on one device, the limit is one eps of the norm of all gradients.
+        its own dtype. ``elements``: the number of its elements.
         """
         if self.exact:
             return Limit(0.0, 0.0, 0.0, 0.0, "exact: integer-valued data, bit for bit")
@@ -115,7 +120,7 @@ class Tolerance:
         absolute = max(least, measured)
         zero = ZERO * self.whole
         only_rounding = norm <= min(absolute, zero)
-        if only_rounding and all_runs and eps * self.whole > absolute:
+        if only_rounding and self.all_runs and eps * self.whole > absolute:
             absolute = eps * self.whole
             reason = "zero except for rounding: 1 eps of the norm of all gradients"
         elif only_rounding:

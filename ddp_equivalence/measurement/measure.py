@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ddp_equivalence.comparison.comparator import Comparator
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.comparison.expected import Expected
-from ddp_equivalence.comparison.tolerance import Tolerance
+from ddp_equivalence.comparison.tolerance import NARROW_MULTIPLE, Tolerance
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.on_rank import run
 from ddp_equivalence.measurement.request import Request
@@ -124,7 +124,7 @@ def measure(
                 elements = sample.of_chunk(chunk.key, chunk.offset, chunk.values)
                 kept[rank].setdefault(chunk.key, []).append(elements)
     return Measurement(
-        comparison=_finished(comparator, expected, autocast_of(evidence)),
+        comparison=_finished(comparator, expected, tolerance, autocast_of(evidence)),
         evidence=dict(sorted(evidence.items())),  # ranks report in any order
         measured={
             rank: {key: torch.cat(parts) for key, parts in of_rank.items()}
@@ -144,7 +144,7 @@ def autocast_of(evidence: Mapping[int, Evidence]) -> torch.dtype | None:
 
 
 def _finished(
-    comparator: Comparator, expected: Expected, autocast: torch.dtype | None
+    comparator: Comparator, expected: Expected, tolerance: Tolerance, autocast: torch.dtype | None
 ) -> Comparison:
     """The comparison, with as much measuring of rounding as it takes to be sure."""
     if expected.reference.lowest_dtype is torch.float64:
@@ -154,9 +154,15 @@ def _finished(
         return comparison
     # Something is beyond the least limit. Measure rounding and apply the limits that follow.
     comparison = comparator.finish(expected.rounding_under(autocast).noise, autocast)
-    if comparison.may_be_rounding or comparison.has_useless_limits:
-        more = expected.rounding_of_more_runs(autocast)
-        comparison = comparator.finish(more.noise, autocast, all_runs=True)
+    if not comparison.may_be_rounding and not comparison.has_useless_limits:
+        return comparison
+    noise = expected.rounding_of_more_runs(autocast).noise
+    of_all_runs = replace(tolerance, all_runs=True)
+    comparison = comparator.finish(noise, autocast, of_all_runs)
+    if comparison.same and comparison.has_useless_limits:
+        narrow = replace(of_all_runs, device_multiple=NARROW_MULTIPLE)
+        narrowly = comparator.finish(noise, autocast, narrow)
+        return narrowly if narrowly.same else comparison
     return comparison
 
 
