@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.comparison.gradients import dense
 from ddp_equivalence.measurement.module_calls import heard
 from ddp_equivalence.measurement.plain_tensors import leaves_of, plain, tensors_in
+from ddp_equivalence.measurement.unordered_rows import UnorderedRows
 
 MOST_ELEMENTS = 4096
 """So many elements of a gradient are looked at."""
@@ -22,16 +23,19 @@ MOST_ELEMENTS = 4096
 class CalledWith:
     """Records everything that the model is called with, and the gradients of what it returns.
 
-    ``given``: what the rank was given. Calls without gradients are left out: they take no part in
-    the step's gradient.
+    ``given``: what the rank was given. ``in_any_order``: neither the order of the examples counts
+    nor how they are divided among calls. The step takes its examples itself, and ranks that read
+    all of them in different orders do the same work. Calls without gradients are left out: they
+    take no part in the step's gradient.
     """
 
-    def __init__(self, given: Sequence[object]) -> None:
+    def __init__(self, given: Sequence[object], in_any_order: bool = False) -> None:
         self._given = [
             leaf
-            for leaf in pytree.tree_leaves(given)
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel()
+            for leaf in tensors_of(given)
+            if leaf.layout == torch.strided and not leaf.is_nested and leaf.numel()
         ]
+        self._rows = UnorderedRows() if in_any_order else None
         self._memory = {leaf.untyped_storage().data_ptr() for leaf in self._given}
         self._seen: list[str] = []
         self._gradients: list[str] = []
@@ -48,6 +52,8 @@ class CalledWith:
     @property
     def arguments(self) -> str | None:
         """A hash of all arguments; None if the model was never called, or not all are known."""
+        if self._rows is not None and self._seen:
+            return str(self._rows) if self._is_known else None
         return " ".join(self._seen) or None if self._is_known else None
 
     @property
@@ -60,6 +66,8 @@ class CalledWith:
             return None
         self._is_known, known = False, self._is_known  # in case a tensor is not plain
         tensors = tensors_in(arguments)
+        if self._rows is not None:
+            self._rows.add([dense(tensor) for tensor in tensors])
         self._seen.append(digest((str(place), one) for place, one in enumerate(tensors)))
         self._is_known = known
         if any(map(self._is_given, tensors)):

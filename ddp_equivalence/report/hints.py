@@ -30,10 +30,6 @@ HINTS = (
         "Give constants the dtype of the input, or choose Case(dtype=torch.float32).",
     ),
     Hint(
-        r"^TypeError: the step returned Tensor;",
-        "a step leaves gradients: call backward() on the loss, and return nothing.",
-    ),
-    Hint(
         "trying to initialize the default process group twice",
         "the ranks have a process group already: use DistributedDataParallel at once. To keep the "
         "call for your training script, write: if not dist.is_initialized(): "

@@ -176,6 +176,22 @@ def test_ranks_that_all_take_the_whole_batch_show_nothing(called_with: str) -> N
     assert "identical inputs on all ranks" in verdict.reason
 
 
+@pytest.mark.parametrize("calls", [1, 3])
+def test_ranks_that_all_take_the_whole_batch_in_other_orders_show_nothing(calls: int) -> None:
+    def step(model: nn.Module, batch: Any, rank: Rank) -> None:
+        order = torch.randperm(12, generator=torch.Generator().manual_seed(rank.rank))
+        for part in order.chunk(calls):
+            (loss(model, {name: leaf[part] for name, leaf in batch.items()}) / calls).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            assert parameter.grad is not None
+            parameter.grad.div_(rank.world_size)
+
+    verdict = check(own_case(shards="own"), step)
+    assert verdict.outcome == "unknown"
+    assert "identical inputs on all ranks" in verdict.reason
+
+
 @pytest.mark.parametrize("called_with", CASES)
 def test_ranks_that_all_train_on_the_shard_of_rank_0_differ(called_with: str) -> None:
     case = own_case(**CASES[called_with])

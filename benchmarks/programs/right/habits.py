@@ -36,7 +36,7 @@ programs = Programs("habits", right=True)
 plain = UnderDdp(mean_squared_error)
 
 
-@programs.step()
+@programs.step(unknown=UnknownBecause.RANK_FAILED)
 def returns_the_loss(model: nn.Module, shard: Any, rank: Rank) -> Tensor:
     """The step returns its loss, as a training step of most trainers does."""
     ddp = DistributedDataParallel(model)
@@ -45,13 +45,13 @@ def returns_the_loss(model: nn.Module, shard: Any, rank: Rank) -> Tensor:
     return value
 
 
-@programs.step()
+@programs.step(unknown=UnknownBecause.RANK_FAILED)
 def returns_a_number(model: nn.Module, shard: Any, rank: Rank) -> float:
     """The step returns the value of its loss for the log."""
     return returns_the_loss(model, shard, rank).item()
 
 
-@programs.step()
+@programs.step(unknown=UnknownBecause.RANK_FAILED)
 def returns_metrics(model: nn.Module, shard: Any, rank: Rank) -> dict[str, Any]:
     """The step returns a dict of metrics."""
     value = returns_the_loss(model, shard, rank)

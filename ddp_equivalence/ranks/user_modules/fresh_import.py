@@ -28,6 +28,7 @@ from ddp_equivalence.ranks.server import (
 )
 from ddp_equivalence.ranks.user_modules.description import Description, describe
 from ddp_equivalence.ranks.user_modules.import_watch import ImportWatch
+from ddp_equivalence.ranks.workers import children_allowed
 
 LONGEST = 60.0
 """Seconds that the process has for all imports, as long as a case has by default."""
@@ -66,7 +67,7 @@ def import_freshly(request: Request) -> FreshImport | None:
                 start_server()
             receiver, sender = context.Pipe(duplex=False)
             opened.callback(receiver.close)
-            with sender, empty_main_module():
+            with sender, empty_main_module(), children_allowed():
                 process = context.Process(target=_main, args=(request, sender), daemon=True)
                 process.start()
         except (OSError, EOFError):

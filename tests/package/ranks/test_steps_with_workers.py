@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from ddp_equivalence import Rank, check
+from ddp_equivalence import Rank, assert_equivalent, check
 from ddp_equivalence.ranks import process_tree
 from ddp_equivalence.ranks.server import FOLDER_VARIABLE
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
@@ -198,7 +198,7 @@ def keepers() -> set[int]:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_with_workers_is_the_same_and_leaves_none_and_the_ranks_go_on(name: str) -> None:
-    check(own_case(), right_step, deadline=9.0)
+    assert_equivalent(own_case(), right_step, deadline=9.0)
     started = warm_ranks().started
     for _ in range(2):
         verdict = check(own_case(), STEPS[name], deadline=9.0)
@@ -291,7 +291,7 @@ def keeps_its_workers(model: nn.Module, shard: Rows, rank: Rank) -> None:
 
 
 def test_workers_that_a_step_keeps_are_reported_by_name_and_the_ranks_are_replaced() -> None:
-    check(own_case(), right_step)
+    assert_equivalent(own_case(), right_step)
     started = warm_ranks().started
     verdict = check(own_case(), keeps_its_workers)
     text = " ".join(str(verdict).split())
