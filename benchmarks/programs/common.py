@@ -32,6 +32,11 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(ROW, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUTPUTS))
 
 
+def double_mlp() -> nn.Module:
+    """The same, built in float64."""
+    return mlp().double()
+
+
 def deeper_mlp() -> nn.Module:
     """Three linear layers."""
     return nn.Sequential(nn.Linear(ROW, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), mlp_head())

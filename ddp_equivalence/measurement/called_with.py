@@ -41,7 +41,8 @@ class CalledWith:
         self._gradients: list[str] = []
         self._is_known = True
         self.given_rows = False
-        """True once the model was called with a row that the rank was given."""
+        """True once the model was called with a row that the rank was given. The very tensors that
+        were dealt to the rank do not count."""
 
     @contextmanager
     def recording(self, model: nn.Module) -> Iterator[None]:
@@ -71,8 +72,10 @@ class CalledWith:
         self._seen.append(digest((str(place), one) for place, one in enumerate(tensors)))
         self._is_known = known
         if any(map(self._is_given, tensors)):
-            self.given_rows = True
-            return None  # the arguments alone show which examples these are
+            # These are the rank's own examples. If they were dealt to it, other ranks have others,
+            # even if some rows are equal.
+            self.given_rows = self.given_rows or self._rows is not None
+            return None
         self.given_rows = self.given_rows or any(map(self._holds_a_given_row, tensors))
         return self._returned
 

@@ -255,7 +255,7 @@ def named_examples(generator: torch.Generator) -> dict[str, Any]:
     return regression(generator) | {"names": [NAMES[n % 4] for n in range(24)]}
 
 
-@programs.loss(batch=named_examples)
+@programs.loss(batch=named_examples, batch_dims={"names": 0})
 def a_name_for_each_example(model: nn.Module, batch: Any) -> Tensor:
     """Each example has a name in a list, and the name decides on its weight."""
     weights = [1.0 + NAMES.index(name) for name in batch["names"]]

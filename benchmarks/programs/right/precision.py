@@ -249,3 +249,22 @@ def word_loss(model: nn.Module, batch: Batch) -> Tensor:
 def embeddings_in_bfloat16(model: nn.Module, batch: Batch) -> Tensor:
     """An embedding in bfloat16, whose rows collect few or many words."""
     return word_loss(model, batch)
+
+
+@programs.step(rounds_in=torch.float32)
+def averaged_in_the_models_own_float32(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """The all-reduce runs in float32, in which the model is built, and the check in float64."""
+    mean_squared_error(model, shard).backward()
+    for gradient in gradients(model):
+        narrow = gradient.float()
+        dist.all_reduce(narrow, op=dist.ReduceOp.AVG)
+        gradient.copy_(narrow)
+
+
+@programs.step(dtype=torch.float32, rounds_in=torch.bfloat16)
+def autocast_in_the_step_alone(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """The step runs under autocast, and the big batch's loss does not."""
+    ddp = DistributedDataParallel(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = ddp(shard["rows"])
+    F.mse_loss(outputs.float(), shard["targets"]).backward()

@@ -145,7 +145,7 @@ def returns_gradients_of_the_wrapper(
     return {name: p.grad for name, p in ddp.named_parameters()}
 
 
-@programs.step()
+@programs.step(unknown=UnknownBecause.RANK_FAILED)
 def metrics_returned_and_nothing_reduced(
     model: nn.Module, shard: Any, rank: Rank
 ) -> dict[str, Tensor]:

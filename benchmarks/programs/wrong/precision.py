@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.programs.common import (
@@ -18,7 +17,7 @@ from benchmarks.programs.common import (
     average,
     classes,
     cross_entropy,
-    deeper_mlp,
+    double_mlp,
     global_sum,
     gradients,
     mean_squared_error,
@@ -138,9 +137,9 @@ def noise_added_to_gradients(model: nn.Module, shard: Any, rank: Rank) -> None:
         gradient += 1e-6 * torch.randn(gradient.shape, generator=generator)
 
 
-@programs.step()
+@programs.step(model=double_mlp)
 def averaged_in_float32(model: nn.Module, shard: Any, rank: Rank) -> None:
-    """Gradients of a float64 model pass through float32 for the all-reduce."""
+    """Gradients of a model that is built in float64 pass through float32 for the all-reduce."""
     mean_squared_error(model, shard).backward()
     for gradient in gradients(model):
         narrow = gradient.float()
@@ -156,15 +155,6 @@ def averaged_in_bfloat16(model: nn.Module, shard: Any, rank: Rank) -> None:
         narrow = gradient.bfloat16()
         dist.all_reduce(narrow)
         gradient.copy_(narrow / rank.world_size)
-
-
-@programs.step(model=deeper_mlp, dtype=torch.float32)
-def autocast_in_the_step_alone(model: nn.Module, shard: Any, rank: Rank) -> None:
-    """The step runs under autocast, and the big batch's loss does not."""
-    ddp = DistributedDataParallel(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        outputs = ddp(shard["rows"])
-    F.mse_loss(outputs.float(), shard["targets"]).backward()
 
 
 @programs.step(dtype=torch.float32)
