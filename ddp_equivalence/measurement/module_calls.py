@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ddp_equivalence.ranks import process_state
+
 Heard = Callable[[object], None] | None
 """Gets what the module returned; None if nobody wants to know."""
 
@@ -46,7 +48,8 @@ def listen(module: nn.Module, listener: Listener) -> None:
         number = id(module)
         entry = weakref.ref(module, lambda _: _forget(number)), []
         _listeners[number] = entry
-        nn.Module.__call__ = _listened_to  # type: ignore[method-assign]
+        if nn.Module.__call__ is not _listened_to:
+            nn.Module.__call__ = _listened_to  # type: ignore[method-assign]
     entry[1].append(listener)
 
 
@@ -62,6 +65,8 @@ def stop_listening(module: nn.Module, listener: Listener) -> None:
 
 def _forget(number: int) -> None:
     _listeners.pop(number, None)
+    if process_state.is_a_rank():
+        return  # the next case listens again, and replacing the method takes 0.3 ms
     if not _listeners and nn.Module.__call__ is _listened_to:
         nn.Module.__call__ = _call  # type: ignore[method-assign]
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -36,8 +35,11 @@ def autocast_entered() -> Iterator[set[Autocast]]:
             entered.add((autocast.device, autocast.fast_dtype))
         return enter(autocast)
 
-    with patch.object(torch.autocast, "__enter__", recording):
+    torch.autocast.__enter__ = recording  # type: ignore[method-assign]
+    try:
         yield entered
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 class Float32Watch(TorchDispatchMode):

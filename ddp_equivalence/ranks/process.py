@@ -13,7 +13,14 @@ from multiprocessing import util
 from multiprocessing.connection import Connection
 from typing import Any
 
-from ddp_equivalence.ranks import messages, process_groups, process_tree, status_thread, workers
+from ddp_equivalence.ranks import (
+    messages,
+    process_groups,
+    process_state,
+    process_tree,
+    status_thread,
+    workers,
+)
 from ddp_equivalence.ranks.exception_text import describe_exception
 from ddp_equivalence.ranks.join_group import StartArguments, join_group
 from ddp_equivalence.ranks.server import release_server
@@ -39,6 +46,7 @@ class Channels:
 def main(start: StartArguments, channels: Channels) -> None:
     """Be a rank until told to stop, or until the judging process is gone."""
     release_server()
+    process_state.become_a_rank()
     workers.allow_workers()
     pickle_by_value_for_workers()
     process_tree.die_with_parent()

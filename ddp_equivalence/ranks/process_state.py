@@ -72,6 +72,19 @@ def report_change(change: str) -> None:
 _reported_changes: list[str] = []
 
 
+def become_a_rank() -> None:
+    """Note that this process is a rank and nothing else, from now on."""
+    _is_a_rank.append(True)
+
+
+def is_a_rank() -> bool:
+    """True if this process is a rank and nothing else, and runs no other code between cases."""
+    return bool(_is_a_rank)
+
+
+_is_a_rank: list[bool] = []
+
+
 def keep_group(group: object) -> None:
     """Keep this process group for later work: it does not count as left behind by a step."""
     _kept_groups.append(group)
