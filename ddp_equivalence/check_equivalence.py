@@ -41,7 +41,7 @@ from ddp_equivalence.measurement.work import Step
 from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
 from ddp_equivalence.ranks.one_at_a_time import one_at_a_time
 from ddp_equivalence.ranks.server import start_early
-from ddp_equivalence.ranks.threads import threads_beside, threads_for
+from ddp_equivalence.ranks.threads import threads_beside, threads_for, use_one_thread_in_a_fork
 from ddp_equivalence.reference import Reference, big_batch
 from ddp_equivalence.report import listeners, readings
 from ddp_equivalence.report.errors import NotEquivalent, NothingCompared
@@ -63,6 +63,7 @@ def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verd
     request = read_request(case, step, options)
     with one_at_a_time(), restored_random_state(), without_planted_faults():
         started = time.monotonic()
+        use_one_thread_in_a_fork()
         start_early()  # the server of ranks imports torch while the reference is computed
         verdict = _also_in_own_precision(_judge(request), request)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))

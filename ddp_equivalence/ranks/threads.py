@@ -12,6 +12,20 @@ LARGE_MODEL = 2_000_000
 """For a model with at least this many parameters several threads save more time than they cost."""
 
 
+_forked: list[bool] = []
+os.register_at_fork(after_in_child=lambda: _forked.append(True))
+
+
+def use_one_thread_in_a_fork() -> None:
+    """Let torch compute with one thread, if this process was forked from another Python process.
+
+    Torch's other threads do not exist in a fork, which would wait for them for ever. Torch does the
+    same in the workers of a DataLoader.
+    """
+    if _forked and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+
+
 @contextmanager
 def threads_beside(ranks: int) -> Iterator[None]:
     """Leave one core to each of the ranks that work at the same time.

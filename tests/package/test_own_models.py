@@ -54,11 +54,16 @@ class BeforeNorm(nn.Module):
         return F.layer_norm(self.linear(rows) * self.scale, (3,), eps=0.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_gradient_that_is_zero_but_for_rounding_is_no_false_alarm(dtype: torch.dtype) -> None:
-    seeds = (0, 1, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13)
-    cases = [own_case(model=BeforeNorm, dtype=dtype, seed=seed) for seed in seeds]
-    assert [check(case, right_step).outcome for case in cases] == ["same"] * 12
+@pytest.mark.parametrize(
+    ("dtype", "unknown"), [(torch.float64, []), (torch.float32, []), (torch.bfloat16, [2, 9])]
+)
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_false_alarm(
+    dtype: torch.dtype, unknown: list[int]
+) -> None:
+    """In bfloat16 the rounding of another parameter, linear.bias, is sometimes too large."""
+    cases = [own_case(model=BeforeNorm, dtype=dtype, seed=seed) for seed in range(20)]
+    outcomes = [check(case, right_step).outcome for case in cases]
+    assert outcomes == ["unknown" if seed in unknown else "same" for seed in range(20)]
 
 
 def pairs(generator: torch.Generator) -> dict[str, Tensor]:
@@ -85,7 +90,7 @@ def test_ranks_may_hold_rounding_where_one_device_holds_exactly_zero(dtype: torc
 
     cases = [
         Case(model=score, batch=pairs, loss=ranking, layout="2x2", dtype=dtype, seed=seed)
-        for seed in (0, 1, 2, 10, 37)
+        for seed in (0, 1, 2, 10, 37)  # in 10 and 37 its terms cancel exactly in every run
     ]
     assert [check(case, step).outcome for case in cases] == ["same"] * 5
 

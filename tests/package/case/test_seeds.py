@@ -47,12 +47,11 @@ def test_no_weight_equals_the_data_that_are_drawn_with_its_shape(seed: int) -> N
         assert not any(torch.allclose(one[0], weight[0]) for weight in weights)
 
 
-def test_no_catalogue_input_equals_a_weight() -> None:
+def test_the_inputs_of_the_catalogue_are_not_drawn_from_the_seed_of_the_model() -> None:
     case = Case(model="linear", loss="mse_mean", examples=4)
-    generator = torch.Generator().manual_seed(case.seed)
-    from_the_models_seed = torch.randn(4, 5, generator=generator).double()
     inputs: Any = build_batches(case)[0]["inputs"]
-    assert not torch.equal(inputs[:, :5], from_the_models_seed[:, : inputs.shape[1]])
+    drawn = torch.randn(inputs.shape, generator=torch.Generator().manual_seed(case.seed)).double()
+    assert not torch.equal(inputs, drawn)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -249,12 +249,16 @@ def test_a_module_that_is_freed_is_forgotten() -> None:
 
 
 def test_a_listener_that_raises_does_not_reach_the_caller() -> None:
+    called = []
+
     def fails(arguments: Any) -> Any:
+        called.append(arguments)
         raise ValueError("a listener")
 
     model = build_model()
     with module_calls.heard(model, fails):
         assert model(torch.randn(2, 5)).shape == (2, 3)
+    assert len(called) == 1
 
 
 def test_an_error_in_the_model_is_blamed_on_the_users_line() -> None:

@@ -20,7 +20,8 @@ import torch
 from ddp_equivalence import check
 from tests.package.own_cases import own_case, right_step
 
-torch.set_num_threads(1)  # a process that has used several cannot be forked and compute
+torch.set_num_threads(2)
+torch.randn(512, 512) @ torch.randn(512, 512)  # a fork would wait for these threads for ever
 
 def judge(in_process=False):
     return check(own_case(), right_step, in_process=in_process).outcome
@@ -77,6 +78,7 @@ FORKED_WHILE_A_CHECK_RUNS = """
 thread = threading.Thread(target=judge)
 thread.start()
 time.sleep(0.5)  # the thread now waits until its ranks have started
+assert thread.is_alive(), "the check ended before the fork"
 child = os.fork()
 if child == 0:
     print(judge(), flush=True)

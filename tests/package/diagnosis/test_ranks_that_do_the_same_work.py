@@ -176,6 +176,12 @@ def test_ranks_that_all_take_the_whole_batch_show_nothing(called_with: str) -> N
     assert "identical inputs on all ranks" in verdict.reason
 
 
+def test_whole_batches_are_not_noticed_if_the_model_is_never_called() -> None:
+    """A known limit, which README states: nobody can hear what such a step reads."""
+    case = own_case(**CASES["nothing, since it is not called"], shards="own")
+    assert check(case, averaged(case)).outcome == "same"
+
+
 @pytest.mark.parametrize("calls", [1, 3])
 def test_ranks_that_all_take_the_whole_batch_in_other_orders_show_nothing(calls: int) -> None:
     def step(model: nn.Module, batch: Any, rank: Rank) -> None:

@@ -109,7 +109,7 @@ def test_a_gradient_that_float16_cannot_hold_is_unknown_by_name() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=str)
-def test_a_right_transformer_of_four_layers_is_the_same(dtype: torch.dtype) -> None:
+def test_a_right_transformer_of_four_layers_is_the_same_in_16_bits(dtype: torch.dtype) -> None:
     def step(model: nn.Module, shard: Any, rank: Rank) -> None:
         ddp = DistributedDataParallel(model)
         next_token_loss(ddp, shard).backward()
