@@ -22,6 +22,7 @@ from ddp_equivalence.comparison.gradients import Description, Gradients, dense
 from ddp_equivalence.comparison.structure import (
     Structure,
     Unlike,
+    apart,
     differences,
     other_forms,
 )
@@ -168,12 +169,14 @@ class Comparator:
             for key in self._norms
         ]
         compared = tuple(parameter for parameter in parameters if parameter.by_rank)
+        forms = other_forms(unlike)
+        of_some_ranks = dict(apart(forms, self._ranks))
         return Comparison(
             parameters=compared,
-            structure=differences(unlike, self._label),
+            structure=(*differences(unlike, self._label), *of_some_ranks.values()),
             ranks=tuple(sorted(self._ranks)),
             elements=sum(math.prod(parameter.shape) for parameter in compared),
-            other_forms=other_forms(unlike),
+            other_forms=tuple(form for form in forms if form not in of_some_ranks),
         )
 
     def _label(self, key: GradientKey) -> str:

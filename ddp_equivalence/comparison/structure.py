@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
@@ -102,6 +102,23 @@ def differences(unlike: Iterable[Unlike], label: Callable[[GradientKey], str]) -
         if one.difference
     )
     return tuple(sentence for _, sentence in sorted(sentences))
+
+
+def apart(forms: Iterable[OtherForm], ranks: Iterable[int]) -> Iterator[tuple[OtherForm, str]]:
+    """The forms that only some of the ranks have, and what follows from it, as a sentence.
+
+    Weight decay or momentum would move the parameter on these ranks alone.
+    """
+    every_rank = set(ranks)
+    for form in forms:
+        if Form.ZEROS in (form.in_big_batch, form.on_ranks) and set(form.ranks) != every_rank:
+            listed = ", ".join(map(str, form.ranks))
+            noun = "rank" if len(form.ranks) == 1 else "ranks"
+            yield (
+                form,
+                f"{noun} {listed}: {form.name} has {form.on_ranks.value}, and on other ranks "
+                f"{form.in_big_batch.value}: an optimizer may move them apart",
+            )
 
 
 def other_forms(unlike: Iterable[Unlike]) -> tuple[OtherForm, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.layouts import Layout
@@ -21,6 +22,10 @@ from ddp_equivalence.strategies.strategy import Strategy
 
 EXCHANGES = ("reduce", "gather", "all_to_all", "send", "recv", "scatter")
 """Parts of the names of collectives that can carry a gradient to another rank."""
+
+SAME_SUMS = 1e-3
+"""Sums of gradients whose relative difference is smaller are equal. Ranks with other examples have
+sums that differ by more, and rounding in any precision that trains makes them differ by less."""
 
 DIVERGED = 100.0
 """A loss that grows by more than this factor in a few steps shows that training diverges."""
@@ -241,17 +246,28 @@ def _uneven_autocast(evidence: Mapping[int, Evidence]) -> str | None:
 def _did_the_same_work(ranks: Sequence[Evidence]) -> bool:
     """True if all ranks called the model with the same tensors, and so on the same examples.
 
-    A model may also be called with a grid, or without a tensor, while the loss has the examples.
-    The ranks did the same work then only if the same gradients came back to what it returned.
+    A model may also be called with a grid, or without a tensor, while the loss has the examples;
+    or with all examples, of which the loss of each rank counts some. So the same gradients must
+    have come back to what it returned, too. Ranks whose examples were dealt to them must moreover
+    have left these aside, since each was given others.
     """
     called = {one.inputs for one in ranks}
     if len(called) > 1 or None in called:
         return False
-    with_examples = any(one.called_with_given_rows for one in ranks)
-    same_came_back = len({one.came_back for one in ranks}) == 1
-    if any(one.examples is None for one in ranks):  # the step takes its examples itself
-        return with_examples or same_came_back
-    return with_examples and same_came_back
+    first, *others = (one.came_back for one in ranks)
+    if not all(map(partial(_nearly_equal, first), others)):
+        return False
+    takes_its_own = any(one.examples is None for one in ranks)
+    return takes_its_own or any(one.called_with_given_rows for one in ranks)
+
+
+def _nearly_equal(sums: Sequence[float], others: Sequence[float]) -> bool:
+    """True if the gradients that came back are the same, however rounded; see ``CalledWith``."""
+    scale = max((abs(one) for one in sums), default=0.0)
+    return all(
+        math.isclose(one, other, rel_tol=SAME_SUMS, abs_tol=SAME_SUMS * scale)
+        for one, other in zip(sums, others, strict=True)
+    )
 
 
 def _nothing_exchanged(evidence: Mapping[int, Evidence], elements: int) -> bool:

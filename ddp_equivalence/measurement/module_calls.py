@@ -49,6 +49,8 @@ def listen(module: nn.Module, listener: Listener) -> None:
         entry = weakref.ref(module, lambda _: _forget(number)), []
         _listeners[number] = entry
         if nn.Module.__call__ is not _listened_to:
+            global _call
+            _call = nn.Module.__call__  # perhaps a patch of the user, which must still be called
             nn.Module.__call__ = _listened_to  # type: ignore[method-assign]
     entry[1].append(listener)
 

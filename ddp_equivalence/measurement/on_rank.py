@@ -125,8 +125,10 @@ def _given(rank: Rank, work: Work, whole: Any, sizes: tuple[int, ...]) -> list[A
     undivided = work.case.shards == OWN or (strategy is not None and strategy.one_process)
     together = work.compare == "update" and strategy is None
     given = given_to(rank.rank, work.case, whole, sizes, undivided=undivided, together=together)
-    # The tensors of an undivided batch may be the user's own, and the step may write to its batch.
-    return [map_tensors(_copy, batch) for batch in given] if undivided else given
+    # The step may write to its batch. Tensors that are not dealt may be the user's own, and those
+    # that every rank has whole are the same ones in all steps.
+    has_whole = undivided or work.case.batch_dims is not None
+    return [map_tensors(_copy, batch) for batch in given] if has_whole else given
 
 
 def _copy(leaf: Tensor) -> Tensor:

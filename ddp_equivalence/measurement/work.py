@@ -49,15 +49,15 @@ class Evidence:
     ``examples``: for each step, the positions in the big batch of the examples that the rank was
     given; None if the step chooses them itself. ``data``: a digest of those examples for every leaf
     of the batch. ``inputs``: a digest of all tensors that the model was called with; None if it was
-    never called with gradients enabled, or if they are not known. ``came_back``: a digest of the
-    gradients of what the model returned. ``called_with_given_rows``: one of these tensors holds a
-    row that the rank was given. ``start``: a digest of the weights before the first step.
-    ``collectives``: all that the rank issued; None if torch has no flight recorder. ``gradients``:
-    the description of every gradient that the rank left. ``notes``: what the strategy wrote down to
-    prove that it ran. ``planted``: how often a planted fault did its damage; None if none was
-    planted. ``observed``: what was seen of the step, if it was watched. ``autocast``: the autocast
-    regions that it entered with gradients enabled. ``float32_at``: where it computed in float32, if
-    this was looked for; "" if it did not.
+    never called with gradients enabled, or if they are not known. ``came_back``: sums of the
+    gradients of what the model returned. ``called_with_given_rows``: a copy of something that was
+    dealt to the rank was among these tensors. ``start``: a digest of the weights before the first
+    step. ``collectives``: all that the rank issued; None if torch has no flight recorder.
+    ``gradients``: the description of every gradient that the rank left. ``notes``: what the
+    strategy wrote down to prove that it ran. ``planted``: how often a planted fault did its damage;
+    None if none was planted. ``observed``: what was seen of the step, if it was watched.
+    ``autocast``: the autocast regions that it entered with gradients enabled. ``float32_at``: where
+    it computed in float32, if this was looked for; "" if it did not.
     """
 
     examples: tuple[tuple[int, ...], ...] | None
@@ -70,7 +70,7 @@ class Evidence:
     notes: Mapping[str, Any] = field(default_factory=dict)
     planted: int | None = None
     observed: Observation | None = None
-    came_back: str = ""
+    came_back: tuple[float, ...] = ()
     called_with_given_rows: bool = False
     autocast: frozenset[Autocast] = frozenset()
     float32_at: str = ""

@@ -29,17 +29,15 @@ def _text(names: list[str], in_big_batch: Form, on_ranks: Form, where: str) -> s
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     which = ", ".join(names[:MOST_NAMES]) + more
     has, it = plural(len(names), "has", "have"), plural(len(names), "it", "them")
-    there = " there, and the ranks would drift apart" if where else ""
     decay = "an optimizer with weight decay or momentum would"
     if on_ranks is Form.ZEROS:
         return (
-            f"{which} {has} no gradient in the big batch and zeros on {where or 'all ranks'}: "
-            f"{decay} move {it}{there}"
+            f"{which} {has} no gradient in the big batch and zeros on all ranks: {decay} move {it}"
         )
     if on_ranks is Form.ABSENT:
         return (
-            f"{which} {has} {in_big_batch.value} in the big batch and none on "
-            f"{where or 'any rank'}: {decay} not move {it}{there}"
+            f"{which} {has} {in_big_batch.value} in the big batch and none on any rank: "
+            f"{decay} not move {it}"
         )
     return (
         f"{which} {plural(len(names), 'is', 'are')} {in_big_batch.value} in the big batch and "

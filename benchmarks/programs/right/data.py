@@ -38,7 +38,6 @@ from benchmarks.programs.common import (
 )
 from benchmarks.programs.program import Programs
 from ddp_equivalence import Rank
-from ddp_equivalence.diagnosis.unknown import UnknownBecause
 
 programs = Programs("data", right=True)
 
@@ -284,7 +283,7 @@ def uneven_blocks_of_its_own(model: nn.Module, batch: Any, rank: Rank) -> None:
     (mean_squared_error(ddp, mine) * (stop - start) * rank.world_size / EXAMPLES).backward()
 
 
-@programs.step(shards="own", unknown=UnknownBecause.IDENTICAL_INPUTS)
+@programs.step(shards="own")
 def everyone_reads_and_masks(model: nn.Module, batch: Any, rank: Rank) -> None:
     """Every rank computes all outputs and lets only its own examples count, W times as much.
 

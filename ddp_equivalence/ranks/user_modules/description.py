@@ -247,8 +247,14 @@ def _globals(module: ModuleType) -> Iterator[tuple[Step, Any]]:
         yield (NAME, name), value
 
 
+SET_BY_TORCH = frozenset({"_autograd_function_id"})
+"""A number that torch gives to every subclass of ``torch.autograd.Function``, in turn."""
+
+
 def _counts(name: str, value: object) -> bool:
-    """False for names that Python and decorators set for themselves."""
+    """False for names that Python, decorators and torch set for themselves."""
+    if name in SET_BY_TORCH:
+        return False
     if name.startswith("__") and name.endswith("__"):
         return isinstance(value, FunctionType | staticmethod | classmethod | property)
     return True

@@ -121,8 +121,11 @@ def _record_reads(read: dict[str, str | None]) -> None:
 
     class Environment(type(os.environ)):  # type: ignore[misc]
         def __getitem__(self, name: str) -> str:
-            read[name] = None
-            value: str = super().__getitem__(name)
+            try:
+                value: str = super().__getitem__(name)
+            except KeyError:
+                read[name] = None
+                raise
             read[name] = value
             return value
 

@@ -36,7 +36,7 @@ from tests.package.case.batches import (
     rows_and_targets,
     with_more,
 )
-from tests.package.own_cases import make_batch, own_case, right_step
+from tests.package.own_cases import loss, make_batch, own_case, right_step
 
 OPTIONS: list[dict[str, Any]] = [{}, {"steps": 2}, {"compare": "update", "steps": 2, "lr": 0.05}]
 
@@ -352,3 +352,22 @@ def test_a_planted_fault_takes_the_batch_apart_in_the_same_way(name: str, fault:
     with planted(fault):
         verdict = check(case, step_of(case, {}))
     assert (verdict.outcome, verdict.cause) == ("different", fault), verdict
+
+
+def with_a_scale(generator: torch.Generator) -> dict[str, Tensor]:
+    return make_batch(generator) | {"scale": torch.full((5,), 2.0)}
+
+
+def halves_the_scale(model: Any, batch: Any) -> Tensor:
+    batch["scale"].div_(2)
+    return loss(model, {**batch, "rows": batch["rows"] * batch["scale"]})
+
+
+def test_a_step_may_write_to_a_tensor_that_every_rank_has_whole() -> None:
+    def step(model: Any, shard: Any, rank: Any) -> None:
+        ddp = DistributedDataParallel(model)
+        halves_the_scale(ddp, shard).backward()
+
+    dims = {"['scale']": None}
+    case = own_case(batch=with_a_scale, loss=halves_the_scale, batch_dims=dims)
+    assert [check(case, step, steps=steps).outcome for steps in (1, 2)] == ["same", "same"]

@@ -182,20 +182,43 @@ def test_whole_batches_are_not_noticed_if_the_model_is_never_called() -> None:
     assert check(case, averaged(case)).outcome == "same"
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0])
 @pytest.mark.parametrize("calls", [1, 3])
-def test_ranks_that_all_take_the_whole_batch_in_other_orders_show_nothing(calls: int) -> None:
+def test_ranks_that_all_take_the_whole_batch_in_other_orders_show_nothing(
+    calls: int, scale: float
+) -> None:
+    """Also if the rows are not those of the batch any more, as after normalising them."""
+
+    def scaled(model: nn.Module, batch: Any) -> Tensor:
+        return loss(model, {**batch, "rows": scale * batch["rows"]})
+
     def step(model: nn.Module, batch: Any, rank: Rank) -> None:
         order = torch.randperm(12, generator=torch.Generator().manual_seed(rank.rank))
         for part in order.chunk(calls):
-            (loss(model, {name: leaf[part] for name, leaf in batch.items()}) / calls).backward()
+            (scaled(model, {name: leaf[part] for name, leaf in batch.items()}) / calls).backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
             assert parameter.grad is not None
             parameter.grad.div_(rank.world_size)
 
-    verdict = check(own_case(shards="own"), step)
+    verdict = check(own_case(loss=scaled, shards="own"), step)
     assert verdict.outcome == "unknown"
     assert "identical inputs on all ranks" in verdict.reason
+
+
+def other_ranks_masked(model: nn.Module, batch: Any, rank: Rank) -> None:
+    """Every rank reads all examples, and its loss counts its own."""
+    own = torch.arange(12) % 2 == rank.rank
+    errors = ((model(batch["rows"]) - batch["targets"]) ** 2).mean(1)
+    (errors * own).sum().div(6).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        assert parameter.grad is not None
+        parameter.grad.div_(rank.world_size)
+
+
+def test_ranks_that_read_all_examples_and_count_their_own_are_compared() -> None:
+    assert check(own_case(shards="own"), other_ranks_masked).outcome == "same"
 
 
 @pytest.mark.parametrize("called_with", CASES)

@@ -542,3 +542,13 @@ def test_warm_ranks_are_used_again_whatever_the_modules_hold(train: Any) -> None
         train.AVERAGE = value
         assert outcome(step) == expected
     assert warm_ranks().started == started
+
+
+def test_a_module_that_runs_a_command_when_it_is_imported_can_be_checked_again(
+    folder: Path,
+) -> None:
+    """Looking for the command reads the environment under names that are bytes."""
+    command = 'import subprocess\nCOMMIT = subprocess.run(["true"]).returncode\n'
+    (folder / "with_command.py").write_text(command + TRAIN)
+    step = step_with(importlib.import_module("with_command"))
+    assert [outcome(step) for _ in range(3)] == [SAME] * 3
