@@ -205,7 +205,7 @@ def _also_in_own_precision(verdict: Verdict, request: Request) -> Verdict:
     in float32 inside float64 is off by the rounding of float32 there, which is no fault.
     """
     if not request.is_cast_to_float64:
-        return verdict
+        return _also_in_float64(verdict, request)
     if verdict.outcome == "different" and precision.has_the_size_of_float32(verdict.comparison):
         verdict = replace(verdict, float32_at=where_in_float32(request))
     if not verdict.float32_at and not (verdict.outcome == "same" and verdict.autocast):
@@ -215,6 +215,20 @@ def _also_in_own_precision(verdict: Verdict, request: Request) -> Verdict:
         return verdict
     again = _judge(own)
     if verdict.outcome == again.outcome or (verdict.float32_at and again.outcome != "same"):
+        return replace(verdict, other_precision=again)
+    return replace(again, other_precision=verdict)
+
+
+def _also_in_float64(verdict: Verdict, request: Request) -> Verdict:
+    """Judge a step with autocast in float64 as well, where it must be the same, too.
+
+    The limits of autocast's precision are wide, also for parameters that it never touches.
+    """
+    in_float64 = precision.in_float64(request)
+    if verdict.outcome != "same" or verdict.autocast is None or in_float64 is None:
+        return verdict
+    again = _judge(in_float64)
+    if again.outcome != "different" or precision.has_the_size_of_float32(again.comparison):
         return replace(verdict, other_precision=again)
     return replace(again, other_precision=verdict)
 

@@ -52,7 +52,7 @@ def _judged_in_own(verdict: Verdict, other: Verdict) -> Iterator[str]:
     elif verdict.autocast is not None:
         yield (
             "Judged in the model's own precision. In float64, where autocast "
-            f"({_name(verdict.autocast)}) does nothing, the step is the same."
+            f"({_name(verdict.autocast)}) does nothing, the outcome is {other.outcome}."
         )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.multiprocessing as multiprocessing
 
+from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.ranks import process_state, process_tree
 from ddp_equivalence.ranks.importable import is_user_module
 from ddp_equivalence.ranks.server import (
@@ -58,7 +59,10 @@ class FreshImport:
 
 
 def import_freshly(request: Request) -> FreshImport | None:
-    """Import the modules in a new process. None if it ends early or takes too long."""
+    """Import the modules in a new process. None if it ends early: the ranks will then say why.
+
+    Raises BadCase if this takes too long.
+    """
     method = start_method()
     context: Any = multiprocessing.get_context(method)
     with ExitStack() as opened:
@@ -77,6 +81,11 @@ def import_freshly(request: Request) -> FreshImport | None:
             if receiver.poll(LONGEST):
                 result: FreshImport = receiver.recv()
                 return result
+            names = ", ".join(request.names)
+            right = f"modules that can be imported within {LONGEST:g} s: {names} cannot, so that "
+            raise BadCase(
+                "step", names, right + "nobody knows what this process has changed in them"
+            )
     return None
 
 

@@ -123,7 +123,9 @@ def test_the_report_says_that_autocast_does_nothing_in_float64_and_what_it_does(
 def test_a_fault_that_only_autocast_brings_out_is_different() -> None:
     verdict = check(case(), wrong_only_under_autocast)
     assert (verdict.outcome, verdict.cause) == ("different", "sum_not_mean"), verdict
-    assert "In float64, where autocast (bfloat16) does nothing" in " ".join(str(verdict).split())
+    assert "In float64, where autocast (bfloat16) does nothing, the step is same" in " ".join(
+        str(verdict).split()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -182,3 +184,19 @@ def off_by_a_little_beside_flags_in_float32(model: nn.Module, shard: Any, rank: 
 def test_masks_and_flags_in_float32_hide_no_small_fault() -> None:
     verdict = check(case(), off_by_a_little_beside_flags_in_float32)
     assert (verdict.outcome, verdict.float32_at) == ("different", "")
+
+
+def autocast_elsewhere_and_a_wrong_factor(model: nn.Module, shard: Any, rank: Rank) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    loss(model, shard).backward()
+    average(model, rank, divisor=rank.world_size / 1.03)
+
+
+def test_autocast_elsewhere_hides_no_wrong_factor() -> None:
+    """Its limits of 6 % would, so such a step is judged in float64 as well."""
+    verdict = check(case(torch.float32), autocast_elsewhere_and_a_wrong_factor)
+    assert verdict.outcome == "different", verdict
+    assert "In the model's own precision the step was checked as well: same" in " ".join(
+        str(verdict).split()
+    )
