@@ -123,7 +123,7 @@ def test_the_report_says_that_autocast_does_nothing_in_float64_and_what_it_does(
 def test_a_fault_that_only_autocast_brings_out_is_different() -> None:
     verdict = check(case(), wrong_only_under_autocast)
     assert (verdict.outcome, verdict.cause) == ("different", "sum_not_mean"), verdict
-    assert "In float64, where autocast (bfloat16) does nothing, the step is same" in " ".join(
+    assert "In float64, where autocast (bfloat16) does nothing, the outcome is same." in " ".join(
         str(verdict).split()
     )
 
