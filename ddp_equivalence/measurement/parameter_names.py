@@ -66,10 +66,11 @@ class ParameterNames:
         """Parameters of modules that were part of the model before, wherever these are now."""
         modules = ((path, reference()) for path, reference in self._modules.items())
         paths = {id(module): path for path, module in modules if module is not None}
+        now = dict(model.named_modules(remove_duplicate=False))
         found = {}
         for name in new:
             path, _, last = name.rpartition(".")
-            own = ".".join(filter(None, (paths.get(id(model.get_submodule(path)), "?"), last)))
+            own = ".".join(filter(None, (paths.get(id(now.get(path)), "?"), last)))
             if own in free:
                 found[name] = own
         return found
