@@ -10,8 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_equivalence.case.batch import UNSAID, BatchDims, dim_of, entries_by_example, said_of, take
-from ddp_equivalence.case.batch import names_in as keys_of
+from ddp_equivalence.case.batch import (
+    UNSAID,
+    BatchDims,
+    dim_of,
+    entries_by_example,
+    names_in,
+    said_of,
+    take,
+)
 from ddp_equivalence.case.batch_tree import children, hidden_tensors, leaves_of, map_leaves
 from ddp_equivalence.case.errors import BadCase
 
@@ -174,9 +181,9 @@ def _check_paths(batch: Any, dims: BatchDims) -> None:
     if not isinstance(dims, Mapping):
         return
     paths = [path for path, _ in leaves_of(batch)]
-    known = {keys_of(path)[:length] for path in paths for length in range(len(keys_of(path)) + 1)}
+    known = {names_in(path)[:length] for path in paths for length in range(len(names_in(path)) + 1)}
     for key in dims:
-        if keys_of(key) not in known:
+        if names_in(key) not in known:
             some = ", ".join(path or '""' for path in paths[:8])
             raise BadCase("batch_dims", key, f"the path of a leaf of the batch, such as {some}")
 

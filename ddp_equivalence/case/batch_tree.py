@@ -95,7 +95,7 @@ def children(value: Any) -> Node | None:
         return tuple((f".{name}", getattr(value, name)) for name in names if hasattr(value, name))
     if callable(value):  # such as a module, whose tensors are no examples
         return None
-    attributes = _attributes(value)
+    attributes = attributes_of(value)
     seen = {id(value)}
     if any(True for one in attributes.values() for _ in _tensors_in(one, seen)):
         return tuple((f".{name}", one) for name, one in attributes.items())
@@ -116,7 +116,7 @@ def _pytree_children(value: Any) -> Node | None:
     return tuple((pytree.keystr(path), child) for path, child in with_paths)
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes that an object itself holds, in its ``__dict__`` or in slots."""
     slots = [
         name
@@ -149,7 +149,7 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple | set | frozenset):
         inside = list(value)
     else:
-        inside = list(_attributes(value).values())
+        inside = list(attributes_of(value).values())
     for one in inside:
         yield from _tensors_in(one, seen)
 

@@ -26,7 +26,7 @@ from ddp_equivalence.comparison.structure import (
     differences,
     other_forms,
 )
-from ddp_equivalence.comparison.tolerance import Limit, Noise, Tolerance
+from ddp_equivalence.comparison.tolerance import Limit, Noise, Tolerance, relative_to
 
 MOSTLY_ONE = 1.02
 """One element alone is off if the sum of all squared differences is less than this many times the
@@ -238,11 +238,11 @@ def _rank_error(
     return RankError(
         rank=rank,
         distance=distance,
-        error=_over(distance, norm),
+        error=relative_to(distance, norm),
         element=sums.element,
         factor=factor,
-        unexplained=_over(math.sqrt(max(0.0, _not_nan(rest))), size),
-        ratio=_over(size, norm),
+        unexplained=relative_to(math.sqrt(max(0.0, _not_nan(rest))), size),
+        ratio=relative_to(size, norm),
         within=distance <= limit.absolute and sums.element <= limit.element,
         place=place,
         alone=0 < sums.difference < MOSTLY_ONE * sums.largest**2,
@@ -266,9 +266,3 @@ def _index(sums: _Sums, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _not_nan(value: float) -> float:
     return math.inf if math.isnan(value) else value
-
-
-def _over(value: float, norm: float) -> float:
-    if norm > 0:
-        return value / norm
-    return 0.0 if value == 0 else math.inf

@@ -11,7 +11,7 @@ from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.chunks import chunks
 from ddp_equivalence.comparison.comparator import Comparator
 from ddp_equivalence.comparison.comparison import Comparison
-from ddp_equivalence.comparison.gradients import Description, describe
+from ddp_equivalence.comparison.gradients import Description, describe, in_first_step
 from ddp_equivalence.comparison.tolerance import Noise, Tolerance
 
 
@@ -26,24 +26,20 @@ def compare(
     ``expected`` are the true gradients, in float64. Raises SuiteBug if a measured gradient shares
     its memory with the expected one, since comparing a gradient with itself shows nothing.
     """
-    truth = _in_first_step(expected)
+    truth = in_first_step(expected)
     described = {
         key: description and Description(description.shape, tolerance.dtype, description.layout)
         for key, description in describe(truth).items()
     }
     comparator = Comparator(truth, described, tolerance)
     for rank, by_name in measured.items():
-        gradients = _in_first_step(by_name)
+        gradients = in_first_step(by_name)
         for key, gradient in gradients.items():
             _check_memory(rank, key, gradient, truth.get(key))
         comparator.begin(rank, describe(gradients))
         for chunk in chunks(gradients):
             comparator.add(rank, chunk)
     return comparator.finish({(0, name): value for name, value in (noise or {}).items()})
-
-
-def _in_first_step(by_name: Mapping[str, Tensor | None]) -> dict[GradientKey, Tensor | None]:
-    return {(0, name): gradient for name, gradient in by_name.items()}
 
 
 def _check_memory(

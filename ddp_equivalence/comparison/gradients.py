@@ -38,6 +38,11 @@ class Description:
         return self.layout != "strided"
 
 
+def in_first_step(by_name: Mapping[str, Tensor | None]) -> dict[GradientKey, Tensor | None]:
+    """The same, by step and name: updates are those of all steps, and count as the first step."""
+    return {(0, name): tensor for name, tensor in by_name.items()}
+
+
 def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
     """The gradient of every parameter."""
     return {name: parameter.grad for name, parameter in parameters.items()}

@@ -134,19 +134,20 @@ class Tolerance:
         )
         if only_rounding:
             # One element alone may use up the absolute limit. The unit is the root mean square.
-            element = max(element, _over(absolute, norm) * math.sqrt(elements))
+            element = max(element, relative_to(absolute, norm) * math.sqrt(elements))
         return Limit(
             absolute=absolute,
-            relative=_over(absolute, norm),
+            relative=relative_to(absolute, norm),
             element=element,
-            floor=_over(noise.norm, norm),
+            floor=relative_to(noise.norm, norm),
             reason=reason,
             perhaps_rounding=NEAR * max(absolute, eps * self.whole if norm <= zero else 0.0),
             only_rounding=only_rounding,
         )
 
 
-def _over(value: float, norm: float) -> float:
+def relative_to(value: float, norm: float) -> float:
+    """The value divided by the norm. Relative to zero, zero is 0 and all else is infinite."""
     return value / norm if norm > 0 else (0.0 if value == 0 else math.inf)
 
 

@@ -23,6 +23,7 @@ from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.comparison.gradients import (
     describe,
     gradients_of,
+    in_first_step,
     sgd_step,
     update_of,
     updates_of,
@@ -171,7 +172,7 @@ def _train(
     if work.compare == "update" and not isinstance(work.step, str):
         with _seeded(step_seed(work.case, 0)):
             returned = step(given[0])
-        return _in_first_step(_update_by_user(names, model, before, returned))
+        return in_first_step(_update_by_user(names, model, before, returned))
     gradients: dict[GradientKey, Tensor | None] = {}
     for number, shard in enumerate(given):
         if observer:
@@ -191,7 +192,7 @@ def _train(
             sgd_step(model, work.lr)
     if work.compare == "gradients":
         return gradients
-    return _in_first_step(updates_of(names.parameters(model), before))
+    return in_first_step(updates_of(names.parameters(model), before))
 
 
 def _one_step(
@@ -220,10 +221,6 @@ def _one_step(
             'steps, so leave the optimizer step out, or use compare="update"'
         )
     return None if returned is None else names.of_returned(model, tensors_by_name(returned))
-
-
-def _in_first_step(by_name: Mapping[str, Tensor | None]) -> dict[GradientKey, Tensor | None]:
-    return {(0, name): tensor for name, tensor in by_name.items()}
 
 
 @contextmanager

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ddp_equivalence.case.batch_tree import attributes_of
+
 DEEPEST = 4
 MOST_OPENED = 200
 """So many objects are opened, down to this depth."""
@@ -51,9 +53,7 @@ def _inside(leaf: object) -> list[Any] | None:
         return list(leaf.values())
     if type(leaf).__module__ in ("builtins", "torch") or isinstance(leaf, type | nn.Module):
         return None
-    names = getattr(type(leaf), "__slots__", ())
-    slots = [getattr(leaf, name, None) for name in ((names,) if isinstance(names, str) else names)]
-    return [*getattr(leaf, "__dict__", {}).values(), *slots] or None
+    return list(attributes_of(leaf).values()) or None
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddp_equivalence.ranks.importable import belongs_to_user
+
 Autocast = tuple[str, torch.dtype]
 """The device type and the dtype of an autocast region."""
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 @contextmanager
@@ -69,10 +68,6 @@ class Float32Watch(TorchDispatchMode):
         return result
 
 
-_OTHERS = (_TORCH, _PACKAGE, "<")
-"""Beginnings of the paths of code that is not the user's."""
-
-
 def _enters_float64(result: object, arguments: object) -> bool:
     """True if the result is in float64 although an argument was rounded to float32."""
     return any(map(_is_float64, pytree.tree_leaves(result))) and any(
@@ -94,7 +89,7 @@ def _users_line(frame: FrameType | None) -> str:
     """The innermost line of the user's code, as ``file:line``; "" if there is none."""
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(_OTHERS) and f"{os.sep}python3" not in path:
+        if not path.startswith("<") and belongs_to_user(path):
             return f"{os.path.basename(path)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -42,7 +42,7 @@ def pickled_by_value_for_workers() -> Iterator[None]:
 
 def _reduce(pickler: ForkingPickler, value: object) -> Any:
     """Called by pickle for every object. NotImplemented means that pickle goes on as usual."""
-    if isinstance(value, FunctionType | type) and not _is_importable(value):
+    if isinstance(value, FunctionType | type) and not _left_to_pickle(value):
         return _load, (cloudpickle.dumps(value),)
     return NotImplemented
 
@@ -53,9 +53,10 @@ def _load(pickled: bytes) -> object:
     return cloudpickle.loads(pickled)
 
 
-def _is_importable(value: FunctionType | type) -> bool:
+def _left_to_pickle(value: FunctionType | type) -> bool:
+    """True if pickle sends the name, or refuses the value with a message that says why."""
     if "<" in value.__qualname__:
-        return True  # pickle refuses a lambda or a local class, with a message that says so
+        return True  # a lambda or a local class
     found: Any = sys.modules.get(value.__module__)
     for part in value.__qualname__.split("."):
         found = getattr(found, part, None)

@@ -44,8 +44,7 @@ class Changes:
     """``edits``: module -> the edits that make a fresh import like the caller's module.
 
     ``compared``: the modules that were compared. ``failed``: module -> why it could not be imported
-    for that. ``places``: the id of an object -> the path at
-    which a fresh import has this object too.
+    for that. ``places``: the id of an object -> the path at which a fresh import has it too.
     """
 
     compared: frozenset[str] = frozenset()
