@@ -65,7 +65,7 @@ def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verd
         started = time.monotonic()
         use_one_thread_in_a_fork()
         start_early()  # the server of ranks imports torch while the reference is computed
-        verdict = _also_in_own_precision(_judge(request), request)
+        verdict = _also_in_another_precision(_judge(request), request)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))
     listeners.tell(verdict, request)
     readings.begin(verdict)
@@ -198,14 +198,19 @@ def _different_if_comparable(
     )
 
 
+def _also_in_another_precision(verdict: Verdict, request: Request) -> Verdict:
+    """Judge a step twice that is another program in float64 than in its own precision."""
+    if request.is_cast_to_float64:
+        return _also_in_own_precision(verdict, request)
+    return _also_in_float64(verdict, request)
+
+
 def _also_in_own_precision(verdict: Verdict, request: Request) -> Verdict:
-    """Judge a float64 check again in the model's own precision, where float64 is not the same step.
+    """Judge a check in float64 again, in the precision in which the user builds the model.
 
     Autocast does nothing in float64, so a step that enters it is judged twice. A step that computes
     in float32 inside float64 is off by the rounding of float32 there, which is no fault.
     """
-    if not request.is_cast_to_float64:
-        return _also_in_float64(verdict, request)
     if verdict.outcome == "different" and precision.has_the_size_of_float32(verdict.comparison):
         verdict = replace(verdict, float32_at=where_in_float32(request))
     if not verdict.float32_at and not (verdict.outcome == "same" and verdict.autocast):
@@ -224,8 +229,10 @@ def _also_in_float64(verdict: Verdict, request: Request) -> Verdict:
 
     The limits of autocast's precision are wide, also for parameters that it never touches.
     """
+    if verdict.outcome != "same" or verdict.autocast is None or verdict.is_in_float64:
+        return verdict
     in_float64 = precision.in_float64(request)
-    if verdict.outcome != "same" or verdict.autocast is None or in_float64 is None:
+    if in_float64 is None:
         return verdict
     again = _judge(in_float64)
     if again.outcome != "different" or precision.has_the_size_of_float32(again.comparison):

@@ -111,16 +111,19 @@ class Analysis:
                 self.time.leave_out(NEAREST)
                 return None
 
-    def floor_of(self, parameter: ParameterComparison) -> float | None:
+    def floor_of(
+        self, parameter: ParameterComparison, autocast: torch.dtype | None = None
+    ) -> float | None:
         """How far rounding alone moves this parameter on one device, relative to its norm.
 
+        ``autocast``: the dtype of the autocast regions that the step enters, if they do anything.
         None if the model is too large to measure this only for a report.
         """
         if not self.sample.is_whole:
             return None
         with without_planted_faults():  # the report may be printed while a fault is planted
             try:
-                noise = self._expected.rounding.noise.get(parameter.key, Noise())
+                noise = self._expected.rounding_under(autocast).noise.get(parameter.key, Noise())
             except BadCase:  # the batch cannot be built a second time
                 return None
         return noise.norm / parameter.norm if parameter.norm > 0 else 0.0

@@ -26,10 +26,8 @@ def has_the_size_of_float32(comparison: Comparison | None) -> bool:
 
 
 def in_float64(request: Request) -> Request | None:
-    """The same request in float64; None if it is in float64, or not of a user's own step."""
+    """The same request in float64; None if it is not of a user's own step."""
     if request.strategy is not None or request.plant or request.case.exact:
-        return None
-    if request.case.dtype is torch.float64:
         return None
     return replace(request, case=replace(request.case, dtype=torch.float64))
 

@@ -20,10 +20,14 @@ def precision_lines(verdict: Verdict) -> list[Line]:
 
 
 def _sentences(verdict: Verdict) -> Iterator[str]:
-    other, in_float64 = verdict.other_precision, verdict.is_in_float64
-    if other is not None and not in_float64:
-        yield from _judged_in_own(verdict, other)
-        return
+    other = verdict.other_precision
+    if verdict.is_in_float64:
+        yield from _in_float64(verdict, other)
+    elif other is not None:
+        yield from _in_lower_precision(verdict, other)
+
+
+def _in_float64(verdict: Verdict, other: Verdict | None) -> Iterator[str]:
     if verdict.float32_at:
         yield (
             "The difference has the size of float32's rounding, and the step computes in float32 "
@@ -34,26 +38,38 @@ def _sentences(verdict: Verdict) -> Iterator[str]:
                 "The model is built in float64: give the step's constants, buffers and reductions "
                 "the dtype of the model."
             )
-    elif verdict.autocast is not None and in_float64 and verdict.outcome == "same":
+    elif verdict.autocast is not None and verdict.outcome == "same":
         name = _name(verdict.autocast)
         yield f"The step enters autocast ({name}), which does nothing in float64."
         if other is None:
             yield "The model is built in float64, so the step was checked in no other precision."
     if other is not None:
-        yield f"In the model's own precision the step was checked as well: {_outcome(other)}."
+        autocast = "" if verdict.autocast is None else f" with autocast ({_name(verdict.autocast)})"
+        yield f"In {_precision(other)}{autocast} it was checked as well: {_outcome(other)}."
 
 
-def _judged_in_own(verdict: Verdict, other: Verdict) -> Iterator[str]:
+def _in_lower_precision(verdict: Verdict, other: Verdict) -> Iterator[str]:
+    """``other``: the verdict in float64."""
+    judged = f"Judged in {_precision(verdict)}."
     if other.float32_at:
         yield (
-            f"Judged in the model's own precision. In float64 it is off by {other.error or 0:.1e}, "
-            f"the rounding of float32, because the step computes in float32: {other.float32_at}."
+            f"{judged} In float64 it is off by {other.error or 0:.1e}, the rounding of float32, "
+            f"because the step computes in float32: {other.float32_at}."
         )
     elif verdict.autocast is not None:
+        off = ""
+        if other.outcome == "different":  # by more, the verdict would be the one in float64
+            off = f" by {other.error or 0:.1e}, which is the size of float32's rounding"
         yield (
-            "Judged in the model's own precision. In float64, where autocast "
-            f"({_name(verdict.autocast)}) does nothing, the outcome is {other.outcome}."
+            f"{judged} In float64, where autocast ({_name(verdict.autocast)}) does nothing, the "
+            f"outcome is {other.outcome}{off}."
         )
+
+
+def _precision(verdict: Verdict) -> str:
+    """The least precise dtype of the model."""
+    dtype = None if verdict.analysis is None else verdict.analysis.lowest_dtype
+    return "the model's own precision" if dtype is None else _name(dtype)
 
 
 def _outcome(verdict: Verdict) -> str:

@@ -203,7 +203,8 @@ class Verdict:
         worst = self.comparison.worst if self.comparison else None
         if worst is None or self.analysis is None:
             return None
-        return worst.limit.floor or self.analysis.floor_of(worst)
+        autocast = None if self.is_in_float64 else self.autocast
+        return worst.limit.floor or self.analysis.floor_of(worst, autocast)
 
     @property
     def limit(self) -> float | None:

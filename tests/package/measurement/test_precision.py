@@ -117,7 +117,7 @@ def test_the_report_says_that_autocast_does_nothing_in_float64_and_what_it_does(
     assert verdict.other_precision.outcome == "same"
     text = " ".join(str(verdict).split())
     assert "enters autocast (bfloat16), which does nothing in float64" in text
-    assert "In the model's own precision the step was checked as well: same, error" in text
+    assert "In float32 with autocast (bfloat16) it was checked as well: same, error" in text
 
 
 def test_a_fault_that_only_autocast_brings_out_is_different() -> None:
@@ -197,6 +197,13 @@ def test_autocast_elsewhere_hides_no_wrong_factor() -> None:
     """Its limits of 6 % would, so such a step is judged in float64 as well."""
     verdict = check(case(torch.float32), autocast_elsewhere_and_a_wrong_factor)
     assert verdict.outcome == "different", verdict
-    assert "In the model's own precision the step was checked as well: same" in " ".join(
+    assert "In float32 with autocast (bfloat16) it was checked as well: same" in " ".join(
         str(verdict).split()
     )
+
+
+def test_the_floor_under_autocast_is_that_of_one_device_under_autocast() -> None:
+    verdict = check(case(torch.float32), with_autocast)
+    assert verdict.error is not None
+    assert verdict.floor is not None
+    assert 0.1 * verdict.error < verdict.floor < 10 * verdict.error
