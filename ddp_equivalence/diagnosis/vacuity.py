@@ -24,8 +24,9 @@ EXCHANGES = ("reduce", "gather", "all_to_all", "send", "recv", "scatter")
 """Parts of the names of collectives that can carry a gradient to another rank."""
 
 SAME_SUMS = 1e-3
-"""Sums of gradients whose relative difference is smaller are equal. Ranks with other examples have
-sums that differ by more, and rounding in any precision that trains makes them differ by less."""
+"""Sums of gradients whose relative difference is smaller are equal. Rounding makes them differ by
+less in float64 and float32. In 16 bits it may make them differ by more, and ranks that did the same
+work may then pass for ranks that did not."""
 
 DIVERGED = 100.0
 """A loss that grows by more than this factor in a few steps shows that training diverges."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.comparison.gradients import dense
 from ddp_equivalence.measurement.module_calls import heard
 from ddp_equivalence.measurement.plain_tensors import leaves_of, plain, tensors_in
-from ddp_equivalence.measurement.unordered_rows import UnorderedRows
+from ddp_equivalence.measurement.unordered_rows import UnorderedRows, row_hashes
 
 
 class CalledWith:
@@ -35,7 +36,8 @@ class CalledWith:
         self._rows = UnorderedRows() if in_any_order else None
         self._memory = {leaf.untyped_storage().data_ptr() for leaf in self._given}
         self._seen: list[str] = []
-        self._gradients = torch.zeros(3, dtype=torch.float64)
+        self._called = False
+        self._gradients = torch.zeros(4, dtype=torch.float64)
         self._is_known = True
         self.given_rows = False
         """True once the model was called with a copy of the first row of something that was dealt
@@ -50,43 +52,51 @@ class CalledWith:
     @property
     def arguments(self) -> str | None:
         """A hash of all arguments; None if the model was never called, or not all are known."""
-        if self._rows is not None and self._seen:
-            return str(self._rows) if self._is_known else None
-        return " ".join(self._seen) or None if self._is_known else None
+        if not (self._called and self._is_known):
+            return None
+        return " ".join(self._seen) if self._rows is None else str(self._rows)
 
     @property
     def came_back(self) -> tuple[float, ...]:
-        """The sums, of absolute values and of squares too, of the gradients of what the model
-        returned. They do not depend on the order of the examples.
+        """Sums of the gradients of what the model returned, of their absolute values and squares,
+        and of them times a number that goes with the row of the input. None of these depends on the
+        order of the examples.
         """
         return tuple(self._gradients.tolist())
 
     def _listen(self, arguments: tuple[Any, ...]) -> Any:
         if not torch.is_grad_enabled():
             return None
+        self._called = True
         self._is_known, known = False, self._is_known  # in case a tensor is not plain
         tensors = tensors_in(arguments)
+        rows = next((dense(one) for one in tensors if one.ndim), torch.empty(0))
         if self._rows is not None:
             self._rows.add([dense(tensor) for tensor in tensors])
-        self._seen.append(digest((str(place), one) for place, one in enumerate(tensors)))
-        self._is_known = known
-        if self._rows is not None:
-            return self._returned
-        if any(map(self._is_given, tensors)):
+        elif any(map(self._is_given, tensors)):
+            self._is_known = known
+            self._seen.append(_digest(tensors))
             return None  # examples that were dealt to the rank: other ranks have others
-        self.given_rows = self.given_rows or any(map(self._holds_a_given_row, tensors))
-        return self._returned
+        else:
+            self._seen.append(_digest(tensors))
+            self.given_rows = self.given_rows or any(map(self._holds_a_given_row, tensors))
+        self._is_known = known
+        return partial(self._returned, _numbers_of(rows))
 
-    def _returned(self, result: object) -> None:
+    def _returned(self, numbers: Tensor, result: object) -> None:
         for leaf in leaves_of(result):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
-                plain(leaf).register_hook(self._came_back)
+                plain(leaf).register_hook(partial(self._came_back, numbers))
 
-    def _came_back(self, gradient: Tensor) -> None:
-        """Add up the gradient of what the model returned."""
+    def _came_back(self, numbers: Tensor, gradient: Tensor) -> None:
+        """Add up the gradient of what the model returned. ``numbers``: one for every input row."""
         try:
-            flat = dense(plain(gradient)).reshape(-1).to("cpu", torch.float64)
-            self._gradients += torch.stack([flat.sum(), flat.abs().sum(), flat.square().sum()])
+            values = dense(plain(gradient)).to("cpu", torch.float64)
+            by_row = values.reshape(len(values), -1).sum(1) if values.ndim else values.reshape(1)
+            if len(numbers) != len(by_row):  # rows of the output do not belong to rows of the input
+                numbers = _numbers_of(torch.arange(len(by_row)))
+            sums = (values.sum(), values.abs().sum(), values.square().sum(), numbers @ by_row)
+            self._gradients += torch.stack(sums)
         except Exception:  # never fail in the user's backward pass
             self._is_known = False
 
@@ -106,3 +116,12 @@ class CalledWith:
             for leaf in self._given
             if leaf[0].numel() == rows.shape[1]
         )
+
+
+def _digest(tensors: Sequence[Tensor]) -> str:
+    return digest((str(place), one) for place, one in enumerate(tensors))
+
+
+def _numbers_of(rows: Tensor) -> Tensor:
+    """A number from 0 to 1 for every row, which follows from its bytes alone."""
+    return torch.from_numpy(row_hashes(rows) / 2.0**64)

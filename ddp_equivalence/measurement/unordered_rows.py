@@ -21,17 +21,16 @@ class UnorderedRows:
         for place, tensor in enumerate(tensors):
             rows = tensor if tensor.ndim else tensor.reshape(1)
             key = place, tuple(rows.shape[1:]), str(rows.dtype)
-            before = self._sums.get(key, 0)
-            self._sums[key] = (before + _sum_of_row_hashes(rows)) % 2**64
+            self._sums[key] = (self._sums.get(key, 0) + int(row_hashes(rows).sum())) % 2**64
 
     def __str__(self) -> str:
         return " ".join(f"{key}: {value}" for key, value in sorted(self._sums.items()))
 
 
-def _sum_of_row_hashes(rows: Tensor) -> int:
-    """The sum of a hash of every row, by multilinear hashing of its 8-byte words."""
+def row_hashes(rows: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """A hash of every row, by multilinear hashing of its 8-byte words."""
     if not rows.numel():
-        return len(rows)
+        return np.ones(len(rows), dtype=np.uint64)
     flat = rows.detach().cpu().reshape(len(rows), -1).contiguous().view(torch.uint8).numpy()
     missing = -flat.shape[1] % 8
     words = np.pad(flat, ((0, 0), (0, missing))).view(np.uint64)
@@ -40,4 +39,5 @@ def _sum_of_row_hashes(rows: Tensor) -> int:
         hashes = (words * factors).sum(axis=1, dtype=np.uint64)
         hashes = (hashes ^ (hashes >> np.uint64(29))) * MIXING
         hashes ^= hashes >> np.uint64(32)
-        return int((hashes * MIXING).sum(dtype=np.uint64))
+        mixed: np.ndarray[tuple[int], np.dtype[np.uint64]] = hashes * MIXING
+    return mixed

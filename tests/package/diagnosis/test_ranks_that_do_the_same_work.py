@@ -206,6 +206,36 @@ def test_ranks_that_all_take_the_whole_batch_in_other_orders_show_nothing(
     assert "identical inputs on all ranks" in verdict.reason
 
 
+def absolute_errors(model: nn.Module, batch: Any) -> Tensor:
+    """Only the signs of the gradients depend on the examples, which both ranks may have alike."""
+    return F.l1_loss(model(SIX_PLACES), batch["values"])
+
+
+def test_ranks_whose_gradients_have_equal_sums_are_compared() -> None:
+    def step(model: nn.Module, batch: Any, rank: Rank) -> None:
+        half = {"values": batch["values"][6 * rank : 6 * rank + 6]}
+        absolute_errors(model, half).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            assert parameter.grad is not None
+            parameter.grad.div_(rank.world_size)
+
+    def loss_of_all(model: nn.Module, batch: Any) -> Tensor:
+        halves = [{"values": batch["values"][:6]}, {"values": batch["values"][6:]}]
+        return (absolute_errors(model, halves[0]) + absolute_errors(model, halves[1])) / 2
+
+    def values(generator: torch.Generator) -> dict[str, Tensor]:
+        """Four high and two low ones in each half, at other places."""
+        signs = [1, 1, 1, 1, -1, -1, -1, 1, 1, -1, 1, 1]
+        return {"values": 9 * torch.tensor(signs).float().unsqueeze(1)}
+
+    case = own_case(model=lambda: nn.Linear(1, 1), batch=values, loss=loss_of_all, shards="own")
+    assert check(case, step).outcome == "same"
+
+
+SIX_PLACES = torch.linspace(0, 1, 6, dtype=torch.float64).unsqueeze(1)
+
+
 def other_ranks_masked(model: nn.Module, batch: Any, rank: Rank) -> None:
     """Every rank reads all examples, and its loss counts its own."""
     own = torch.arange(12) % 2 == rank.rank
