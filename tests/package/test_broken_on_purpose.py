@@ -165,7 +165,7 @@ def looks_at_its_own_first(model: nn.Module, batch: Any, rank: Rank) -> None:
     [
         (whole_batch_on_every_rank, "identical inputs on all ranks"),
         (whole_batch_under_ddp, "identical inputs on all ranks"),
-        (looks_at_its_own_first, "no collective ran on any rank"),
+        (looks_at_its_own_first, "the ranks exchanged no gradient"),
     ],
 )
 def test_ranks_that_each_compute_the_big_batch_show_nothing(step: Any, says: str) -> None:

@@ -356,3 +356,18 @@ def test_nothing_of_the_batch_is_shared_between_checks() -> None:
 
     assert [check(case, step).outcome for _ in range(2)] == ["same", "same"]
     assert all(torch.equal(made[name], before[name]) for name in before)
+
+
+def test_parameters_of_one_element_that_are_reduced_one_by_one_are_compared() -> None:
+    """A collective on one element is then an exchange of gradients."""
+
+    def by_hand(model: nn.Module, shard: Any, rank: Rank) -> None:
+        scalar_loss(model, shard).backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+
+    def scalar_loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model(batch["rows"][:, :1]), batch["targets"][:, :1])
+
+    case = own_case(model=lambda: nn.Linear(1, 1), loss=scalar_loss)
+    assert check(case, by_hand).outcome == "same"
