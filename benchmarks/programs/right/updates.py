@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel
 
 from benchmarks.programs.common import (
-    OUTPUTS,
-    ROW,
     Batch,
     average,
     deeper_mlp,
@@ -27,42 +26,20 @@ from benchmarks.programs.common import (
     pieces,
 )
 from benchmarks.programs.program import Programs
+from benchmarks.programs.updating import (
+    LR,
+    ONE_STEP,
+    STEPS,
+    THREE_STEPS,
+    batches,
+    three_batches,
+    train,
+)
 from ddp_equivalence import Rank
 
 programs = Programs("updates", right=True)
 
-LR, STEPS = 0.05, 3
-
-
-def one_step(**fields: Any) -> Any:
-    """One big batch, and one SGD step."""
-    return programs.step(compare="update", lr=LR, **fields)
-
-
-def three_steps(**fields: Any) -> Any:
-    """Three big batches of 24 examples, and an SGD step for each."""
-    return programs.step(compare="update", lr=LR, steps=STEPS, batch=three_batches, **fields)
-
-
-def three_batches(generator: torch.Generator) -> Batch:
-    """The examples of three steps."""
-    return {
-        "rows": torch.randn(72, ROW, generator=generator),
-        "targets": torch.randn(72, OUTPUTS, generator=generator),
-    }
-
-
-def batches(joined: Batch) -> list[Batch]:
-    """The rank's part of each step's big batch."""
-    return pieces(joined, len(joined["rows"]) // STEPS)
-
-
-def train(ddp: nn.Module, optimizer: Optimizer, joined: Batch) -> None:
-    """The usual loop."""
-    for each in batches(joined):
-        optimizer.zero_grad()
-        mean_squared_error(ddp, each).backward()
-        optimizer.step()
+one_step, three_steps = partial(programs.step, **ONE_STEP), partial(programs.step, **THREE_STEPS)
 
 
 @one_step()
