@@ -104,7 +104,7 @@ def new_collectives() -> tuple[Collective, ...] | None:
         if new and (forgotten := new[0]["record_id"] - before - 1) > 0:
             collectives.append(Collective(FORGOTTEN, forgotten))
         _newest_read[function] = entries[-1]["record_id"]
-        _issued_in_group.update({_group(e): _number(e) for e in entries if not e.get("is_p2p")})
+        _issued_in_group.update({_group(e): _number(e) for e in new if not e.get("is_p2p")})
         collectives += map(_collective, new)
     return tuple(collectives) if _recorder_works else None
 

@@ -118,11 +118,20 @@ def release_server() -> None:
 def start_early() -> None:
     """Start the server before it is needed, so that the first ranks start sooner.
 
-    An error is ignored here. It occurs again, and is reported, when the first ranks start.
+    Only the first call in a process does anything; later ranks start the server if it has ended. An
+    error is ignored here. It occurs again, and is reported, when the first ranks start.
     """
+    global _started_early_by
+    if _started_early_by == os.getpid():
+        return
     with suppress(OSError, BadCase):
         if start_method() == "forkserver":
             start_server()
+            _started_early_by = os.getpid()
+
+
+_started_early_by = 0
+"""The id of the process in which ``start_early`` has started the server."""
 
 
 @contextmanager
