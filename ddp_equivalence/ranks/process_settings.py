@@ -10,6 +10,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -54,13 +55,14 @@ def apply(settings: Mapping[str, Any]) -> None:
 def restore(before: Mapping[str, Any]) -> list[str]:
     """Give this process these settings and return, as phrases, those that were different."""
     now = {name: SETTINGS[name].read() for name in before}
+    if now == before:
+        return []
     changed = [
         f"{name} changed from {old} to {now[name]}"
         for name, old in before.items()
         if now[name] not in (old, "")  # "": it cannot be read now, and another setting shows why
     ]
-    if now != before:
-        apply(before)
+    apply(before)
     return changed
 
 
@@ -110,12 +112,12 @@ def _set_matmul_precision(precision: str) -> None:
 
 def _precision_of(module: str) -> ProcessSetting:
     """The float32 precision of one backend and operation."""
-    get_module = attrgetter(module)
+    read: Callable[[], str] = partial(attrgetter(f"{module}.fp32_precision"), torch)
 
     def write(value: str) -> None:
-        get_module(torch).fp32_precision = value
+        attrgetter(module)(torch).fp32_precision = value
 
-    return ProcessSetting(lambda: get_module(torch).fp32_precision, write)
+    return ProcessSetting(read, write)
 
 
 def _set_default_device(device: torch.device) -> None:
