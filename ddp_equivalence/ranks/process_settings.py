@@ -16,14 +16,19 @@ from typing import Any
 
 import torch
 
-PRECISION_MODULES = (
-    "backends",
-    *(f"backends.{name}" for name in ("cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn")),
-    *(f"backends.{name}" for name in ("mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")),
-)
-"""The modules in ``torch`` that have a setting ``fp32_precision``.
-
-Source: torch/backends/__init__.py.
+PRECISION_MODULES = {
+    "backends": ("generic", "all"),
+    "backends.cuda.matmul": ("cuda", "matmul"),
+    "backends.cudnn": ("cuda", "all"),
+    "backends.cudnn.conv": ("cuda", "conv"),
+    "backends.cudnn.rnn": ("cuda", "rnn"),
+    "backends.mkldnn": ("mkldnn", "all"),
+    "backends.mkldnn.matmul": ("mkldnn", "matmul"),
+    "backends.mkldnn.conv": ("mkldnn", "conv"),
+    "backends.mkldnn.rnn": ("mkldnn", "rnn"),
+}
+"""The modules in ``torch`` that have a setting ``fp32_precision``, and torch's own names for the
+backend and the operation of each. Source: torch/backends/__init__.py and the files beside it.
 """
 
 
@@ -111,8 +116,12 @@ def _set_matmul_precision(precision: str) -> None:
 
 
 def _precision_of(module: str) -> ProcessSetting:
-    """The float32 precision of one backend and operation."""
-    read: Callable[[], str] = partial(attrgetter(f"{module}.fp32_precision"), torch)
+    """The float32 precision of one backend and operation.
+
+    Every case reads all of them several times. So they are read where the modules themselves read
+    them, which takes a fraction of the time. That function is private: a test fails if it changes.
+    """
+    read = partial(torch._C._get_fp32_precision_getter, *PRECISION_MODULES[module])
 
     def write(value: str) -> None:
         attrgetter(module)(torch).fp32_precision = value
