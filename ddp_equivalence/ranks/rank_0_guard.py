@@ -50,7 +50,8 @@ class Rank0Guard:
         self._longest = longest
         self._watched = threading.get_ident()
         self._stopping = False
-        self._place: tuple[int, ...] | None = None
+        self._place: tuple[int, int] | None = None
+        self._computed = 0
         self._since = 0.0
         self._interrupted = False
         self.broken = False
@@ -91,27 +92,30 @@ class Rank0Guard:
                 os.write(former, numbers)
         if any(number in INTERRUPTING for number in numbers):
             self._interrupted = True
-            self._place, self._since = self._waiting_place(), time.monotonic()
+            self._place, self._since = self._place_in_torch(), time.monotonic()
 
     def _waits_in_vain(self) -> bool:
-        place = self._waiting_place()
+        place, computed = self._place_in_torch(), self._cpu_time()
         if place is None or place != self._place:
-            self._place, self._since, self._interrupted = place, time.monotonic(), False
+            self._interrupted = False  # it has run Python code, and with it the signal's handler
+        if place is None or (place, computed) != (self._place, self._computed):
+            self._place, self._computed, self._since = place, computed, time.monotonic()
             return False
         seconds = time.monotonic() - self._since
         if self._interrupted and seconds > INTERRUPT_TIMEOUT:
             return True
         return seconds > self._longest and self._others_finished()
 
-    def _waiting_place(self) -> tuple[int, ...] | None:
-        """The place in torch at which the thread is, and the time for which it has computed there.
-
-        A thread that waits does not compute. None if the thread is not in torch.
-        """
+    def _place_in_torch(self) -> tuple[int, int] | None:
+        """Where in torch's Python code the thread is; None if it is somewhere else."""
         frame = sys._current_frames().get(self._watched)
         if frame is None or f"{os.sep}torch{os.sep}" not in frame.f_code.co_filename:
             return None
-        computed = 0.0
-        if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
-            computed = time.clock_gettime(time.pthread_getcpuclockid(self._watched))
-        return id(frame), frame.f_lasti, int(computed / CPU_SECONDS)
+        return id(frame), frame.f_lasti
+
+    def _cpu_time(self) -> int:
+        """How long the thread has computed. It does not grow while the thread waits."""
+        if not hasattr(time, "pthread_getcpuclockid"):  # macOS
+            return 0
+        computed = time.clock_gettime(time.pthread_getcpuclockid(self._watched))
+        return int(computed / CPU_SECONDS)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,11 @@ from ddp_equivalence import Rank, check
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 from tests.package.own_cases import loss, own_case, right_step
 
-SOON = 20.0
+SOON = 120.0
 """Seconds that no test here takes, unless rank 0 still waits. Most of them take about 2 s."""
+
+DEADLINE = 4 * SOON
+"""Rank 0 would wait for half of this, if nothing but the deadline ended its wait."""
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +75,7 @@ def is_killed(model: nn.Module, shard: Any, rank: Rank) -> None:
     ids=["raises", "raises at the end", "exits", "is killed"],
 )
 def test_a_failure_of_another_rank_is_the_root_cause(step: Any, message: str) -> None:
-    verdict = check(own_case(), step, in_process=True)
+    verdict = check(own_case(), step, in_process=True, deadline=DEADLINE)
     assert verdict.outcome == "unknown"
     text = " ".join(str(verdict).split())
     assert f"Root cause: rank 1 (node 0, local rank 1) {message}" in text
@@ -84,7 +87,9 @@ def returns_early(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 
 def test_ranks_that_have_finished_are_not_waited_for_longer_than_a_collective_may_take() -> None:
-    verdict = check(own_case(), returns_early, in_process=True, collective_deadline=1.5)
+    verdict = check(
+        own_case(), returns_early, in_process=True, deadline=DEADLINE, collective_deadline=1.5
+    )
     text = " ".join(str(verdict).split())
     assert verdict.outcome == "unknown"
     assert "Rank 0 waits in all_reduce #1 of (3,) Float, for rank 1, which has finished" in text
@@ -115,17 +120,37 @@ def never_comes(number: int, model: nn.Module, shard: Any, rank: Rank) -> None:
     loss(ddp, shard).backward()
 
 
+def never_comes_while_rank_0_computes(
+    number: int, model: nn.Module, shard: Any, rank: Rank
+) -> None:
+    """Rank 0 gets the signal while backward still computes, and then waits for rank 1."""
+    ddp = DistributedDataParallel(model)
+    if rank.rank == 1:
+        time.sleep(1000)
+    matrix = torch.ones(1000, 1000, dtype=torch.float64, requires_grad=True)
+    long = matrix
+    for _ in range(8):
+        long = long @ matrix
+    value = loss(ddp, shard) + 0 * long.sum()
+    threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+    value.backward()
+
+
 class Alarm(Exception):
     """What the handler of a timeout raises, as that of pytest-timeout does."""
 
 
 @pytest.mark.parametrize(
-    ("number", "error"),
-    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGALRM, Alarm)],
-    ids=["Ctrl-C", "an alarm"],
+    ("step", "number", "error"),
+    [
+        (never_comes, signal.SIGINT, KeyboardInterrupt),
+        (never_comes, signal.SIGALRM, Alarm),
+        (never_comes_while_rank_0_computes, signal.SIGINT, KeyboardInterrupt),
+    ],
+    ids=["Ctrl-C", "an alarm", "Ctrl-C before it waits"],
 )
 def test_a_signal_ends_a_collective_in_which_rank_0_waits(
-    number: signal.Signals, error: type[BaseException]
+    step: Callable[..., None], number: signal.Signals, error: type[BaseException]
 ) -> None:
     def on_alarm(*_: Any) -> None:
         raise Alarm
@@ -133,7 +158,7 @@ def test_a_signal_ends_a_collective_in_which_rank_0_waits(
     before = signal.signal(signal.SIGALRM, on_alarm)
     try:
         with pytest.raises(error):
-            check(own_case(), partial(never_comes, number), in_process=True)
+            check(own_case(), partial(step, number), in_process=True, deadline=DEADLINE)
     finally:
         signal.signal(signal.SIGALRM, before)
 
