@@ -21,7 +21,7 @@ from ddp_equivalence.case.shards import OWN, split
 from ddp_equivalence.case.steps import Compare, Steps
 from ddp_equivalence.comparison.batch_digest import data_by_rank
 from ddp_equivalence.comparison.expected import Expected
-from ddp_equivalence.diagnosis import precision, vacuity
+from ddp_equivalence.diagnosis import precision, races, vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis, without_ranks
 from ddp_equivalence.diagnosis.finding import finding_of_wrong_collectives
 from ddp_equivalence.diagnosis.time_left import TimeLeft
@@ -159,9 +159,12 @@ def _judge(request: Request) -> Verdict:
 
 def _same_if_shown(verdict: Verdict, measurement: Measurement, request: Request) -> Verdict:
     """Nothing differs. That is a pass only if a difference could have shown."""
-    why_unknown = vacuity.against_a_pass(
-        measurement.comparison, measurement.evidence, lambda: verdict.nearest
-    ) or vacuity.against_a_hidden_plant(request.plant, request.processes)
+    comparison, evidence = measurement.comparison, measurement.evidence
+    why_unknown = (
+        races.against_a_race(evidence, comparison)
+        or vacuity.against_a_pass(comparison, evidence, lambda: verdict.nearest)
+        or vacuity.against_a_hidden_plant(request.plant, request.processes)
+    )
     if why_unknown is not None:
         return _unknown(verdict, why_unknown)
     if measurement.changes_error is not None and not (request.allow_changes or request.in_process):
@@ -183,7 +186,7 @@ def _different_if_comparable(
         return _unknown(verdict, why_unknown)
     assert verdict.comparison is not None
     with threads_for(verdict.comparison.elements):
-        findings = analysis.findings
+        findings = races.with_race(analysis.findings, verdict.evidence, verdict.comparison)
         repeated = analysis.repeated
     if wrong:
         others = (replace(finding, accepted=False) for finding in findings)

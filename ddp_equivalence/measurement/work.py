@@ -16,6 +16,7 @@ from ddp_equivalence.comparison.gradients import Description
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.precision_watch import Autocast
 from ddp_equivalence.ranks.collectives import Collective
+from ddp_equivalence.ranks.missed_waits import MissedWait
 from ddp_equivalence.ranks.rank import Rank
 
 Step = Callable[[nn.Module, Any, Rank], Mapping[str, Tensor | None] | None]
@@ -57,7 +58,9 @@ class Evidence:
     strategy wrote down to prove that it ran. ``planted``: how often a planted fault did its damage;
     None if none was planted. ``observed``: what was seen of the step, if it was watched.
     ``autocast``: the autocast regions that it entered with gradients enabled. ``float32_at``: where
-    it computed in float32, if this was looked for; "" if it did not.
+    it computed in float32, if this was looked for; "" if it did not. ``missed_waits``: the
+    collectives that nobody waited for. ``changed_later``: the gradients that changed after the step
+    had returned.
     """
 
     examples: tuple[tuple[int, ...], ...] | None
@@ -74,3 +77,5 @@ class Evidence:
     called_with_given_rows: bool = False
     autocast: frozenset[Autocast] = frozenset()
     float32_at: str = ""
+    missed_waits: tuple[MissedWait, ...] = ()
+    changed_later: tuple[str, ...] = ()

@@ -81,6 +81,12 @@ DEFAULTS = {
     # The flight recorder keeps this many collectives as evidence that they ran. Every check reads
     # it, which takes 13 us per collective kept (torch 2.13).
     "TORCH_FR_BUFFER_SIZE": "32",
+    # When a collective of NCCL fails or exceeds its timeout, torch's watchdog writes the flight
+    # recorder to a file, and sleeps for four times 15 s before it ends the process: longer than
+    # the deadline of a case leaves. Every rank reports its last collective itself, so no file is
+    # needed, and the watchdog sleeps for 1 s. (Watchdog::runLoop in torch's ProcessGroupNCCL.cpp)
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
     # float32 must mean float32: TF32 keeps only 10 bits of the mantissa.
     "NVIDIA_TF32_OVERRIDE": "0",
 }

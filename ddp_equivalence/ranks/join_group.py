@@ -23,6 +23,7 @@ from ddp_equivalence.ranks.environment import (
     torchrun_environment,
 )
 from ddp_equivalence.ranks.lanes import Lane, device_of
+from ddp_equivalence.ranks.missed_waits import watch_handles
 from ddp_equivalence.ranks.rank import Rank
 
 
@@ -71,6 +72,7 @@ def join_group(start: StartArguments, exchange_port: Callable[[int | None], int]
     check_recorder(device)  # NCCL connects the ranks only now, in the first collective
     if lane.backend == "gloo":
         record_sends()
+    watch_handles()
     timeout = timedelta(seconds=start.collective_timeout)
     store.set_timeout(timeout)
     dist.distributed_c10d._set_pg_timeout(timeout)  # private: a test fails if it changes
