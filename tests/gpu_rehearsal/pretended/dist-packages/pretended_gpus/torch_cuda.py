@@ -15,7 +15,6 @@ def install() -> None:
     """Replace the functions of torch.cuda and torch.accelerator about devices."""
     version: Any = torch.version
     version.cuda = settings.CUDA
-    torch.backends.cuda.is_built = lambda: True
     _replace(torch.cuda, _of_devices() | _of_memory())
     torch.cuda.nccl.version = lambda: settings.NCCL
     _replace(
@@ -40,7 +39,6 @@ def _replace(owner: Any, functions: dict[str, Any]) -> None:
 
 def _of_devices() -> dict[str, Any]:
     return {
-        "_is_compiled": lambda: True,
         "is_available": lambda: runtime.count() > 0,
         "device_count": runtime.count,
         "is_initialized": runtime.is_initialised,
