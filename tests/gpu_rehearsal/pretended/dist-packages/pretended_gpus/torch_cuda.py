@@ -28,9 +28,10 @@ def install() -> None:
             "current_accelerator": lambda check_available=False: (
                 torch.device("cuda") if runtime.count() else None
             ),
-            "current_device_index": current_device,
-            "set_device_index": set_device,
-            "synchronize": synchronize,
+            # torch's compiler wants these not to be the same functions as those of torch.cuda
+            "current_device_index": lambda: current_device(),
+            "set_device_index": lambda device: set_device(device),
+            "synchronize": lambda device=None: synchronize(device),
             "device_index": torch.cuda.device,
         },
     )
