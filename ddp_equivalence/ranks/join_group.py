@@ -24,6 +24,7 @@ from ddp_equivalence.ranks.environment import (
 )
 from ddp_equivalence.ranks.lanes import Lane, device_of
 from ddp_equivalence.ranks.rank import Rank
+from ddp_equivalence.ranks.visible_gpus import variables
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _set_environment(start: StartArguments) -> None:
     for name in [name for name in os.environ if name.startswith(PROCESS_GROUP_PREFIXES)]:
         del os.environ[name]
     os.environ.update(DEFAULTS | dict(start.environment))
-    os.environ |= {"CUDA_VISIBLE_DEVICES": start.visible, RANK_SET_VARIABLE: start.token}
+    os.environ |= variables(start.visible) | {RANK_SET_VARIABLE: start.token}
 
 
 def _open_store(
@@ -114,7 +115,7 @@ def _open_store(
     port = exchange_port(None if store is None else store.port)
     torchrun = torchrun_environment(row, port)
     os.environ.update(torchrun)
-    names = {*torchrun, *DEFAULTS, "CUDA_VISIBLE_DEVICES", RANK_SET_VARIABLE}
+    names = {*torchrun, *DEFAULTS, *variables(""), RANK_SET_VARIABLE}
     _rank_environment.clear()
     _rank_environment.update({name: os.environb[name] for name in map(os.fsencode, names)})
     if store is None:
