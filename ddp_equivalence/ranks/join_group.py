@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from ddp_equivalence.case.layouts import RankPlace
 from ddp_equivalence.ranks.collectives import check_recorder, record_sends
+from ddp_equivalence.ranks.counted_gpus import variables
 from ddp_equivalence.ranks.environment import (
     DEFAULTS,
     LOOPBACK,
@@ -24,7 +25,6 @@ from ddp_equivalence.ranks.environment import (
 )
 from ddp_equivalence.ranks.lanes import Lane, device_of
 from ddp_equivalence.ranks.rank import Rank
-from ddp_equivalence.ranks.visible_gpus import variables
 
 
 @dataclass(frozen=True)

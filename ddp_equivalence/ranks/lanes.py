@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.ranks.backend_names import BACKENDS
-from ddp_equivalence.ranks.visible_gpus import VisibleGpus, visible_gpus
+from ddp_equivalence.ranks.counted_gpus import CountedGpus, count_gpus
 
 NO_SPARSE_ON_NCCL = "NCCL cannot all-reduce sparse gradients"
 
@@ -57,8 +57,8 @@ class CannotRunHere(BadCase):
 
 
 @lru_cache(maxsize=1)
-def _counted() -> VisibleGpus:
-    return visible_gpus()
+def _counted() -> CountedGpus:
+    return count_gpus()
 
 
 def cuda_devices() -> tuple[str, ...]:
@@ -129,8 +129,8 @@ def _nccl_or_gloo(layout: Layout, may_fall_back: bool) -> Lane:
         return Lane("nccl", "nccl", "cuda")
     if may_fall_back:
         return Lane("gloo_fallback", "gloo", "cpu", reason)
-    reason = f"{reason}; --must-run nccl allows no other"
-    raise CannotRunHere("layout", layout.name, reason, "nccl", layout.name, reason)
+    right = f"{reason}; --must-run nccl allows no other"
+    raise CannotRunHere("layout", layout.name, right, "nccl", layout.name, reason)
 
 
 def devices_of_ranks(layout: Layout, lane: Lane, devices: tuple[str, ...]) -> dict[int, str]:

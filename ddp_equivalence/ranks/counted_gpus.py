@@ -34,7 +34,7 @@ Source: ROCclr, ``Device::init`` in rocclr/device/rocm/rocdevice.cpp.
 
 
 @dataclass(frozen=True)
-class VisibleGpus:
+class CountedGpus:
     """``names``: the GPUs as CUDA_VISIBLE_DEVICES would name them. ``problem``: why NVML could not
     count them; "" if it did.
     """
@@ -43,17 +43,17 @@ class VisibleGpus:
     problem: str = ""
 
 
-def visible_gpus() -> VisibleGpus:
-    """The GPUs that this process may use."""
+def count_gpus() -> CountedGpus:
+    """Count the GPUs that this process may use."""
     if torch.version.cuda is None and torch.version.hip is None:
-        return VisibleGpus()
+        return CountedGpus()
     count, problem = _count_without_cuda()
     if count < 0:
         count, of_driver = _ask_driver()
         problem = "; ".join(filter(None, (problem, of_driver)))
     visible = _chosen_by_user()
     names = visible.split(",") if visible else [str(index) for index in range(count)]
-    return VisibleGpus(tuple(name.strip() for name in names[:count]), problem)
+    return CountedGpus(tuple(name.strip() for name in names[:count]), problem)
 
 
 def variables(visible: str) -> dict[str, str]:
@@ -81,13 +81,13 @@ def _chosen_by_user() -> str | None:
 def _count_without_cuda() -> tuple[int, str]:
     """The number of GPUs, or -1 and the reason why it cannot be told without CUDA."""
     # Both functions are private: a test fails if torch changes them.
-    count_gpus = (
+    count_without_cuda = (
         torch.cuda._device_count_amdsmi if torch.version.hip else torch.cuda._device_count_nvml
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            count = int(count_gpus())
+            count = int(count_without_cuda())
         except RuntimeError as error:  # the user's variables contradict each other
             return 0, str(error)
     return count, "; ".join(dict.fromkeys(str(warning.message) for warning in caught))
