@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.cuda.nccl
+from torch.torch_version import TorchVersion
 
 from pretended_gpus import contexts, runtime, settings, visible
 
@@ -15,6 +17,8 @@ def install() -> None:
     """Replace the functions of torch.cuda and torch.accelerator about devices."""
     version: Any = torch.version
     version.cuda = settings.CUDA
+    release = str(torch.__version__).partition("+")[0]
+    version.__version__ = torch.__version__ = TorchVersion(f"{release}+rehearsed")
     _replace(torch.cuda, _of_devices() | _of_memory())
     torch.cuda.nccl.version = lambda: settings.NCCL
     _replace(
@@ -24,9 +28,10 @@ def install() -> None:
             "current_accelerator": lambda check_available=False: (
                 torch.device("cuda") if runtime.count() else None
             ),
-            "current_device_index": current_device,
-            "set_device_index": set_device,
-            "synchronize": synchronize,
+            # torch's compiler wants these not to be the same functions as those of torch.cuda
+            "current_device_index": lambda: current_device(),
+            "set_device_index": lambda device: set_device(device),
+            "synchronize": lambda device=None: synchronize(device),
             "device_index": torch.cuda.device,
         },
     )
@@ -39,6 +44,8 @@ def _replace(owner: Any, functions: dict[str, Any]) -> None:
 
 def _of_devices() -> dict[str, Any]:
     return {
+        "_raw_device_count_nvml": nvml_count,
+        "_raw_device_uuid_nvml": nvml_uuids,
         "is_available": lambda: runtime.count() > 0,
         "device_count": runtime.count,
         "_device_count_nvml": runtime.count_through_nvml,
@@ -69,6 +76,20 @@ def _of_memory() -> dict[str, Any]:
         "reset_peak_memory_stats": lambda device=None: None,
         "mem_get_info": memory,
     }
+
+
+def nvml_count() -> int:
+    """As torch's, which warns and returns -1 if NVML does not answer."""
+    if settings.nvml() == "missing":
+        return -1
+    if settings.nvml() == "mismatch":
+        warnings.warn("Can't initialize NVML", stacklevel=1)
+        return -1
+    return settings.gpus()
+
+
+def nvml_uuids() -> list[str] | None:
+    return [f"GPU-{visible.uuid(gpu)}" for gpu in range(settings.gpus())]
 
 
 def set_device(device: Any) -> None:
@@ -119,5 +140,5 @@ def properties(device: Any = None) -> Any:
 
 def memory(device: Any = None) -> tuple[int, int]:
     runtime.initialise()
-    contexts_there = contexts.alive(runtime.gpus()[runtime.index_of(device)])
+    contexts_there = len(contexts.processes(runtime.gpus()[runtime.index_of(device)]))
     return settings.MEMORY - contexts_there * settings.CONTEXT_MEMORY, settings.MEMORY
