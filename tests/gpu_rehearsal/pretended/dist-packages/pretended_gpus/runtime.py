@@ -43,11 +43,6 @@ def count() -> int:
     return len(gpus())
 
 
-def count_through_nvml() -> int:
-    """As torch.cuda._device_count_nvml: -1 for MIG devices, which NVML cannot count."""
-    return -1 if visible.names_mig_devices() else len(gpus())
-
-
 def is_initialised() -> bool:
     return state.shown is not None and not state.is_bad_fork
 

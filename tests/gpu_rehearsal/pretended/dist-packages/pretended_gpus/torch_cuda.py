@@ -48,7 +48,6 @@ def _of_devices() -> dict[str, Any]:
         "_raw_device_uuid_nvml": nvml_uuids,
         "is_available": lambda: runtime.count() > 0,
         "device_count": runtime.count,
-        "_device_count_nvml": runtime.count_through_nvml,
         "is_initialized": runtime.is_initialised,
         "_is_in_bad_fork": lambda: runtime.state.is_bad_fork,
         "init": runtime.initialise,
