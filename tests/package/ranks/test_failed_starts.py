@@ -53,7 +53,7 @@ def test_a_lane_that_works_gives_up_only_the_layouts_that_do_not() -> None:
         start(starts, "1x1")
         with pytest.raises(RankFailed):
             start(starts, "1x4", "hangs")
-        with pytest.raises(CannotRunHere, match="ranks on 1x4 have failed to start"):
+        with pytest.raises(CannotRunHere, match="ranks on 1x4 have failed to start here: hangs"):
             start(starts, "1x4")
         start(starts, "1x2")
 
