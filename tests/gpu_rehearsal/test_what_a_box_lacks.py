@@ -20,9 +20,17 @@ CHOSEN = (
 )
 
 OWN_CODE = "tiny_buckets and float64"
-PLANTED = "planted and sum_not_mean-ddp_mean"
+PLANTED = "planted and sum_not_mean-ddp_mean-mlp-mse_mean and float64"
 SPARSE = "ddp_global_mean and sparse_embedding-token_sum"
-ONE_PAIR = "mlp-mse_mean-1x1-equal-float64 or mlp-mse_mean-1x2-equal-float64"
+ONE_PAIR = " or ".join(
+    f"mlp-mse_mean-{case}"
+    for case in (
+        "1x1-equal-float64-nccl",
+        "1x2-equal-float64-nccl",
+        "1x2-equal-float64-gloo_fallback",
+        "1x2-equal-float64-data_parallel",
+    )
+)
 
 USERS_STEP = """
 import os, torch
@@ -78,7 +86,8 @@ def test_two_gpus_run_what_they_can_and_are_green(tmp_path: Path) -> None:
         line.startswith("tiny_buckets") and "NOT RUN" in line and needs in line
         for line in rehearsed.output.splitlines()
     ), rehearsed.output
-    assert "NCCL cannot all-reduce sparse gradients" in rehearsed.output
+    sparse = {case["lane_reason"] for case in content["cases"] if "sparse" in case["id"]}
+    assert sparse == {"NCCL cannot all-reduce sparse gradients; ranks share GPUs"}
     assert not rehearsed.initialised_by_no_rank()
 
 
@@ -98,7 +107,7 @@ def test_eight_gpus_are_all_used_and_all_that_torch_can_do_runs(tmp_path: Path) 
     results = tmp_path / "results.json"
     lanes = (*LANES, f"--ddp-json={results}")
     scaler = "rounding and scaled_and_unscaled and bfloat16"
-    rehearsed = suite(8, "1x8", scaler, "planted and sum_not_mean-ddp_mean", lanes=lanes)
+    rehearsed = suite(8, "1x8", scaler, PLANTED, lanes=lanes)
     assert rehearsed.returncode == 0, rehearsed.output
     content = json.loads(results.read_text())
     backends = Counter(case["backend"] for case in content["cases"] if case["layout"] == "1x8")
