@@ -7,7 +7,8 @@ the closing table lists it as NOT RUN. A user's own test is not: its author has 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.measurement.lane_of_case import lane_of
 from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
 from ddp_equivalence.ranks.failure import RankFailed
-from ddp_equivalence.ranks.lanes import CannotRunHere
+from ddp_equivalence.ranks.lanes import CannotRunHere, Lane
 from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.strategies import STRATEGIES, catalogue
 
@@ -41,12 +42,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     holds. ``@pytest.mark.known_differences_of("ddp_mean")`` gives it all other trials of ddp_mean.
     """
     for marker in metafunc.definition.iter_markers("promise_of"):
-        _parametrize(metafunc, catalogue.cases(promise_of=marker.args[0]))
+        trials = _on_their_lanes(metafunc.config, marker.args[0])
+        _parametrize(metafunc, [trial for trial in trials if trial.cause is None])
     for marker in metafunc.definition.iter_markers("known_differences_of"):
-        _parametrize(metafunc, catalogue.known_differences(of=marker.args[0]))
+        trials = _on_their_lanes(metafunc.config, marker.args[0])
+        _parametrize(metafunc, [trial for trial in trials if trial.cause is not None])
 
 
-def _parametrize(metafunc: pytest.Metafunc, trials: tuple[catalogue.Trial, ...]) -> None:
+def _on_their_lanes(config: pytest.Config, strategy: str) -> Iterator[catalogue.Trial]:
+    """All trials of the strategy. Those with dropout know whether their ranks compute on GPUs."""
+    for trial in catalogue.trials(strategy):
+        on_gpu = False
+        if MODELS[str(trial.case.model)].draws_random_numbers:
+            with suppress(CannotRunHere):
+                on_gpu = _lane_of(config, trial).device_type != "cpu"
+        yield replace(trial, on_gpu=on_gpu)
+
+
+def _parametrize(metafunc: pytest.Metafunc, trials: list[catalogue.Trial]) -> None:
     metafunc.parametrize("trial", [_with_lane(metafunc.config, trial) for trial in trials])
 
 
@@ -54,7 +67,7 @@ def _with_lane(config: pytest.Config, trial: catalogue.Trial) -> object:
     """The trial as a test parameter; its id and marks name its lane, or it is skipped."""
     reason = ""
     try:
-        lane = _lane_of(config, trial)
+        lane = _lane_of(config, trial).name
     except CannotRunHere as error:
         lane, reason = error.lane, error.reason
     if lane == "gloo_cuda":  # for sparse gradients, whatever the backend of the run
@@ -68,13 +81,13 @@ def _with_lane(config: pytest.Config, trial: catalogue.Trial) -> object:
     return pytest.param(trial, id=f"{trial}-{lane}", marks=marks)
 
 
-def _lane_of(config: pytest.Config, trial: catalogue.Trial) -> str:
+def _lane_of(config: pytest.Config, trial: catalogue.Trial) -> Lane:
     """The lane of the trial. Raises CannotRunHere if this machine cannot run it there."""
     backend = trial.backend or config.getoption("--ddp-backend")
     if backend in NCCL_BACKENDS and MODELS[str(trial.case.model)].sparse_gradients:
         backend = "gloo_cuda"
     must_run = config.getoption("--must-run")
-    return lane_of(trial.case, STRATEGIES[trial.strategy], backend, must_run).name
+    return lane_of(trial.case, STRATEGIES[trial.strategy], backend, must_run)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -21,7 +21,7 @@ from ddp_equivalence.case.shards import OWN, split
 from ddp_equivalence.case.steps import Compare, Steps
 from ddp_equivalence.comparison.batch_digest import data_by_rank
 from ddp_equivalence.comparison.expected import Expected
-from ddp_equivalence.diagnosis import precision, races, vacuity
+from ddp_equivalence.diagnosis import races, vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis, without_ranks
 from ddp_equivalence.diagnosis.finding import finding_of_wrong_collectives
 from ddp_equivalence.diagnosis.time_left import TimeLeft
@@ -33,7 +33,6 @@ from ddp_equivalence.measurement.measure import (
     at_work,
     measure,
     observe,
-    where_in_float32,
     wrong_collectives,
 )
 from ddp_equivalence.measurement.request import CheckOptions, Request, read_request, repeat_line
@@ -46,6 +45,7 @@ from ddp_equivalence.ranks.threads import threads_beside, threads_for, use_one_t
 from ddp_equivalence.reference import Reference, big_batch
 from ddp_equivalence.report import listeners, readings
 from ddp_equivalence.report.errors import NotEquivalent, NothingCompared
+from ddp_equivalence.report.judged_again import judged_again
 from ddp_equivalence.report.render import render
 from ddp_equivalence.report.verdict import Verdict
 
@@ -67,7 +67,7 @@ def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verd
             started = time.monotonic()
             use_one_thread_in_a_fork()
             start_early()  # the server of ranks imports torch while the reference is computed
-            verdict = _also_in_another_precision(_judge(request), request)
+            verdict = judged_again(_judge(request), request, _judge)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))
     listeners.tell(verdict, request)
     readings.begin(verdict)
@@ -201,48 +201,6 @@ def _different_if_comparable(
         findings=findings,
         repeated=repeated,
     )
-
-
-def _also_in_another_precision(verdict: Verdict, request: Request) -> Verdict:
-    """Judge a step twice that is another program in float64 than in its own precision."""
-    if request.is_cast_to_float64:
-        return _also_in_own_precision(verdict, request)
-    return _also_in_float64(verdict, request)
-
-
-def _also_in_own_precision(verdict: Verdict, request: Request) -> Verdict:
-    """Judge a check in float64 again, in the precision in which the user builds the model.
-
-    Autocast does nothing in float64, so a step that enters it is judged twice. A step that computes
-    in float32 inside float64 is off by the rounding of float32 there, which is no fault.
-    """
-    if verdict.outcome == "different" and precision.has_the_size_of_float32(verdict.comparison):
-        verdict = replace(verdict, float32_at=where_in_float32(request))
-    if not verdict.float32_at and not (verdict.outcome == "same" and verdict.autocast):
-        return verdict
-    own = precision.in_own_precision(request)
-    if own is None:
-        return verdict
-    again = _judge(own)
-    if verdict.outcome == again.outcome or (verdict.float32_at and again.outcome != "same"):
-        return replace(verdict, other_precision=again)
-    return replace(again, other_precision=verdict)
-
-
-def _also_in_float64(verdict: Verdict, request: Request) -> Verdict:
-    """Judge a step with autocast in float64 as well, where it must be the same, too.
-
-    The limits of autocast's precision are wide, also for parameters that it never touches.
-    """
-    if verdict.outcome != "same" or verdict.autocast is None or verdict.is_in_float64:
-        return verdict
-    in_float64 = precision.in_float64(request)
-    if in_float64 is None:
-        return verdict
-    again = _judge(in_float64)
-    if again.outcome != "different" or precision.has_the_size_of_float32(again.comparison):
-        return replace(verdict, other_precision=again)
-    return replace(again, other_precision=verdict)
 
 
 def _time_left(request: Request, started: float) -> TimeLeft:

@@ -81,7 +81,9 @@ EXACT_EXAMPLES_PER_RANK = 4
 class Trial:
     """A trial is one case on which one strategy is compared with the big batch.
 
-    With ``backend`` None, the trial uses the backend of the run. ``str()`` is its test id.
+    With ``backend`` None, the trial uses the backend of the run. ``on_gpu``: its ranks compute on
+    GPUs, which draw other dropout masks than the CPU, where the big batch is computed. ``str()`` is
+    its test id.
     """
 
     case: Case
@@ -89,6 +91,7 @@ class Trial:
     steps: Steps = 1
     compare: Compare = "gradients"
     backend: str | None = None
+    on_gpu: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -168,6 +171,9 @@ def case_of(
 @cache
 def _cause(trial: Trial) -> str | None:
     """The cause in the first step that differs; None if no step differs."""
+    model = MODELS[str(trial.case.model)]
+    if trial.on_gpu and model.draws_random_numbers:
+        return model.batch_coupled
     cause_of_difference = STRATEGIES[trial.strategy].cause_of_difference
     batches = sharded_batches(trial.case, trial.steps)
     return next(filter(None, map(cause_of_difference, batches)), None)
