@@ -171,12 +171,11 @@ def case_of(
 @cache
 def _cause(trial: Trial) -> str | None:
     """The cause in the first step that differs; None if no step differs."""
-    model = MODELS[str(trial.case.model)]
-    if trial.on_gpu and model.draws_random_numbers:
-        return model.batch_coupled
     cause_of_difference = STRATEGIES[trial.strategy].cause_of_difference
     batches = sharded_batches(trial.case, trial.steps)
-    return next(filter(None, map(cause_of_difference, batches)), None)
+    model = MODELS[str(trial.case.model)]
+    masks = model.batch_coupled if trial.on_gpu and model.draws_random_numbers else None
+    return next(filter(None, map(cause_of_difference, batches)), masks)
 
 
 def _chosen(strategy: Strategy) -> Iterator[Trial]:

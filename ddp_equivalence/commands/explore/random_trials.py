@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ddp_equivalence.case import settings
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.case.losses import LOSSES
@@ -11,6 +12,8 @@ from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.case.shards import NAMED_SIZES, split
 from ddp_equivalence.case.steps import Compare, Steps
 from ddp_equivalence.commands.explore.drawing import integer, one_of, strategies
+from ddp_equivalence.measurement.lane_of_case import lane_of
+from ddp_equivalence.ranks.lanes import CannotRunHere
 from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.catalogue import Trial, go_together
 from ddp_equivalence.strategies.sharded_batch import MICRO_BATCHES
@@ -65,7 +68,16 @@ def random_trials(draw: strategies.DrawFn, strategy: str) -> Trial:
         seed=seed,
         examples=examples,
     )
-    return Trial(case, strategy, steps=steps, compare=compare)
+    on_gpu = MODELS[model].draws_random_numbers and _computes_on_gpus(case, strategy)
+    return Trial(case, strategy, steps=steps, compare=compare, on_gpu=on_gpu)
+
+
+def _computes_on_gpus(case: Case, strategy: str) -> bool:
+    try:
+        lane = lane_of(case, STRATEGIES[strategy], settings.current().backend, ())
+    except CannotRunHere:
+        return False
+    return lane.device_type != "cpu"
 
 
 def portable_strategies() -> tuple[str, ...]:
