@@ -89,11 +89,20 @@ class MissedWait:
 
 @dataclass(frozen=True, eq=False)
 class _Handle:
-    """A handle that nobody has waited for yet. ``group``: the id of its process group."""
+    """A handle that nobody has waited for yet. ``group``: the id of its process group.
+
+    ``arguments``: what the collective was given.
+    """
 
     work: Any
     group: int
-    collective: MissedWait
+    op: str
+    arguments: tuple[Any, ...]
+    line: str
+
+    @property
+    def collective(self) -> MissedWait:
+        return MissedWait(self.op, _elements(self.arguments), self.line)
 
 
 _handles: list[_Handle] | None = None
@@ -133,9 +142,8 @@ def _issuing(method: Callable[..., Any], op: str) -> Callable[..., Any]:
         work = method(group, *arguments, **named)
         handles = _handles
         if handles is not None and work is not None:
-            elements = _elements((*arguments, *named.values()))
-            collective = MissedWait(op, elements, users_line(sys._getframe(1)))
-            handles.append(_Handle(work, id(group), collective))
+            line = users_line(sys._getframe(1))
+            handles.append(_Handle(work, id(group), op, (*arguments, *named.values()), line))
         return work
 
     return issuing
