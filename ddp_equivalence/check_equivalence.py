@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Unpack
 
 from ddp_equivalence.case.build import build_whole_batch
@@ -101,7 +101,8 @@ def raise_unless_same(verdict: Verdict) -> None:
 
 def _judge(request: Request) -> Verdict:
     """Measure, compare, and decide between same, different and unknown."""
-    verdict = Verdict(
+    known = partial(
+        Verdict,
         case=request.case,
         subject=name_of(request.step),
         promise=request.strategy.promise if request.strategy else "",
@@ -122,7 +123,7 @@ def _judge(request: Request) -> Verdict:
                 why_unknown = vacuity.against_the_reference(expected.reference)
             _check_shards(request, expected.reference)
             analysis = Analysis(request, expected)
-            verdict = replace(verdict, examples=expected.reference.examples, analysis=analysis)
+            known = partial(known, examples=expected.reference.examples, analysis=analysis)
             measurement = measure(ranks, request, expected, request.deadline, analysis.sample)
             if not (measurement.outdated or measurement.comparison.same):
                 analysis.observed = observe(
@@ -132,13 +133,12 @@ def _judge(request: Request) -> Verdict:
             analysis.time = _time_left(request, started)
     except RankFailed as error:
         again = rerun(request, error, began) if began else None
-        return replace(_failed(verdict, error), second_look=again)
+        return replace(_failed(known(), error), second_look=again)
     if measurement.outdated:
         return _judge(request)
     if why_unknown is not None:
-        return _unknown(verdict, why_unknown)
-    verdict = replace(
-        verdict,
+        return _unknown(known(), why_unknown)
+    verdict = known(
         comparison=measurement.comparison,
         evidence=measurement.evidence,
         output=measurement.output,

@@ -39,7 +39,7 @@ def take(batch: Any, indices: Sequence[int], dims: BatchDims = None) -> Any:
             return leaf
         if isinstance(leaf, Tensor):
             taken = leaf.detach().index_select(dim, index.to(leaf.device))
-            return taken.requires_grad_(leaf.requires_grad)
+            return taken.requires_grad_() if leaf.requires_grad else taken
         if isinstance(leaf, np.ndarray):
             return leaf.take(index.numpy(), axis=dim)
         return type(leaf)(leaf[place] for place in indices)

@@ -24,6 +24,8 @@ Node = tuple[tuple[str, Any], ...]
 PLAIN = (Tensor, str, bytes, int, float, complex, type(None), np.ndarray, np.generic, torch.Size)
 """Types that are never containers."""
 
+_LEAVES = (*PLAIN, type)
+
 
 def map_leaves(
     visit: Callable[[str, Any], Any],
@@ -78,7 +80,7 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 def children(value: Any) -> Node | None:
     """The children of a container; None if the value is a leaf."""
-    if isinstance(value, (*PLAIN, type)):
+    if isinstance(value, _LEAVES):
         return None
     if type(value) is dict:
         return tuple((f"[{key!r}]", child) for key, child in value.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,8 +53,9 @@ def build_model(case: Case) -> nn.Module:
         right = "a builder that makes a new model at each call; this one returned one model twice"
         raise BadCase("model", name_of(case.model), right)
     object.__setattr__(model, _BUILT, True)
-    _check_tensors(case, model)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    parameters = dict(model.named_parameters())
+    _check_tensors(case, parameters | dict(model.named_buffers()))
+    if not any(parameter.requires_grad for parameter in parameters.values()):
         right = "a model with at least one parameter that requires a gradient"
         raise BadCase("model", name_of(case.model), right)
     if isinstance(case, CaseWithoutDropout):
@@ -68,8 +69,8 @@ def build_model(case: Case) -> nn.Module:
     return model
 
 
-def _check_tensors(case: Case, model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+def _check_tensors(case: Case, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
         if tensor.is_meta:
             right = f"a model built on the CPU; {name} is on the meta device, and has no values"
             raise BadCase("model", name_of(case.model), right)

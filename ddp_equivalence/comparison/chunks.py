@@ -18,7 +18,10 @@ CHUNK_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements ``offset`` to ``offset + values.numel()`` of one flattened gradient."""
+    """Elements ``offset`` to ``offset + values.numel()`` of one flattened gradient.
+
+    ``values``: they are contiguous, on the CPU, and have no graph.
+    """
 
     key: GradientKey
     offset: int
@@ -46,7 +49,7 @@ def chunks(gradients: Gradients) -> Iterator[Chunk]:
         flat = dense(gradient).reshape(-1)
         size = max(1, CHUNK_BYTES // flat.element_size())
         for offset in range(0, flat.numel(), size):
-            yield Chunk(key, offset, flat[offset : offset + size])
+            yield Chunk(key, offset, flat[offset : offset + size].cpu().contiguous())
 
 
 def raw_messages(gradients: Gradients) -> Iterator[list[RawChunk]]:
@@ -54,7 +57,7 @@ def raw_messages(gradients: Gradients) -> Iterator[list[RawChunk]]:
     message: list[RawChunk] = []
     size = 0
     for chunk in chunks(gradients):
-        data = chunk.values.cpu().contiguous().view(torch.uint8).numpy()
+        data = chunk.values.view(torch.uint8).numpy()
         if message and size + data.nbytes > CHUNK_BYTES:
             yield message
             message, size = [], 0

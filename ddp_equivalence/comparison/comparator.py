@@ -78,7 +78,7 @@ class Comparator:
         self._described = described
         self._several_steps = len({step for step, _ in expected}) > 1
         self._norms = {
-            key: float(np.linalg.norm(value))
+            key: math.sqrt(value.dot(value))
             for key, value in self._expected.items()
             if value is not None
         }
@@ -107,8 +107,8 @@ class Comparator:
         sums = self._sums.get((rank, chunk.key))
         if sums is None:
             return
-        sums.seen += chunk.values.numel()
-        flat = chunk.values.detach().cpu().contiguous()
+        flat = chunk.values
+        sums.seen += flat.numel()
         sums.bits.update(chunk.offset.to_bytes(8, "little"))
         hash_bytes(sums.bits, flat)
         whole = self._expected.get(chunk.key)
@@ -261,7 +261,11 @@ def _squares_by_step(norms: Mapping[GradientKey, float]) -> dict[int, float]:
 
 
 def _index(sums: _Sums, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(map(int, np.unravel_index(sums.place, shape))) if all(shape) else ()
+    place, index = sums.place, []
+    for size in reversed(shape) if all(shape) else ():
+        place, last = divmod(place, size)
+        index.append(last)
+    return tuple(reversed(index))
 
 
 def _not_nan(value: float) -> float:

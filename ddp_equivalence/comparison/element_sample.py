@@ -50,7 +50,8 @@ class ElementSample(Generic[Key]):
 
     def of_chunk(self, key: Key, offset: int, values: Tensor) -> Tensor:
         """A copy of the kept elements among ``values``, which begin at ``offset``."""
-        return values[-offset % self.stride[key] :: self.stride[key]].clone()
+        stride = self.stride[key]
+        return (values if stride == 1 else values[-offset % stride :: stride]).clone()
 
     def of_one(self, key: Key, gradient: Tensor) -> Tensor:
         """A copy of the kept elements of one gradient, as float64 on the CPU."""

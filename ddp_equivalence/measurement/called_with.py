@@ -70,7 +70,6 @@ class CalledWith:
         self._called = True
         self._is_known, known = False, self._is_known  # in case a tensor is not plain
         tensors = tensors_in(arguments)
-        rows = next((dense(one) for one in tensors if one.ndim), torch.empty(0))
         if self._rows is not None:
             self._rows.add([dense(tensor) for tensor in tensors])
         elif any(map(self._is_given, tensors)):
@@ -81,6 +80,7 @@ class CalledWith:
             self._seen.append(_digest(tensors))
             self.given_rows = self.given_rows or any(map(self._holds_a_given_row, tensors))
         self._is_known = known
+        rows = next((dense(one) for one in tensors if one.ndim), torch.empty(0))
         return partial(self._returned, _numbers_of(rows))
 
     def _returned(self, numbers: Tensor, result: object) -> None:

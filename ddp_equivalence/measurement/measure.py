@@ -135,7 +135,10 @@ def measure(
         comparison=_finished(comparator, expected, tolerance, autocast),
         evidence=dict(sorted(evidence.items())),  # ranks report in any order
         measured={
-            rank: {key: torch.cat(parts) for key, parts in of_rank.items()}
+            rank: {
+                key: torch.cat(parts) if len(parts) > 1 else parts[0]
+                for key, parts in of_rank.items()
+            }
             for rank, of_rank in kept.items()
         },
         output={rank: ranks.output(rank) for rank in sorted(evidence)},

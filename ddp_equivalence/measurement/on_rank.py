@@ -47,10 +47,13 @@ from ddp_equivalence.strategies.strategy import Task, TrainStep
 def run(rank: Rank, work: Work) -> Iterator[object]:
     """Yield the Evidence, then the gradients as lists of RawChunk."""
     with without_restoring_random_state():  # nothing else in this process draws random numbers
-        model = build_model(work.case).to(rank.device)
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        gradients, evidence = _run_step(rank, work, model)
-    del model
+        model = build_model(work.case)
+        if any(one.device != rank.device for one in (*model.parameters(), *model.buffers())):
+            model.to(rank.device)
+        names = ParameterNames(model)
+        gradients, evidence = _run_step(rank, work, model, names)
+    shapes = names.shapes
+    del model, names
     yield evidence
     if work.observe or work.look_for_float32:
         return
@@ -66,7 +69,7 @@ def run(rank: Rank, work: Work) -> Iterator[object]:
 
 
 def _run_step(
-    rank: Rank, work: Work, model: nn.Module
+    rank: Rank, work: Work, model: nn.Module, names: ParameterNames
 ) -> tuple[dict[GradientKey, Tensor | None], Evidence]:
     case = work.case
     start = digest(dict(model.named_parameters()))
@@ -95,7 +98,7 @@ def _run_step(
         planted or nullcontext(),
         float32 or nullcontext(),
     ):
-        gradients = _train(rank, work, model, given, shards, notes, races, planted, observer)
+        gradients = _train(rank, work, model, names, given, shards, notes, races, planted, observer)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     collectives = new_collectives()
@@ -152,6 +155,7 @@ def _train(
     rank: Rank,
     work: Work,
     model: nn.Module,
+    names: ParameterNames,
     given: list[Any],
     shards: list[Shards],
     notes: dict[str, Any],
@@ -160,7 +164,6 @@ def _train(
     observer: Observer | None,
 ) -> dict[GradientKey, Tensor | None]:
     """Run all steps; return the gradients that each step leaves, or the update of all together."""
-    names = ParameterNames(model)
     before = weights_of(names.parameters(model)) if work.compare == "update" else {}
     task = Task(work.case, model, rank, shards, notes, work.steps)
     step: TrainStep

@@ -24,10 +24,10 @@ class ParameterNames:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        first = {id(parameter): name for name, parameter in model.named_parameters()}
         # No weak references: torch.utils.swap_tensors refuses tensors that have any.
         self._known = dict(model.named_parameters())
-        self._shapes = {name: one.shape for name, one in model.named_parameters()}
+        self.shapes = {name: one.shape for name, one in self._known.items()}
+        first = {id(one): name for name, one in self._known.items()}
         self._own = {
             name: first[id(one)] for name, one in model.named_parameters(remove_duplicate=False)
         }
@@ -84,7 +84,7 @@ class ParameterNames:
         self, model: nn.Module, new: Mapping[str, nn.Parameter], free: Sequence[str]
     ) -> dict[str, str]:
         """Nothing, unless every new parameter has the shape of the one that it stands for."""
-        shapes = [self._shapes[name] for name in free]
+        shapes = [self.shapes[name] for name in free]
         same = shapes == [parameter.shape for parameter in new.values()]
         return dict(zip(new, free, strict=True)) if same else {}
 

@@ -14,6 +14,7 @@ import pickle
 import traceback
 from dataclasses import dataclass
 from functools import wraps
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -178,7 +179,7 @@ def _entries(function: str, stacks: bool) -> list[dict[str, Any]]:
     if dump is None:
         return []
     entries = pickle.loads(dump(includeStackTraces=stacks)).get("entries", [])
-    return sorted(entries, key=lambda entry: int(entry["record_id"]))
+    return sorted(entries, key=itemgetter("record_id"))
 
 
 def _collective(entry: dict[str, Any]) -> Collective:

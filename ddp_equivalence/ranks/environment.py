@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from ddp_equivalence.case.layouts import RankPlace
+from ddp_equivalence.ranks.process_state import environment_variables
 
 LOOPBACK = "127.0.0.1"
 
@@ -38,11 +39,12 @@ def process_group_environment() -> tuple[tuple[str, str], ...]:
 
     Two cases can use the same ranks only if these are equal.
     """
+    prefixes = tuple(map(os.fsencode, PROCESS_GROUP_PREFIXES))
     return tuple(
         sorted(
-            (name, value)
-            for name, value in os.environ.items()
-            if name.startswith(PROCESS_GROUP_PREFIXES)
+            (os.fsdecode(name), os.fsdecode(value))
+            for name, value in environment_variables().items()
+            if name.startswith(prefixes)
         )
     )
 

@@ -35,9 +35,10 @@ def listen(
     ends: dict[int, RankEnd] = {}
     waiting = dict(ranks)
     while waiting:
-        if not _wait(waiting, deadline):
+        ready = _wait(waiting, deadline)
+        if not ready:
             raise _failure(ends, waiting, deadline.within)
-        for number, rank in list(waiting.items()):
+        for number, rank in ready.items():
             message, end = _next_message(rank)
             if message is not None:
                 kind, payload = message
@@ -56,16 +57,22 @@ def listen(
         raise _failure(ends, waiting, deadline.within)
 
 
-def _wait(waiting: Mapping[int, RankProcess], deadline: Deadline) -> bool:
-    """Wait until a rank sends a message, ends, or prints too much; False at the deadline."""
+def _wait(waiting: Mapping[int, RankProcess], deadline: Deadline) -> dict[int, RankProcess]:
+    """Wait until ranks have sent a message, ended, or printed too much; {} at the deadline."""
     watched = [rank.connection for rank in waiting.values()]
     watched += [rank.process.sentinel for rank in waiting.values()]
     while (left := deadline.left()) > 0:
-        if wait(watched, min(left, POLL_INTERVAL)):
-            return True
-        if any(rank.wrote_too_much() for rank in waiting.values()):
-            return True
-    return False
+        heard_of = wait(watched, min(left, POLL_INTERVAL))
+        ready = {
+            number: rank
+            for number, rank in waiting.items()
+            if rank.connection in heard_of
+            or rank.process.sentinel in heard_of
+            or rank.wrote_too_much()
+        }
+        if ready:
+            return ready
+    return {}
 
 
 def _next_message(rank: RankProcess) -> tuple[tuple[str, Any] | None, RankEnd | None]:

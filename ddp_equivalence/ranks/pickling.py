@@ -32,6 +32,7 @@ from ddp_equivalence.ranks.process_settings import read_training_settings
 from ddp_equivalence.ranks.process_state import environment_variables
 from ddp_equivalence.ranks.user_modules import carried, paths
 from ddp_equivalence.ranks.user_modules.carried import Changes
+from ddp_equivalence.ranks.user_modules.description import CONSTANTS
 from ddp_equivalence.ranks.user_modules.differences import Edit
 
 MAX_CACHED = 64
@@ -39,6 +40,9 @@ MAX_CACHED = 64
 
 MAX_EDITS = 64 * 2**20
 """Bytes of changed values in modules that are sent to the ranks."""
+
+NAMED = (FunctionType, type, ModuleType)
+"""Objects of these types are not looked up by their place in a module, since they have names."""
 
 _cache: OrderedDict[Fingerprint, tuple[bytes, _Found, tuple[object, ...]]] = OrderedDict()
 """Fingerprint -> the pickle, what it refers to, and the objects to keep alive with it.
@@ -133,7 +137,7 @@ class _Found:
         name = value.__name__ if isinstance(value, ModuleType) else _module_of(value)
         if isinstance(name, str):
             self.modules.add(name)
-        if not isinstance(value, FunctionType | type | ModuleType):
+        if not isinstance(value, NAMED):
             self.objects.append(value)
 
 
@@ -170,7 +174,9 @@ class _Pickler(pickle.Pickler):
         self._found = found
 
     def persistent_id(self, value: object) -> Any:
-        if not isinstance(value, FunctionType | type | ModuleType):
+        if type(value) in CONSTANTS:
+            return None
+        if not isinstance(value, NAMED):
             self._found.add(value)
             return self._places.get(id(value))
         if not is_pickled_by_value(value):
@@ -277,8 +283,10 @@ class _CloudPickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it is no
         self._found = found
 
     def persistent_id(self, value: object) -> Any:
+        if type(value) in CONSTANTS:
+            return None
         self._found.add(value)
-        if isinstance(value, FunctionType | type | ModuleType):
+        if isinstance(value, NAMED):
             return None
         return self._places.get(id(value))
 

@@ -51,8 +51,10 @@ def _run(rank: Rank, connection: Connection, work: bytes) -> messages.Finished:
     modules = ModulesOfWork(caller.compared, caller.failed)
     modules.begin(edits)
     # Apply the settings only now: unpickling imports the step's modules, which may change them.
-    process_settings.apply(caller.settings)
     before = process_state.capture()
+    if not caller.settings.items() <= before.settings.items():
+        process_settings.apply(caller.settings)
+        before = process_state.capture()
     for result in function(rank, argument):
         if len(results) == MAX_RESULTS:
             messages.send(connection, messages.RESULTS, results)

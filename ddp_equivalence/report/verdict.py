@@ -28,8 +28,8 @@ from ddp_equivalence.measurement.rerun import Rerun
 from ddp_equivalence.measurement.work import Evidence
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.lanes import Lane
-from ddp_equivalence.report import readings
 from ddp_equivalence.report.encoding import encodable
+from ddp_equivalence.report.readings import OF_A_VERDICT
 
 Outcome = Literal["same", "different", "unknown"]
 
@@ -112,10 +112,10 @@ class Verdict:
     if not TYPE_CHECKING:  # with this method mypy would accept every attribute
 
         def __getattribute__(self, name: str) -> Any:
-            if name not in GIVEN and (name == "__dict__" or not name.startswith("__")):
-                reading = object.__getattribute__(self, "__dict__").get(readings.OF_A_VERDICT)
-                if reading is not None:
-                    reading.done = True
+            reading = object.__getattribute__(self, "__dict__").get(OF_A_VERDICT)
+            if reading is not None:
+                known_before = name in GIVEN or (name.startswith("__") and name != "__dict__")
+                reading.done = reading.done or not known_before
             return object.__getattribute__(self, name)
 
     @property

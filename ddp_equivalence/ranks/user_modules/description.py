@@ -53,7 +53,12 @@ from ddp_equivalence.ranks.user_modules.paths import (
     contents,
 )
 
-CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype)
+CONSTANTS = frozenset((bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype))
+
+CODED = (FunctionType, type)
+"""Types of objects that are described by their code or by their name."""
+
+DESCRIPTORS = (staticmethod, classmethod, property)
 
 LONG_CONTAINER = 64
 """A longer container is described by a digest if it holds nothing but constants."""
@@ -103,14 +108,14 @@ class Description:
             getattr(value, "__self__", None), ModuleType | type(None)
         ):
             return NAMED, (value.__module__, value.__qualname__), ()
-        if isinstance(value, FunctionType | type):
+        if isinstance(value, CODED):
             if not self._in_full(value):
                 return NAMED, (value.__module__, value.__qualname__), ()
             self._remember(value, path)
             if isinstance(value, FunctionType):
                 return self._function(value, path)
             return self._class(value, path)
-        if isinstance(value, staticmethod | classmethod | property):
+        if isinstance(value, DESCRIPTORS):
             names = ("fget", "fset", "fdel") if isinstance(value, property) else ("__func__",)
             parts = [((PART, name), getattr(value, name)) for name in names]
             return PART_OF_CLASS, kind.__name__, tuple(self._children(parts, path))
@@ -256,7 +261,7 @@ def _counts(name: str, value: object) -> bool:
     if name in SET_BY_TORCH:
         return False
     if name.startswith("__") and name.endswith("__"):
-        return isinstance(value, FunctionType | staticmethod | classmethod | property)
+        return isinstance(value, (FunctionType, *DESCRIPTORS))
     return True
 
 
