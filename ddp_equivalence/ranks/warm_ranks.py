@@ -97,7 +97,7 @@ class WarmRanks:
                 raise
             finally:
                 if rank_set is not None:
-                    if fresh or rank_set.broken or _must_leave(key, devices):
+                    if fresh or rank_set.broken or must_leave(key, devices):
                         rank_set.stop()
                     else:
                         self._idle.keep(key, devices, rank_set)
@@ -162,14 +162,14 @@ class WarmRanks:
             if method != "spawn" and CUDA_NEEDS_SPAWN in str(error):
                 self._cuda_needs_spawn = True
                 return True
-            return self._idle.leave_gpus(key, devices, error) or _others_may_leave(
+            return self._idle.leave_gpus(key, devices, error) or others_may_leave(
                 key, devices, error, until
             )
         no_more = isinstance(error, OSError) and error.errno in NO_MORE_PROCESSES
         return no_more and self._idle.stop_oldest()
 
 
-def _must_leave(key: RankSetKey, devices: Devices) -> bool:
+def must_leave(key: RankSetKey, devices: Devices) -> bool:
     """True if these ranks must not stay idle, since other workers of the run need their GPUs.
 
     Where only one process at a time can use a GPU, a rank that stays there keeps all others out.
@@ -180,7 +180,7 @@ def _must_leave(key: RankSetKey, devices: Devices) -> bool:
     )
 
 
-def _others_may_leave(key: RankSetKey, devices: Devices, error: RankFailed, until: float) -> bool:
+def others_may_leave(key: RankSetKey, devices: Devices, error: RankFailed, until: float) -> bool:
     """Ask other workers to keep no idle ranks on these GPUs; False if it is too late or no use."""
     locks, gpus = xdist_locks(), key.processes_on(devices)
     if locks is None or not gpus or lack_of(error) is None or time.monotonic() > until:
