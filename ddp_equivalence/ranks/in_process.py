@@ -7,7 +7,7 @@ process never joins a process group.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ddp_equivalence.case.layouts import Layout, RankPlace
 from ddp_equivalence.ranks import pickling, process_state, root_cause
+from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
 from ddp_equivalence.ranks.exception_text import describe_exception
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed
 from ddp_equivalence.ranks.join_group import join_group, rank_environment
@@ -137,11 +138,20 @@ class InProcessRankSet(RankSet):
 
     def stop(self) -> None:
         """Stop the other ranks, and leave the process group."""
+        if self.lane.backend in NCCL_BACKENDS:
+            # All ranks of a host have to destroy a group of NCCL, or the call hangs (NVIDIA's
+            # documentation of ncclCommDestroy), and the other ranks do not; see process.py.
+            # Aborting needs no other rank. It comes before the others end, because NCCL's threads
+            # in this process take the end of a rank for a failure.
+            self._leave_group(dist.distributed_c10d._abort_process_group)  # private, see the tests
         super().stop()
+        self._leave_group(dist.destroy_process_group)
+
+    def _leave_group(self, leave: Callable[[], None]) -> None:
         gc.collect()  # this frees DDP objects that are part of a reference cycle
         if self._rank_0 is not None and dist.is_initialized():
             _destroyed_groups.append(dist.group.WORLD)
-            dist.destroy_process_group()
+            leave()
         self._rank_0 = None
 
     def _rows_to_start(self) -> Sequence[RankPlace]:
