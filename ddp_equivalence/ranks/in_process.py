@@ -7,7 +7,7 @@ process never joins a process group.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -138,21 +138,23 @@ class InProcessRankSet(RankSet):
 
     def stop(self) -> None:
         """Stop the other ranks, and leave the process group."""
-        if self.lane.backend in NCCL_BACKENDS:
-            # All ranks of a host have to destroy a group of NCCL, or the call hangs (NVIDIA's
-            # documentation of ncclCommDestroy), and the other ranks do not; see process.py.
-            # Aborting needs no other rank. It comes before the others end, because NCCL's threads
-            # in this process take the end of a rank for a failure.
-            self._leave_group(dist.distributed_c10d._abort_process_group)  # private, see the tests
         super().stop()
-        self._leave_group(dist.destroy_process_group)
-
-    def _leave_group(self, leave: Callable[[], None]) -> None:
         gc.collect()  # this frees DDP objects that are part of a reference cycle
         if self._rank_0 is not None and dist.is_initialized():
             _destroyed_groups.append(dist.group.WORLD)
-            leave()
+            self._leave_group()
         self._rank_0 = None
+
+    def _leave_group(self) -> None:
+        """Leave the group that the other ranks have left by ending.
+
+        On NCCL all ranks of a host have to call ncclCommDestroy, or it hangs; for ncclCommAbort
+        those that still run are enough (NVIDIA's documentation of both).
+        """
+        if self.lane.backend in NCCL_BACKENDS:
+            dist.distributed_c10d._abort_process_group()  # private: a test fails if it changes
+        else:
+            dist.destroy_process_group()
 
     def _rows_to_start(self) -> Sequence[RankPlace]:
         return self.layout.rows[1:]

@@ -15,6 +15,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from ddp_equivalence.case.layouts import RankPlace
 from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
 from ddp_equivalence.ranks.collectives import check_recorder, record_sends
+from ddp_equivalence.ranks.counted_gpus import variables
 from ddp_equivalence.ranks.environment import (
     DEFAULTS,
     LOOPBACK,
@@ -101,7 +102,7 @@ def _set_environment(start: StartArguments) -> None:
     for name in [name for name in os.environ if name.startswith(PROCESS_GROUP_PREFIXES)]:
         del os.environ[name]
     os.environ.update(_defaults(start.row, start.lane) | dict(start.environment))
-    os.environ |= {"CUDA_VISIBLE_DEVICES": start.visible, RANK_SET_VARIABLE: start.token}
+    os.environ |= variables(start.visible) | {RANK_SET_VARIABLE: start.token}
 
 
 def _defaults(row: RankPlace, lane: Lane) -> dict[str, str]:
@@ -121,7 +122,7 @@ def _open_store(
     port = exchange_port(None if store is None else store.port)
     torchrun = torchrun_environment(row, port)
     os.environ.update(torchrun)
-    names = {*torchrun, *_defaults(row, lane), "CUDA_VISIBLE_DEVICES", RANK_SET_VARIABLE}
+    names = {*torchrun, *_defaults(row, lane), *variables(""), RANK_SET_VARIABLE}
     _rank_environment.clear()
     _rank_environment.update({name: os.environb[name] for name in map(os.fsencode, names)})
     if store is None:

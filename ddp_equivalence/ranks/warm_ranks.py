@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.ranks.environment import process_group_environment
+from ddp_equivalence.ranks.failed_starts import failed_starts
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.gpu_room import gpu_room, lack_of
 from ddp_equivalence.ranks.idle_sets import (
@@ -69,8 +70,8 @@ class WarmRanks:
 
         ``fresh``: start new processes and stop them afterwards. ``in_process``: rank 0 is this
         process. ``extra_environment``: variables for these ranks, in addition to those of this
-        process. Raises RankFailed or RanksTimedOut if the ranks do not start, BadCase if the
-        environment asks for an unknown start method.
+        process. Raises RankFailed or RanksTimedOut if the ranks do not start, CannotRunHere if the
+        run has given up their lane, BadCase if the environment asks for an unknown start method.
         """
         environment = dict(process_group_environment()) | dict(extra_environment)
         key = RankSetKey(
@@ -85,8 +86,9 @@ class WarmRanks:
             rank_set = None if fresh else self._idle.take(key, devices)
             try:
                 if rank_set is None:
-                    self._idle.make_room(key, devices)
-                    rank_set = self._start(key, devices)
+                    with failed_starts().noted(lane, layout):
+                        self._idle.make_room(key, devices)
+                        rank_set = self._start(key, devices)
                 yield rank_set
             except BaseException as error:
                 # Nobody knows what these ranks are doing now, not even after a KeyboardInterrupt.
