@@ -52,7 +52,8 @@ class XdistLocks:
         names = self._devices if on_gpu else self._cores
         # nn.DataParallel is a single process that drives several GPUs, so it takes all of them.
         takes_all = lane.name == "data_parallel"
-        wanted = len(names) if takes_all else min(layout.world_size, len(names))
+        wanted = layout.world_size * lane.gpus_per_rank
+        wanted = len(names) if takes_all else min(wanted, len(names))
         with ExitStack() as locks:
             with self._turn():
                 first = [name for devices in preferred for name in devices]

@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 
 from ddp_equivalence.case.layouts import parse
-from ddp_equivalence.ranks import gpu_room, idle_sets, warm_ranks
+from ddp_equivalence.ranks import gpu_room, idle_sets, lanes, warm_ranks
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed
 from ddp_equivalence.ranks.gpu_room import GpuRoom, Lack, lack_of, processes_by_gpu
-from ddp_equivalence.ranks.gpus import Gpu, Gpus
+from ddp_equivalence.ranks.gpus import Gpu, by_name
 from ddp_equivalence.ranks.idle_sets import IdleSets, RankSetKey
 from ddp_equivalence.ranks.lanes import Lane
 
@@ -72,8 +72,8 @@ def test_idle_ranks_may_hold_a_quarter_of_the_memory_of_a_gpu(
     memory: int | None, workers: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     total = None if memory is None else memory * GB
-    found = Gpus(tuple(Gpu(index, memory_total=total) for index in range(4)))
-    monkeypatch.setattr(gpu_room, "gpus", lambda: found)
+    found = {name: Gpu(int(name), memory_total=total) for name in GPUS}
+    monkeypatch.setattr(gpu_room, "gpus_by_name", lambda _: found)
     monkeypatch.setattr(gpu_room, "cuda_devices", lambda: GPUS)
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(workers))
     room = gpu_room.gpu_room.__wrapped__()
@@ -82,13 +82,29 @@ def test_idle_ranks_may_hold_a_quarter_of_the_memory_of_a_gpu(
 
 
 def test_a_gpu_for_one_process_at_a_time_has_room_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes = ("default", "exclusive_process")
-    found = Gpus(tuple(Gpu(index, compute_mode=mode) for index, mode in enumerate(modes)))
-    monkeypatch.setattr(gpu_room, "gpus", lambda: found)
+    found = {"0": Gpu(0, compute_mode="default"), "1": Gpu(1, compute_mode="exclusive_process")}
+    monkeypatch.setattr(gpu_room, "gpus_by_name", lambda _: found)
     monkeypatch.setattr(gpu_room, "cuda_devices", lambda: ("0", "1"))
     room = gpu_room.gpu_room.__wrapped__()
     assert (room.most_on("0"), room.most_on("1")) == (gpu_room.WITHOUT_NVML, 1)
     assert room.is_exclusive("1")
+
+
+def test_ranks_cannot_share_a_gpu_for_one_process_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lanes, "cuda_devices", lambda: ("0",))
+    for mode, reason in (
+        ("default", None),
+        (
+            "exclusive_process",
+            "needs 2 CUDA devices (EXCLUSIVE_PROCESS: one process each), found 1",
+        ),
+    ):
+        found = {"0": Gpu(0, compute_mode=mode)}
+        monkeypatch.setattr(by_name, "gpus_by_name", lambda _, found=found: found)
+        assert lanes.missing("gloo_cuda", 1) is None
+        assert lanes.missing("gloo_cuda", 2) == reason
 
 
 @pytest.mark.parametrize(
