@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, cast
 
 import pytest
@@ -13,6 +16,7 @@ from ddp_equivalence.ranks.gpu_room import GpuRoom, Lack, lack_of, processes_by_
 from ddp_equivalence.ranks.gpus import Gpu, by_name
 from ddp_equivalence.ranks.idle_sets import IdleSets, RankSetKey
 from ddp_equivalence.ranks.lanes import Lane
+from ddp_equivalence.ranks.xdist_locks import XdistLocks
 
 NCCL = Lane("nccl", "nccl", "cuda")
 GLOO_CUDA = Lane("gloo_cuda", "gloo", "cuda")
@@ -28,9 +32,11 @@ class Idle:
     def __init__(self, layout: str) -> None:
         self.layout = parse(layout)
         self.stopped = False
+        self.when_stopped: Callable[[], object] = lambda: None
 
     def stop(self) -> None:
         self.stopped = True
+        self.when_stopped()
 
 
 def key(layout: str, lane: Lane = NCCL) -> RankSetKey:
@@ -193,3 +199,23 @@ def test_only_ranks_that_lack_room_on_a_gpu_wait_for_other_workers(
     assert not workers.asked
     assert warm_ranks.others_may_leave(key("1x4"), GPUS, full, later)
     assert workers.asked == set(GPUS)
+
+
+def test_a_worker_that_waits_for_gpus_stops_idle_ranks_that_are_in_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker that it waits for cannot start its ranks, and so keeps the GPUs, until it does."""
+    run_id = uuid.uuid4().hex
+    here, there = (XdistLocks(run_id, 1, ("0", "1")) for _ in range(2))
+    monkeypatch.setattr(warm_ranks, "xdist_locks", lambda: there)
+    ranks = warm_ranks.WarmRanks()
+    idle, on_cpu = Idle("1x1"), Idle("1x1")
+    ranks._idle.keep(key("1x1"), ("0",), cast(Any, idle))
+    ranks._idle.keep(key("1x1", ON_CPU), (), cast(Any, on_cpu))
+    with ExitStack() as held:
+        held.enter_context(here.hold(parse("1x2"), NCCL))
+        here.ask_for(["0"])
+        idle.when_stopped = held.close
+        with ranks._devices(key("1x2")) as devices:
+            assert devices == ("0", "1")
+    assert [one.stopped for one in (idle, on_cpu)] == [True, False]
