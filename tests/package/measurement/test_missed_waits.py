@@ -13,10 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence import Rank, check
+from ddp_equivalence import Rank, Verdict, check
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.measurement.races import Races
 from tests.package.own_cases import loss, own_case
+
+
+def on_one_line(verdict: Verdict) -> str:
+    return " ".join(str(verdict).split())
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -146,7 +150,7 @@ def test_a_gradient_that_was_right_by_luck_is_no_pass() -> None:
 def test_a_difference_is_named_after_the_collective_that_came_too_late() -> None:
     verdict = check(own_case(), reduces_a_copy_and_does_not_wait)
     assert (verdict.outcome, verdict.causes) == ("different", ("collective_not_waited_for",))
-    assert "all_reduce of 35 elements at test_missed_waits.py:" in str(verdict)
+    assert "all_reduce of 35 elements at test_missed_waits.py:" in on_one_line(verdict)
 
 
 def test_another_cause_that_explains_the_numbers_is_named_as_well() -> None:
@@ -162,7 +166,9 @@ def test_nobody_waits_at_all() -> None:
     # Whether the gradients are right depends on which thread is faster.
     verdict = check(own_case(), step)
     assert verdict.outcome in ("different", "unknown"), verdict
-    assert "never waited for all_reduce of 35 elements at test_missed_waits.py:" in str(verdict)
+    assert "never waited for all_reduce of 35 elements at test_missed_waits.py:" in on_one_line(
+        verdict
+    )
 
 
 def test_a_single_number_is_no_exchange_of_gradients() -> None:
