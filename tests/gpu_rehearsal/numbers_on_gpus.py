@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence import Case, Rank, check
+from ddp_equivalence import Case, Rank, Verdict, check
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
 
 
@@ -121,6 +121,10 @@ def is_slightly_too_large(model: nn.Module, shard: Any, rank: Rank) -> None:
         parameter.grad *= 1.00001
 
 
+def on_one_line(verdict: Verdict) -> str:
+    return " ".join(str(verdict).split())
+
+
 ONLY_MASKS = ("dropout_differs_from_reference",)
 
 
@@ -129,7 +133,7 @@ ONLY_MASKS = ("dropout_differs_from_reference",)
 def test_masks_of_a_right_step_differ_and_its_reduction_is_right(step: Any, layout: str) -> None:
     verdict = check(case(with_dropout, layout), step)
     assert (verdict.outcome, verdict.causes) == ("different", ONLY_MASKS), str(verdict)
-    assert "so the reduction is right" in " ".join(str(verdict).split())
+    assert "so the reduction is right" in on_one_line(verdict)
     assert verdict.without_dropout is not None
     assert verdict.without_dropout.outcome == "same"
 
@@ -153,7 +157,7 @@ def test_one_seed_on_all_ranks_is_seen() -> None:
 def test_masks_excuse_nothing_where_the_step_may_not_run_again() -> None:
     verdict = check(case(with_dropout), sums)
     assert (verdict.outcome, verdict.causes) == ("different", ()), str(verdict)
-    assert "Without dropout: the step was not judged" in " ".join(str(verdict).split())
+    assert "Without dropout: the step was not judged" in on_one_line(verdict)
 
 
 def test_a_result_that_comes_too_late_is_no_pass() -> None:
