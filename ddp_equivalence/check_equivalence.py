@@ -9,7 +9,6 @@ module of that name would hide the function ``ddp_equivalence.check`` once it is
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Unpack
@@ -21,31 +20,32 @@ from ddp_equivalence.case.shards import OWN, split
 from ddp_equivalence.case.steps import Compare, Steps
 from ddp_equivalence.comparison.batch_digest import data_by_rank
 from ddp_equivalence.comparison.expected import Expected
-from ddp_equivalence.diagnosis import precision, vacuity
+from ddp_equivalence.diagnosis import distinct_gpus, races, vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis, without_ranks
 from ddp_equivalence.diagnosis.finding import finding_of_wrong_collectives
 from ddp_equivalence.diagnosis.time_left import TimeLeft
-from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.faults.plant import without_planted_faults
+from ddp_equivalence.measurement.lane_of_case import subject_named
 from ddp_equivalence.measurement.measure import (
     Measurement,
     at_work,
     measure,
     observe,
-    where_in_float32,
     wrong_collectives,
 )
 from ddp_equivalence.measurement.request import CheckOptions, Request, read_request, repeat_line
 from ddp_equivalence.measurement.rerun import rerun
 from ddp_equivalence.measurement.work import Step
-from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
+from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.one_at_a_time import one_at_a_time
 from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.ranks.threads import threads_beside, threads_for, use_one_thread_in_a_fork
 from ddp_equivalence.reference import Reference, big_batch
 from ddp_equivalence.report import listeners, readings
 from ddp_equivalence.report.errors import NotEquivalent, NothingCompared
+from ddp_equivalence.report.judged_again import judged_again
 from ddp_equivalence.report.render import render
+from ddp_equivalence.report.unknown_verdicts import failed, unknown
 from ddp_equivalence.report.verdict import Verdict
 
 
@@ -60,12 +60,13 @@ def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verd
     Raises BadCase if the case or an option cannot be right. What the step does wrong is reported in
     the verdict, and raises nothing.
     """
-    request = read_request(case, step, options)
-    with one_at_a_time(), restored_random_state(), without_planted_faults():
-        started = time.monotonic()
-        use_one_thread_in_a_fork()
-        start_early()  # the server of ranks imports torch while the reference is computed
-        verdict = _also_in_another_precision(_judge(request), request)
+    with subject_named(step):
+        request = read_request(case, step, options)
+        with one_at_a_time(), restored_random_state(), without_planted_faults():
+            started = time.monotonic()
+            use_one_thread_in_a_fork()
+            start_early()  # the server of ranks imports torch while the reference is computed
+            verdict = judged_again(_judge(request), request, _judge)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))
     listeners.tell(verdict, request)
     readings.begin(verdict)
@@ -130,12 +131,11 @@ def _judge(request: Request) -> Verdict:
                 wrong = wrong_collectives(ranks, request)
             analysis.time = _time_left(request, started)
     except RankFailed as error:
-        again = rerun(request, error, began) if began else None
-        return replace(_failed(known(), error), second_look=again)
+        return _failed_or_again(known(), request, error, began)
     if measurement.outdated:
         return _judge(request)
     if why_unknown is not None:
-        return _unknown(known(), why_unknown)
+        return unknown(known(), why_unknown)
     verdict = known(
         comparison=measurement.comparison,
         evidence=measurement.evidence,
@@ -147,25 +147,39 @@ def _judge(request: Request) -> Verdict:
     why_unknown = (
         vacuity.against_the_evidence(measurement.evidence, request.strategy, world_size)
         or vacuity.against_another_batch(expected.data, measurement.evidence)
+        or distinct_gpus.against_shared_gpus(request.lane, measurement.evidence)
         or vacuity.against_an_idle_plant(measurement.evidence, request.plant, request.processes)
     )
     if why_unknown is not None:
-        return _unknown(verdict, why_unknown)
+        return unknown(verdict, why_unknown)
     if measurement.comparison.same:
         return _same_if_shown(verdict, measurement, request)
     analysis.measurement = measurement
     return _different_if_comparable(verdict, analysis, expected.reference, wrong)
 
 
+def _failed_or_again(
+    verdict: Verdict, request: Request, error: RankFailed, began: float
+) -> Verdict:
+    """Ranks failed: judge again if they lacked what idle ranks have held on their GPUs."""
+    if error.may_pass_now:
+        return _judge(request)
+    again = rerun(request, error, began) if began else None
+    return replace(failed(verdict, error), second_look=again)
+
+
 def _same_if_shown(verdict: Verdict, measurement: Measurement, request: Request) -> Verdict:
     """Nothing differs. That is a pass only if a difference could have shown."""
-    why_unknown = vacuity.against_a_pass(
-        measurement.comparison, measurement.evidence, lambda: verdict.nearest
-    ) or vacuity.against_a_hidden_plant(request.plant, request.processes)
+    comparison, evidence = measurement.comparison, measurement.evidence
+    why_unknown = (
+        races.against_a_race(evidence, comparison)
+        or vacuity.against_a_pass(comparison, evidence, lambda: verdict.nearest)
+        or vacuity.against_a_hidden_plant(request.plant, request.processes)
+    )
     if why_unknown is not None:
-        return _unknown(verdict, why_unknown)
+        return unknown(verdict, why_unknown)
     if measurement.changes_error is not None and not (request.allow_changes or request.in_process):
-        return _failed(verdict, measurement.changes_error)
+        return failed(verdict, measurement.changes_error)
     return replace(verdict, outcome="same")
 
 
@@ -180,10 +194,10 @@ def _different_if_comparable(
         reference, verdict.evidence
     ) or vacuity.against_divergence(reference, analysis.first_wrong_step)
     if why_unknown is not None:
-        return _unknown(verdict, why_unknown)
+        return unknown(verdict, why_unknown)
     assert verdict.comparison is not None
     with threads_for(verdict.comparison.elements):
-        findings = analysis.findings
+        findings = races.with_race(analysis.findings, verdict.evidence, verdict.comparison)
         repeated = analysis.repeated
     if wrong:
         others = (replace(finding, accepted=False) for finding in findings)
@@ -198,70 +212,11 @@ def _different_if_comparable(
     )
 
 
-def _also_in_another_precision(verdict: Verdict, request: Request) -> Verdict:
-    """Judge a step twice that is another program in float64 than in its own precision."""
-    if request.is_cast_to_float64:
-        return _also_in_own_precision(verdict, request)
-    return _also_in_float64(verdict, request)
-
-
-def _also_in_own_precision(verdict: Verdict, request: Request) -> Verdict:
-    """Judge a check in float64 again, in the precision in which the user builds the model.
-
-    Autocast does nothing in float64, so a step that enters it is judged twice. A step that computes
-    in float32 inside float64 is off by the rounding of float32 there, which is no fault.
-    """
-    if verdict.outcome == "different" and precision.has_the_size_of_float32(verdict.comparison):
-        verdict = replace(verdict, float32_at=where_in_float32(request))
-    if not verdict.float32_at and not (verdict.outcome == "same" and verdict.autocast):
-        return verdict
-    own = precision.in_own_precision(request)
-    if own is None:
-        return verdict
-    again = _judge(own)
-    if verdict.outcome == again.outcome or (verdict.float32_at and again.outcome != "same"):
-        return replace(verdict, other_precision=again)
-    return replace(again, other_precision=verdict)
-
-
-def _also_in_float64(verdict: Verdict, request: Request) -> Verdict:
-    """Judge a step with autocast in float64 as well, where it must be the same, too.
-
-    The limits of autocast's precision are wide, also for parameters that it never touches.
-    """
-    if verdict.outcome != "same" or verdict.autocast is None or verdict.is_in_float64:
-        return verdict
-    in_float64 = precision.in_float64(request)
-    if in_float64 is None:
-        return verdict
-    again = _judge(in_float64)
-    if again.outcome != "different" or precision.has_the_size_of_float32(again.comparison):
-        return replace(verdict, other_precision=again)
-    return replace(again, other_precision=verdict)
-
-
 def _time_left(request: Request, started: float) -> TimeLeft:
     """What explaining a difference may take: what the ranks have left of the case's deadline."""
     if request.in_process:
         return TimeLeft()  # the user may have stopped in a debugger, so there is no deadline
     return TimeLeft(request.deadline - (time.monotonic() - started), request.deadline)
-
-
-def _unknown(verdict: Verdict, why: Unknown) -> Verdict:
-    return replace(verdict, outcome="unknown", reason=why.reason, unknown_because=why.because)
-
-
-def _failed(verdict: Verdict, error: RankFailed) -> Verdict:
-    """The verdict is unknown: a failure of ranks shows nothing about the gradients."""
-    why_unknown = Unknown(UnknownBecause.RANK_FAILED, "a rank failed")
-    if isinstance(error, RanksTimedOut):
-        why_unknown = Unknown(UnknownBecause.RANKS_TIMED_OUT, "ranks timed out")
-    if error.ends and error.ends[0].kind == "changed":
-        why_unknown = Unknown(
-            UnknownBecause.PROCESS_CHANGED, "the step leaves more behind than gradients"
-        )
-    output: Mapping[int, str] = {end.rank: end.output for end in error.ends}
-    return replace(_unknown(verdict, why_unknown), failure=error, output=output)
 
 
 def _check_shards(request: Request, reference: Reference) -> None:

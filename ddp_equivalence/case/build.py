@@ -23,6 +23,7 @@ from ddp_equivalence.case.precision import cast
 from ddp_equivalence.case.random_state import batch_seed, generator_seed, seeded
 from ddp_equivalence.case.shards import split
 from ddp_equivalence.case.steps import Steps
+from ddp_equivalence.case.without_dropout import CaseWithoutDropout, turn_off_dropout
 
 LARGEST_INTEGER = 3
 """Weights and inputs of an exact case are integers from -3 to 3, so that sums stay far below 2^24,
@@ -57,6 +58,8 @@ def build_model(case: Case) -> nn.Module:
     if not any(parameter.requires_grad for parameter in parameters.values()):
         right = "a model with at least one parameter that requires a gradient"
         raise BadCase("model", name_of(case.model), right)
+    if isinstance(case, CaseWithoutDropout):
+        turn_off_dropout(model)
     if case.dtype is not None:
         model.to(case.dtype)
     if case.exact:

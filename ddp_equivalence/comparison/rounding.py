@@ -13,13 +13,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ddp_equivalence.case.batch import take
+from ddp_equivalence.case.batch import move, take
 from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.case.build import build_batches, build_model
 from ddp_equivalence.case.steps import GradientKey
@@ -45,6 +45,8 @@ NUDGES = 5
 
 EPS = torch.finfo(torch.float64).eps
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Rounding:
@@ -62,12 +64,15 @@ def measure_rounding(
     reference: Reference,
     batches: Sequence[Any] | None = None,
     autocast: torch.dtype | None = None,
+    device: torch.device = CPU,
 ) -> Rounding:
     """Compute the big batch again in other, equally right ways, and compare with the reference.
 
     ``batches``: the big batches of the reference; they are built if they are not given.
     ``autocast``: the dtype of the autocast region in which the forward pass runs, if any.
+    ``device``: the device that computes the big batch again.
     """
+    again = partial(_train_again, reference, autocast=autocast, device=device)
     case, expected = reference.case, reference.expected
     if batches is None:
         batches = build_batches(case, reference.steps)
@@ -78,26 +83,24 @@ def measure_rounding(
     in_float64 = reference.lowest_dtype is torch.float64
     if in_float64:
         noise = noise_of_other_order = in_other_order = _noise(
-            expected, _train_again(reference, reversed_batches, torch.float64, nudge=1)
+            expected, again(reversed_batches, torch.float64, nudge=1)
         )
     else:
-        noise = _noise(expected, _train_again(reference, batches, None, scale=1, autocast=autocast))
-        noise_of_other_order = _noise(
-            expected, _train_again(reference, reversed_batches, None, autocast=autocast)
-        )
+        noise = _noise(expected, again(batches, None, scale=1))
+        noise_of_other_order = _noise(expected, again(reversed_batches, None))
         # In float64, because a lower precision would take much for rounding that is none.
-        in_other_order = _noise(expected, _train_again(reference, reversed_batches, torch.float64))
+        in_other_order = _noise(expected, again(reversed_batches, torch.float64, autocast=None))
     if _relative(expected, in_other_order) > math.sqrt(EPS):
         if in_float64:
-            noise = _noise(expected, _train_again(reference, batches, torch.float64, nudge=1))
+            noise = _noise(expected, again(batches, torch.float64, nudge=1))
         return Rounding(noise, order_matters=True)
-    noise = _worst(noise, noise_of_other_order)
+    noise = larger_noise(noise, noise_of_other_order)
     if in_float64 and _largest(expected, noise) > AMPLIFIED * EPS:
         for nudge in range(2, NUDGES + 1):
-            again = _train_again(reference, batches, torch.float64, nudge=nudge)
-            noise = _worst(noise, _noise(expected, again))
+            moved = again(batches, torch.float64, nudge=nudge)
+            noise = larger_noise(noise, _noise(expected, moved))
     if reference.compare == "update":
-        noise = _worst(noise, _noise_of_weights(reference))
+        noise = larger_noise(noise, _noise_of_weights(reference))
     return Rounding(noise, order_matters=False)
 
 
@@ -106,6 +109,7 @@ def measure_more(
     rounding: Rounding,
     batches: Sequence[Any],
     autocast: torch.dtype | None = None,
+    device: torch.device = CPU,
 ) -> Rounding:
     """The rounding of further runs, each with the examples in another order, and of ``rounding``.
 
@@ -127,8 +131,9 @@ def measure_more(
             nudge=NUDGES + number if in_float64 else 0,
             scale=scale,
             autocast=autocast,
+            device=device,
         )
-        noise = _worst(noise, _noise(reference.expected, gradients))
+        noise = larger_noise(noise, _noise(reference.expected, gradients))
     return Rounding(noise, rounding.order_matters)
 
 
@@ -146,6 +151,7 @@ def _train_again(
     nudge: int = 0,
     scale: float = SCALE,
     autocast: torch.dtype | None = None,
+    device: torch.device = CPU,
 ) -> Gradients:
     """Train as the reference did, but with other rounding on the way.
 
@@ -163,6 +169,9 @@ def _train_again(
         _nudge(model.parameters(), nudge)
         for batch in copies:
             _nudge((leaf for leaf in tensors_of(batch)), nudge)
+    if device != CPU:
+        model.to(device)
+        copies = [move(batch, device) for batch in copies]
     loss = loss_of_the_case(case)
 
     def divide_gradient(parameter: Tensor) -> None:
@@ -174,10 +183,11 @@ def _train_again(
             parameter.register_post_accumulate_grad_hook(divide_gradient)
 
     def scaled_loss(model: nn.Module, batch: Any) -> Any:
-        with nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast):
+        with nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast):
             return scale * loss(model, batch)
 
-    return train(case, model, copies, reference.compare, reference.lr, scaled_loss)[0]
+    gradients = train(case, model, copies, reference.compare, reference.lr, scaled_loss)[0]
+    return {key: None if one is None else one.to(CPU) for key, one in gradients.items()}
 
 
 def _nudge(tensors: Iterable[Tensor], number: int) -> None:
@@ -246,7 +256,7 @@ def _noise_of_weights(reference: Reference) -> dict[GradientKey, Noise]:
     return noise
 
 
-def _worst(
+def larger_noise(
     noise: Mapping[GradientKey, Noise], other: Mapping[GradientKey, Noise]
 ) -> dict[GradientKey, Noise]:
     """The larger noise of each gradient."""

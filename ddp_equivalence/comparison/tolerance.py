@@ -90,7 +90,7 @@ class Tolerance:
     ``device_multiple``: the limit, as a multiple of the error of one device. ``whole``: the norm of
     all gradients of the step together. ``all_runs``: the error of one device is that of all runs
     that are ever made. If a true gradient is zero in all of them, because its terms cancel exactly
-    on one device, its limit is one eps of ``whole``.
+    on one device, its limit is one eps of ``whole``. ``measured_on``: the device, if not the CPU.
     """
 
     dtype: torch.dtype
@@ -98,6 +98,7 @@ class Tolerance:
     device_multiple: float = DEVICE_MULTIPLE
     whole: float = 0.0
     all_runs: bool = False
+    measured_on: str = ""
 
     def limit(
         self,
@@ -118,15 +119,17 @@ class Tolerance:
         multiple = EPS_MULTIPLES.get(dtype, 8.0)
         least, measured = multiple * eps * norm, self.device_multiple * noise.norm
         absolute = max(least, measured)
+        of_device = f"{self.device_multiple:g} x the error of one device"
+        of_device += f" ({self.measured_on})" if self.measured_on else ""
         zero = ZERO * self.whole
         only_rounding = norm <= min(absolute, zero)
         if only_rounding and self.all_runs and eps * self.whole > absolute:
             absolute = eps * self.whole
             reason = "zero except for rounding: 1 eps of the norm of all gradients"
         elif only_rounding:
-            reason = f"zero except for rounding: {self.device_multiple:g} x the error of one device"
+            reason = f"zero except for rounding: {of_device}"
         elif measured > least:
-            reason = f"{self.device_multiple:g} x the error of one device"
+            reason = of_device
         else:
             reason = f"{multiple:g} eps of {str(dtype).removeprefix('torch.')}"
         element = max(

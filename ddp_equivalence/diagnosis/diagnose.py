@@ -37,7 +37,7 @@ def diagnose(view: View, comparison: Comparison, in_part: bool = False) -> tuple
 
     A cause that makes the gradients meaningless comes first. If there is none, one cause whose
     prediction fits is believed; else two causes that fit together; else a cause that was only
-    observed; else a cause that the case merely makes likely.
+    observed.
 
     ``in_part``: if there is no time for some causes, note this in the view and return the findings
     of the others. Otherwise OutOfTime is raised.
@@ -64,7 +64,7 @@ def diagnose(view: View, comparison: Comparison, in_part: bool = False) -> tuple
             findings += two_causes_at_once(view, most_unexplained)
     if not any(finding.explains for finding in findings):
         with _noting_lack_of_time(view, OBSERVED_CAUSES, in_part):
-            believed = _observed_cause(view) or _likely_cause(view, comparison)
+            believed = _observed_cause(view)
             if believed is not None:
                 findings = [one for one in findings if one.cause != believed.cause] + [believed]
     return ranked(findings, view.setting.dtype)
@@ -163,12 +163,4 @@ def _observed_cause(view: View) -> Finding | None:
         indication = hypothesis.indication(view)
         if indication is not None and indication.supports and indication.conclusive:
             return finding_from_observation(hypothesis, indication.because)
-    return None
-
-
-def _likely_cause(view: View, comparison: Comparison) -> Finding | None:
-    """The first cause that the case makes likely but that cannot be predicted on it."""
-    for hypothesis in HYPOTHESES:
-        if comparison.ranks_agree and hypothesis.likely_but_unpredictable(view):
-            return finding_from_observation(hypothesis)
     return None

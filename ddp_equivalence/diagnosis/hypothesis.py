@@ -65,9 +65,7 @@ class Hypothesis:
     empty where it cannot be the cause. ``factors(view)``: the numbers that this cause may multiply
     the right gradient by; empty if it does something else. A cause with factors can come together
     with another cause. ``indication(view)``: what the observations say about the cause; None if
-    they say nothing. ``likely_but_unpredictable(view)``: True if the case makes this cause likely
-    but its gradient cannot be predicted. The cause is then believed if nothing else explains the
-    difference.
+    they say nothing.
 
     ``limits_must_catch``: the limits of every comparison must be narrow enough to catch what
     ``predict`` gives.
@@ -81,7 +79,6 @@ class Hypothesis:
     predict: Callable[[View], Sequence[Prediction]] = _no_predictions
     factors: Callable[[View], Sequence[WrongFactor]] = _no_predictions
     indication: Callable[[View], Indication | None] = _no_indication
-    likely_but_unpredictable: Callable[[View], bool] = lambda view: False
     tell_apart: str = ""
     limits_must_catch: bool = False
     invalidates_gradients: bool = False

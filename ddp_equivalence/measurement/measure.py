@@ -17,17 +17,23 @@ from ddp_equivalence.comparison.comparator import Comparator
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.comparison.expected import Expected
-from ddp_equivalence.comparison.tolerance import NARROW_MULTIPLE, Tolerance
+from ddp_equivalence.comparison.rounding import larger_noise
+from ddp_equivalence.comparison.tolerance import NARROW_MULTIPLE, Noise, Tolerance
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.on_rank import run
 from ddp_equivalence.measurement.request import Request
+from ddp_equivalence.measurement.rounding_on_device import (
+    may_be_that_of_a_device,
+    rounding_on_device,
+)
 from ddp_equivalence.measurement.work import Evidence, Work
 from ddp_equivalence.ranks import pickling, root_cause
 from ddp_equivalence.ranks.failure import RankFailed
+from ddp_equivalence.ranks.idle_sets import Environment
 from ddp_equivalence.ranks.probe import probe_ranks_once
 from ddp_equivalence.ranks.rank_set import RankSet
 from ddp_equivalence.ranks.user_modules import carried
-from ddp_equivalence.ranks.warm_ranks import Environment, warm_ranks
+from ddp_equivalence.ranks.warm_ranks import warm_ranks
 
 
 @dataclass
@@ -123,8 +129,11 @@ def measure(
             if chunk.key in sample.sizes:
                 elements = sample.of_chunk(chunk.key, chunk.offset, chunk.values)
                 kept[rank].setdefault(chunk.key, []).append(elements)
-    return Measurement(
-        comparison=_finished(comparator, expected, tolerance, autocast_of(evidence)),
+    autocast = None  # it does nothing in float64
+    if tolerance.dtype is not torch.float64:
+        autocast = autocast_of(evidence)
+    measurement = Measurement(
+        comparison=_finished(comparator, expected, tolerance, autocast),
         evidence=dict(sorted(evidence.items())),  # ranks report in any order
         measured={
             rank: {
@@ -138,6 +147,16 @@ def measure(
         changes_error=_changes_error(ranks) if ranks.changed else None,
         outdated=bool(ranks.not_compared) and carried.notice(ranks.not_compared),
     )
+    if not measurement.outdated and may_be_that_of_a_device(measurement.comparison, request):
+        on_device = None
+        if not expected.rounding_under(autocast).order_matters:  # a device draws other numbers
+            on_device = rounding_on_device(ranks, request, autocast, deadline)
+        if on_device is not None:
+            tolerance = replace(tolerance, measured_on=evidence[0].device)
+            measurement.comparison = _finished(
+                comparator, expected, tolerance, autocast, on_device.noise
+            )
+    return measurement
 
 
 def autocast_of(evidence: Mapping[int, Evidence]) -> torch.dtype | None:
@@ -147,19 +166,26 @@ def autocast_of(evidence: Mapping[int, Evidence]) -> torch.dtype | None:
 
 
 def _finished(
-    comparator: Comparator, expected: Expected, tolerance: Tolerance, autocast: torch.dtype | None
+    comparator: Comparator,
+    expected: Expected,
+    tolerance: Tolerance,
+    autocast: torch.dtype | None,
+    on_device: Mapping[GradientKey, Noise] | None = None,
 ) -> Comparison:
-    """The comparison, with as much measuring of rounding as it takes to be sure."""
-    if expected.reference.lowest_dtype is torch.float64:
-        autocast = None  # it does nothing in float64
+    """The comparison, with as much measuring of rounding as it takes to be sure.
+
+    ``on_device``: the rounding on a device of the ranks, if it was measured in all runs.
+    """
     comparison = comparator.finish({}, autocast)
     if comparison.same:
         return comparison
     # Something is beyond the least limit. Measure rounding and apply the limits that follow.
     comparison = comparator.finish(expected.rounding_under(autocast).noise, autocast)
-    if not comparison.may_be_rounding and not comparison.has_useless_limits:
+    if on_device is None and not comparison.may_be_rounding and not comparison.has_useless_limits:
         return comparison
     noise = expected.rounding_of_more_runs(autocast).noise
+    if on_device is not None:
+        noise = larger_noise(noise, on_device)
     of_all_runs = replace(tolerance, all_runs=True)
     comparison = comparator.finish(noise, autocast, of_all_runs)
     if comparison.same and comparison.has_useless_limits:

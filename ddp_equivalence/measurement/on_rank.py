@@ -31,9 +31,11 @@ from ddp_equivalence.comparison.gradients import (
 )
 from ddp_equivalence.faults.plant import PlantedFault, plant_here
 from ddp_equivalence.measurement.called_with import CalledWith
+from ddp_equivalence.measurement.cuda_evidence import gpus_used, tf32_of
 from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.measurement.parameter_names import ParameterNames
 from ddp_equivalence.measurement.precision_watch import Float32Watch, autocast_entered
+from ddp_equivalence.measurement.races import Races
 from ddp_equivalence.measurement.returned import tensors_by_name
 from ddp_equivalence.measurement.work import Evidence, Work
 from ddp_equivalence.ranks import process_state
@@ -86,6 +88,7 @@ def _run_step(
         observer = Observer(model, whole, given_at, work.observe, case.batch_dims)
     del whole
     notes: dict[str, Any] = {}
+    races = Races(rank.device)
     called = CalledWith(given, in_any_order=case.shards == OWN)
     planted = plant_here(work.plant) if work.plant else None
     float32 = Float32Watch() if work.look_for_float32 else None
@@ -96,7 +99,7 @@ def _run_step(
         planted or nullcontext(),
         float32 or nullcontext(),
     ):
-        gradients = _train(rank, work, model, names, given, shards, notes, planted, observer)
+        gradients = _train(rank, work, model, names, given, shards, notes, races, planted, observer)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     collectives = new_collectives()
@@ -116,6 +119,10 @@ def _run_step(
         observed=observer.found(gradients, collectives) if observer else None,
         autocast=frozenset(autocast),
         float32_at=float32.found if float32 else "",
+        missed_waits=tuple(races.missed_waits),
+        changed_later=tuple(dict.fromkeys(races.changed_later)),
+        gpu=gpus_used(rank, chain(model.parameters(), gradients.values()), notes),
+        tf32=tf32_of(rank),
     )
     return gradients, evidence
 
@@ -155,6 +162,7 @@ def _train(
     given: list[Any],
     shards: list[Shards],
     notes: dict[str, Any],
+    races: Races,
     planted: PlantedFault | None,
     observer: Observer | None,
 ) -> dict[GradientKey, Tensor | None]:
@@ -173,7 +181,7 @@ def _train(
     if planted:
         step = planted.break_step(task, step)
     if work.compare == "update" and not isinstance(work.step, str):
-        with _seeded(step_seed(work.case, 0)):
+        with _seeded(step_seed(work.case, 0)), races.watched():
             returned = step(given[0])
         return in_first_step(_update_by_user(names, model, before, returned))
     gradients: dict[GradientKey, Tensor | None] = {}
@@ -181,14 +189,15 @@ def _train(
         if observer:
             observer.step = number
         last = number + 1 == len(given)
-        returned = _one_step(rank, work, model, names, step, shard, number, len(given) > 1)
+        weights = names.digest(model) if len(given) > 1 else ""
+        returned = _one_step(rank, work, model, names, step, shard, number, races)
         parameters = names.parameters(model)
         if work.compare == "gradients":
             by_name = gradients_of(parameters) if returned is None else returned
-            if len(given) > 1:
-                # DDP's bucket views put the gradients of the next step into the same memory.
-                by_name = {n: None if g is None else g.clone() for n, g in by_name.items()}
-            gradients |= {(number, name): gradient for name, gradient in by_name.items()}
+            # DDP's bucket views put the gradients of the next step into the same memory.
+            left = races.as_left(by_name, keep=len(given) > 1)
+            gradients |= {(number, name): gradient for name, gradient in left.items()}
+        _check_weights(rank, names, model, weights)
         if returned is not None and (work.compare == "update" or not last):
             _put_on_parameters(parameters, returned)
         if work.compare == "update" or not last:
@@ -206,24 +215,26 @@ def _one_step(
     step: TrainStep,
     shard: Any,
     number: int,
-    several: bool,
+    races: Races,
 ) -> Mapping[str, Tensor | None] | None:
-    """Run one step, and return what it returned, under the model's own names.
-
-    Raises ValueError if the step moves the weights and is not the only step.
-    """
+    """Run one step, and return what it returned, under the model's own names."""
     model.zero_grad(set_to_none=True)
-    weights = names.digest(model) if several else ""
-    with _seeded(step_seed(work.case, number)):
+    with _seeded(step_seed(work.case, number)), races.watched():
         returned = step(shard)
-    moved = several and weights != names.digest(model)
+    return None if returned is None else names.of_returned(model, tensors_by_name(returned))
+
+
+def _check_weights(rank: Rank, names: ParameterNames, model: nn.Module, before: str) -> None:
+    """Raises ValueError if one of several steps has moved the weights.
+
+    ``before``: a digest of the weights before the step; "" for the only step.
+    """
     # Only rank 0 raises: on other ranks a new DDP wrapper may have copied the weights of rank 0.
-    if moved and rank.rank == 0:
+    if before and before != names.digest(model) and rank.rank == 0:
         raise ValueError(
             "the step moved the weights itself; the suite takes an SGD step after each of several "
             'steps, so leave the optimizer step out, or use compare="update"'
         )
-    return None if returned is None else names.of_returned(model, tensors_by_name(returned))
 
 
 @contextmanager

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_equivalence.ranks.importable import belongs_to_user
+from ddp_equivalence.ranks.users_line import users_line
 
 Autocast = tuple[str, torch.dtype]
 """The device type and the dtype of an autocast region."""
@@ -63,7 +61,7 @@ class Float32Watch(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if not self.found and _enters_float64(result, (args, kwargs)):
             name = str(function).partition(".")[2].partition(".")[0] or str(function)
-            line = _users_line(sys._getframe(1))
+            line = users_line(sys._getframe(1))
             self.found = f"{name} at {line}" if line else name
         return result
 
@@ -83,13 +81,3 @@ def _is_rounded_to_float32(value: object) -> bool:
     if not isinstance(value, Tensor) or value.dtype is not torch.float32:
         return False
     return bool((value != value.round()).any())
-
-
-def _users_line(frame: FrameType | None) -> str:
-    """The innermost line of the user's code, as ``file:line``; "" if there is none."""
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith("<") and belongs_to_user(path):
-            return f"{os.path.basename(path)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

@@ -25,6 +25,9 @@ PROCESS_GROUP_PREFIXES = (
     "TORCH_",
     "PYTORCH_",
     "CUDA_",
+    "NVIDIA_",
+    "CUBLAS",  # cuBLAS and cuBLASLt
+    "CUDNN_",
     "OMP_",
     "MKL_",
     "KMP_",
@@ -71,7 +74,6 @@ def torchrun_environment(row: RankPlace, port: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": "ddp_equivalence",
         # As under torchrun, every rank is a client of a store that already listens.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "OMP_NUM_THREADS": "1",
     }
 
@@ -83,7 +85,33 @@ DEFAULTS = {
     # The flight recorder keeps this many collectives as evidence that they ran. Every check reads
     # it, which takes 13 us per collective kept (torch 2.13).
     "TORCH_FR_BUFFER_SIZE": "32",
+    # When a collective of NCCL fails or exceeds its timeout, torch's watchdog writes the flight
+    # recorder to a file, and sleeps for four times 15 s before it ends the process: longer than
+    # the deadline of a case leaves. Every rank reports its last collective itself, so no file is
+    # needed, and the watchdog sleeps for 1 s. (Watchdog::runLoop in torch's ProcessGroupNCCL.cpp)
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
     # float32 must mean float32: TF32 keeps only 10 bits of the mantissa.
     "NVIDIA_TF32_OVERRIDE": "0",
+    # torchrun sets this, too, unless the user does.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
 }
 """Variables that every rank gets unless the user's environment sets them."""
+
+
+def nccl_defaults(row: RankPlace) -> dict[str, str]:
+    """More such variables, for the rank in ``row`` on NCCL.
+
+    All ranks are on one host, but NCCL must not see that where nodes are simulated. Ranks with
+    another NCCL_HOSTID are on another host for it, so that it does not use NVLink, PCI Express or
+    shared memory between them. Then it takes the network, which is the loopback here: NCCL's own
+    sockets work on every host, and InfiniBand may not. A user who sets NCCL_HOSTID to any value
+    gets one host.
+
+    Sources: NVIDIA's documentation of NCCL's environment variables; ``getHostHash`` in utils.cc of
+    NCCL.
+    """
+    defaults = {"NCCL_SOCKET_IFNAME": "lo"}
+    if row.nodes > 1:
+        defaults |= {"NCCL_HOSTID": f"simulated node {row.node}", "NCCL_NET": "Socket"}
+    return defaults

@@ -14,12 +14,12 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 
 from ddp_equivalence.case.layouts import Layout
-from ddp_equivalence.ranks.lanes import Lane, cuda_devices
+from ddp_equivalence.ranks.lanes import Lane, cuda_devices, first_device
 
 POLL_INTERVAL = 0.003
 """Seconds between two attempts to take a lock."""
@@ -37,35 +37,65 @@ class XdistLocks:
         self._run_id = run_id
         self._cores = tuple(f"core {number}" for number in range(cores))
         self._devices = devices
+        self._asked_for = ExitStack()  # is never closed: the locks in it end with this process
 
     @contextmanager
     def hold(
-        self, layout: Layout, lane: Lane, preferred: Sequence[Devices] = ()
+        self,
+        layout: Layout,
+        lane: Lane,
+        preferred: Sequence[Devices] = (),
+        while_waiting: Callable[[], object] = lambda: None,
     ) -> Iterator[Devices]:
         """Take one core or GPU per rank, or all if there are fewer, and hold them inside the block.
 
         Yields the GPUs, as CUDA_VISIBLE_DEVICES names them, or () on the CPU. ``preferred``: the
         GPUs of ranks that are already running, which are taken first if they are free.
+        ``while_waiting`` is called again and again while they are not.
         """
         on_gpu = lane.device_type == "cuda"
         names = self._devices if on_gpu else self._cores
         # nn.DataParallel is a single process that drives several GPUs, so it takes all of them.
         takes_all = lane.name == "data_parallel"
-        wanted = len(names) if takes_all else min(layout.world_size, len(names))
+        wanted = layout.world_size * lane.gpus_per_rank
+        wanted = len(names) if takes_all else min(wanted, len(names))
         with ExitStack() as locks:
-            with self._turn():
+            with self._turn(while_waiting):
                 first = [name for devices in preferred for name in devices]
-                ordered = sorted(names, key=lambda name: (name not in first, names.index(name)))
-                taken = self._take(locks, ordered, wanted)
+                start = first_device(layout, lane, len(names)) if on_gpu else 0
+                ordered = sorted(
+                    names,
+                    key=lambda name: (name not in first, (names.index(name) - start) % len(names)),
+                )
+                taken = self._take(locks, ordered, wanted, while_waiting)
             yield tuple(name for name in names if name in taken) if on_gpu else ()
 
+    def ask_for(self, devices: Iterable[str]) -> None:
+        """Ask all workers to keep no idle ranks on these GPUs from now on.
+
+        A worker that no longer runs asks for nothing.
+        """
+        for device in devices:
+            self._lock(self._asked_for, _asking_for(device))
+
+    def is_asked_for(self, device: str) -> bool:
+        """True if a worker, perhaps this one, has asked for this GPU."""
+        with ExitStack() as tried:
+            return not self._lock(tried, _asking_for(device))
+
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _turn(self, while_waiting: Callable[[], object]) -> Iterator[None]:
         with ExitStack() as locks:
-            self._take(locks, ["turn"], 1)
+            self._take(locks, ["turn"], 1, while_waiting)
             yield
 
-    def _take(self, locks: ExitStack, names: Sequence[str], wanted: int) -> set[str]:
+    def _take(
+        self,
+        locks: ExitStack,
+        names: Sequence[str],
+        wanted: int,
+        while_waiting: Callable[[], object],
+    ) -> set[str]:
         """Wait until ``wanted`` of these names are locked; ``locks`` releases them on exit."""
         taken: set[str] = set()
         while True:
@@ -74,6 +104,7 @@ class XdistLocks:
                     taken.add(name)
             if len(taken) == wanted:
                 return taken
+            while_waiting()
             time.sleep(POLL_INTERVAL)
 
     def _lock(self, locks: ExitStack, name: str) -> bool:
@@ -86,6 +117,10 @@ class XdistLocks:
         _held.add(lock)
         locks.callback(_release, lock)
         return True
+
+
+def _asking_for(device: str) -> str:
+    return f"no idle ranks on {device}"
 
 
 _held: set[socket.socket] = set()

@@ -17,6 +17,7 @@ from ddp_equivalence.report.other_causes import other_causes_lines
 from ddp_equivalence.report.parameters import parameters_lines, structure_lines
 from ddp_equivalence.report.precision import precision_lines
 from ddp_equivalence.report.shares import shares_lines
+from ddp_equivalence.report.without_dropout import without_dropout_lines
 from ddp_equivalence.report.wrapping import rank_names
 
 if TYPE_CHECKING:
@@ -64,7 +65,12 @@ def _different(verdict: Verdict) -> Iterator[list[Line]]:
         none = "no cause found, because not all known causes were tried"
     names = " and ".join(verdict.causes) or none
     yield [Line(f"{verdict.subject} is not big_batch: {names}", Style.BAD)]
-    yield [*cause_lines(verdict), *precision_lines(verdict), *_not_tried_lines(verdict)]
+    yield [
+        *cause_lines(verdict),
+        *without_dropout_lines(verdict),
+        *precision_lines(verdict),
+        *_not_tried_lines(verdict),
+    ]
     yield expected_and_held_lines(verdict)
     yield structure_lines(verdict)
     yield shares_lines(verdict)
@@ -76,7 +82,9 @@ def _different(verdict: Verdict) -> Iterator[list[Line]]:
 def _unknown(verdict: Verdict) -> Iterator[list[Line]]:
     yield [Line(f"{verdict.subject} against big_batch: unknown", Style.UNCERTAIN)]
     if verdict.failure is not None:
-        yield from failure_blocks(verdict.failure, verdict.reason, verdict.second_look)
+        yield from failure_blocks(
+            verdict.failure, verdict.reason, verdict.second_look, verdict.lane
+        )
         yield _output_lines(verdict)
     else:
         yield [

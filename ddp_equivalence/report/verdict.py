@@ -58,8 +58,10 @@ class Verdict:
     the step changed in its process, or left running there. ``repeat``: the command or call that
     repeats the check. ``float32_at``: where the step computes in float32 in a check in float64, if
     that could be the difference. ``other_precision``: the verdict on the same step in the model's
-    own precision, or in float64 if this one is in the model's own. ``analysis``: computes the rest
-    when it is asked for; None if there was nothing to analyse. ``render``: writes the report.
+    own precision, or in float64 if this one is in the model's own. ``masks_unpredictable``: the
+    step differs and drops something on a GPU; ``without_dropout``: the verdict on the same step
+    with dropout turned off, if it could run again. ``analysis``: computes the rest when it is asked
+    for; None if there was nothing to analyse. ``render``: writes the report.
     """
 
     case: Case
@@ -86,6 +88,8 @@ class Verdict:
     second_look: Rerun | None = None
     float32_at: str = ""
     other_precision: Verdict | None = None
+    masks_unpredictable: bool = False
+    without_dropout: Verdict | None = None
     seconds: float = 0.0
     repeat: str = ""
     analysis: Analysis | None = field(default=None, repr=False, compare=False)

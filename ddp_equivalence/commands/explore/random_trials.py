@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ddp_equivalence.case import settings
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.case.losses import LOSSES
@@ -11,8 +12,8 @@ from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.case.shards import NAMED_SIZES, split
 from ddp_equivalence.case.steps import Compare, Steps
 from ddp_equivalence.commands.explore.drawing import integer, one_of, strategies
-from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
-from ddp_equivalence.ranks.lanes import choose
+from ddp_equivalence.measurement.lane_of_case import lane_of
+from ddp_equivalence.ranks.lanes import CannotRunHere
 from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.catalogue import Trial, go_together
 from ddp_equivalence.strategies.sharded_batch import MICRO_BATCHES
@@ -50,7 +51,7 @@ def random_trials(draw: strategies.DrawFn, strategy: str) -> Trial:
     gradients of one step, float64, seed 0.
     """
     layout = one_of(draw, [name for name in LAYOUTS if _layout_suits(strategy, name)])
-    model = one_of(draw, [name for name in MODELS if _runs(name, strategy, layout)])
+    model = one_of(draw, [name for name in MODELS if _suits(name, strategy)])
     loss = one_of(draw, [name for name in LOSSES if _fits(model, name)])
     world_size = parse(layout).world_size
     shards, examples = _shards_and_examples(draw, world_size, strategy, model, loss)
@@ -67,7 +68,16 @@ def random_trials(draw: strategies.DrawFn, strategy: str) -> Trial:
         seed=seed,
         examples=examples,
     )
-    return Trial(case, strategy, steps=steps, compare=compare)
+    on_gpu = MODELS[model].draws_random_numbers and _computes_on_gpus(case, strategy)
+    return Trial(case, strategy, steps=steps, compare=compare, on_gpu=on_gpu)
+
+
+def _computes_on_gpus(case: Case, strategy: str) -> bool:
+    try:
+        lane = lane_of(case, STRATEGIES[strategy], settings.current().backend, ())
+    except CannotRunHere:
+        return False
+    return lane.device_type != "cpu"
 
 
 def portable_strategies() -> tuple[str, ...]:
@@ -134,14 +144,12 @@ def _layout_suits(strategy: str, layout: str) -> bool:
     return not STRATEGIES[strategy].one_process or (ranks.nodes == 1 and ranks.world_size > 1)
 
 
-def _runs(model: str, strategy: str, layout: str) -> bool:
-    one_process = STRATEGIES[strategy].one_process
+def _suits(model: str, strategy: str) -> bool:
     if MODELS[model].only_exact:
         return False
-    if MODELS[model].draws_random_numbers and STRATEGIES[strategy].runs_forward_in_turn:
-        return False  # The strategy may happen to draw the same masks as the big batch.
-    on_nccl = not one_process and choose(parse(layout)).backend in NCCL_BACKENDS
-    return not (MODELS[model].sparse_gradients and on_nccl)
+    # The strategy may happen to draw the same masks as the big batch.
+    in_turn = STRATEGIES[strategy].runs_forward_in_turn
+    return not (MODELS[model].draws_random_numbers and in_turn)
 
 
 def _fits(model: str, loss: str) -> bool:

@@ -62,11 +62,6 @@ def indication(view: View) -> Indication | None:
     return None
 
 
-def likely_but_unpredictable(view: View) -> bool:
-    """True if the ranks draw their masks on a device whose generator cannot be replayed here."""
-    return view.setting.has_dropout and view.parts.count > 1 and not view.setting.draws_on_cpu
-
-
 HYPOTHESIS = Hypothesis(
     name="dropout_differs_from_reference",
     sentence="Dropout draws other masks for a shard than for the big batch. This is a property of "
@@ -74,7 +69,6 @@ HYPOTHESIS = Hypothesis(
     look_at="dropout: turn it off while gradients are compared (model.eval() or p=0)",
     predict=predict,
     indication=indication,
-    likely_but_unpredictable=likely_but_unpredictable,
     tell_apart="Put the model in eval mode: this difference then goes away.",
     limits_must_catch=True,
 )

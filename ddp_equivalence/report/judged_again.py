@@ -1,0 +1,93 @@
+"""Verdicts on steps that one judgement does not show as they are, so that they are judged again.
+
+A step with autocast, or with float32 inside float64, is judged in two precisions. A step that
+differs and drops something on a GPU is judged without dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ddp_equivalence.diagnosis import masks, precision
+from ddp_equivalence.diagnosis.unknown import UnknownBecause
+from ddp_equivalence.measurement.measure import where_in_float32
+from ddp_equivalence.measurement.request import Request
+from ddp_equivalence.report.verdict import Verdict
+
+Judge = Callable[[Request], Verdict]
+
+
+def judged_again(verdict: Verdict, request: Request, judge: Judge) -> Verdict:
+    """The verdict on a request, after all further judgements that it takes."""
+    if verdict.outcome == "different" and masks.are_unpredictable(request):
+        return _also_without_dropout(verdict, request, judge)
+    if request.is_cast_to_float64:
+        return _also_in_own_precision(verdict, request, judge)
+    return _also_in_float64(verdict, request, judge)
+
+
+def _also_without_dropout(verdict: Verdict, request: Request, judge: Judge) -> Verdict:
+    """Judge a step whose masks cannot be predicted without them, and name what is left.
+
+    Without dropout, the masks cannot hide another cause. They are believed to be the only cause if
+    the step is then right.
+    """
+    rejected = tuple(replace(finding, accepted=False) for finding in verdict.findings)
+    without = masks.request_without_masks(request)
+    again = None if without is None else judge(without)
+    findings = rejected
+    if again is not None and _is_right(again):
+        finding = masks.finding_of_masks(verdict.view)
+        findings = (finding, *(one for one in rejected if one.cause != finding.cause))
+    elif again is not None and again.outcome == "different":
+        findings = masks.findings_beside_masks(again.findings, verdict.view)
+    best = findings[0] if findings else None
+    return replace(
+        verdict,
+        findings=findings,
+        cause=best.cause if best is not None and best.accepted else None,
+        masks_unpredictable=True,
+        without_dropout=again,
+    )
+
+
+def _is_right(verdict: Verdict) -> bool:
+    """True if nothing differs. A planted fault may be one that only the masks can show."""
+    hidden = verdict.unknown_because is UnknownBecause.PLANTED_FAULT_CANNOT_SHOW
+    return verdict.outcome == "same" or hidden
+
+
+def _also_in_own_precision(verdict: Verdict, request: Request, judge: Judge) -> Verdict:
+    """Judge a check in float64 again, in the precision in which the user builds the model.
+
+    Autocast does nothing in float64, so a step that enters it is judged twice. A step that computes
+    in float32 inside float64 is off by the rounding of float32 there, which is no fault.
+    """
+    if verdict.outcome == "different" and precision.has_the_size_of_float32(verdict.comparison):
+        verdict = replace(verdict, float32_at=where_in_float32(request))
+    if not verdict.float32_at and not (verdict.outcome == "same" and verdict.autocast):
+        return verdict
+    own = precision.in_own_precision(request)
+    if own is None:
+        return verdict
+    again = judge(own)
+    if verdict.outcome == again.outcome or (verdict.float32_at and again.outcome != "same"):
+        return replace(verdict, other_precision=again)
+    return replace(again, other_precision=verdict)
+
+
+def _also_in_float64(verdict: Verdict, request: Request, judge: Judge) -> Verdict:
+    """Judge a step with autocast in float64 as well, where it must be the same, too.
+
+    The limits of autocast's precision are wide, also for parameters that it never touches.
+    """
+    if verdict.outcome != "same" or verdict.autocast is None or verdict.is_in_float64:
+        return verdict
+    in_float64 = precision.in_float64(request)
+    if in_float64 is None:
+        return verdict
+    again = judge(in_float64)
+    if again.outcome != "different" or precision.has_the_size_of_float32(again.comparison):
+        return replace(verdict, other_precision=again)
+    return replace(again, other_precision=verdict)

@@ -1,0 +1,225 @@
+"""Idle ranks leave a GPU that has no room for more, and only then."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, cast
+
+import pytest
+
+from ddp_equivalence.case.layouts import parse
+from ddp_equivalence.ranks import gpu_room, idle_sets, lanes, warm_ranks
+from ddp_equivalence.ranks.failure import RankEnd, RankFailed
+from ddp_equivalence.ranks.gpu_room import GpuRoom, Lack, lack_of, processes_by_gpu
+from ddp_equivalence.ranks.gpus import Gpu, by_name
+from ddp_equivalence.ranks.idle_sets import IdleSets, RankSetKey
+from ddp_equivalence.ranks.lanes import Lane
+from ddp_equivalence.ranks.xdist_locks import XdistLocks
+
+NCCL = Lane("nccl", "nccl", "cuda")
+GLOO_CUDA = Lane("gloo_cuda", "gloo", "cuda")
+DATA_PARALLEL = Lane("data_parallel", "gloo", "cuda")
+ON_CPU = Lane("gloo", "gloo", "cpu")
+GPUS = ("0", "1", "2", "3")
+GB = 2**30
+
+
+class Idle:
+    """A set of ranks that notes whether it was stopped."""
+
+    def __init__(self, layout: str) -> None:
+        self.layout = parse(layout)
+        self.stopped = False
+        self.when_stopped: Callable[[], object] = lambda: None
+
+    def stop(self) -> None:
+        self.stopped = True
+        self.when_stopped()
+
+
+def key(layout: str, lane: Lane = NCCL) -> RankSetKey:
+    return RankSetKey(parse(layout), lane, 30.0, (), "forkserver")
+
+
+def keep(idle: IdleSets, layout: str, lane: Lane = NCCL) -> Idle:
+    kept = Idle(layout)
+    idle.keep(key(layout, lane), GPUS if lane.device_type == "cuda" else (), cast(Any, kept))
+    return kept
+
+
+def fails_with(text: str) -> RankFailed:
+    ends = [RankEnd(0, 0, 0, "running"), RankEnd(1, 0, 1, "exception", text)]
+    return RankFailed("rank 0 waited", ends)
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> GpuRoom:
+    """Four GPUs with room for two processes each."""
+    room = GpuRoom(dict.fromkeys(GPUS, 2))
+    for module in (gpu_room, idle_sets, warm_ranks):
+        monkeypatch.setattr(module, "gpu_room", lambda: room)
+    return room
+
+
+def test_every_rank_is_a_process_on_its_gpu() -> None:
+    assert sum(processes_by_gpu(parse("1x2"), NCCL, GPUS).values()) == 2
+    assert processes_by_gpu(parse("2x2"), NCCL, GPUS) == dict.fromkeys(GPUS, 1)
+    assert processes_by_gpu(parse("1x4"), GLOO_CUDA, ("5", "7")) == {"5": 2, "7": 2}
+    assert processes_by_gpu(parse("1x1"), DATA_PARALLEL, GPUS) == dict.fromkeys(GPUS, 1)
+    assert processes_by_gpu(parse("1x2"), ON_CPU, ()) == {}
+
+
+@pytest.mark.parametrize(
+    ("memory", "workers", "most"), [(8, 1, 3), (24, 1, 10), (80, 4, 8), (8, 8, 1), (None, 1, 8)]
+)
+def test_idle_ranks_may_hold_a_quarter_of_the_memory_of_a_gpu(
+    memory: int | None, workers: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = None if memory is None else memory * GB
+    found = {name: Gpu(int(name), memory_total=total) for name in GPUS}
+    monkeypatch.setattr(gpu_room, "gpus_by_name", lambda _: found)
+    monkeypatch.setattr(gpu_room, "cuda_devices", lambda: GPUS)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(workers))
+    room = gpu_room.gpu_room.__wrapped__()
+    assert room.most_on("2") == most
+    assert not room.is_exclusive("2")
+
+
+def test_a_gpu_for_one_process_at_a_time_has_room_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"0": Gpu(0, compute_mode="default"), "1": Gpu(1, compute_mode="exclusive_process")}
+    monkeypatch.setattr(gpu_room, "gpus_by_name", lambda _: found)
+    monkeypatch.setattr(gpu_room, "cuda_devices", lambda: ("0", "1"))
+    room = gpu_room.gpu_room.__wrapped__()
+    assert (room.most_on("0"), room.most_on("1")) == (gpu_room.WITHOUT_NVML, 1)
+    assert room.is_exclusive("1")
+
+
+def test_ranks_cannot_share_a_gpu_for_one_process_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lanes, "cuda_devices", lambda: ("0",))
+    for mode, reason in (
+        ("default", None),
+        (
+            "exclusive_process",
+            "needs 2 CUDA devices (EXCLUSIVE_PROCESS: one process each), found 1",
+        ),
+    ):
+        found = {"0": Gpu(0, compute_mode=mode)}
+        monkeypatch.setattr(by_name, "gpus_by_name", lambda _, found=found: found)
+        assert lanes.missing("gloo_cuda", 1) is None
+        assert lanes.missing("gloo_cuda", 2) == reason
+
+
+@pytest.mark.parametrize(
+    ("text", "lack"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 MiB", Lack.MEMORY),
+        ("DistBackendError: Cuda failure 2 'out of memory'", Lack.MEMORY),
+        ("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", Lack.MEMORY),
+        ("CUDA error: CUDA-capable device(s) is/are busy or unavailable", Lack.PLACE),
+        ("AssertionError: no such thing", None),
+    ],
+)
+def test_what_a_gpu_lacked_is_read_from_the_error_of_any_rank(text: str, lack: Lack | None) -> None:
+    assert lack_of(fails_with(text)) is lack
+
+
+@pytest.mark.usefixtures("room")
+def test_the_sets_that_were_idle_longest_on_a_full_gpu_leave() -> None:
+    idle = IdleSets()
+    on_cpu, first, second = keep(idle, "1x2", ON_CPU), keep(idle, "2x2"), keep(idle, "4x1")
+    idle.make_room(key("1x4"), GPUS)
+    assert (on_cpu.stopped, first.stopped, second.stopped) == (False, True, False)
+    idle.make_room(key("1x2", ON_CPU), ())
+    assert not second.stopped
+
+
+def test_sets_leave_gpus_that_had_no_memory_for_the_next_ranks(room: GpuRoom) -> None:
+    idle = IdleSets()
+    on_cpu, on_gpus = keep(idle, "1x2", ON_CPU), keep(idle, "2x2")
+    assert not idle.leave_gpus(key("1x4"), GPUS, fails_with("no such thing"))
+    assert not idle.leave_gpus(key("1x2", ON_CPU), (), fails_with("out of memory"))
+    assert [one.stopped for one in (on_cpu, on_gpus)] == [False, False]
+    assert idle.leave_gpus(key("1x4"), GPUS, fails_with("CUDA error: out of memory"))
+    assert [one.stopped for one in (on_cpu, on_gpus)] == [False, True]
+    assert not idle.leave_gpus(key("1x4"), GPUS, fails_with("CUDA error: out of memory"))
+    assert not room.is_exclusive("0")
+
+
+def test_a_gpu_that_was_busy_is_for_one_process_from_then_on(room: GpuRoom) -> None:
+    idle = IdleSets()
+    kept = keep(idle, "2x2")
+    assert idle.leave_gpus(key("1x4"), GPUS, fails_with(f"CUDA error: {gpu_room.BUSY}"))
+    assert kept.stopped
+    assert all(map(room.is_exclusive, GPUS))
+
+
+class Workers:
+    """The locks of a run with several workers. ``asked``: the GPUs that were asked for."""
+
+    def __init__(self) -> None:
+        self.asked: set[str] = set()
+
+    def ask_for(self, devices: Any) -> None:
+        self.asked |= set(devices)
+
+    def is_asked_for(self, device: str) -> bool:
+        return device in self.asked
+
+
+def test_ranks_leave_gpus_that_other_workers_have_asked_for(
+    room: GpuRoom, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = Workers()
+    monkeypatch.setattr(warm_ranks, "xdist_locks", lambda: workers)
+    assert not warm_ranks.must_leave(key("2x2"), GPUS)
+    workers.ask_for(["3"])
+    assert warm_ranks.must_leave(key("2x2"), GPUS)
+    assert not warm_ranks.must_leave(key("1x2", ON_CPU), ())
+    workers.asked.clear()
+    room.note_exclusive("1")
+    assert warm_ranks.must_leave(key("2x2"), GPUS)
+    monkeypatch.setattr(warm_ranks, "xdist_locks", lambda: None)
+    assert not warm_ranks.must_leave(key("2x2"), GPUS)
+
+
+def test_only_ranks_that_lack_room_on_a_gpu_wait_for_other_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers = Workers()
+    monkeypatch.setattr(warm_ranks, "xdist_locks", lambda: workers)
+    monkeypatch.setattr(warm_ranks, "PAUSE", 0.0)
+    later, full = float("inf"), fails_with("out of memory")
+    assert not warm_ranks.others_may_leave(key("1x4"), GPUS, fails_with("other"), later)
+    assert not warm_ranks.others_may_leave(key("1x2", ON_CPU), (), full, later)
+    assert not warm_ranks.others_may_leave(key("1x4"), GPUS, full, 0.0)
+    assert not workers.asked
+    assert warm_ranks.others_may_leave(key("1x4"), GPUS, full, later)
+    assert workers.asked == set(GPUS)
+
+
+def test_a_worker_that_waits_for_gpus_stops_idle_ranks_that_are_in_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker that it waits for cannot start its ranks, and so keeps the GPUs, until it does."""
+    run_id = uuid.uuid4().hex
+    here, there = (XdistLocks(run_id, 1, ("0", "1")) for _ in range(2))
+    monkeypatch.setattr(warm_ranks, "xdist_locks", lambda: there)
+    polls = iter(range(100))
+    monkeypatch.setattr(
+        "ddp_equivalence.ranks.xdist_locks.time.sleep", lambda _: next(polls)
+    )  # raises in the end
+    ranks = warm_ranks.WarmRanks()
+    idle, on_cpu = Idle("1x1"), Idle("1x1")
+    ranks._idle.keep(key("1x1"), ("0",), cast(Any, idle))
+    ranks._idle.keep(key("1x1", ON_CPU), (), cast(Any, on_cpu))
+    with ExitStack() as held:
+        held.enter_context(here.hold(parse("1x2"), NCCL))
+        here.ask_for(["0"])
+        idle.when_stopped = held.close
+        with ranks._devices(key("1x2")) as devices:
+            assert devices == ("0", "1")
+    assert [one.stopped for one in (idle, on_cpu)] == [True, False]
