@@ -15,15 +15,6 @@ WITHOUT = ("-q", "-p", "no:randomly", "-p", "no:cacheprovider")
 SAYS_SO = "REHEARSED on"
 
 
-def test_the_doctor_tries_the_lanes_of_two_gpus() -> None:
-    rehearsed = rehearse("ddp_equivalence", "doctor", gpus=2)
-    assert rehearsed.returncode == 0, rehearsed.output
-    assert "nccl           works" in rehearsed.output
-    assert {context.gpu for context in rehearsed.contexts} == {0, 1}
-    assert not rehearsed.initialised_by_no_rank()
-    assert SAYS_SO in rehearsed.output
-
-
 def _one_case_of_each_layout() -> list[catalogue.Trial]:
     """Trials with one model and one loss; two of them are for gloo with CUDA tensors."""
     return [
