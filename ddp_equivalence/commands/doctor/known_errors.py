@@ -18,8 +18,9 @@ REMEDIES = (
     ),
     (
         ("busy or unavailable",),
-        "another process holds the GPU, which takes one at a time, or the GPU is in the compute "
-        "mode PROHIBITED: see nvidia-smi -q -d COMPUTE, and end that process or change the mode",
+        "the GPU takes one process at a time (compute mode EXCLUSIVE_PROCESS), and another one has "
+        "it, or it takes none (PROHIBITED): see nvidia-smi -q -d COMPUTE, and change the mode or "
+        "end the other process",
     ),
     (
         ("out of memory",),
@@ -43,8 +44,7 @@ REMEDIES = (
     (
         ("CUDA error: unknown error", "CUDA unknown error", "forward compatibility was attempted"),
         "the driver is not set up completely: restart the machine or the container, and see "
-        "whether nvidia-smi works; after suspend to RAM, `sudo modprobe -r nvidia_uvm && sudo modprobe "
-        "nvidia_uvm` may help",
+        "whether nvidia-smi works",
     ),
     (
         ("Duplicate GPU detected",),
