@@ -45,7 +45,7 @@ def _planned(item: pytest.Item) -> PlannedTest:
     strategy, layout, lane = trial.args if trial else ("", "", "")
     reason = ""
     if skip is not None:
-        reason = str(skip.kwargs.get("reason") or next(iter(skip.args), "it is marked to be skipped"))
+        reason = skip.kwargs.get("reason") or next(iter(skip.args), "it is marked to be skipped")
     return PlannedTest(item.nodeid, strategy, layout, lane, reason)
 
 
@@ -73,9 +73,8 @@ def plan_lines(tests: Sequence[PlannedTest]) -> Iterator[str]:
 def plan_in_short(tests: Sequence[PlannedTest]) -> str:
     """The plan in one line."""
     runs, left_out = _divided(tests)
-    parts = [
-        f"{count} {plural(count, 'case')} on {lane}" for lane, count in _cases_of_lanes(runs).items()
-    ]
+    cases = _cases_of_lanes(runs)
+    parts = [f"{count} {plural(count, 'case')} on {lane}" for lane, count in cases.items()]
     others = sum(not test.lane for test in runs)
     if others:
         parts.append(f"{others} other {plural(others, 'test')}")

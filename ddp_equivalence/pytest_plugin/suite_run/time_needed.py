@@ -27,11 +27,12 @@ Kind = tuple[str, int]
 
 @dataclass(frozen=True)
 class Timings:
-    """Mean seconds of one test of each kind, and where and when they were measured."""
+    """Mean seconds of one test of each kind, and where, when and how they were measured."""
 
     seconds: Mapping[Kind, float]
     where: str
     date: str
+    workers: int = 1
 
 
 MEASURED = Timings(
@@ -39,7 +40,10 @@ MEASURED = Timings(
     "two CPU cores without a GPU",
     "2026-11-22",
 )
-"""Measured with torch 2.13.0+cpu and one pytest worker."""
+"""Measured with torch 2.13.0+cpu."""
+
+LEAST_TESTS = 20
+"""The mean time of a kind is kept for later runs if so many of its tests have run."""
 
 
 def kind_of(test: PlannedTest) -> Kind:
@@ -64,17 +68,15 @@ def seconds_of(test: PlannedTest, timings: Timings) -> float:
 def estimate_text(tests: Sequence[PlannedTest], timings: Timings, workers: int) -> str:
     """About how long the tests will take, and on what this rests."""
     seconds = sum(seconds_of(test, timings) for test in tests)
-    shared = f", shared by {workers} workers" if workers > 1 else ""
+    with_workers = f" with {timings.workers} workers" if timings.workers > 1 else ""
     text = (
-        f"Time: about {duration_text(seconds / workers)}. This is an estimate from mean times on "
-        f"{timings.where} ({timings.date}){shared}."
+        f"Time: about {duration_text(seconds / workers)}, an estimate from mean times on "
+        f"{timings.where}{with_workers} ({timings.date})"
     )
-    lanes = {test.lane for test in tests if not test.reason and kind_of(test) not in timings.seconds}
-    if lanes - {""}:
-        text += (
-            f" No test has been timed on {', '.join(sorted(lanes - {''}))}: such a test counts like "
-            "one with as many ranks on another lane."
-        )
+    timed = {lane for lane, _ in timings.seconds}
+    not_timed = {test.lane for test in tests if test.lane and not test.reason} - timed
+    if not_timed:
+        text += f"; nothing was timed on {', '.join(sorted(not_timed))}, which may take longer"
     return text
 
 
@@ -101,10 +103,14 @@ class Stopwatch:
         self._seconds[kind] += report.duration
         self._tests[kind] += report.when == "call"
 
-    def timings(self) -> Timings:
-        """The mean time of each kind of which a test has run."""
-        means = {kind: self._seconds[kind] / count for kind, count in self._tests.items() if count}
-        return Timings(means, "this machine", time.strftime("%Y-%m-%d"))
+    def timings(self, workers: int) -> Timings:
+        """The mean time of each kind of which enough tests have run. ``workers``: of xdist."""
+        means = {
+            kind: self._seconds[kind] / count
+            for kind, count in self._tests.items()
+            if count >= LEAST_TESTS
+        }
+        return Timings(means, "this machine", time.strftime("%Y-%m-%d"), workers)
 
 
 def last_timings(config: pytest.Config) -> Timings:
@@ -113,19 +119,17 @@ def last_timings(config: pytest.Config) -> Timings:
     kept: Any = cache.get(CACHE_KEY, None) if cache is not None else None
     try:
         seconds = {(lane, int(ranks)): float(mean) for lane, ranks, mean in kept["seconds"]}
-        timings = Timings(seconds, "this machine", str(kept["date"]))
+        timings = Timings(seconds, "this machine", str(kept["date"]), int(kept["workers"]))
     except (TypeError, KeyError, ValueError):
         return MEASURED
     return timings if seconds else MEASURED
 
 
 def keep_timings(config: pytest.Config, timings: Timings) -> None:
-    """Keep these timings for the next run, and those of other kinds as they are."""
+    """Keep these timings for the next run; if they are few, keep those that are there."""
     cache = getattr(config, "cache", None)
-    if cache is None or not timings.seconds:
+    if cache is None or len(timings.seconds) < len(last_timings(config).seconds) / 2:
         return
-    before = last_timings(config)
-    seconds = dict(before.seconds) if before is not MEASURED else {}
-    seconds |= timings.seconds
-    kept = [[lane, ranks, round(mean, 4)] for (lane, ranks), mean in sorted(seconds.items())]
-    cache.set(CACHE_KEY, {"date": timings.date, "seconds": kept})
+    means = [[*kind, round(mean, 4)] for kind, mean in sorted(timings.seconds.items())]
+    kept = {"date": timings.date, "workers": timings.workers, "seconds": means}
+    cache.set(CACHE_KEY, kept)
