@@ -1,0 +1,1 @@
+"""Rehearses the GPU lanes on pretended GPUs: real rank processes, whose CUDA is the CPU."""

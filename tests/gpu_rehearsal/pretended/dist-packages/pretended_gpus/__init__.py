@@ -1,0 +1,29 @@
+"""Pretended GPUs: torch.cuda says that there are some, and computes on the CPU; NCCL is gloo.
+
+``settings`` says what the GPUs are like. Each other module replaces one topic of torch.
+"""
+
+from __future__ import annotations
+
+
+def install() -> None:
+    """Replace the parts of torch, which has just been imported, that would need a GPU."""
+    from pretended_gpus import (
+        amp,
+        collectives,
+        data_parallel,
+        distributed_data_parallel,
+        generators,
+        streams,
+        tensors,
+        torch_cuda,
+    )
+
+    torch_cuda.install()
+    streams.install()
+    generators.install()
+    tensors.install()
+    collectives.install()
+    data_parallel.install()
+    distributed_data_parallel.install()
+    amp.install()

@@ -1,0 +1,54 @@
+"""Installs the pretended GPUs in every process that has this folder on its PYTHONPATH.
+
+Python imports this file when it starts. Nothing happens unless PRETEND_GPUS is set.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec
+from types import ModuleType
+from typing import Any
+
+
+class _AfterTorch(MetaPathFinder):
+    """Finds torch once, so that the pretended GPUs are installed right after its import."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_pretend(module: ModuleType) -> None:
+            execute(module)
+            from pretended_gpus import install
+
+            install()
+
+        spec.loader.exec_module = execute_and_pretend  # type: ignore[method-assign]
+        return spec
+
+
+def _next_site_customisation() -> ModuleSpec | None:
+    """The sitecustomize that this file hides, if the machine has one."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    elsewhere = [entry for entry in sys.path if os.path.abspath(entry or ".") != here]
+    return PathFinder.find_spec("sitecustomize", elsewhere)
+
+
+def _run_next_site_customisation() -> None:
+    spec = _next_site_customisation()
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(module_from_spec(spec))
+
+
+_run_next_site_customisation()
+if os.environ.get("PRETEND_GPUS"):
+    sys.meta_path.insert(0, _AfterTorch())
