@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from ddp_equivalence.pytest_plugin.suite_run.plan import PlannedTest
+from ddp_equivalence.ranks.lanes import cuda_devices
 
-CACHE_KEY = "ddp_equivalence/seconds_of_tests"
+CACHE_KEY = "ddp_equivalence/seconds_of_tests_with_{}_gpus"
 
 OTHER_TESTS = ("", 0)
 """The kind of the tests that are not in the catalogue."""
@@ -98,7 +99,7 @@ class Stopwatch:
 
     def add(self, report: pytest.TestReport) -> None:
         kind = self.kinds.get(report.nodeid)
-        if kind is None or report.skipped:
+        if kind is None or not report.passed:  # a test that fails takes longer
             return
         self._seconds[kind] += report.duration
         self._tests[kind] += report.when == "call"
@@ -116,7 +117,7 @@ class Stopwatch:
 def last_timings(config: pytest.Config) -> Timings:
     """Those of this machine's earlier runs; if there are none, those in ``MEASURED``."""
     cache = getattr(config, "cache", None)  # None under pytest -p no:cacheprovider
-    kept: Any = cache.get(CACHE_KEY, None) if cache is not None else None
+    kept: Any = cache.get(_cache_key(), None) if cache is not None else None
     try:
         seconds = {(lane, int(ranks)): float(mean) for lane, ranks, mean in kept["seconds"]}
         timings = Timings(seconds, "this machine", str(kept["date"]), int(kept["workers"]))
@@ -132,4 +133,8 @@ def keep_timings(config: pytest.Config, timings: Timings) -> None:
         return
     means = [[*kind, round(mean, 4)] for kind, mean in sorted(timings.seconds.items())]
     kept = {"date": timings.date, "workers": timings.workers, "seconds": means}
-    cache.set(CACHE_KEY, kept)
+    cache.set(_cache_key(), kept)
+
+
+def _cache_key() -> str:
+    return CACHE_KEY.format(len(cuda_devices()))
