@@ -21,7 +21,7 @@ from ddp_equivalence.case.shards import OWN, split
 from ddp_equivalence.case.steps import Compare, Steps
 from ddp_equivalence.comparison.batch_digest import data_by_rank
 from ddp_equivalence.comparison.expected import Expected
-from ddp_equivalence.diagnosis import precision, vacuity
+from ddp_equivalence.diagnosis import distinct_gpus, precision, vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis, without_ranks
 from ddp_equivalence.diagnosis.finding import finding_of_wrong_collectives
 from ddp_equivalence.diagnosis.time_left import TimeLeft
@@ -147,6 +147,7 @@ def _judge(request: Request) -> Verdict:
     why_unknown = (
         vacuity.against_the_evidence(measurement.evidence, request.strategy, world_size)
         or vacuity.against_another_batch(expected.data, measurement.evidence)
+        or distinct_gpus.against_shared_gpus(request.lane, measurement.evidence)
         or vacuity.against_an_idle_plant(measurement.evidence, request.plant, request.processes)
     )
     if why_unknown is not None:

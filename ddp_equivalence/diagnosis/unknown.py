@@ -25,6 +25,7 @@ class UnknownBecause(Enum):
     LIMIT_ABOVE_SIGNAL = "limit_above_signal"
     AUTOCAST_DIFFERS = "autocast_differs"
     NOTHING_EXCHANGED = "nothing_exchanged"
+    RANKS_SHARE_A_GPU = "ranks_share_a_gpu"
     RANK_FAILED = "rank_failed"
     RANKS_TIMED_OUT = "ranks_timed_out"
     PROCESS_CHANGED = "process_changed"

@@ -31,6 +31,7 @@ from ddp_equivalence.comparison.gradients import (
 )
 from ddp_equivalence.faults.plant import PlantedFault, plant_here
 from ddp_equivalence.measurement.called_with import CalledWith
+from ddp_equivalence.measurement.cuda_evidence import gpus_used, tf32_of
 from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.measurement.parameter_names import ParameterNames
 from ddp_equivalence.measurement.precision_watch import Float32Watch, autocast_entered
@@ -113,6 +114,8 @@ def _run_step(
         observed=observer.found(gradients, collectives) if observer else None,
         autocast=frozenset(autocast),
         float32_at=float32.found if float32 else "",
+        gpu=gpus_used(rank, chain(model.parameters(), gradients.values()), notes),
+        tf32=tf32_of(rank),
     )
     return gradients, evidence
 

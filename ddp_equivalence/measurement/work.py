@@ -13,6 +13,7 @@ from ddp_equivalence.case.steps import Compare, GradientKey, Steps
 from ddp_equivalence.comparison.batch_digest import Digests
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.comparison.gradients import Description
+from ddp_equivalence.measurement.cuda_evidence import Tf32
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.precision_watch import Autocast
 from ddp_equivalence.ranks.collectives import Collective
@@ -53,6 +54,8 @@ class Evidence:
     gradients of what the model returned. ``called_with_given_rows``: a copy of something that was
     dealt to the rank was among these tensors. ``start``: a digest of the weights before the first
     step. ``collectives``: all that the rank issued; None if torch has no flight recorder.
+    ``gpu``: the physical GPUs that hold its weights and gradients, see ``cuda_evidence``; "" on the
+    CPU. ``tf32``: whether TF32 was allowed in float32; None on the CPU.
     ``gradients``: the description of every gradient that the rank left. ``notes``: what the
     strategy wrote down to prove that it ran. ``planted``: how often a planted fault did its damage;
     None if none was planted. ``observed``: what was seen of the step, if it was watched.
@@ -74,3 +77,5 @@ class Evidence:
     called_with_given_rows: bool = False
     autocast: frozenset[Autocast] = frozenset()
     float32_at: str = ""
+    gpu: str = ""
+    tf32: Tf32 | None = None

@@ -10,6 +10,7 @@ import torch
 
 from ddp_equivalence.case.shards import OWN
 from ddp_equivalence.ranks.collectives import FORGOTTEN
+from ddp_equivalence.report.gpus import gpu_texts, tf32_texts
 from ddp_equivalence.report.line import Line, Style, labelled
 from ddp_equivalence.report.other_forms import other_form_texts
 from ddp_equivalence.report.watched_run import watched_run_texts
@@ -68,11 +69,13 @@ def _evidence(verdict: Verdict) -> Iterator[str]:
 
 
 def _place(verdict: Verdict) -> str:
-    """Lane, version of torch, and devices."""
+    """Lane, version of torch, devices, and the precision of float32 on CUDA."""
     lane = verdict.lane
     devices = sorted({one.device for one in verdict.evidence.values()}) or [lane.device_type]
+    gpus = gpu_texts({rank: one.gpu for rank, one in verdict.evidence.items()})
     where = f"{lane.name} ({lane.reason})" if lane.reason else lane.name
-    return f"{where}, torch {torch.__version__}, {', '.join(devices)}"
+    place = f"{where}, torch {torch.__version__}, {', '.join(gpus or devices)}"
+    return "; ".join([place, *tf32_texts({one.tf32 for one in verdict.evidence.values()})])
 
 
 def _examples_given(verdict: Verdict) -> Iterator[str]:

@@ -20,7 +20,8 @@ class Record:
     ``unknown_because``: why nothing was shown, in words and as a value of ``UnknownBecause``.
     ``parameters``, ``elements``, ``ranks``: how much was compared. ``planted``: the fault that was
     planted on purpose, or "". ``known``: the case is known to differ. ``confirmed``: its test found
-    that it differs in the known way.
+    that it differs in the known way. ``gpu``: the
+    physical GPUs of all ranks in their order, with ", " between ranks; "" on the CPU.
     """
 
     id: str
@@ -45,6 +46,7 @@ class Record:
     planted: str = ""
     known: bool = False
     confirmed: bool = False
+    gpu: str = ""
 
     @property
     def was_compared(self) -> bool:
@@ -83,6 +85,7 @@ def record_of(
         elements=comparison.elements if comparison else 0,
         ranks=len(comparison.ranks) if comparison else 0,
         planted=planted,
+        gpu=", ".join(one.gpu for one in verdict.evidence.values() if one.gpu),
     )
 
 

@@ -31,6 +31,7 @@ def prepare(task: Task) -> TrainStep:
         devices_used.clear()
         task.loss(parallel, batch).backward()
         task.notes["replicas"] = len(devices_used)
+        task.notes["devices"] = sorted(devices_used)
 
     return step
 
