@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -13,7 +12,6 @@ from ddp_equivalence.ranks.server import start_early
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
-    from ddp_equivalence.commands.doctor.machine import Machine
     from ddp_equivalence.commands.doctor.problem import Problem
     from ddp_equivalence.commands.doctor.state import State
 
@@ -36,10 +34,11 @@ def run(arguments: argparse.Namespace) -> int:
     start_early()  # the ranks' server imports torch while this process does
     from ddp_equivalence.commands.doctor.examination import Examination
     from ddp_equivalence.commands.doctor.machine import this_machine
+    from ddp_equivalence.report.box import Box, box_lines
 
     machine = this_machine()
     examination = Examination(machine)
-    for line in machine_lines(machine):
+    for line in (*box_lines(Box(machine.gpus, len(machine.devices))), ""):
         print(line, flush=True)
     for line in examination.lines():
         print(line, flush=True)  # a pair of GPUs that hangs takes half a minute
@@ -51,21 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
             "gloo_fallback."
         )
     return exit_code(examination.states)
-
-
-def machine_lines(machine: Machine) -> Iterator[str]:
-    """The versions and devices of this machine."""
-    from ddp_equivalence.report.versions import versions
-
-    installed = versions()
-    yield (
-        f"ddp_equivalence {installed['ddp_equivalence']}, torch {installed['torch']}, "
-        f"Python {installed['python']}"
-    )
-    yield f"{installed['platform']}, {os.cpu_count()} CPU cores"
-    cuda = f" (CUDA {installed['cuda']}, NCCL {installed['nccl']})" if machine.devices else ""
-    yield f"CUDA devices: {len(machine.devices)}{cuda}"
-    yield ""
 
 
 def problem_lines(problems: Sequence[Problem]) -> Iterator[str]:

@@ -36,10 +36,10 @@ def problems(
     yield from _torch_and_devices(machine)
     yield from _nvml(machine)
     yield from _driver(machine)
-    for gpu in visible_gpus(machine.gpus.gpus, machine.visible):
-        yield from gpu_problems(gpu)
+    yield from gpu_problems(visible_gpus(machine.gpus.gpus, machine.visible))
     yield from _shared_memory(machine)
     yield from _kernels(machine, gpus)
+    yield from _failed_alone(gpus)
     yield from _pairs(pairs)
     yield from _errors([*(gpu.state for gpu in gpus), *(pair.state for pair in pairs), *others])
 
@@ -155,6 +155,17 @@ def _kernels(machine: Machine, gpus: Sequence[GpuState]) -> Iterator[Problem]:
                 f"{', '.join(answer.architectures)} only",
                 f"install a build of torch with kernels for this GPU: {SELECTOR}",
             )
+
+
+def _failed_alone(gpus: Sequence[GpuState]) -> Iterator[Problem]:
+    working = [gpu.device for gpu in gpus if gpu.state.outcome is Outcome.WORKS]
+    failed = [gpu.state.name for gpu in gpus if gpu.state.outcome is not Outcome.WORKS]
+    if failed and working:
+        yield Problem(
+            f"{', '.join(failed)}: not even one product was right there, so every case that gets "
+            "it will fail",
+            f"`export CUDA_VISIBLE_DEVICES={','.join(working)}` leaves it out",
+        )
 
 
 def _pairs(pairs: Sequence[PairState]) -> Iterator[Problem]:

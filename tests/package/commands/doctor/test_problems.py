@@ -62,14 +62,22 @@ MACHINES_WITH_A_PROBLEM = {
         "/dev/shm has 64 MiB",
         "--ipc=host",
     ),
-    "exclusive": (box(gpu(0, compute_mode="exclusive_process")), "EXCLUSIVE", "-i 0 -c DEFAULT"),
-    "prohibited": (box(gpu(0, compute_mode="prohibited")), "PROHIBITED", "-i 0 -c DEFAULT"),
+    "exclusive": (
+        box(*(gpu(index, compute_mode="exclusive_process") for index in (0, 1)), gpu(2)),
+        "GPUs 0, 1: the compute mode is EXCLUSIVE_PROCESS",
+        "`sudo nvidia-smi -i 0,1 -c DEFAULT`",
+    ),
+    "prohibited": (
+        box(gpu(0, compute_mode="prohibited")),
+        "GPU 0: the compute mode is PROHIBITED",
+        "`sudo nvidia-smi -i 0 -c DEFAULT`",
+    ),
     "instances": (
         box(gpu(0, mig=True, mig_uuids=("MIG-a", "MIG-b"))),
-        "divided into 2 instances",
+        "GPU 0: divided into instances",
         "CUDA_VISIBLE_DEVICES",
     ),
-    "no instances": (box(gpu(0, mig=True)), "no instances", "-mig 0"),
+    "no instances": (box(gpu(0, mig=True)), "without instances", "nvidia-smi mig -i 0 -cgi"),
     "a GPU with another process's 70 GB": (
         box(gpu(0, memory_free=10 * GIB, processes=(GpuProcess(17, 70 * GIB),))),
         "70.0 of the 80.0 GiB of GPU 0 are in use, by process 17 (70.0 GiB)",
@@ -136,6 +144,14 @@ def test_a_gpu_without_kernels_in_this_torch() -> None:
     assert "sm_75, sm_90" in problem.what
 
 
+def test_a_gpu_that_failed_alone_can_be_left_out() -> None:
+    states = [found(0), found(1, Outcome.FAILED), found(2), found(3, Outcome.WRONG)]
+    (problem,) = problems(box(*map(gpu, range(4))), states)
+    assert problem.what.startswith("cuda:1, cuda:3: not even one product was right")
+    assert "CUDA_VISIBLE_DEVICES=0,2" in problem.advice
+    assert list(problems(box(gpu(0)), [found(0, Outcome.FAILED)])) == []  # no other is there
+
+
 def test_pairs_that_work_only_without_p2p() -> None:
     pairs = [
         PairState(State("0-1", Outcome.WORKS, "")),
@@ -158,6 +174,7 @@ def test_pairs_that_work_only_without_p2p() -> None:
         ("CUDA error: system not yet initialized", "Fabric Manager"),
         ("NCCL WARN Error: failed to extend /dev/shm/nccl-03v824 to 4194660", "--ipc=host"),
         ("CUDA error: uncorrectable ECC error encountered", "hardware has failed"),
+        ("Error 803: system has unsupported display driver / cuda driver combination", "restart"),
         ("Duplicate GPU detected : rank 0 and rank 1", "names twice"),
     ],
 )
