@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
     from ddp_equivalence.commands.doctor.problem import Problem
     from ddp_equivalence.commands.doctor.state import State
-
-WIDTH = 100
 
 
 def add(commands: Commands) -> None:
@@ -54,12 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def problem_lines(problems: Sequence[Problem]) -> Iterator[str]:
     """What is wrong, or may surprise, and what to do about it. Nothing if there are no problems."""
+    from ddp_equivalence.report.wrapping import wrapped
+
     if problems:
         yield ""
         yield "Problems, and what to do"
     for problem in problems:
-        yield from _wrapped(_capitalised(problem.what), "  - ")
-        yield from _wrapped(_capitalised(problem.advice), "    ")
+        yield from wrapped(f"{_capitalised(problem.what)}.", "  ", "  - ")
+        yield from wrapped(f"{_capitalised(problem.advice)}.", "    ")
 
 
 def exit_code(states: Sequence[State]) -> int:
@@ -70,17 +69,6 @@ def exit_code(states: Sequence[State]) -> int:
     if Outcome.WRONG in outcomes:
         return DIFFERENT
     return NOT_JUDGED if Outcome.FAILED in outcomes else SAME
-
-
-def _wrapped(text: str, first: str) -> list[str]:
-    return textwrap.wrap(
-        f"{text}.",
-        WIDTH,
-        initial_indent=first,
-        subsequent_indent=" " * 4,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _capitalised(sentence: str) -> str:
