@@ -22,12 +22,13 @@ def _forward(layer: Any, inputs: Tensor) -> Tensor:
     )
     mean, variance = rest[0] / count, rest[1] / count - (rest[0] / count).square()
     shape = [inputs.size(dim) if dim == 1 else 1 for dim in range(inputs.dim())]
-    normal = (inputs - mean.view(shape)) * (variance + layer.eps).rsqrt().view(shape)
+    normal: Tensor = (inputs - mean.view(shape)) * (variance + layer.eps).rsqrt().view(shape)
     _remember(layer, mean.detach(), (variance * count / (count - 1)).detach())
     if not layer.affine:
         return normal
     weight: Tensor = layer.weight.view(shape)
-    return normal * weight + layer.bias.view(shape)
+    bias: Tensor = layer.bias.view(shape)
+    return normal * weight + bias
 
 
 def _remember(layer: Any, mean: Tensor, variance: Tensor) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,10 +30,9 @@ def install() -> None:
             "current_accelerator": lambda check_available=False: (
                 torch.device("cuda") if runtime.count() else None
             ),
-            # torch's compiler wants these not to be the same functions as those of torch.cuda
-            "current_device_index": lambda: current_device(),
-            "set_device_index": lambda device: set_device(device),
-            "synchronize": lambda device=None: synchronize(device),
+            "current_device_index": current_device,
+            "set_device_index": set_device,
+            "synchronize": synchronize,
             "device_index": torch.cuda.device,
         },
     )
@@ -39,7 +40,17 @@ def install() -> None:
 
 def _replace(owner: Any, functions: dict[str, Any]) -> None:
     for name, function in functions.items():
-        setattr(owner, name, function)
+        setattr(owner, name, function if isinstance(function, type) else _copy_of(function))
+
+
+def _copy_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch's compiler wants each of torch's functions to be another object."""
+
+    @wraps(function)
+    def copy(*arguments: Any, **keywords: Any) -> Any:
+        return function(*arguments, **keywords)
+
+    return copy
 
 
 def _of_devices() -> dict[str, Any]:
