@@ -96,7 +96,7 @@ MACHINES_WITH_A_PROBLEM = {
     "a GPU that is lost": (box(gpu(0, problem="GPU is lost")), "GPU is lost", "Xid"),
     "a list that ends early": (
         box(gpu(0), gpu(1), visible="0,7,1", devices=("0",)),
-        "has 3 entries, but CUDA finds 1",
+        "CUDA_VISIBLE_DEVICES=0,7,1 has 3 entries, but leaves 1 GPU",
         "nvidia-smi -L",
     ),
     "an empty list": (box(gpu(0), visible="", devices=()), "set and empty", "unset"),
