@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +14,22 @@ from ddp_equivalence.commands.doctor.machine import Machine
 from ddp_equivalence.commands.doctor.problem import Problem
 from ddp_equivalence.commands.doctor.problems import problems
 from ddp_equivalence.commands.doctor.state import Outcome, State
-from ddp_equivalence.ranks.gpus import GpuProcess, NvmlState
+from ddp_equivalence.ranks.gpus import GpuProcess, NvmlState, nvml
 from tests.package.commands.doctor.boxes import GIB, box, found, gpu
 
-MISMATCH = {"nvml": NvmlState.VERSION_MISMATCH, "problem": "they have different versions"}
-NO_LIBRARY = {"nvml": NvmlState.NO_LIBRARY, "problem": "there is no driver here"}
-NO_PACKAGE = {"nvml": NvmlState.NO_PACKAGE, "problem": "nvidia-ml-py is not installed"}
-NO_DRIVER = {"nvml": NvmlState.NO_DRIVER, "problem": "the driver is not loaded"}
-NO_PERMISSION = {"nvml": NvmlState.NO_PERMISSION, "problem": "not readable"}
+ROOT = Path(__file__).parents[4]
+
+STATES = dict(nvml.PROBLEMS.values()) | {NvmlState.NO_PACKAGE: nvml.PACKAGE_MISSING}
+NO_PERMISSION, NO_DRIVER, NO_LIBRARY, MISMATCH, NO_PACKAGE = (
+    {"nvml": state, "problem": STATES[state]}
+    for state in (
+        NvmlState.NO_PERMISSION,
+        NvmlState.NO_DRIVER,
+        NvmlState.NO_LIBRARY,
+        NvmlState.VERSION_MISMATCH,
+        NvmlState.NO_PACKAGE,
+    )
+)
 CPU_BUILD: dict[str, Any] = {"torch_cuda": None, "torch_version": "2.13.0+cpu", "devices": ()}
 ROCM: dict[str, Any] = {"torch_cuda": None, "torch_hip": "6.4", "nvml": NvmlState.ROCM}
 
@@ -191,6 +201,22 @@ def test_an_error_of_cuda_or_nccl_has_its_remedy_once(error: str, words: str) ->
 def test_an_error_that_nobody_knows_has_no_remedy() -> None:
     state = State("nccl", Outcome.FAILED, "", "ValueError: oh")
     assert list(problems(box(gpu(0)), others=[state])) == []
+
+
+def test_the_document_has_every_problem_in_the_words_of_the_doctor() -> None:
+    page = (ROOT / "docs/gpus.md").read_text(encoding="utf-8")
+    table = page.partition("| doctor says |")[2].partition("\n\n")[0]
+    documented = set(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE))
+    error = State("nccl", Outcome.FAILED, "", "CUDA out of memory")
+    pair = PairState(State("0-1", Outcome.WRONG, ""), Outcome.WORKS)
+    states = [found(0), found(1, Outcome.WRONG, capability=(6, 1))]
+    said = [
+        problem.what
+        for machine, _, _ in MACHINES_WITH_A_PROBLEM.values()
+        for problem in problems(machine, states, [pair], [error])
+    ]
+    assert [words for words in documented if not any(words in what for what in said)] == []
+    assert [what for what in said if not any(words in what for words in documented)] == []
 
 
 def test_problems_are_written_as_sentences() -> None:
