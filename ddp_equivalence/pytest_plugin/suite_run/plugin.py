@@ -60,6 +60,7 @@ class SuiteRun:
         self._stopwatch = time_needed.Stopwatch()
         self._began = time.time()
         self._tests: list[PlannedTest] = []
+        self._to_print: list[str] = []
         self._after: list[Line] = []
 
     def pytest_report_collectionfinish(self, items: Sequence[pytest.Item]) -> list[str]:
@@ -72,11 +73,15 @@ class SuiteRun:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any) -> None:
-        if node.gateway.id == FIRST_WORKER and not self._tests:
-            reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-            for line in self._before(handed_over.read(self._file)):
-                if reporter is not None:
-                    reporter.write_line(line)
+        if node.gateway.id == FIRST_WORKER:
+            self._to_print = list(self._before(handed_over.read(self._file)))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self) -> None:
+        """Under xdist, print what stands before the first test when xdist has printed its own."""
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        while self._to_print and reporter is not None:
+            reporter.write_line(self._to_print.pop(0))
 
     # Plugins that are registered later come first, so that xdist does not distribute any test.
     @pytest.hookimpl(tryfirst=True)
