@@ -28,10 +28,10 @@ RECORDS = [
 def test_each_gpu_has_its_cases_by_lane_and_its_ranks_and_an_unused_one_is_named() -> None:
     lines = list(gpu_lines(RECORDS, GPUS, 3))
     assert [line.text for line in lines] == [
-        "cases by GPU  data_parallel  nccl    ranks that ran on it",
-        "GPU 0, H100               1     3    0, 1",
-        "GPU 1, H100               1     2    0, 1",
-        "GPU 2, H100               –     –    no case used it",
+        "cases by GPU    data_parallel  nccl    ranks that ran on it",
+        "GPU 0, H100                 1     3    0, 1",
+        "GPU 1, H100                 1     2    0, 1",
+        "GPU 2, H100                 –     –    no case used it",
     ]
     assert [line.style for line in lines] == [*[Style.PLAIN] * 3, Style.UNCERTAIN]
 
@@ -39,8 +39,8 @@ def test_each_gpu_has_its_cases_by_lane_and_its_ranks_and_an_unused_one_is_named
 def test_without_nvml_gpus_have_the_names_that_the_ranks_gave_and_unused_ones_are_counted() -> None:
     lines = [line.text for line in gpu_lines(RECORDS, (), 4)]
     assert lines[1:] == [
-        "GPU-02345678              1     3    0, 1",
-        "GPU-12345678              1     2    0, 1",
+        "GPU-02345678                1     3    0, 1",
+        "GPU-12345678                1     2    0, 1",
         "no case used 2 other CUDA devices, which NVML did not name",
     ]
 
@@ -48,7 +48,7 @@ def test_without_nvml_gpus_have_the_names_that_the_ranks_gave_and_unused_ones_ar
 def test_an_instance_of_a_divided_gpu_counts_for_its_gpu() -> None:
     records = [record(backend="nccl", gpu="MIG-abc"), record(backend="nccl", gpu="MIG-def")]
     (_, row) = gpu_lines(records, [Gpu(0, "A100", "GPU-0", mig_uuids=("MIG-abc", "MIG-def"))], 2)
-    assert row.text == "GPU 0, A100       2    0"
+    assert row.text == "GPU 0, A100        2    0"
 
 
 def test_a_run_on_the_cpu_says_nothing_of_gpus() -> None:
