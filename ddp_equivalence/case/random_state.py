@@ -57,7 +57,7 @@ def seeded(seed: int) -> Iterator[None]:
         # takes 1.4 ms with torch 2.13. So the generators are seeded one by one.
         torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():
-            torch.cuda.manual_seed(seed)
+            torch.cuda.manual_seed_all(seed)  # replicas of nn.DataParallel draw on other devices
         np.random.seed(seed % 2**32)
         random.seed(seed)
         yield

@@ -21,6 +21,8 @@ def join_process_group() -> Rank:
     ranks_of_node = [other for other in range(world_size) if NODE_OF_RANK[other] == node]
     local_rank, gpus = ranks_of_node.index(rank), torch.cuda.device_count()
     backend = BACKEND or ("nccl" if gpus >= world_size else "gloo")
+    if gpus < (needed := {"gloo": 0, "gloo_cuda": 1}.get(backend, world_size)):
+        raise SystemExit(f"this script runs on {backend} and needs {needed} GPUs, found {gpus}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
     if backend == "gloo":
         visible = ""

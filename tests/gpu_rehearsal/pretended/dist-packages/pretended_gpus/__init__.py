@@ -15,6 +15,7 @@ def install() -> None:
         distributed_data_parallel,
         generators,
         streams,
+        sync_batch_norm,
         tensors,
         torch_cuda,
     )
@@ -26,4 +27,5 @@ def install() -> None:
     collectives.install()
     data_parallel.install()
     distributed_data_parallel.install()
+    sync_batch_norm.install()
     amp.install()

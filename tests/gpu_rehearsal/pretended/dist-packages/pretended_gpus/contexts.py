@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
-
-import torch
 
 from pretended_gpus import settings
 
@@ -30,6 +29,8 @@ _held: dict[int, IO[str]] = {}
 
 def cuda_error(what: str) -> Exception:
     """The exception that torch raises for an error of CUDA."""
+    import torch
+
     return torch.AcceleratorError(f"CUDA error: {what}\n{ADVICE}")
 
 
@@ -45,7 +46,7 @@ def enter(gpu: int) -> None:
 
 
 def _make(gpu: int, folder: Path) -> None:
-    alive = _alive(folder)
+    alive = len(processes(gpu))
     if lost(gpu):
         raise cuda_error(FAILED)
     if settings.exclusive() and alive:
@@ -61,24 +62,21 @@ def _make(gpu: int, folder: Path) -> None:
     settings.log(f"context gpu={gpu} alive={alive}")
 
 
-def _alive(folder: Path) -> int:
-    """The number of contexts of other processes, after those of dead processes are removed."""
-    alive = 0
-    for path in folder.glob("*.context"):
-        with open(path) as file:
+def processes(gpu: int) -> list[int]:
+    """The processes that have a context on a physical GPU; files of dead ones are removed."""
+    found = []
+    for path in sorted((settings.folder() / f"gpu{gpu}").glob("*.context")):
+        if gpu in _held and path.stem == str(os.getpid()):
+            found.append(os.getpid())
+            continue
+        with suppress(FileNotFoundError), open(path) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                alive += 1
+                found.append(int(path.stem))
             else:
                 path.unlink()
-    return alive
-
-
-def alive(gpu: int) -> int:
-    """The number of processes that have a context on a physical GPU."""
-    folder = settings.folder() / f"gpu{gpu}"
-    return _alive(folder) if folder.exists() else 0
+    return found
 
 
 def lost(gpu: int) -> bool:

@@ -34,8 +34,11 @@ def gpus() -> list[int]:
 
 
 def count() -> int:
-    """As torch.cuda.device_count: through NVML, except for MIG devices."""
-    if visible.names_mig_devices():
+    """As torch.cuda.device_count: where NVML cannot count, as with MIG devices, it asks CUDA.
+
+    After that, a fork of this process cannot use CUDA.
+    """
+    if state.shown is None and torch.cuda._device_count_nvml() < 0:
         state.used = True
     return len(gpus())
 

@@ -10,6 +10,7 @@ MEMORY = 80 * 2**30
 CONTEXT_MEMORY = 500 * 2**20
 CAPABILITY = (9, 0)
 CUDA = "13.0"
+DRIVER = "580.65.06"
 NCCL = (2, 29, 7)
 
 
@@ -46,6 +47,16 @@ def deferred() -> bool:
 def strict() -> bool:
     """True if tensors know their device, and mixing devices raises."""
     return _is_on("STRICT")
+
+
+def mig() -> bool:
+    """True if every GPU is divided into MIG devices."""
+    return _is_on("MIG")
+
+
+def nvml() -> str:
+    """What NVML does: "answers", or its library is "missing", or there is a "mismatch"."""
+    return os.environ.get("PRETEND_NVML") or "answers"
 
 
 def lost() -> tuple[int, int] | None:

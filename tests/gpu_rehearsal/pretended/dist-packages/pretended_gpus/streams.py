@@ -72,10 +72,12 @@ def install() -> None:
     cuda: Any = torch.cuda
     cuda.Stream, cuda.Event = Stream, Event
     cuda.stream = _using
-    cuda.current_stream = cuda.default_stream = Stream
+    # torch's compiler wants each of these to be a function of its own
+    cuda.current_stream = lambda device=None: Stream(device)
+    cuda.default_stream = lambda device=None: Stream(device)
     cuda.set_stream = lambda stream: None
     accelerator: Any = torch.accelerator
-    accelerator.current_stream = Stream
+    accelerator.current_stream = lambda device=None: Stream(device)
     accelerator.set_stream = lambda stream: None
     tensor: Any = torch.Tensor
     tensor.record_stream = lambda self, stream: None

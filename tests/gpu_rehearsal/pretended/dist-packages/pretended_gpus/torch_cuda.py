@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.cuda.nccl
+from torch.torch_version import TorchVersion
 
 from pretended_gpus import contexts, runtime, settings, visible
 
@@ -15,7 +19,8 @@ def install() -> None:
     """Replace the functions of torch.cuda and torch.accelerator about devices."""
     version: Any = torch.version
     version.cuda = settings.CUDA
-    torch.backends.cuda.is_built = lambda: True
+    release = str(torch.__version__).partition("+")[0]
+    version.__version__ = torch.__version__ = TorchVersion(f"{release}+rehearsed")
     _replace(torch.cuda, _of_devices() | _of_memory())
     torch.cuda.nccl.version = lambda: settings.NCCL
     _replace(
@@ -35,12 +40,23 @@ def install() -> None:
 
 def _replace(owner: Any, functions: dict[str, Any]) -> None:
     for name, function in functions.items():
-        setattr(owner, name, function)
+        setattr(owner, name, function if isinstance(function, type) else _copy_of(function))
+
+
+def _copy_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch's compiler wants each of torch's functions to be another object."""
+
+    @wraps(function)
+    def copy(*arguments: Any, **keywords: Any) -> Any:
+        return function(*arguments, **keywords)
+
+    return copy
 
 
 def _of_devices() -> dict[str, Any]:
     return {
-        "_is_compiled": lambda: True,
+        "_raw_device_count_nvml": nvml_count,
+        "_raw_device_uuid_nvml": nvml_uuids,
         "is_available": lambda: runtime.count() > 0,
         "device_count": runtime.count,
         "is_initialized": runtime.is_initialised,
@@ -70,6 +86,20 @@ def _of_memory() -> dict[str, Any]:
         "reset_peak_memory_stats": lambda device=None: None,
         "mem_get_info": memory,
     }
+
+
+def nvml_count() -> int:
+    """As torch's, which warns and returns -1 if NVML does not answer."""
+    if settings.nvml() == "missing":
+        return -1
+    if settings.nvml() == "mismatch":
+        warnings.warn("Can't initialize NVML", stacklevel=1)
+        return -1
+    return settings.gpus()
+
+
+def nvml_uuids() -> list[str] | None:
+    return [f"GPU-{visible.uuid(gpu)}" for gpu in range(settings.gpus())]
 
 
 def set_device(device: Any) -> None:
@@ -120,5 +150,5 @@ def properties(device: Any = None) -> Any:
 
 def memory(device: Any = None) -> tuple[int, int]:
     runtime.initialise()
-    contexts_there = contexts.alive(runtime.gpus()[runtime.index_of(device)])
+    contexts_there = len(contexts.processes(runtime.gpus()[runtime.index_of(device)]))
     return settings.MEMORY - contexts_there * settings.CONTEXT_MEMORY, settings.MEMORY

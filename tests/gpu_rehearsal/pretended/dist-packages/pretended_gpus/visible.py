@@ -11,6 +11,9 @@ import os
 
 from pretended_gpus import settings
 
+MIG_DEVICES = 2
+"""The number of MIG devices of a GPU that is divided."""
+
 
 def uuid(gpu: int) -> str:
     """The UUID of a physical GPU, without the prefix that nvidia-smi writes before it."""
@@ -38,17 +41,17 @@ def visible() -> list[int]:
     return found if len(set(found)) == len(found) else []
 
 
-def names_mig_devices() -> bool:
-    """True if NVML cannot count the devices, so that torch asks CUDA itself."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
-
-
 def _physical(name: str) -> int | None:
     every = range(settings.gpus())
     if name.isdigit():
         return int(name) if int(name) in every else None
     if name.startswith("MIG-"):
-        hits = [gpu for gpu in every for one in range(7) if mig_uuid(gpu, one).startswith(name)]
+        hits = [
+            gpu
+            for gpu in every
+            for one in range(MIG_DEVICES)
+            if mig_uuid(gpu, one).startswith(name)
+        ]
     elif name.startswith("GPU-"):
         hits = [gpu for gpu in every if f"GPU-{uuid(gpu)}".startswith(name)]
     else:
