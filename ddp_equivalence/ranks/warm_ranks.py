@@ -9,6 +9,8 @@ import atexit
 import errno
 import os
 import resource
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from functools import lru_cache
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.ranks.environment import process_group_environment
 from ddp_equivalence.ranks.failure import RankFailed
+from ddp_equivalence.ranks.gpu_room import Lack, gpu_room, lack_of, processes_by_gpu
 from ddp_equivalence.ranks.in_process import InProcessRankSet
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices
 from ddp_equivalence.ranks.one_at_a_time import one_at_a_time
@@ -33,6 +36,16 @@ DESCRIPTORS_PER_RANK = 6
 
 DESCRIPTORS_TO_START = 16
 """While the ranks of a set start, this many file descriptors are needed in addition."""
+
+NO_MORE_PROCESSES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+"""Errors that idle ranks can be the reason for: of file descriptors and of processes."""
+
+WAIT_FOR_OTHER_WORKERS = 30.0
+"""Seconds in which ranks try to start on GPUs that other workers of the run have left no room on.
+Another worker stops its idle ranks there after the case that it is at."""
+
+PAUSE = 0.5
+"""Seconds between two such attempts."""
 
 CUDA_NEEDS_SPAWN = "CUDA in forked subprocess"
 """Part of torch's error on a rank that was forked from a process that has used CUDA."""
@@ -93,17 +106,19 @@ class WarmRanks:
             rank_set = None if fresh else self._take_idle(key, devices)
             try:
                 if rank_set is None:
-                    self._make_room(key)
+                    self._make_room(key, devices)
                     rank_set = self._start(key, devices)
                 yield rank_set
-            except BaseException:
+            except BaseException as error:
                 # Nobody knows what these ranks are doing now, not even after a KeyboardInterrupt.
                 if rank_set is not None:
                     rank_set.broken = True
+                    if isinstance(error, RankFailed):
+                        error.may_pass_now = self._free_gpus(key, devices, error)
                 raise
             finally:
                 if rank_set is not None:
-                    if fresh or rank_set.broken:
+                    if fresh or rank_set.broken or _must_leave(key, devices):
                         rank_set.stop()
                     else:
                         self._idle[key, devices] = rank_set
@@ -145,8 +160,9 @@ class WarmRanks:
         return rank_set
 
     def _start(self, key: RankSetKey, devices: Devices) -> RankSet:
-        """Start a set; try again if another start method, or stopping idle ranks, may help."""
+        """Start a set; try again if something can be done about the reason why it did not start."""
         rank_set_type = InProcessRankSet if key.in_process else RankSet
+        until = time.monotonic() + WAIT_FOR_OTHER_WORKERS
         while True:
             on_cuda = key.lane.device_type == "cuda"
             method = "spawn" if on_cuda and self._cuda_needs_spawn else key.method
@@ -159,21 +175,38 @@ class WarmRanks:
             except BaseException as error:
                 rank_set.broken = True
                 rank_set.stop()
-                forked = method != "spawn"
-                if isinstance(error, RankFailed) and forked and CUDA_NEEDS_SPAWN in str(error):
-                    self._cuda_needs_spawn = True
+                if self._may_start_now(error, key, devices, method, until):
                     continue
                 if not isinstance(error, OSError):
                     raise
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN) and self._idle:
-                    self._stop_oldest()
-                    continue
                 what = f"{key.layout.world_size} ranks could not be started: {error}"
                 raise RankFailed(what) from error
             self.started += 1
             return rank_set
 
-    def _make_room(self, key: RankSetKey) -> None:
+    def _may_start_now(
+        self,
+        error: BaseException,
+        key: RankSetKey,
+        devices: Devices,
+        method: str,
+        until: float,
+    ) -> bool:
+        """Do something that may help after this failure to start; False if there is nothing."""
+        if isinstance(error, RankFailed):
+            if method != "spawn" and CUDA_NEEDS_SPAWN in str(error):
+                self._cuda_needs_spawn = True
+                return True
+            return self._free_gpus(key, devices, error) or _others_may_leave(
+                key, devices, error, until
+            )
+        scarce = isinstance(error, OSError) and error.errno in NO_MORE_PROCESSES
+        if scarce and self._idle:
+            self._stop_oldest()
+            return True
+        return False
+
+    def _make_room(self, key: RankSetKey, devices: Devices) -> None:
         """Stop idle sets until there are few enough ranks with those of the new set."""
         most = min(MAX_IDLE_RANKS, _max_ranks())
         while self._idle and self._count() + key.layout.world_size > most:
@@ -181,6 +214,29 @@ class WarmRanks:
         if key.in_process:  # this process can be a rank of only one set at a time
             for idle_key in [idle_key for idle_key in self._idle if idle_key[0].in_process]:
                 self._idle.pop(idle_key).stop()
+        for gpu, processes in _on_gpus(key, devices).items():
+            most = gpu_room().most_on(gpu)
+            while (idle := self._idle_on(gpu)) and sum(idle.values()) + processes > most:
+                self._idle.pop(next(iter(idle))).stop()
+
+    def _idle_on(self, gpu: str) -> dict[tuple[RankSetKey, Devices], int]:
+        """The idle sets on this GPU, with their processes there; first that idle longest."""
+        found = {idle_key: _on_gpus(*idle_key)[gpu] for idle_key in self._idle}
+        return {idle_key: processes for idle_key, processes in found.items() if processes}
+
+    def _free_gpus(self, key: RankSetKey, devices: Devices, error: RankFailed) -> bool:
+        """Stop the idle sets that share GPUs with ranks for which these had no room.
+
+        False if the ranks failed for another reason, or if there is no such set.
+        """
+        lack, gpus = lack_of(error), _on_gpus(key, devices)
+        if lack is Lack.PLACE:
+            for gpu in gpus:
+                gpu_room().note_exclusive(gpu)
+        sharing = [] if lack is None else [one for one in self._idle if gpus & _on_gpus(*one)]
+        for idle_key in sharing:
+            self._idle.pop(idle_key).stop()
+        return bool(sharing)
 
     def _stop_oldest(self) -> None:
         """Stop the set that was idle longest."""
@@ -188,6 +244,32 @@ class WarmRanks:
 
     def _count(self) -> int:
         return sum(rank_set.layout.world_size for rank_set in self._idle.values())
+
+
+def _on_gpus(key: RankSetKey, devices: Devices) -> Counter[str]:
+    """GPU -> the number of processes that such a set has there; empty on the CPU."""
+    return processes_by_gpu(key.layout, key.lane, devices)
+
+
+def _must_leave(key: RankSetKey, devices: Devices) -> bool:
+    """True if these ranks must not stay idle, since other workers of the run need their GPUs.
+
+    Where only one process at a time can use a GPU, a rank that stays there keeps all others out.
+    """
+    locks = xdist_locks()
+    return locks is not None and any(
+        gpu_room().is_exclusive(gpu) or locks.is_asked_for(gpu) for gpu in _on_gpus(key, devices)
+    )
+
+
+def _others_may_leave(key: RankSetKey, devices: Devices, error: RankFailed, until: float) -> bool:
+    """Ask other workers to keep no idle ranks on these GPUs; False if it is too late or no use."""
+    locks, gpus = xdist_locks(), _on_gpus(key, devices)
+    if locks is None or not gpus or lack_of(error) is None or time.monotonic() > until:
+        return False
+    locks.ask_for(gpus)
+    time.sleep(PAUSE)
+    return True
 
 
 def _max_ranks() -> int:
