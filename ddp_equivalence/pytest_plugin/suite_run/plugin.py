@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from ddp_equivalence.pytest_plugin import summary_table
+from ddp_equivalence.pytest_plugin import progress, summary_table
 from ddp_equivalence.pytest_plugin.run_results import RunResults
 from ddp_equivalence.pytest_plugin.suite_run import (
+    gpu_processes,
     gpus_used,
     handed_over,
     page,
@@ -44,7 +45,7 @@ def register(config: pytest.Config, results: RunResults) -> None:
     line = None
     if progress_line.can_show(config) and not config.getoption("--ddp-plan"):
         line = progress_line.ProgressLine(config)
-        config.pluginmanager.register(line, progress_line.NAME)
+        config.pluginmanager.register(line, progress.PROGRESS_LINE)
     config.pluginmanager.register(SuiteRun(config, results, line))
 
 
@@ -138,6 +139,8 @@ class SuiteRun:
         if box.has_gpus or whole_plan:
             yield from box_lines(box)
             yield from plan.plan_lines(tests)
+            if box.devices and any(not test.reason for test in tests):
+                yield from gpu_processes.process_lines()
         else:
             yield box_in_short(box)
             yield plan.plan_in_short(tests)

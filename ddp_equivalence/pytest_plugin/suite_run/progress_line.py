@@ -22,9 +22,6 @@ from ddp_equivalence.pytest_plugin.suite_run.time_needed import (
     seconds_of,
 )
 
-NAME = "ddp_equivalence_progress_line"
-"""The name under which the plugin is registered."""
-
 ERASE_ROW, UP = "\033[2K", "\033[A"
 
 LEAST_SECONDS = 10.0

@@ -73,7 +73,9 @@ def test_uneven_shards_on_two_nodes_differ_as_the_verdict_says(tmp_path: Path) -
 def test_a_script_says_how_many_gpus_it_needs(
     backend: str, gpus: int, needed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = by_itself(export(Case(model="mlp", loss="mse_mean", layout="1x2"), "ddp_mean", tmp_path))
+    names = by_itself(
+        export(Case(model="mlp", loss="mse_mean", layout="1x2"), "ddp_mean", tmp_path)
+    )
     names["BACKEND"] = backend
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("RANK", "0")

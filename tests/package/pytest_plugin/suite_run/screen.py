@@ -19,7 +19,9 @@ class Screen:
         position = 0
         while position < len(text):
             token = TOKEN.match(text, position)
-            assert token is not None, f"not known to this screen: {text[position : position + 20]!r}"
+            assert token is not None, (
+                f"not known to this screen: {text[position : position + 20]!r}"
+            )
             position = token.end()
             if token["text"] is not None:
                 self._character(token["text"])

@@ -23,7 +23,9 @@ from ddp_equivalence.pytest_plugin.suite_run.time_needed import (
 
 TWO, FOUR = PlannedTest("two", "s", "1x2", "gloo"), PlannedTest("four", "s", "2x2", "gloo")
 ON_NCCL = PlannedTest("nccl", "s", "2x2", "nccl")
-TIMINGS = Timings({("gloo", 2): 10.0, ("gloo", 4): 30.0, ("", 0): 5.0}, "this machine", "2026-11-22")
+TIMINGS = Timings(
+    {("gloo", 2): 10.0, ("gloo", 4): 30.0, ("", 0): 5.0}, "this machine", "2026-11-22"
+)
 
 
 class Cache:
