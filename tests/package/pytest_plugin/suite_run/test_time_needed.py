@@ -74,7 +74,7 @@ def test_what_a_complete_run_took_is_the_estimate_of_the_next() -> None:
     assert timings.seconds == {("a", 2): 3.0}
     keep_timings(config, timings)  # of much less than a whole run
     assert last_timings(config) is MEASURED
-    kinds = {kind: 1.5 for kind in MEASURED.seconds}
+    kinds = dict.fromkeys(MEASURED.seconds, 1.5)
     keep_timings(config, Timings(kinds, "this machine", "2026-11-23", workers=2))
     again = last_timings(config)
     assert (again.seconds, again.date, again.workers) == (kinds, "2026-11-23", 2)
