@@ -1,12 +1,24 @@
-"""Give tests with the argument ``trial`` the catalogue's trials, each on its lane."""
+"""Give tests with the argument ``trial`` the catalogue's trials, each on its lane.
+
+What a machine lacks is no fault of it: a test of the suite that cannot run there is skipped, and
+the closing table lists it as NOT RUN. A user's own test is not: its author has asked for that lane.
+"""
 
 from __future__ import annotations
 
-import pytest
+import re
+from collections.abc import Generator
+from dataclasses import replace
 
+import pytest
+import torch
+
+from ddp_equivalence.case import settings
 from ddp_equivalence.case.models import MODELS
-from ddp_equivalence.ranks import lanes
+from ddp_equivalence.measurement.lane_of_case import lane_of
 from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
+from ddp_equivalence.ranks.failure import RankFailed
+from ddp_equivalence.ranks.lanes import CannotRunHere
 from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.strategies import STRATEGIES, catalogue
 
@@ -42,7 +54,13 @@ def _parametrize(metafunc: pytest.Metafunc, trials: tuple[catalogue.Trial, ...])
 
 def _with_lane(config: pytest.Config, trial: catalogue.Trial) -> object:
     """The trial as a test parameter; its id and marks name its lane, or it is skipped."""
-    lane, reason = _lane_of(config, trial)
+    reason = ""
+    try:
+        lane = _lane_of(config, trial)
+    except CannotRunHere as error:
+        lane, reason = error.lane, error.reason
+    if lane == "gloo_cuda":  # for sparse gradients, whatever the backend of the run
+        trial = replace(trial, backend=lane)
     marks = [
         getattr(pytest.mark, "nccl" if lane in NCCL_BACKENDS else lane),
         pytest.mark.trial(trial.strategy, trial.case.layout, lane),
@@ -52,21 +70,31 @@ def _with_lane(config: pytest.Config, trial: catalogue.Trial) -> object:
     return pytest.param(trial, id=f"{trial}-{lane}", marks=marks)
 
 
-def _lane_of(config: pytest.Config, trial: catalogue.Trial) -> tuple[str, str]:
-    """The lane of the trial, and the reason why the trial cannot run on it ("" if it can)."""
-    strategy, layout = STRATEGIES[trial.strategy], trial.case.ranks
-    must_run = config.getoption("--must-run")
-    if strategy.lane is not None:
-        return strategy.lane, lanes.missing(strategy.lane, layout.world_size) or ""
-    if strategy.one_process:
-        return "emulated", ""
+def _lane_of(config: pytest.Config, trial: catalogue.Trial) -> str:
+    """The lane of the trial. Raises CannotRunHere if this machine cannot run it there."""
     backend = trial.backend or config.getoption("--ddp-backend")
-    reason = lanes.missing(backend, layout.world_size) if backend != "auto" else None
-    if reason:
-        return backend, reason
-    lane = lanes.choose(layout, backend)
-    if lane.backend in NCCL_BACKENDS and MODELS[str(trial.case.model)].sparse_gradients:
-        return lane.name, "NCCL cannot all-reduce sparse gradients"
-    if lane.name == "gloo_fallback" and "nccl" in must_run:
-        return "nccl", f"{lane.reason}; --must-run nccl allows no other"
-    return lane.name, ""
+    if backend in NCCL_BACKENDS and MODELS[str(trial.case.model)].sparse_gradients:
+        backend = "gloo_cuda"
+    must_run = config.getoption("--must-run")
+    return lane_of(trial.case, STRATEGIES[trial.strategy], backend, must_run).name
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Skip the test if this machine, or this torch, lacks what it needs, and say so in the table.
+
+    A lane whose ranks never start fails in one test, and is skipped from then on.
+    """
+    try:
+        with settings.using(settings.replaced(give_up_lanes=True)):
+            return (yield)
+    except CannotRunHere as error:
+        if not any(item.iter_markers("trial")) and not any(item.iter_markers("self_check")):
+            item.add_marker(pytest.mark.trial(error.subject, error.layout, error.lane))
+        pytest.skip(error.reason)
+    except RankFailed as error:
+        for marker in item.iter_markers("needs_kernel"):
+            for end in error.ends:
+                if re.search(marker.args[0], end.what):
+                    pytest.skip(f"torch {torch.__version__} has no such kernel: {end.what}")
+        raise

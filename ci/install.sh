@@ -2,7 +2,22 @@
 # Make .venv with the package and the locked versions of everything that it needs.
 #   ci/install.sh            for a run of the suite
 #   ci/install.sh test,lint  the same with the extras `test` and `lint`
+# With PYTHON set, .venv takes torch and all other packages from that Python, and installs only what
+# it lacks. The torch that a vendor has built for a machine then stays the one that is tested, as in
+# the containers of NVIDIA and AMD. It is also the way out where the GPU or its driver cannot run
+# the torch of the package index. The Python may be a virtual environment itself.
+#   PYTHON=python3 ci/install.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python3 -m venv .venv
-.venv/bin/python -m pip install --quiet --constraint requirements.lock --editable ".${1:+[$1]}"
+if [[ -z "${PYTHON:-}" ]]; then
+    python3 -m venv .venv
+    .venv/bin/python -m pip install --quiet --constraint requirements.lock --editable ".${1:+[$1]}"
+    exit
+fi
+"$PYTHON" -m venv --system-site-packages --clear .venv
+site_packages='import sysconfig; print(sysconfig.get_path("purelib"))'
+"$PYTHON" -c "$site_packages" > "$(.venv/bin/python -c "$site_packages")/packages_of_PYTHON.pth"
+# The versions of requirements.lock are left out: they would replace the torch that is there.
+.venv/bin/python -c 'import torch; print(f"torch=={torch.__version__}")' > .venv/torch.txt
+.venv/bin/python -m pip install --quiet --constraint .venv/torch.txt --editable ".${1:+[$1]}"
+.venv/bin/python -c 'import torch; print(f"using torch {torch.__version__} of {torch.__file__}")'

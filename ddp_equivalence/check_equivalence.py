@@ -27,6 +27,7 @@ from ddp_equivalence.diagnosis.finding import finding_of_wrong_collectives
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.faults.plant import without_planted_faults
+from ddp_equivalence.measurement.lane_of_case import subject_named
 from ddp_equivalence.measurement.measure import (
     Measurement,
     at_work,
@@ -60,12 +61,13 @@ def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verd
     Raises BadCase if the case or an option cannot be right. What the step does wrong is reported in
     the verdict, and raises nothing.
     """
-    request = read_request(case, step, options)
-    with one_at_a_time(), restored_random_state(), without_planted_faults():
-        started = time.monotonic()
-        use_one_thread_in_a_fork()
-        start_early()  # the server of ranks imports torch while the reference is computed
-        verdict = _also_in_another_precision(_judge(request), request)
+    with subject_named(step):
+        request = read_request(case, step, options)
+        with one_at_a_time(), restored_random_state(), without_planted_faults():
+            started = time.monotonic()
+            use_one_thread_in_a_fork()
+            start_early()  # the server of ranks imports torch while the reference is computed
+            verdict = _also_in_another_precision(_judge(request), request)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))
     listeners.tell(verdict, request)
     readings.begin(verdict)

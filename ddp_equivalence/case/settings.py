@@ -31,6 +31,8 @@ class Settings:
     """A case that hung, was aborted or differed is run once more, to find out more."""
     must_run: tuple[str, ...] = ()
     """Lanes on which the run must compare something. With "nccl", gloo may not replace NCCL."""
+    give_up_lanes: bool = False
+    """Ranks on GPUs that have failed to start, and have never started, are not started again."""
     repeat: str = ""
     """The command that repeats the check. Reports print it."""
     plant: str = ""

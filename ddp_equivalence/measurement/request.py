@@ -16,9 +16,10 @@ from ddp_equivalence.case.layouts import Layout, parse
 from ddp_equivalence.case.numbers import is_number, whole_number, whole_numbers
 from ddp_equivalence.case.shards import OWN
 from ddp_equivalence.case.steps import Compare, Steps, step_count
+from ddp_equivalence.measurement.lane_of_case import lane_of
 from ddp_equivalence.measurement.step_signature import why_not_a_step
 from ddp_equivalence.measurement.work import Step
-from ddp_equivalence.ranks.lanes import Lane, choose, missing
+from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.strategy import Strategy
 
@@ -123,12 +124,7 @@ def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request
     if case.exact and (compare == "update" or steps != 1):
         right = "a check of one step's gradients: with SGD steps the weights leave the integers"
         raise BadCase("exact", True, right)
-    if strategy is not None and strategy.one_process:
-        lane = _lane_of_one_process(case, strategy)
-    else:
-        lane = choose(case.ranks, now.backend if backend is None else backend)
-        if lane.name == "gloo_fallback" and "nccl" in now.must_run:
-            raise BadCase("layout", case.layout, f"{lane.reason}; --must-run nccl allows no other")
+    lane = lane_of(case, strategy, now.backend if backend is None else backend, now.must_run)
     _check_batch(case, strategy, now.plant)
     return Request(
         case=case,
@@ -232,24 +228,6 @@ def _steps(steps: object) -> Steps:
     if sizes is not None and min(sizes) >= 1:
         return sizes
     raise BadCase("steps", steps, right)
-
-
-def _lane_of_one_process(case: Case, strategy: Strategy) -> Lane:
-    """The lane of a strategy whose single process drives all replicas.
-
-    The process needs no backend, but perhaps several devices.
-    """
-    if case.ranks.nodes > 1:
-        right = (
-            f"one node, such as '1x{case.ranks.world_size}': {strategy.name} runs in one process"
-        )
-        raise BadCase("layout", case.layout, right)
-    if strategy.lane is None:
-        return Lane("emulated", "gloo", "cpu", "one process on the CPU")
-    reason = missing(strategy.lane, case.ranks.world_size)
-    if reason is not None:
-        raise BadCase("layout", case.layout, f"{strategy.name} {reason}")
-    return Lane(strategy.lane, "gloo", "cuda")
 
 
 def repeat_line(request: Request) -> str:

@@ -42,9 +42,10 @@ def checks_recorded(item: pytest.Item) -> Iterator[None]:
 def records(item: pytest.Item, report: pytest.TestReport) -> Sequence[Record]:
     """The checks of the test that this report is about, with the outcomes that the test expected.
 
-    A test that passed has judged its checks itself, so it expected the outcomes that they have.
+    A test that passed has judged its checks itself, so it expected the outcomes that they have. A
+    test that was skipped has judged nothing.
     """
-    if report.when != "call" and not (report.when == "setup" and report.failed):
+    if report.skipped or (report.when != "call" and not (report.when == "setup" and report.failed)):
         return ()
     made = item.stash[_records]
     if _is_known_to_differ(item):

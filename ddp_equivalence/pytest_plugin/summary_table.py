@@ -70,7 +70,15 @@ def summary_lines(results: RunResults, must_run: Sequence[str] = ()) -> Iterator
         yield from _totals(results.compared)
         for lane in results.lanes_missing(must_run):
             text = f"--must-run {lane}: FAILED, nothing was compared on this lane"
-            yield Line(text, Style.BAD)
+            yield Line(f"{text}{_what_it_needs(lane)}", Style.BAD)
+
+
+def _what_it_needs(lane: str) -> str:
+    """What this machine lacks for any case on the lane, as the end of a sentence."""
+    from ddp_equivalence.ranks.lanes import missing  # imports torch
+
+    reason = None if lane == "emulated" else missing(lane, 1)
+    return f", which {reason}" if reason else ""
 
 
 def _size(name: str) -> tuple[int, int, str]:

@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from ddp_equivalence.case.layouts import RankPlace
 from ddp_equivalence.ranks.collectives import check_recorder, record_sends
+from ddp_equivalence.ranks.counted_gpus import variables
 from ddp_equivalence.ranks.environment import (
     DEFAULTS,
     LOOPBACK,
@@ -99,7 +100,7 @@ def _set_environment(start: StartArguments) -> None:
     for name in [name for name in os.environ if name.startswith(PROCESS_GROUP_PREFIXES)]:
         del os.environ[name]
     os.environ.update(DEFAULTS | dict(start.environment))
-    os.environ |= {"CUDA_VISIBLE_DEVICES": start.visible, RANK_SET_VARIABLE: start.token}
+    os.environ |= variables(start.visible) | {RANK_SET_VARIABLE: start.token}
 
 
 def _open_store(
@@ -114,7 +115,7 @@ def _open_store(
     port = exchange_port(None if store is None else store.port)
     torchrun = torchrun_environment(row, port)
     os.environ.update(torchrun)
-    names = {*torchrun, *DEFAULTS, "CUDA_VISIBLE_DEVICES", RANK_SET_VARIABLE}
+    names = {*torchrun, *DEFAULTS, *variables(""), RANK_SET_VARIABLE}
     _rank_environment.clear()
     _rank_environment.update({name: os.environb[name] for name in map(os.fsencode, names)})
     if store is None:

@@ -5,8 +5,8 @@ This module says which lanes this machine has, and why it does not have the othe
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -15,6 +15,9 @@ import torch.distributed as dist
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.ranks.backend_names import BACKENDS
+from ddp_equivalence.ranks.counted_gpus import CountedGpus, count_gpus
+
+NO_SPARSE_ON_NCCL = "NCCL cannot all-reduce sparse gradients"
 
 
 @dataclass(frozen=True)
@@ -22,73 +25,133 @@ class Lane:
     """The backend and the kind of device that a case runs on.
 
     ``gloo_fallback`` is gloo on the CPU, chosen because there are too few GPUs. ``reason`` says why
-    this lane was chosen; it may be "".
+    this lane was chosen; it may be "". Lanes that differ in nothing else are equal.
     """
 
     name: str
     backend: str
     device_type: str
-    reason: str = ""
+    reason: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         return self.name
 
 
-@lru_cache(maxsize=1)
-def cuda_devices() -> tuple[str, ...]:
-    """The CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES would name them.
+class CannotRunHere(BadCase):
+    """This machine cannot run the case on the lane that was asked for; another machine may.
 
-    They are counted through NVML, because the judging process must not initialise CUDA.
+    ``lane``, ``layout``: the names of both. ``reason``: what the machine lacks. ``subject``: the
+    step or strategy that was to run there; "" until ``check`` fills it in.
     """
-    if torch.version.cuda is None and torch.version.hip is None:
-        return ()
-    count = torch.cuda.device_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(index) for index in range(count)]
-    return tuple(name.strip() for name in names[:count])
+
+    def __init__(
+        self, field: str, value: object, right: str, lane: str, layout: str, reason: str
+    ) -> None:
+        super().__init__(field, value, right)
+        self.lane, self.layout, self.reason, self.subject = lane, layout, reason, ""
+
+    def __reduce__(self) -> tuple[type[CannotRunHere], tuple[str, ...]]:  # type: ignore[override]
+        kind, base = super().__reduce__()
+        assert issubclass(kind, CannotRunHere)
+        return kind, (*base, self.lane, self.layout, self.reason)
+
+
+@lru_cache(maxsize=1)
+def _counted() -> CountedGpus:
+    return count_gpus()
+
+
+def cuda_devices() -> tuple[str, ...]:
+    """The CUDA devices that this process may use, as CUDA_VISIBLE_DEVICES would name them."""
+    return _counted().names
 
 
 def missing(name: str, world_size: int) -> str | None:
     """The reason why lane ``name`` cannot run ``world_size`` ranks here; None if it can."""
-    devices = len(cuda_devices())
     if name in ("gloo", "gloo_fallback"):
         return None if dist.is_gloo_available() else "this torch was built without gloo"
     if name == "gloo_cuda":
-        return None if devices else "needs 1 CUDA device, found 0"
+        return _too_few_devices(1)
     if name == "data_parallel":
         # With a single device nn.DataParallel only calls the module.
-        wanted = max(2, world_size)
-        return None if devices >= wanted else f"needs {wanted} CUDA devices, found {devices}"
-    if devices < world_size:
-        noun = "device" if world_size == 1 else "devices"
-        return f"needs {world_size} CUDA {noun} (one rank each), found {devices}"
-    if not dist.is_backend_available(name):
+        return _too_few_devices(max(2, world_size))
+    too_few = _too_few_devices(world_size, " (one rank each)")
+    if too_few is None and not dist.is_backend_available(name):
         return f"torch {torch.__version__} has no backend {name}"
-    return None
+    return too_few
 
 
-def choose(layout: Layout, backend: str = "auto") -> Lane:
+def _too_few_devices(wanted: int, note: str = "") -> str | None:
+    found = len(cuda_devices())
+    if found >= wanted:
+        return None
+    noun = "device" if wanted == 1 else "devices"
+    problem = _counted().problem
+    why = f" ({problem})" if problem else ""
+    return f"needs {wanted} CUDA {noun}{note}, found {found}{why}"
+
+
+def choose(
+    layout: Layout,
+    backend: str = "auto",
+    sparse_gradients: bool = False,
+    may_fall_back: bool = True,
+) -> Lane:
     """The lane for a layout and a backend.
 
     ``auto`` is NCCL with one rank per GPU if there are enough GPUs, and gloo on the CPU otherwise.
-    Raises BadCase for an unknown backend, or for one that cannot run the layout on this machine.
+    With ``sparse_gradients`` it is gloo with CUDA tensors if there is a GPU. Raises BadCase for an
+    unknown backend, and CannotRunHere for one that cannot run the layout on this machine, or if
+    gloo on the CPU is all that is left and ``may_fall_back`` is False.
     """
     if backend not in BACKENDS:
         raise BadCase("backend", backend, f"one of {', '.join(BACKENDS)}")
+    if backend == "auto" and sparse_gradients and cuda_devices():
+        backend = "gloo_cuda"
     if backend == "auto":
-        reason = missing("nccl", layout.world_size)
-        if reason is None:
-            return Lane("nccl", "nccl", "cuda")
-        return Lane("gloo_fallback", "gloo", "cpu", reason)
+        return _nccl_or_gloo(layout, may_fall_back)
     reason = missing(backend, layout.world_size)
     if reason is not None:
-        raise BadCase("backend", backend, f"{reason}, for layout {layout}")
+        right = f"{reason}, for layout {layout}"
+        raise CannotRunHere("backend", backend, right, backend, layout.name, reason)
     if backend == "gloo":
         return Lane("gloo", "gloo", "cpu")
     if backend == "gloo_cuda":
-        shared = layout.world_size > len(cuda_devices())
-        return Lane("gloo_cuda", "gloo", "cuda", "ranks share GPUs" if shared else "")
+        notes = [NO_SPARSE_ON_NCCL] if sparse_gradients else []
+        notes += ["ranks share GPUs"] if layout.world_size > len(cuda_devices()) else []
+        return Lane("gloo_cuda", "gloo", "cuda", "; ".join(notes))
     return Lane(backend, backend, "cuda")
+
+
+def _nccl_or_gloo(layout: Layout, may_fall_back: bool) -> Lane:
+    reason = missing("nccl", layout.world_size)
+    if reason is None:
+        return Lane("nccl", "nccl", "cuda")
+    if may_fall_back:
+        return Lane("gloo_fallback", "gloo", "cpu", reason)
+    right = f"{reason}; --must-run nccl allows no other"
+    raise CannotRunHere("layout", layout.name, right, "nccl", layout.name, reason)
+
+
+def devices_of_ranks(layout: Layout, lane: Lane, devices: tuple[str, ...]) -> dict[int, str]:
+    """The GPU of every rank, as CUDA_VISIBLE_DEVICES names it; empty on the CPU.
+
+    ``devices``: the GPUs that these ranks may use. Every layout and lane begins with another of
+    them, the same one in every run, so that all GPUs of a machine are used although most layouts
+    have few ranks. A single process that drives all devices has all their names.
+    """
+    if lane.device_type != "cuda":
+        return {}
+    start = first_device(layout, lane, len(devices))
+    turned = devices[start:] + devices[:start]
+    if lane.name == "data_parallel":
+        return {row.rank: ",".join(turned) for row in layout.rows}
+    return {row.rank: turned[row.rank % len(turned)] for row in layout.rows}
+
+
+def first_device(layout: Layout, lane: Lane, count: int) -> int:
+    """The index of the device, among ``count`` of them, with which these ranks begin."""
+    return zlib.crc32(f"{lane} {layout}".encode()) % count
 
 
 def visible_devices(layout: Layout, lane: Lane, devices: tuple[str, ...]) -> dict[int, str]:
@@ -97,15 +160,13 @@ def visible_devices(layout: Layout, lane: Lane, devices: tuple[str, ...]) -> dic
     ``cuda:{local_rank}`` is then the rank's own GPU, as it would be on real nodes. If there are
     fewer GPUs than ranks, each rank sees one GPU. ``devices``: the GPUs that these ranks may use.
     """
+    of_rank = devices_of_ranks(layout, lane, devices)
     if lane.device_type != "cuda":
         return {row.rank: "" for row in layout.rows}
-    if lane.name == "data_parallel":  # a single process drives all devices
-        return {row.rank: ",".join(devices) for row in layout.rows}
-    of_rank = {row.rank: devices[row.rank % len(devices)] for row in layout.rows}
+    if lane.name == "data_parallel" or layout.world_size > len(devices):
+        return of_rank
     return {
         row.rank: ",".join(of_rank[rank] for rank in layout.ranks_on(row.node))
-        if layout.world_size <= len(devices)
-        else of_rank[row.rank]
         for row in layout.rows
     }
 

@@ -15,7 +15,7 @@ from ddp_equivalence.ranks.deadline import Deadline
 from ddp_equivalence.ranks.environment import RANK_SET_VARIABLE, process_group_environment
 from ddp_equivalence.ranks.failure import RankEnd
 from ddp_equivalence.ranks.join_group import StartArguments
-from ddp_equivalence.ranks.lanes import Lane, cuda_devices, visible_devices
+from ddp_equivalence.ranks.lanes import Lane, cuda_devices, devices_of_ranks, visible_devices
 from ddp_equivalence.ranks.listen import listen
 from ddp_equivalence.ranks.rank_process import RankProcess
 from ddp_equivalence.ranks.server import empty_main_module, start_server
@@ -89,6 +89,11 @@ class RankSet:
                 rank = self._ranks[row.rank] = RankProcess(row, self._method)
                 rank.start(self._start_arguments(row))
         self._join_group()
+
+    @property
+    def gpus(self) -> dict[int, str]:
+        """The GPU of every rank, as CUDA_VISIBLE_DEVICES names it; empty on the CPU."""
+        return devices_of_ranks(self.layout, self.lane, self.devices)
 
     def process_ids(self) -> list[int]:
         """The process id of each rank that is a process of its own."""

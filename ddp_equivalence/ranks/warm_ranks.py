@@ -18,6 +18,7 @@ from functools import lru_cache
 
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.ranks.environment import process_group_environment
+from ddp_equivalence.ranks.failed_starts import failed_starts
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.gpu_room import Lack, gpu_room, lack_of, processes_by_gpu
 from ddp_equivalence.ranks.in_process import InProcessRankSet
@@ -90,8 +91,8 @@ class WarmRanks:
 
         ``fresh``: start new processes and stop them afterwards. ``in_process``: rank 0 is this
         process. ``extra_environment``: variables for these ranks, in addition to those of this
-        process. Raises RankFailed or RanksTimedOut if the ranks do not start, BadCase if the
-        environment asks for an unknown start method.
+        process. Raises RankFailed or RanksTimedOut if the ranks do not start, CannotRunHere if the
+        run has given up their lane, BadCase if the environment asks for an unknown start method.
         """
         environment = dict(process_group_environment()) | dict(extra_environment)
         key = RankSetKey(
@@ -106,8 +107,9 @@ class WarmRanks:
             rank_set = None if fresh else self._take_idle(key, devices)
             try:
                 if rank_set is None:
-                    self._make_room(key, devices)
-                    rank_set = self._start(key, devices)
+                    with failed_starts().noted(lane, layout):
+                        self._make_room(key, devices)
+                        rank_set = self._start(key, devices)
                 yield rank_set
             except BaseException as error:
                 # Nobody knows what these ranks are doing now, not even after a KeyboardInterrupt.

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 
 from ddp_equivalence.case.layouts import Layout
-from ddp_equivalence.ranks.lanes import Lane, cuda_devices
+from ddp_equivalence.ranks.lanes import Lane, cuda_devices, first_device
 
 POLL_INTERVAL = 0.003
 """Seconds between two attempts to take a lock."""
@@ -56,7 +56,11 @@ class XdistLocks:
         with ExitStack() as locks:
             with self._turn():
                 first = [name for devices in preferred for name in devices]
-                ordered = sorted(names, key=lambda name: (name not in first, names.index(name)))
+                start = first_device(layout, lane, len(names)) if on_gpu else 0
+                ordered = sorted(
+                    names,
+                    key=lambda name: (name not in first, (names.index(name) - start) % len(names)),
+                )
                 taken = self._take(locks, ordered, wanted)
             yield tuple(name for name in names if name in taken) if on_gpu else ()
 

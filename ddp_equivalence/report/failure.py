@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from ddp_equivalence.case import settings
 from ddp_equivalence.measurement.rerun import Rerun
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed
+from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.report.hints import hint_lines
 from ddp_equivalence.report.line import Line, paragraph
 from ddp_equivalence.report.wrapping import plural, rank_names
@@ -27,8 +28,10 @@ MOST_WIDTHS = 5
 """A message of torch is cut after this many times the width of the report."""
 
 
-def failure_blocks(failure: RankFailed, reason: str, rerun: Rerun | None) -> Iterator[list[Line]]:
-    """What is known of the failure, in blocks of lines."""
+def failure_blocks(
+    failure: RankFailed, reason: str, rerun: Rerun | None, lane: Lane | None = None
+) -> Iterator[list[Line]]:
+    """What is known of the failure, in blocks of lines. ``lane``: that of the ranks, if known."""
     changed = bool(failure.ends) and failure.ends[0].kind == "changed"
     head = paragraph((CHANGED if changed else NOT_COMPARED).format(reason=reason), "  ")
     if not failure.ends:
@@ -40,7 +43,7 @@ def failure_blocks(failure: RankFailed, reason: str, rerun: Rerun | None) -> Ite
     alike = _that_ended_alike(failed)
     for number, (end, *others) in enumerate(alike[: 1 + MOST_CONSEQUENCES]):
         role = "Root cause" if number == 0 else "Also" if changed else "Then"
-        yield [*_rank_end_lines(end, role), *_others_lines(end, others)]
+        yield [*_rank_end_lines(end, role, lane), *_others_lines(end, others)]
     finished = [end.rank for end in failure.ends if not end.failed]
     more = sum(map(len, alike[1 + MOST_CONSEQUENCES :]))
     rest = [Line(f"  Then: {more} more {plural(more, 'rank')}")] if more > 0 else []
@@ -70,7 +73,7 @@ def _others_lines(end: RankEnd, others: Sequence[RankEnd]) -> list[Line]:
     return paragraph(text, "  ")
 
 
-def _rank_end_lines(end: RankEnd, role: str) -> list[Line]:
+def _rank_end_lines(end: RankEnd, role: str, lane: Lane | None) -> list[Line]:
     where = f"rank {end.rank} (node {end.node}, local rank {end.local_rank})"
     first, *more = end.what.splitlines() or [""]
     lines = paragraph(f"{role}: {where} {first}", "  ")
@@ -80,7 +83,7 @@ def _rank_end_lines(end: RankEnd, role: str) -> list[Line]:
         called = f", called at {end.last.line}" if end.last.line not in ("", end.line) else ""
         lines.append(Line(f"    last collective: {end.last}{called}"))
     is_cause = role == "Root cause"
-    lines += hint_lines(end.what) if is_cause else []
+    lines += hint_lines(end.what, lane) if is_cause else []
     most = TRACEBACK_LINES if is_cause else CONSEQUENCE_LINES
     detail = end.detail.rstrip().splitlines()
     shown: list[str] = []

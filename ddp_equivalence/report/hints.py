@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ddp_equivalence.ranks.lanes import Lane
+from ddp_equivalence.report.device_hints import device_hint
 from ddp_equivalence.report.line import Line, paragraph
 
 
@@ -56,9 +58,11 @@ HINTS = (
 """The first hint whose pattern is found is printed."""
 
 
-def hint_lines(what: str) -> list[Line]:
-    """The hint for an exception, whose type and text are given; nothing if there is none."""
-    for hint in HINTS:
-        if re.search(hint.pattern, what):
-            return paragraph(f"Hint: {hint.sentence}", "    ")
-    return []
+def hint_lines(what: str, lane: Lane | None = None) -> list[Line]:
+    """The hint for an exception, whose type and text are given; nothing if there is none.
+
+    ``lane``: the lane of the rank that raised it, if it is known.
+    """
+    sentences = (hint.sentence for hint in HINTS if re.search(hint.pattern, what))
+    sentence = next(sentences, "") or (device_hint(what, lane) if lane is not None else "")
+    return paragraph(f"Hint: {sentence}", "    ") if sentence else []

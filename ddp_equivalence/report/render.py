@@ -76,7 +76,9 @@ def _different(verdict: Verdict) -> Iterator[list[Line]]:
 def _unknown(verdict: Verdict) -> Iterator[list[Line]]:
     yield [Line(f"{verdict.subject} against big_batch: unknown", Style.UNCERTAIN)]
     if verdict.failure is not None:
-        yield from failure_blocks(verdict.failure, verdict.reason, verdict.second_look)
+        yield from failure_blocks(
+            verdict.failure, verdict.reason, verdict.second_look, verdict.lane
+        )
         yield _output_lines(verdict)
     else:
         yield [

@@ -25,6 +25,10 @@ from ddp_equivalence.strategies.strategy import Strategy
 
 LAYOUTS = ("1x1", "1x2", "1x4", "2x2", "4x1", "2x4", "1+3", "3+1", "2x2-round-robin")
 
+EIGHT_GPUS = "1x8"
+"""The layout of a machine with eight GPUs. Every strategy tries one case on it, so that each of
+them drives all eight, but emulations of GPUs do not."""
+
 ONE_PROCESS_LAYOUTS = ("1x2", "1x4")
 """The layouts for strategies that run in one process, and so on one node. "1x1" is not among them:
 with a single replica, nn.DataParallel would only call the module."""
@@ -115,7 +119,8 @@ def trials(strategy: str) -> tuple[Trial, ...]:
         raise BadCase("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
     chosen = dict.fromkeys(_chosen(STRATEGIES[strategy]))
     # Trials of one layout share their ranks, so in this order few ranks are alive at a time.
-    return tuple(sorted(chosen, key=lambda trial: LAYOUTS.index(trial.case.layout)))
+    order = (*LAYOUTS, EIGHT_GPUS)
+    return tuple(sorted(chosen, key=lambda trial: order.index(trial.case.layout)))
 
 
 def cases(promise_of: str) -> tuple[Trial, ...]:
@@ -176,6 +181,8 @@ def _chosen(strategy: Strategy) -> Iterator[Trial]:
         yield from _on_every_layout(strategy, model, loss)
         yield from _with_other_shards(strategy, model, loss)
         yield from _with_other_options(strategy, model, loss)
+    if strategy.lane is not None or not strategy.one_process:
+        yield Trial(case_of(strategy, *core[0], EIGHT_GPUS), strategy.name)
     yield from _in_low_precision(strategy)
     yield from _exact(strategy)
     if strategy.accumulates:

@@ -267,6 +267,8 @@ def test_a_right_step_is_the_big_batch_in_float64(step: Step, layout: str) -> No
     assert_equivalent(regression(layout), step)
 
 
+# On CUDA GradScaler unscales double, float and half only: github.com/pytorch/pytorch/issues/127176
+@pytest.mark.needs_kernel(r"unscale_cuda\W+not implemented for 'BFloat16'")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("step", SUMMED_IN_ANOTHER_ORDER, ids=name)
 def test_rounding_in_another_order_is_no_fault(step: Step, dtype: torch.dtype) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,11 +11,8 @@ from ddp_equivalence.ranks.server import start_early
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
-    from ddp_equivalence.commands.doctor.machine import Machine
     from ddp_equivalence.commands.doctor.problem import Problem
     from ddp_equivalence.commands.doctor.state import State
-
-WIDTH = 100
 
 
 def add(commands: Commands) -> None:
@@ -36,10 +31,11 @@ def run(arguments: argparse.Namespace) -> int:
     start_early()  # the ranks' server imports torch while this process does
     from ddp_equivalence.commands.doctor.examination import Examination
     from ddp_equivalence.commands.doctor.machine import this_machine
+    from ddp_equivalence.report.box import Box, box_lines
 
     machine = this_machine()
     examination = Examination(machine)
-    for line in machine_lines(machine):
+    for line in (*box_lines(Box(machine.gpus, len(machine.devices))), ""):
         print(line, flush=True)
     for line in examination.lines():
         print(line, flush=True)  # a pair of GPUs that hangs takes half a minute
@@ -53,29 +49,16 @@ def run(arguments: argparse.Namespace) -> int:
     return exit_code(examination.states)
 
 
-def machine_lines(machine: Machine) -> Iterator[str]:
-    """The versions and devices of this machine."""
-    from ddp_equivalence.report.versions import versions
-
-    installed = versions()
-    yield (
-        f"ddp_equivalence {installed['ddp_equivalence']}, torch {installed['torch']}, "
-        f"Python {installed['python']}"
-    )
-    yield f"{installed['platform']}, {os.cpu_count()} CPU cores"
-    cuda = f" (CUDA {installed['cuda']}, NCCL {installed['nccl']})" if machine.devices else ""
-    yield f"CUDA devices: {len(machine.devices)}{cuda}"
-    yield ""
-
-
 def problem_lines(problems: Sequence[Problem]) -> Iterator[str]:
     """What is wrong, or may surprise, and what to do about it. Nothing if there are no problems."""
+    from ddp_equivalence.report.wrapping import wrapped
+
     if problems:
         yield ""
         yield "Problems, and what to do"
     for problem in problems:
-        yield from _wrapped(_capitalised(problem.what), "  - ")
-        yield from _wrapped(_capitalised(problem.advice), "    ")
+        yield from wrapped(f"{_capitalised(problem.what)}.", "  ", "  - ")
+        yield from wrapped(f"{_capitalised(problem.advice)}.", "    ")
 
 
 def exit_code(states: Sequence[State]) -> int:
@@ -86,17 +69,6 @@ def exit_code(states: Sequence[State]) -> int:
     if Outcome.WRONG in outcomes:
         return DIFFERENT
     return NOT_JUDGED if Outcome.FAILED in outcomes else SAME
-
-
-def _wrapped(text: str, first: str) -> list[str]:
-    return textwrap.wrap(
-        f"{text}.",
-        WIDTH,
-        initial_indent=first,
-        subsequent_indent=" " * 4,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 def _capitalised(sentence: str) -> str:

@@ -44,6 +44,7 @@ class Examination:
     def lines(self) -> Iterator[str]:
         """Ask the GPUs, their pairs, and the lanes. Yields a line for each, under headings."""
         if self.machine.devices:
+            yield from self._not_described()
             yield "GPUs, each with a context and a product of matrices of its own"
             for gpu in gpu_states(self.machine.devices):
                 self.gpus.append(gpu)
@@ -58,11 +59,22 @@ class Examination:
             self.others.append(lane)
             yield _line(lane)
 
+    def _not_described(self) -> Iterator[str]:
+        """What nobody could say of the GPUs, and why."""
+        if self.machine.gpus.problem:
+            what = "driver, free memory, compute mode, MIG and P2P of the GPUs"
+            self.others.append(
+                State("NVML", Outcome.NOT_RUN, f"{what}: {self.machine.gpus.problem}")
+            )
+            yield _line(self.others[-1])
+            yield ""
+
     def _together(self) -> Iterator[str]:
         working = [gpu for gpu in self.gpus if gpu.state.outcome is Outcome.WORKS]
         reason = missing("nccl", 2)
         if reason is None and len(working) < 2:
-            reason = f"of {len(self.gpus)} GPUs, {len(working)} work alone"
+            verb = "works" if len(working) == 1 else "work"
+            reason = f"of {len(self.gpus)} GPUs, {len(working)} {verb} alone"
         if reason is not None:
             self.others.append(State("pairs", Outcome.NOT_RUN, reason))
             yield _line(self.others[-1])

@@ -5,10 +5,11 @@ Source for divided GPUs: NVIDIA's "MIG User Guide".
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ddp_equivalence.commands.doctor.problem import Problem
 from ddp_equivalence.ranks.gpus import Gpu
+from ddp_equivalence.report.wrapping import plural
 
 GIB = 2**30
 
@@ -19,50 +20,51 @@ MOST_IN_USE = 0.1
 """The part of a GPU's memory that others may use before the doctor mentions it."""
 
 
-def gpu_problems(gpu: Gpu) -> Iterator[Problem]:
-    """What stands in the way of ranks on this GPU."""
-    name = f"GPU {gpu.index}"
-    if gpu.problem:
+def gpu_problems(gpus: Sequence[Gpu]) -> Iterator[Problem]:
+    """What stands in the way of ranks on these GPUs. GPUs with the same problem are named once."""
+    for gpu in gpus:
+        if gpu.problem:
+            yield _lost(gpu)
+    if exclusive := [gpu for gpu in gpus if gpu.compute_mode == "exclusive_process"]:
         yield Problem(
-            f"NVML says of {name}: {gpu.problem}",
-            "restart the machine, and see what `dmesg | grep Xid` says; leave the GPU out of "
-            "CUDA_VISIBLE_DEVICES until then",
-        )
-    if gpu.compute_mode == "exclusive_process":
-        yield Problem(
-            f"{name} is in the compute mode EXCLUSIVE_PROCESS: one process at a time can use it",
-            f"ranks cannot share it; `sudo nvidia-smi -i {gpu.index} -c DEFAULT` allows several "
+            f"{_names(exclusive)}: the compute mode is EXCLUSIVE_PROCESS, so one process at a time "
+            "can use a GPU",
+            f"ranks cannot share a GPU; {_command(exclusive, '-c DEFAULT')} allows several "
             "processes (under Slurm, ask the administrator)",
         )
-    if gpu.compute_mode == "prohibited":
+    if prohibited := [gpu for gpu in gpus if gpu.compute_mode == "prohibited"]:
         yield Problem(
-            f"{name} is in the compute mode PROHIBITED: no process can use it",
-            f"`sudo nvidia-smi -i {gpu.index} -c DEFAULT`",
+            f"{_names(prohibited)}: the compute mode is PROHIBITED, so no process can use a GPU",
+            _command(prohibited, "-c DEFAULT"),
         )
-    if gpu.mig:
-        yield from _divided(name, gpu)
-    else:
-        yield from _memory(name, gpu)
+    if divided := [gpu for gpu in gpus if gpu.mig and gpu.mig_uuids]:
+        yield Problem(
+            f"{_names(divided)}: divided into instances (MIG), of which a process can use only the "
+            "first one, and which have no P2P",
+            "name one instance of each GPU in CUDA_VISIBLE_DEVICES, as `nvidia-smi -L` shows them, "
+            f"or undo the division with {_command(divided, '-mig 0')}",
+        )
+    if empty := [gpu for gpu in gpus if gpu.mig and not gpu.mig_uuids]:
+        yield Problem(
+            f"{_names(empty)}: set up to be divided (MIG), but without instances, so CUDA cannot "
+            "use them",
+            f"create instances with {_command(empty, '-cgi ... -C', 'mig ')}, or undo that with "
+            f"{_command(empty, '-mig 0')}",
+        )
+    for gpu in gpus:
+        if not gpu.mig:
+            yield from _memory(gpu)
 
 
-def _divided(name: str, gpu: Gpu) -> Iterator[Problem]:
-    count = len(gpu.mig_uuids)
-    if not count:
-        yield Problem(
-            f"{name} is set up to be divided (MIG), but has no instances: CUDA cannot use it",
-            f"create instances with `sudo nvidia-smi mig -i {gpu.index} -cgi ... -C`, or undo "
-            f"that with `sudo nvidia-smi -i {gpu.index} -mig 0`",
-        )
-        return
-    yield Problem(
-        f"{name} is divided into {count} instances (MIG), which have no P2P between each other; a "
-        "process can use only the first one",
-        "name one instance of each GPU in CUDA_VISIBLE_DEVICES, as `nvidia-smi -L` shows them, or "
-        f"undo the division with `sudo nvidia-smi -i {gpu.index} -mig 0`",
+def _lost(gpu: Gpu) -> Problem:
+    return Problem(
+        f"NVML says of GPU {gpu.index}: {gpu.problem}",
+        "restart the machine, and see what `dmesg | grep Xid` says; leave the GPU out of "
+        "CUDA_VISIBLE_DEVICES until then",
     )
 
 
-def _memory(name: str, gpu: Gpu) -> Iterator[Problem]:
+def _memory(gpu: Gpu) -> Iterator[Problem]:
     if gpu.memory_free is None or gpu.memory_total is None:
         return
     in_use = gpu.memory_total - gpu.memory_free
@@ -74,8 +76,20 @@ def _memory(name: str, gpu: Gpu) -> Iterator[Problem]:
     ]
     whose = ", ".join(holders) or "processes that this user or container does not see"
     yield Problem(
-        f"{in_use / GIB:.1f} of the {gpu.memory_total / GIB:.1f} GiB of {name} are in use, by "
-        f"{whose}",
+        f"{in_use / GIB:.1f} of the {gpu.memory_total / GIB:.1f} GiB of GPU {gpu.index} are in use,"
+        f" by {whose}",
         "cases may run out of memory there; wait for them, or leave the GPU out of "
         "CUDA_VISIBLE_DEVICES",
     )
+
+
+def _names(gpus: Sequence[Gpu]) -> str:
+    """``GPU 0`` or ``GPUs 0, 2``, as ``nvidia-smi`` numbers them."""
+    numbers = ", ".join(str(gpu.index) for gpu in gpus)
+    return f"{plural(len(gpus), 'GPU')} {numbers}"
+
+
+def _command(gpus: Sequence[Gpu], change: str, what: str = "") -> str:
+    """The command that changes a setting of these GPUs."""
+    numbers = ",".join(str(gpu.index) for gpu in gpus)
+    return f"`sudo nvidia-smi {what}-i {numbers} {change}`"

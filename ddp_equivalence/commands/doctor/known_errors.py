@@ -13,6 +13,11 @@ REMEDIES = (
         "an older CUDA version",
     ),
     (
+        ("unsupported display driver / cuda driver combination",),
+        "the driver's parts have different versions: restart the machine, or in a container the "
+        "container; do not mix NVIDIA's package cuda-compat with a newer driver",
+    ),
+    (
         ("no kernel image is available",),
         "this build of torch has no kernels for the GPU: install another build of torch",
     ),

@@ -32,7 +32,7 @@ def lane_states(machine: Machine) -> Iterator[State]:
         if reason is None and name == "gloo_cuda":
             reason = _why_ranks_cannot_share(machine)
         if reason is not None:
-            yield State(name, Outcome.NOT_RUN, reason)
+            yield State(name, Outcome.NOT_RUN, reason, error=reason)
         elif name == "data_parallel":
             yield _data_parallel()
         else:

@@ -21,9 +21,10 @@ AMD_DEVICE_FILE = "kfd"
 class Machine:
     """``gpus``: what NVML says. ``torch_cuda`` and ``torch_hip``: what this torch is built for.
 
-    ``devices``: the CUDA devices that ranks may use. ``visible``: CUDA_VISIBLE_DEVICES, None if it
-    is not set. ``shared_memory``: the size of /dev/shm in bytes, None if there is none.
-    ``device_files``: those of GPUs in /dev, such as "nvidia0"; AMD's is "kfd".
+    ``devices``: the CUDA devices that ranks may use. ``variable``: the environment variable that
+    can name them. ``visible``: its value, None if it is not set. ``shared_memory``: the size of
+    /dev/shm in bytes, None if there is none. ``device_files``: those of GPUs in /dev, such as
+    "nvidia0"; AMD's is "kfd".
     """
 
     gpus: Gpus
@@ -31,6 +32,7 @@ class Machine:
     torch_cuda: str | None
     torch_hip: str | None
     devices: Sequence[str]
+    variable: str
     visible: str | None
     shared_memory: int | None
     device_files: Sequence[str]
@@ -38,13 +40,15 @@ class Machine:
 
 def this_machine() -> Machine:
     """The machine that this process runs on. CUDA is not initialised."""
+    variable = "CUDA_VISIBLE_DEVICES" if torch.version.hip is None else "HIP_VISIBLE_DEVICES"
     return Machine(
         gpus=gpus(),
         torch_version=str(torch.__version__),
         torch_cuda=torch.version.cuda,
         torch_hip=torch.version.hip,
         devices=cuda_devices(),
-        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        variable=variable,
+        visible=os.environ.get(variable),
         shared_memory=_size(SHARED_MEMORY),
         device_files=_device_files(),
     )

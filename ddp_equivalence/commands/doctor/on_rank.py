@@ -77,11 +77,12 @@ def product(rank: Rank, argument: object) -> Iterator[GpuAnswer]:
         uuid=str(getattr(properties, "uuid", "")),
         capability=(properties.major, properties.minor),
         architectures=tuple(torch.cuda.get_arch_list()),
-        error=_error_of_product(rank.device),
+        error=error_of_product(rank.device),
     )
 
 
-def _error_of_product(device: torch.device) -> str:
+def error_of_product(device: torch.device) -> str:
+    """What a product of two matrices on this device raises, or how it is wrong; "" if right."""
     left = _integers(SIDE * SIDE, 1, torch.device("cpu")).reshape(SIDE, SIDE)
     right = _integers(SIDE * SIDE, 2, torch.device("cpu")).reshape(SIDE, SIDE)
     try:
@@ -89,7 +90,7 @@ def _error_of_product(device: torch.device) -> str:
     except RuntimeError as error:
         return str(error)
     wrong = int((measured != left @ right).sum())
-    return f"{wrong} of {SIDE * SIDE} elements of a product of matrices are wrong" if wrong else ""
+    return f"{wrong} of {SIDE * SIDE} elements of a product are wrong" if wrong else ""
 
 
 def all_reduce(rank: Rank, argument: object) -> Iterator[AllReduceAnswer]:

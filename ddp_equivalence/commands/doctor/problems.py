@@ -16,6 +16,7 @@ from ddp_equivalence.commands.doctor.machine import Machine
 from ddp_equivalence.commands.doctor.problem import Problem
 from ddp_equivalence.commands.doctor.state import Outcome, State
 from ddp_equivalence.ranks.gpus import NvmlState, visible_gpus
+from ddp_equivalence.report.wrapping import plural
 
 LEAST_SHARED_MEMORY = GIB
 """What the NCCL User Guide gives to a container. Docker's default is 64 MB."""
@@ -36,10 +37,10 @@ def problems(
     yield from _torch_and_devices(machine)
     yield from _nvml(machine)
     yield from _driver(machine)
-    for gpu in visible_gpus(machine.gpus.gpus, machine.visible):
-        yield from gpu_problems(gpu)
+    yield from gpu_problems(visible_gpus(machine.gpus.gpus, machine.visible))
     yield from _shared_memory(machine)
     yield from _kernels(machine, gpus)
+    yield from _failed_alone(machine, gpus)
     yield from _pairs(pairs)
     yield from _errors([*(gpu.state for gpu in gpus), *(pair.state for pair in pairs), *others])
 
@@ -64,16 +65,17 @@ def _torch_and_devices(machine: Machine) -> Iterator[Problem]:
 
 def _visible(machine: Machine, visible: str) -> Iterator[Problem]:
     entries = [entry for entry in visible.split(",") if entry.strip()]
-    if len(entries) > len(machine.devices):
+    count = len(machine.devices)
+    if len(entries) > count:
         yield Problem(
-            f"CUDA_VISIBLE_DEVICES={visible} has {len(entries)} entries, but CUDA finds "
-            f"{len(machine.devices)} of them: an entry that names no GPU ends the list, and a GPU "
-            "that is named twice empties it",
-            "compare it with the output of nvidia-smi -L",
+            f"{machine.variable}={visible} has {len(entries)} entries, but leaves {count} "
+            f"{plural(count, 'GPU')}: an entry that names no GPU ends the list, and a GPU that is "
+            "named twice empties it",
+            "compare it with the GPUs that `nvidia-smi -L` or `rocm-smi` lists",
         )
     elif not entries:
         yield Problem(
-            "CUDA_VISIBLE_DEVICES is set and empty, so that no GPU can be used",
+            f"{machine.variable} is set and empty, so that no GPU can be used",
             "unset it",
         )
 
@@ -155,6 +157,17 @@ def _kernels(machine: Machine, gpus: Sequence[GpuState]) -> Iterator[Problem]:
                 f"{', '.join(answer.architectures)} only",
                 f"install a build of torch with kernels for this GPU: {SELECTOR}",
             )
+
+
+def _failed_alone(machine: Machine, gpus: Sequence[GpuState]) -> Iterator[Problem]:
+    working = [gpu.device for gpu in gpus if gpu.state.outcome is Outcome.WORKS]
+    failed = [gpu.state.name for gpu in gpus if gpu.state.outcome is not Outcome.WORKS]
+    if failed and working:
+        yield Problem(
+            f"{', '.join(failed)}: not even one product was right there, so every case that gets "
+            "it will fail",
+            f"`export {machine.variable}={','.join(working)}` leaves it out",
+        )
 
 
 def _pairs(pairs: Sequence[PairState]) -> Iterator[Problem]:

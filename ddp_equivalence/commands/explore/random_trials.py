@@ -11,8 +11,6 @@ from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.case.shards import NAMED_SIZES, split
 from ddp_equivalence.case.steps import Compare, Steps
 from ddp_equivalence.commands.explore.drawing import integer, one_of, strategies
-from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
-from ddp_equivalence.ranks.lanes import choose
 from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.catalogue import Trial, go_together
 from ddp_equivalence.strategies.sharded_batch import MICRO_BATCHES
@@ -50,7 +48,7 @@ def random_trials(draw: strategies.DrawFn, strategy: str) -> Trial:
     gradients of one step, float64, seed 0.
     """
     layout = one_of(draw, [name for name in LAYOUTS if _layout_suits(strategy, name)])
-    model = one_of(draw, [name for name in MODELS if _runs(name, strategy, layout)])
+    model = one_of(draw, [name for name in MODELS if _suits(name, strategy)])
     loss = one_of(draw, [name for name in LOSSES if _fits(model, name)])
     world_size = parse(layout).world_size
     shards, examples = _shards_and_examples(draw, world_size, strategy, model, loss)
@@ -134,14 +132,12 @@ def _layout_suits(strategy: str, layout: str) -> bool:
     return not STRATEGIES[strategy].one_process or (ranks.nodes == 1 and ranks.world_size > 1)
 
 
-def _runs(model: str, strategy: str, layout: str) -> bool:
-    one_process = STRATEGIES[strategy].one_process
+def _suits(model: str, strategy: str) -> bool:
     if MODELS[model].only_exact:
         return False
-    if MODELS[model].draws_random_numbers and STRATEGIES[strategy].runs_forward_in_turn:
-        return False  # The strategy may happen to draw the same masks as the big batch.
-    on_nccl = not one_process and choose(parse(layout)).backend in NCCL_BACKENDS
-    return not (MODELS[model].sparse_gradients and on_nccl)
+    # The strategy may happen to draw the same masks as the big batch.
+    in_turn = STRATEGIES[strategy].runs_forward_in_turn
+    return not (MODELS[model].draws_random_numbers and in_turn)
 
 
 def _fits(model: str, loss: str) -> bool:

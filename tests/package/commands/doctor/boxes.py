@@ -41,6 +41,7 @@ def box(*gpus: Gpu, **changed: Any) -> Machine:
         "torch_cuda": "13.0",
         "torch_hip": None,
         "devices": tuple(str(index) for index in range(len(gpus))),
+        "variable": "CUDA_VISIBLE_DEVICES",
         "visible": None,
         "shared_memory": 64 * GIB,
         "device_files": tuple(f"nvidia{index}" for index in range(len(gpus))),

@@ -7,8 +7,9 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+import torch
 
-from ddp_equivalence.commands.doctor import gpu_states, own_ranks
+from ddp_equivalence.commands.doctor import gpu_states, on_rank, own_ranks
 from ddp_equivalence.commands.doctor.on_rank import AllReduceAnswer, GpuAnswer
 from ddp_equivalence.commands.doctor.own_ranks import Answers, ask_ranks
 from ddp_equivalence.commands.doctor.pairs import chosen_pairs
@@ -153,6 +154,27 @@ def test_all_gpus_that_work_sum_together(played: Any) -> None:
     assert asked == [(("0", "2", "3"), False)]
     # Of 3 ranks each sends 4/3 of the tensor.
     assert (state.name, state.text) == ("all 3", "the sum is right, 2.67 GB/s")
+
+
+def test_a_product_is_right_or_says_how_it_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    right = torch.Tensor.__matmul__
+    assert on_rank.error_of_product(cpu) == ""
+    calls: list[bool] = []
+
+    def wrong_once(left: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        calls.append(True)
+        product = right(left, other)
+        return product + torch.eye(len(product)) if len(calls) == 1 else product
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", wrong_once)
+    assert on_rank.error_of_product(cpu) == "256 of 65536 elements of a product are wrong"
+
+    def raises_kernel(left: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", raises_kernel)
+    assert on_rank.error_of_product(cpu) == "no kernel image"
 
 
 CPU = Lane("gloo", "gloo", "cpu")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +14,22 @@ from ddp_equivalence.commands.doctor.machine import Machine
 from ddp_equivalence.commands.doctor.problem import Problem
 from ddp_equivalence.commands.doctor.problems import problems
 from ddp_equivalence.commands.doctor.state import Outcome, State
-from ddp_equivalence.ranks.gpus import GpuProcess, NvmlState
+from ddp_equivalence.ranks.gpus import GpuProcess, NvmlState, nvml
 from tests.package.commands.doctor.boxes import GIB, box, found, gpu
 
-MISMATCH = {"nvml": NvmlState.VERSION_MISMATCH, "problem": "they have different versions"}
-NO_LIBRARY = {"nvml": NvmlState.NO_LIBRARY, "problem": "there is no driver here"}
-NO_PACKAGE = {"nvml": NvmlState.NO_PACKAGE, "problem": "nvidia-ml-py is not installed"}
-NO_DRIVER = {"nvml": NvmlState.NO_DRIVER, "problem": "the driver is not loaded"}
-NO_PERMISSION = {"nvml": NvmlState.NO_PERMISSION, "problem": "not readable"}
+ROOT = Path(__file__).parents[4]
+
+STATES = dict(nvml.PROBLEMS.values()) | {NvmlState.NO_PACKAGE: nvml.PACKAGE_MISSING}
+NO_PERMISSION, NO_DRIVER, NO_LIBRARY, MISMATCH, NO_PACKAGE = (
+    {"nvml": state, "problem": STATES[state]}
+    for state in (
+        NvmlState.NO_PERMISSION,
+        NvmlState.NO_DRIVER,
+        NvmlState.NO_LIBRARY,
+        NvmlState.VERSION_MISMATCH,
+        NvmlState.NO_PACKAGE,
+    )
+)
 CPU_BUILD: dict[str, Any] = {"torch_cuda": None, "torch_version": "2.13.0+cpu", "devices": ()}
 ROCM: dict[str, Any] = {"torch_cuda": None, "torch_hip": "6.4", "nvml": NvmlState.ROCM}
 
@@ -62,14 +72,22 @@ MACHINES_WITH_A_PROBLEM = {
         "/dev/shm has 64 MiB",
         "--ipc=host",
     ),
-    "exclusive": (box(gpu(0, compute_mode="exclusive_process")), "EXCLUSIVE", "-i 0 -c DEFAULT"),
-    "prohibited": (box(gpu(0, compute_mode="prohibited")), "PROHIBITED", "-i 0 -c DEFAULT"),
+    "exclusive": (
+        box(*(gpu(index, compute_mode="exclusive_process") for index in (0, 1)), gpu(2)),
+        "GPUs 0, 1: the compute mode is EXCLUSIVE_PROCESS",
+        "`sudo nvidia-smi -i 0,1 -c DEFAULT`",
+    ),
+    "prohibited": (
+        box(gpu(0, compute_mode="prohibited")),
+        "GPU 0: the compute mode is PROHIBITED",
+        "`sudo nvidia-smi -i 0 -c DEFAULT`",
+    ),
     "instances": (
         box(gpu(0, mig=True, mig_uuids=("MIG-a", "MIG-b"))),
-        "divided into 2 instances",
+        "GPU 0: divided into instances",
         "CUDA_VISIBLE_DEVICES",
     ),
-    "no instances": (box(gpu(0, mig=True)), "no instances", "-mig 0"),
+    "no instances": (box(gpu(0, mig=True)), "without instances", "nvidia-smi mig -i 0 -cgi"),
     "a GPU with another process's 70 GB": (
         box(gpu(0, memory_free=10 * GIB, processes=(GpuProcess(17, 70 * GIB),))),
         "70.0 of the 80.0 GiB of GPU 0 are in use, by process 17 (70.0 GiB)",
@@ -88,7 +106,7 @@ MACHINES_WITH_A_PROBLEM = {
     "a GPU that is lost": (box(gpu(0, problem="GPU is lost")), "GPU is lost", "Xid"),
     "a list that ends early": (
         box(gpu(0), gpu(1), visible="0,7,1", devices=("0",)),
-        "has 3 entries, but CUDA finds 1",
+        "CUDA_VISIBLE_DEVICES=0,7,1 has 3 entries, but leaves 1 GPU",
         "nvidia-smi -L",
     ),
     "an empty list": (box(gpu(0), visible="", devices=()), "set and empty", "unset"),
@@ -136,6 +154,14 @@ def test_a_gpu_without_kernels_in_this_torch() -> None:
     assert "sm_75, sm_90" in problem.what
 
 
+def test_a_gpu_that_failed_alone_can_be_left_out() -> None:
+    states = [found(0), found(1, Outcome.FAILED), found(2), found(3, Outcome.WRONG)]
+    (problem,) = problems(box(*map(gpu, range(4))), states)
+    assert problem.what.startswith("cuda:1, cuda:3: not even one product was right")
+    assert "CUDA_VISIBLE_DEVICES=0,2" in problem.advice
+    assert list(problems(box(gpu(0)), [found(0, Outcome.FAILED)])) == []  # no other is there
+
+
 def test_pairs_that_work_only_without_p2p() -> None:
     pairs = [
         PairState(State("0-1", Outcome.WORKS, "")),
@@ -158,6 +184,7 @@ def test_pairs_that_work_only_without_p2p() -> None:
         ("CUDA error: system not yet initialized", "Fabric Manager"),
         ("NCCL WARN Error: failed to extend /dev/shm/nccl-03v824 to 4194660", "--ipc=host"),
         ("CUDA error: uncorrectable ECC error encountered", "hardware has failed"),
+        ("Error 803: system has unsupported display driver / cuda driver combination", "restart"),
         ("Duplicate GPU detected : rank 0 and rank 1", "names twice"),
     ],
 )
@@ -174,6 +201,22 @@ def test_an_error_of_cuda_or_nccl_has_its_remedy_once(error: str, words: str) ->
 def test_an_error_that_nobody_knows_has_no_remedy() -> None:
     state = State("nccl", Outcome.FAILED, "", "ValueError: oh")
     assert list(problems(box(gpu(0)), others=[state])) == []
+
+
+def test_the_document_has_every_problem_in_the_words_of_the_doctor() -> None:
+    page = (ROOT / "docs/gpus.md").read_text(encoding="utf-8")
+    table = page.partition("| doctor says |")[2].partition("\n\n")[0]
+    documented = set(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE))
+    error = State("nccl", Outcome.FAILED, "", "CUDA out of memory")
+    pair = PairState(State("0-1", Outcome.WRONG, ""), Outcome.WORKS)
+    states = [found(0), found(1, Outcome.WRONG, capability=(6, 1))]
+    said = [
+        problem.what
+        for machine, _, _ in MACHINES_WITH_A_PROBLEM.values()
+        for problem in problems(machine, states, [pair], [error])
+    ]
+    assert [words for words in documented if not any(words in what for what in said)] == []
+    assert [what for what in said if not any(words in what for words in documented)] == []
 
 
 def test_problems_are_written_as_sentences() -> None:
