@@ -14,7 +14,7 @@ from functools import lru_cache
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.gpus import gpus, visible_gpus
-from ddp_equivalence.ranks.lanes import Lane, cuda_devices, device_of, visible_devices
+from ddp_equivalence.ranks.lanes import Lane, cuda_devices, devices_of_ranks
 
 BYTES_PER_PROCESS = 600 * 2**20
 """About so much of a GPU's memory an idle rank holds: some 500 MB are its CUDA context with the
@@ -84,15 +84,8 @@ def gpu_room() -> GpuRoom:
 
 def processes_by_gpu(layout: Layout, lane: Lane, devices: tuple[str, ...]) -> Counter[str]:
     """GPU -> the number of these ranks that have a context there; empty on the CPU."""
-    on: Counter[str] = Counter()
-    if lane.device_type != "cuda":
-        return on
-    for row in layout.rows:
-        visible = visible_devices(layout, lane, devices)[row.rank]
-        names = visible.split(",")
-        own = names[device_of(row.local_rank, lane, visible).index or 0]
-        on.update(names if lane.name == "data_parallel" else [own])
-    return on
+    names = devices_of_ranks(layout, lane, devices).values()
+    return Counter(name for of_rank in names for name in of_rank.split(","))
 
 
 def lack_of(error: RankFailed) -> Lack | None:
