@@ -7,6 +7,7 @@ user's own, so there nothing is checked.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -76,6 +77,9 @@ class OnGpu(Tensor):
 
     def cpu(self, *_: Any, **__: Any) -> Tensor:
         return moved(self, -1)
+
+    def tolist(self) -> Any:
+        return copy_to(self, -1).tolist()
 
     def numpy(self, *_: Any, **__: Any) -> Any:
         raise TypeError(
@@ -174,3 +178,12 @@ def copy_to(tensor: Tensor, index: int) -> Tensor:
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         copy = tensor.detach().clone()
     return copy if index < 0 else placed(copy, runtime.use(index))
+
+
+def accepted_by(plain: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``plain`` of ddp_equivalence, which refuses all other tensors of a type of their own."""
+
+    def accepting(tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, OnGpu) else plain(tensor)
+
+    return accepting
