@@ -5,22 +5,44 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.gpu_rehearsal.rehearsal import rehearse
+import pytest
+
+from tests.gpu_rehearsal.rehearsal import ROOT, rehearse
+
+DOCUMENT = ROOT / "docs" / "gpus.md"
 
 FEW = "tests/equivalence/test_ddp_gathered.py"
 
 
-def test_the_plan_of_eight_gpus_needs_no_context_and_falls_back_nowhere() -> None:
-    planned = rehearse("ddp_equivalence", "run", "--plan", gpus=8)
+def counted(lane: str, output: str) -> int:
+    """The number of cases that the plan has on the lane."""
+    row = re.search(rf"^  {lane} +(\d+) cases? on \d", output, re.MULTILINE)
+    return int(row[1]) if row else 0
+
+
+def documented(gpus: int) -> dict[str, int]:
+    """Lane -> the number of cases in the table of docs/gpus.md."""
+    rows = [line.split("|")[1:-1] for line in DOCUMENT.read_text().splitlines() if "|" in line]
+    header = next(row for row in rows if row[0].strip() == "GPUs")
+    row = next(row for row in rows if row[0].strip() == str(gpus))
+    return {name.strip(" `"): int(cell) for name, cell in zip(header, row, strict=True)}
+
+
+@pytest.mark.parametrize("gpus", [2, 8])
+def test_the_plan_needs_no_context_and_is_the_documented_one(gpus: int) -> None:
+    planned = rehearse("ddp_equivalence", "run", "--plan", gpus=gpus)
     assert planned.returncode == 0, planned.output
     assert not planned.contexts
     assert not planned.log
-    assert planned.output.count("Pretended GPU (rehearsed), compute capability") == 8
-    assert re.search(r"^  nccl +\d+ cases on 1 to 8 ranks$", planned.output, re.MULTILINE)
-    assert re.search(r"^  data_parallel +\d+ cases on 2 to 4 ranks$", planned.output, re.MULTILINE)
-    assert "gloo_fallback" not in planned.output
-    assert "Processes: at most " in planned.output
-    assert "nothing was timed on data_parallel, gloo_cuda, nccl, which may take" in planned.output
+    text, expected = planned.output, documented(gpus)
+    assert text.count("Pretended GPU (rehearsed), compute capability") == gpus
+    for lane in ("nccl", "data_parallel", "gloo_cuda", "emulated"):
+        assert counted(lane, text) == expected[lane], lane
+    assert counted("gloo_fallback", text) == expected["too few GPUs for NCCL"]
+    not_run = re.findall(r"NOT RUN +(\d+) cases? on data_parallel", text)
+    assert sum(map(int, not_run)) == expected["NOT RUN on `data_parallel"]
+    assert "Processes: at most " in text
+    assert "nothing was timed on data_parallel, gloo_cuda, nccl, which may take" in text
 
 
 def test_a_run_says_which_gpus_were_used_and_that_the_transport_is_not_known(
