@@ -43,7 +43,9 @@ def register(config: pytest.Config, results: RunResults) -> None:
             config.pluginmanager.register(handed_over.PlanHandedOver(file))
         return
     line = None
-    if progress_line.can_show(config) and not config.getoption("--ddp-plan"):
+    if config.getoption("--ddp-plan"):
+        config.option.dist = "no"  # xdist starts no workers, which would run the tests
+    elif progress_line.can_show(config):
         line = progress_line.ProgressLine(config)
         config.pluginmanager.register(line, progress.PROGRESS_LINE)
     config.pluginmanager.register(SuiteRun(config, results, line))
@@ -84,7 +86,6 @@ class SuiteRun:
         while self._to_print and reporter is not None:
             reporter.write_line(self._to_print.pop(0))
 
-    # Plugins that are registered later come first, so that xdist does not distribute any test.
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """With ``--ddp-plan`` nothing runs; but pytest itself stops the run on a broken file."""
@@ -151,8 +152,9 @@ class SuiteRun:
         records = self._results.records
         visible = visible_gpus(box.gpus.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
         yield from gpus_used.gpu_lines(records, visible, box.devices)
-        if session.exitstatus == pytest.ExitCode.INTERRUPTED:
-            return
+        was_cut_short = session.shouldstop or session.shouldfail
+        if session.exitstatus == pytest.ExitCode.INTERRUPTED or was_cut_short:
+            return  # its user does not want to wait for the probe
         for backend in NCCL_BACKENDS:
             ranks = gpus_used.most_ranks(records, backend)
             if ranks > 1:

@@ -80,12 +80,15 @@ def test_what_a_complete_run_took_is_the_estimate_of_the_next() -> None:
     assert (again.seconds, again.date, again.workers) == (kinds, "2026-11-23", 2)
 
 
-def test_timings_with_other_gpus_are_not_those_of_this_machine(
+def test_timings_with_other_gpus_or_another_torch_are_not_those_of_this_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config: Any = SimpleNamespace(cache=Cache())
     keep_timings(config, Timings(MEASURED.seconds, "this machine", "2026-11-23"))
     assert last_timings(config) is not MEASURED
+    with monkeypatch.context() as other:
+        other.setattr("torch.__version__", "2.13.0+rehearsed")
+        assert last_timings(config) is MEASURED
     monkeypatch.setattr(time_needed, "cuda_devices", lambda: ("0", "1"))
     assert last_timings(config) is MEASURED
 
