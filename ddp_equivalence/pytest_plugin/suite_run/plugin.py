@@ -14,6 +14,7 @@ import pytest
 from ddp_equivalence.pytest_plugin import progress, summary_table
 from ddp_equivalence.pytest_plugin.run_results import RunResults
 from ddp_equivalence.pytest_plugin.suite_run import (
+    SUITE_RUN,
     gpu_processes,
     gpus_used,
     handed_over,
@@ -48,11 +49,11 @@ def register(config: pytest.Config, results: RunResults) -> None:
     elif progress_line.can_show(config):
         line = progress_line.ProgressLine(config)
         config.pluginmanager.register(line, progress.PROGRESS_LINE)
-    config.pluginmanager.register(SuiteRun(config, results, line))
+    config.pluginmanager.register(SuiteRun(config, results, line), SUITE_RUN)
 
 
 class SuiteRun:
-    """Registered in the process that has the terminal."""
+    """Registered in the process that has the terminal. ``after``: what ends the closing table."""
 
     def __init__(
         self, config: pytest.Config, results: RunResults, line: progress_line.ProgressLine | None
@@ -64,7 +65,7 @@ class SuiteRun:
         self._began = time.time()
         self._tests: list[PlannedTest] = []
         self._to_print: list[str] = []
-        self._after: list[Line] = []
+        self.after: list[Line] = []
 
     def pytest_report_collectionfinish(self, items: Sequence[pytest.Item]) -> list[str]:
         return list(self._before(plan.planned(items)))
@@ -101,7 +102,7 @@ class SuiteRun:
             return
         time_needed.keep_timings(self._config, self._stopwatch.timings(self._workers))
         box = this_box()
-        self._after = list(self._gpu_lines(box, session))
+        self.after = list(self._gpu_lines(box, session))
         folder: Path | None = self._config.getoption("--ddp-record")
         if folder is None:
             return
@@ -109,15 +110,11 @@ class SuiteRun:
             path = page.write(folder, box, self._ran(box, int(session.exitstatus)))
         except OSError as error:
             text = f"--record {folder}: FAILED, the page could not be written: {error.strerror}"
-            self._after.append(Line(text, Style.BAD))
+            self.after.append(Line(text, Style.BAD))
             if session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
         else:
-            self._after.append(Line(f"This run is recorded in {path}"))
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        summary_table.write_lines(terminalreporter, self._after)
+            self.after.append(Line(f"This run is recorded in {path}"))
 
     @property
     def _file(self) -> Path:
@@ -166,7 +163,7 @@ class SuiteRun:
         stats: dict[str, list[Any]] = {} if reporter is None else reporter.stats
         words = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
         must_run = self._config.getoption("--must-run")
-        table = [*summary_table.summary_lines(self._results, must_run), *self._after]
+        table = [*summary_table.summary_lines(self._results, must_run), *self.after]
         return page.Ran(
             date=time.strftime("%Y-%m-%d", time.localtime(self._began)),
             seconds=time.time() - self._began,
