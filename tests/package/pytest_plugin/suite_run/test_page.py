@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +66,17 @@ def test_each_run_of_a_day_has_a_page_of_its_own(tmp_path: Path) -> None:
             "sums and/or means, 2/3 done, tests/a.py::b",
         ),
         ("rank 0 on GPU-01234567-89ab", "rank 0 on (UUID)"),
-        (f"on {socket.gethostname()}", "on (host)"),
-        (f"by {getpass.getuser()}.", "by (user)."),
+        ("on box-7, by somebody.", "on (host), by (user)."),
+        ("on box-71 and my-box-7", "on box-71 and my-box-7"),
     ],
 )
-def test_nothing_private_is_told(text: str, left: str) -> None:
+def test_nothing_private_is_told(monkeypatch: pytest.MonkeyPatch, text: str, left: str) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "box-7")
+    monkeypatch.setattr("getpass.getuser", lambda: "somebody")
     assert without_private(text) == left
+
+
+def test_names_that_tell_nothing_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "localhost")
+    monkeypatch.setattr("getpass.getuser", lambda: "root")
+    assert without_private("Root cause: the root cause") == "Root cause: the root cause"
