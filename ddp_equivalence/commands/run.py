@@ -16,6 +16,9 @@ from ddp_equivalence.ranks.backend_names import LANES
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
 
+OF_THE_CHECKOUT = Path("docs", "records")
+"""Where ``--record`` without a folder writes: in the checkout, wherever it is called."""
+
 
 def add(commands: Commands) -> None:
     """Add the command's parser."""
@@ -47,7 +50,7 @@ def add(commands: Commands) -> None:
         "--record",
         type=Path,
         nargs="?",
-        const=Path(),
+        const=OF_THE_CHECKOUT,
         metavar="DIR",
         help="write the machine, the plan and the results to a page in this folder, without names "
         "of hosts and users and without paths (default: docs/records of this checkout)",
@@ -78,7 +81,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     if record is not None:
         of_pytest.append(f"--ddp-record={record}")
     if arguments.plan:
-        of_pytest += ["--ddp-plan", "--numprocesses=0"]  # the plan needs no workers
+        of_pytest.append("--ddp-plan")
     if not is_checkout():
         cache = Path(tempfile.gettempdir()) / f"ddp_equivalence-pytest-cache-{os.getuid()}"
         of_pytest += ["-o", f"cache_dir={cache}"]
@@ -95,10 +98,10 @@ def _folder_of_records(given: Path | None) -> Path | None:
 
     if given is None:
         return None
-    if given == Path():  # the option without a value
+    if given is OF_THE_CHECKOUT:
         if not is_checkout():
             raise BadCase("record", "", "--record DIR, because the suite is not in a checkout here")
-        given = suite_folder() / "docs" / "records"
+        given = suite_folder() / given
     require_writable_folder("record", given)
     return given.resolve()
 

@@ -24,10 +24,11 @@ from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.measurement.work import Evidence, Work
 from ddp_equivalence.ranks import pickling, root_cause
 from ddp_equivalence.ranks.failure import RankFailed
+from ddp_equivalence.ranks.idle_sets import Environment
 from ddp_equivalence.ranks.probe import probe_ranks_once
 from ddp_equivalence.ranks.rank_set import RankSet
 from ddp_equivalence.ranks.user_modules import carried
-from ddp_equivalence.ranks.warm_ranks import Environment, warm_ranks
+from ddp_equivalence.ranks.warm_ranks import warm_ranks
 
 
 @dataclass

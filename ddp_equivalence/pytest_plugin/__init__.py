@@ -27,6 +27,7 @@ from ddp_equivalence.pytest_plugin import (
 from ddp_equivalence.pytest_plugin.equivalence_fixture import Equivalence, equivalence
 from ddp_equivalence.pytest_plugin.planting import Planting
 from ddp_equivalence.pytest_plugin.run_deadline import RunDeadline
+from ddp_equivalence.pytest_plugin.suite_run import SUITE_RUN
 from ddp_equivalence.pytest_plugin.unread_verdicts import UnreadVerdicts
 
 __all__ = ["Equivalence", "equivalence"]  # the fixture, which pytest finds here, and its type
@@ -122,6 +123,9 @@ def pytest_terminal_summary(
         return  # a run that has nothing to do with this package
     terminalreporter.section("compared with one big batch", "=")
     summary_table.write(terminalreporter, results, must_run)
+    suite_run = config.pluginmanager.get_plugin(SUITE_RUN)
+    if suite_run is not None:
+        summary_table.write_lines(terminalreporter, suite_run.after)
 
 
 def _has_not_shown_enough(results: run_results.RunResults, config: pytest.Config) -> bool:

@@ -24,6 +24,9 @@ PROCESS_GROUP_PREFIXES = (
     "TORCH_",
     "PYTORCH_",
     "CUDA_",
+    "NVIDIA_",
+    "CUBLAS",  # cuBLAS and cuBLASLt
+    "CUDNN_",
     "OMP_",
     "MKL_",
     "KMP_",
@@ -69,7 +72,6 @@ def torchrun_environment(row: RankPlace, port: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": "ddp_equivalence",
         # As under torchrun, every rank is a client of a store that already listens.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "OMP_NUM_THREADS": "1",
     }
 
@@ -83,5 +85,25 @@ DEFAULTS = {
     "TORCH_FR_BUFFER_SIZE": "32",
     # float32 must mean float32: TF32 keeps only 10 bits of the mantissa.
     "NVIDIA_TF32_OVERRIDE": "0",
+    # torchrun sets this, too, unless the user does.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
 }
 """Variables that every rank gets unless the user's environment sets them."""
+
+
+def nccl_defaults(row: RankPlace) -> dict[str, str]:
+    """More such variables, for the rank in ``row`` on NCCL.
+
+    All ranks are on one host, but NCCL must not see that where nodes are simulated. Ranks with
+    another NCCL_HOSTID are on another host for it, so that it does not use NVLink, PCI Express or
+    shared memory between them. Then it takes the network, which is the loopback here: NCCL's own
+    sockets work on every host, and InfiniBand may not. A user who sets NCCL_HOSTID to any value
+    gets one host.
+
+    Sources: NVIDIA's documentation of NCCL's environment variables; ``getHostHash`` in utils.cc of
+    NCCL.
+    """
+    defaults = {"NCCL_SOCKET_IFNAME": "lo"}
+    if row.nodes > 1:
+        defaults |= {"NCCL_HOSTID": f"simulated node {row.node}", "NCCL_NET": "Socket"}
+    return defaults

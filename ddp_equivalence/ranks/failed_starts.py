@@ -51,14 +51,12 @@ class FailedStarts:
 
         If no ranks of the lane have ever started, it is the first error of any layout.
         """
+        if not any(name == lane.name for name, _ in self._started):
+            errors = (error for (name, _), error in self._failed.items() if name == lane.name)
+            error = next(errors, None)
+            return "" if error is None else f"no ranks have ever started on this lane: {error}"
         error = self._failed.get((lane.name, layout.name))
-        if error is not None:
-            return f"ranks on {layout} have failed to start on this lane: {error}"
-        if any(name == lane.name for name, _ in self._started):
-            return ""
-        errors = (error for (name, _), error in self._failed.items() if name == lane.name)
-        error = next(errors, None)
-        return "" if error is None else f"no ranks have ever started on this lane: {error}"
+        return "" if error is None else f"ranks on {layout} have failed to start here: {error}"
 
 
 @lru_cache(maxsize=1)

@@ -53,8 +53,11 @@ class RankFailed(RuntimeError):
     """A rank raised, exited or was killed.
 
     ``ends`` holds one RankEnd per rank, the root cause first. ``waiting`` is a sentence that says
-    which ranks waited for which; it is "" if none waited or if that is not known.
+    which ranks waited for which; it is "" if none waited or if that is not known. ``may_pass_now``:
+    idle ranks held what these lacked on a GPU, and have been stopped since.
     """
+
+    may_pass_now = False
 
     def __init__(self, message: str, ends: Sequence[RankEnd] = (), waiting: str = "") -> None:
         self.ends, self.waiting = tuple(ends), waiting

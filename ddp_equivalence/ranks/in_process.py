@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ddp_equivalence.case.layouts import Layout, RankPlace
 from ddp_equivalence.ranks import pickling, process_state, root_cause
+from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
 from ddp_equivalence.ranks.exception_text import describe_exception
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed
 from ddp_equivalence.ranks.join_group import join_group, rank_environment
@@ -141,8 +142,19 @@ class InProcessRankSet(RankSet):
         gc.collect()  # this frees DDP objects that are part of a reference cycle
         if self._rank_0 is not None and dist.is_initialized():
             _destroyed_groups.append(dist.group.WORLD)
-            dist.destroy_process_group()
+            self._leave_group()
         self._rank_0 = None
+
+    def _leave_group(self) -> None:
+        """Leave the group that the other ranks have left by ending.
+
+        On NCCL all ranks of a host have to call ncclCommDestroy, or it hangs; for ncclCommAbort
+        those that still run are enough (NVIDIA's documentation of both).
+        """
+        if self.lane.backend in NCCL_BACKENDS:
+            dist.distributed_c10d._abort_process_group()  # private: a test fails if it changes
+        else:
+            dist.destroy_process_group()
 
     def _rows_to_start(self) -> Sequence[RankPlace]:
         return self.layout.rows[1:]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no stubs
 
 from ddp_equivalence.case.layouts import RankPlace
+from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
 from ddp_equivalence.ranks.collectives import check_recorder, record_sends
 from ddp_equivalence.ranks.counted_gpus import variables
 from ddp_equivalence.ranks.environment import (
@@ -21,6 +22,7 @@ from ddp_equivalence.ranks.environment import (
     PROCESS_GROUP_PREFIXES,
     RANK_SET_VARIABLE,
     RERUN_VARIABLE,
+    nccl_defaults,
     torchrun_environment,
 )
 from ddp_equivalence.ranks.lanes import Lane, device_of
@@ -56,7 +58,7 @@ def join_group(start: StartArguments, exchange_port: Callable[[int | None], int]
     _set_environment(start)
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # no stubs
     device = device_of(row.local_rank, lane, start.visible)
-    store = _open_store(row, timedelta(seconds=start.start_timeout), exchange_port)
+    store = _open_store(row, lane, timedelta(seconds=start.start_timeout), exchange_port)
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -99,12 +101,17 @@ def _set_environment(start: StartArguments) -> None:
     """Replace the fork server's variables, which may be outdated, by those of the caller."""
     for name in [name for name in os.environ if name.startswith(PROCESS_GROUP_PREFIXES)]:
         del os.environ[name]
-    os.environ.update(DEFAULTS | dict(start.environment))
+    os.environ.update(_defaults(start.row, start.lane) | dict(start.environment))
     os.environ |= variables(start.visible) | {RANK_SET_VARIABLE: start.token}
 
 
+def _defaults(row: RankPlace, lane: Lane) -> dict[str, str]:
+    on_nccl = lane.backend in NCCL_BACKENDS
+    return DEFAULTS | (nccl_defaults(row) if on_nccl else {})
+
+
 def _open_store(
-    row: RankPlace, timeout: timedelta, exchange_port: Callable[[int | None], int]
+    row: RankPlace, lane: Lane, timeout: timedelta, exchange_port: Callable[[int | None], int]
 ) -> TCPStore:
     """Set torchrun's variables and open the rendezvous store; ranks other than 0 connect to it."""
     store = None
@@ -115,7 +122,7 @@ def _open_store(
     port = exchange_port(None if store is None else store.port)
     torchrun = torchrun_environment(row, port)
     os.environ.update(torchrun)
-    names = {*torchrun, *DEFAULTS, *variables(""), RANK_SET_VARIABLE}
+    names = {*torchrun, *_defaults(row, lane), *variables(""), RANK_SET_VARIABLE}
     _rank_environment.clear()
     _rank_environment.update({name: os.environb[name] for name in map(os.fsencode, names)})
     if store is None:

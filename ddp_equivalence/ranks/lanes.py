@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,15 +46,21 @@ class CannotRunHere(BadCase):
     """
 
     def __init__(
-        self, field: str, value: object, right: str, lane: str, layout: str, reason: str
+        self,
+        field: str,
+        value: object,
+        right: str,
+        lane: str,
+        layout: str,
+        reason: str,
+        subject: str = "",
     ) -> None:
         super().__init__(field, value, right)
-        self.lane, self.layout, self.reason, self.subject = lane, layout, reason, ""
+        self.lane, self.layout, self.reason, self.subject = lane, layout, reason, subject
 
-    def __reduce__(self) -> tuple[type[CannotRunHere], tuple[str, ...]]:  # type: ignore[override]
+    def __reduce__(self) -> Any:
         kind, base = super().__reduce__()
-        assert issubclass(kind, CannotRunHere)
-        return kind, (*base, self.lane, self.layout, self.reason)
+        return kind, (*base, self.lane, self.layout, self.reason, self.subject)
 
 
 @lru_cache(maxsize=1)

@@ -23,7 +23,7 @@ from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.ranks import pickling
 from ddp_equivalence.ranks.collectives import new_collectives
 from ddp_equivalence.ranks.failure import RankFailed
-from ddp_equivalence.ranks.lanes import Lane
+from ddp_equivalence.ranks.lanes import Lane, missing
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 
@@ -60,6 +60,8 @@ def transport(ranks: int, backend: str = "nccl") -> Transport:
     """What NCCL chooses between so many ranks on one node. Raises nothing but KeyboardInterrupt."""
     if ranks < 2:
         return Transport({}, "a single rank sends nothing")
+    if reason := missing(backend, ranks):
+        return Transport({}, reason)
     with tempfile.TemporaryDirectory(prefix="ddp_equivalence-") as folder:
         log = (
             ("NCCL_DEBUG", "INFO"),

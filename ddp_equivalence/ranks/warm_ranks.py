@@ -8,59 +8,51 @@ from __future__ import annotations
 import atexit
 import errno
 import os
-import resource
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.ranks.environment import process_group_environment
 from ddp_equivalence.ranks.failed_starts import failed_starts
 from ddp_equivalence.ranks.failure import RankFailed
+from ddp_equivalence.ranks.gpu_room import gpu_room, lack_of
+from ddp_equivalence.ranks.idle_sets import (
+    DESCRIPTORS_PER_RANK,
+    Environment,
+    IdleSets,
+    RankSetKey,
+)
 from ddp_equivalence.ranks.in_process import InProcessRankSet
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices
 from ddp_equivalence.ranks.one_at_a_time import one_at_a_time
 from ddp_equivalence.ranks.rank_set import RankSet
 from ddp_equivalence.ranks.server import start_method
-from ddp_equivalence.ranks.user_modules import carried
 from ddp_equivalence.ranks.xdist_locks import Devices, xdist_locks
-
-MAX_IDLE_RANKS = 48
-"""At most this many processes are kept idle. The sets that were idle longest are stopped first."""
-
-DESCRIPTORS_PER_RANK = 6
-"""File descriptors of the judging process: two pipes, two files, a sentinel, and one to spare."""
 
 DESCRIPTORS_TO_START = 16
 """While the ranks of a set start, this many file descriptors are needed in addition."""
 
+NO_MORE_PROCESSES = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+"""Errors that idle ranks can be the reason for: of file descriptors and of processes."""
+
+WAIT_FOR_OTHER_WORKERS = 30.0
+"""Seconds in which ranks try to start on GPUs that other workers of the run have left no room on.
+Another worker stops its idle ranks there after the case that it is at."""
+
+PAUSE = 0.5
+"""Seconds between two such attempts."""
+
 CUDA_NEEDS_SPAWN = "CUDA in forked subprocess"
 """Part of torch's error on a rank that was forked from a process that has used CUDA."""
-
-Environment = tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class RankSetKey:
-    """Cases with equal keys can use the same set of ranks.
-
-    ``method``: how the ranks are started. ``in_process``: rank 0 is the judging process.
-    """
-
-    layout: Layout
-    lane: Lane
-    collective_timeout: float
-    environment: Environment
-    method: str
-    in_process: bool = False
 
 
 class WarmRanks:
     """Lends sets of ranks and keeps them for the next case. ``started``: sets started so far."""
 
     def __init__(self) -> None:
-        self._idle: dict[tuple[RankSetKey, Devices], RankSet] = {}
+        self._idle = IdleSets()
         self.started = 0
         self._cuda_needs_spawn = False
 
@@ -91,38 +83,38 @@ class WarmRanks:
             in_process,
         )
         with one_at_a_time(), self._devices(key) as devices:
-            rank_set = None if fresh else self._take_idle(key, devices)
+            rank_set = None if fresh else self._idle.take(key, devices)
             try:
                 if rank_set is None:
                     with failed_starts().noted(lane, layout):
-                        self._make_room(key)
+                        self._idle.make_room(key, devices)
                         rank_set = self._start(key, devices)
                 yield rank_set
-            except BaseException:
+            except BaseException as error:
                 # Nobody knows what these ranks are doing now, not even after a KeyboardInterrupt.
                 if rank_set is not None:
                     rank_set.broken = True
+                    if isinstance(error, RankFailed):
+                        error.may_pass_now = self._idle.leave_gpus(key, devices, error)
                 raise
             finally:
                 if rank_set is not None:
-                    if fresh or rank_set.broken:
+                    if fresh or rank_set.broken or must_leave(key, devices):
                         rank_set.stop()
                     else:
-                        self._idle[key, devices] = rank_set
+                        self._idle.keep(key, devices, rank_set)
 
     def forget(self) -> None:
         """Forget all ranks in a fork of this process: they belong to its parent."""
-        self._idle.clear()
+        self._idle.forget()
 
     def stop(self) -> None:
         """Stop all idle ranks."""
-        while self._idle:
-            _, rank_set = self._idle.popitem()
-            rank_set.stop()
+        self._idle.stop()
 
     def idle(self) -> list[RankSet]:
         """The sets that are idle now."""
-        return list(self._idle.values())
+        return self._idle.sets()
 
     @contextmanager
     def _devices(self, key: RankSetKey) -> Iterator[Devices]:
@@ -131,24 +123,13 @@ class WarmRanks:
         if locks is None:
             yield cuda_devices() if key.lane.device_type == "cuda" else ()
             return
-        preferred = [devices for idle_key, devices in self._idle if idle_key == key]
-        with locks.hold(key.layout, key.lane, preferred) as devices:
+        with locks.hold(key.layout, key.lane, self._idle.devices_of(key)) as devices:
             yield devices
 
-    def _take_idle(self, key: RankSetKey, devices: Devices) -> RankSet | None:
-        rank_set = self._idle.pop((key, devices), None)
-        if rank_set is None:
-            return None
-        outdated = rank_set.modules_version != carried.version()
-        if outdated or not rank_set.is_alive():  # a rank died while it was idle
-            rank_set.broken = True
-            rank_set.stop()
-            return None
-        return rank_set
-
     def _start(self, key: RankSetKey, devices: Devices) -> RankSet:
-        """Start a set; try again if another start method, or stopping idle ranks, may help."""
+        """Start a set; try again if something can be done about the reason why it did not start."""
         rank_set_type = InProcessRankSet if key.in_process else RankSet
+        until = time.monotonic() + WAIT_FOR_OTHER_WORKERS
         while True:
             on_cuda = key.lane.device_type == "cuda"
             method = "spawn" if on_cuda and self._cuda_needs_spawn else key.method
@@ -161,43 +142,54 @@ class WarmRanks:
             except BaseException as error:
                 rank_set.broken = True
                 rank_set.stop()
-                forked = method != "spawn"
-                if isinstance(error, RankFailed) and forked and CUDA_NEEDS_SPAWN in str(error):
-                    self._cuda_needs_spawn = True
+                if self._may_start_now(error, key, devices, method, until):
                     continue
                 if not isinstance(error, OSError):
                     raise
-                if error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN) and self._idle:
-                    self._stop_oldest()
-                    continue
                 what = f"{key.layout.world_size} ranks could not be started: {error}"
                 raise RankFailed(what) from error
             self.started += 1
             return rank_set
 
-    def _make_room(self, key: RankSetKey) -> None:
-        """Stop idle sets until there are few enough ranks with those of the new set."""
-        most = min(MAX_IDLE_RANKS, _max_ranks())
-        while self._idle and self._count() + key.layout.world_size > most:
-            self._stop_oldest()
-        if key.in_process:  # this process can be a rank of only one set at a time
-            for idle_key in [idle_key for idle_key in self._idle if idle_key[0].in_process]:
-                self._idle.pop(idle_key).stop()
+    def _may_start_now(
+        self,
+        error: BaseException,
+        key: RankSetKey,
+        devices: Devices,
+        method: str,
+        until: float,
+    ) -> bool:
+        """Do something that may help after this failure to start; False if there is nothing."""
+        if isinstance(error, RankFailed):
+            if method != "spawn" and CUDA_NEEDS_SPAWN in str(error):
+                self._cuda_needs_spawn = True
+                return True
+            return self._idle.leave_gpus(key, devices, error) or others_may_leave(
+                key, devices, error, until
+            )
+        no_more = isinstance(error, OSError) and error.errno in NO_MORE_PROCESSES
+        return no_more and self._idle.stop_oldest()
 
-    def _stop_oldest(self) -> None:
-        """Stop the set that was idle longest."""
-        self._idle.pop(next(iter(self._idle))).stop()
 
-    def _count(self) -> int:
-        return sum(rank_set.layout.world_size for rank_set in self._idle.values())
+def must_leave(key: RankSetKey, devices: Devices) -> bool:
+    """True if these ranks must not stay idle, since other workers of the run need their GPUs.
+
+    Where only one process at a time can use a GPU, a rank that stays there keeps all others out.
+    """
+    locks = xdist_locks()
+    return locks is not None and any(
+        gpu_room().is_exclusive(gpu) or locks.is_asked_for(gpu) for gpu in key.processes_on(devices)
+    )
 
 
-def _max_ranks() -> int:
-    """The number of ranks for which half of this process's file descriptors suffice."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return MAX_IDLE_RANKS
-    return limit // 2 // DESCRIPTORS_PER_RANK
+def others_may_leave(key: RankSetKey, devices: Devices, error: RankFailed, until: float) -> bool:
+    """Ask other workers to keep no idle ranks on these GPUs; False if it is too late or no use."""
+    locks, gpus = xdist_locks(), key.processes_on(devices)
+    if locks is None or not gpus or lack_of(error) is None or time.monotonic() > until:
+        return False
+    locks.ask_for(gpus)
+    time.sleep(PAUSE)
+    return True
 
 
 def _check_descriptors(ranks: int) -> None:

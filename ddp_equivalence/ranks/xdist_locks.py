@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 
@@ -37,6 +37,7 @@ class XdistLocks:
         self._run_id = run_id
         self._cores = tuple(f"core {number}" for number in range(cores))
         self._devices = devices
+        self._asked_for = ExitStack()  # is never closed: the locks in it end with this process
 
     @contextmanager
     def hold(
@@ -62,6 +63,19 @@ class XdistLocks:
                 )
                 taken = self._take(locks, ordered, wanted)
             yield tuple(name for name in names if name in taken) if on_gpu else ()
+
+    def ask_for(self, devices: Iterable[str]) -> None:
+        """Ask all workers to keep no idle ranks on these GPUs from now on.
+
+        A worker that no longer runs asks for nothing.
+        """
+        for device in devices:
+            self._lock(self._asked_for, _asking_for(device))
+
+    def is_asked_for(self, device: str) -> bool:
+        """True if a worker, perhaps this one, has asked for this GPU."""
+        with ExitStack() as tried:
+            return not self._lock(tried, _asking_for(device))
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -90,6 +104,10 @@ class XdistLocks:
         _held.add(lock)
         locks.callback(_release, lock)
         return True
+
+
+def _asking_for(device: str) -> str:
+    return f"no idle ranks on {device}"
 
 
 _held: set[socket.socket] = set()

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 PREFIXES = ("NCCL_", "CUDA_", "NVIDIA_", "TORCH_")
 
-NAMES_OF_HIDDEN = re.compile(r"TOKEN|SECRET|KEY|PASSWORD|HOST|ADDR|COMM_ID|USER")
-"""The values of such variables name a machine or a person, or open a door."""
+NAMES_OF_HIDDEN = re.compile(r"TOKEN|SECRET|KEY|PASSWORD|USER|HOST|ADDR|COMM_ID|FILE|PATH")
+"""The values of such variables name a machine, a person or a folder, or open a door."""
 
 HIDDEN_VALUES = re.compile(r"[/\\@~]|\b\d+\.\d+\.\d+\.\d+\b|[A-Za-z][\w-]*\.[A-Za-z]")
 """Paths, addresses of machines, and names of machines."""

@@ -71,6 +71,8 @@ def rehearse(
     deferred: bool = False,
     lost: str | int | None = None,
     strict: bool = False,
+    nvml: str = "answers",
+    mig: bool = False,
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
     timeout: float = LONGEST,
@@ -81,8 +83,10 @@ def rehearse(
     room for so many CUDA contexts; 0 is any number. ``generator``: a GPU draws other random numbers
     than the CPU. ``deferred``: the result of a collective is there only after somebody has waited
     for it. ``lost``: a GPU that has died, or dies after a number of contexts ("1@2": GPU 1, after
-    the second). ``strict``: tensors know their device, and mixing devices raises. ``folder``: where
-    the command runs, the root of the repository by default. ``environment``: more variables.
+    the second). ``strict``: tensors know their device, and mixing devices raises. ``nvml``:
+    "answers", or its library is "missing", or it and the driver are a "mismatch". ``mig``: every
+    GPU is divided into MIG devices. ``folder``: where the command runs, the root of the repository
+    by default. ``environment``: more variables.
     Raises subprocess.TimeoutExpired after ``timeout`` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as own:
@@ -95,6 +99,8 @@ def rehearse(
             "DEFERRED": str(int(deferred)),
             "LOST": "" if lost is None else str(lost),
             "STRICT": str(int(strict)),
+            "NVML": nvml,
+            "MIG": str(int(mig)),
         }
         pretended = {f"PRETEND_{name}": value for name, value in switches.items()}
         done = subprocess.run(

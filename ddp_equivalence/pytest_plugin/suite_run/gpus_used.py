@@ -13,6 +13,8 @@ from ddp_equivalence.report.line import Line, Style
 from ddp_equivalence.report.record import Record
 from ddp_equivalence.report.wrapping import plural
 
+HEADER = "cases by GPU"
+
 SHORT = len("GPU-12345678")
 """So much of a UUID is shown for a GPU that NVML does not know."""
 
@@ -51,9 +53,9 @@ def gpu_lines(records: Sequence[Record], gpus: Sequence[Gpu], devices: int) -> I
         return
     rows = _rows(uses, gpus)
     lanes = sorted({lane for use in uses.values() for lane in use.cases})
-    width = max(map(len, rows)) + 2
+    width = max(len(HEADER), *map(len, rows)) + 2
     header = "".join(f"{lane:>{len(lane) + 2}}" for lane in lanes)
-    yield Line(f"{'cases by GPU':<{width}}{header}    ranks that ran on it")
+    yield Line(f"{HEADER:<{width}}{header}    ranks that ran on it")
     for name, use in rows.items():
         cells = "".join(f"{use.cases.get(lane, 0) or '–':>{len(lane) + 2}}" for lane in lanes)
         if use.ranks:
@@ -61,7 +63,7 @@ def gpu_lines(records: Sequence[Record], gpus: Sequence[Gpu], devices: int) -> I
         else:
             yield Line(f"{name:<{width}}{cells}    no case used it", Style.UNCERTAIN)
     unknown = devices - len(rows)
-    if unknown > 0:
+    if not gpus and unknown > 0:
         others = f"{unknown} other CUDA {plural(unknown, 'device')}"
         text = f"no case used {others}, which NVML did not name"
         yield Line(text, Style.UNCERTAIN)

@@ -18,6 +18,9 @@ from ddp_equivalence.report.box import Box, box_lines, title
 PATH = re.compile(r"(?<![\w.:/])~?/(?:[\w.+@~-]+/)*[\w.+@~-]+/?")
 UUID = re.compile(r"\b(?:GPU|MIG)-[0-9a-fA-F-]{8,}")
 
+SAID_OF_ALL = ("", "root", "localhost")
+"""Such names tell nothing of a machine. "root cause" is a part of reports."""
+
 LONGEST_LIST = 50
 """So many failed tests are listed."""
 
@@ -95,11 +98,11 @@ def without_private(text: str) -> str:
 
 
 def _private_names() -> dict[str, str]:
-    names = {}
-    with suppress(OSError, KeyError, ImportError):
+    """Name of this host or user -> what stands for it."""
+    names = {socket.gethostname(): "(host)"}
+    with suppress(OSError, KeyError, ImportError):  # the user may have no name
         names[getpass.getuser()] = "(user)"
-    host = socket.gethostname()
-    return {name: instead for name, instead in ({host: "(host)"} | names).items() if name}
+    return {name: instead for name, instead in names.items() if name not in SAID_OF_ALL}
 
 
 def _workers(workers: int) -> str:

@@ -65,7 +65,7 @@ def plan_lines(tests: Sequence[PlannedTest]) -> Iterator[str]:
         text = "right code that looks wrong, and planted faults; each chooses its lane when it runs"
         yield f"  {'others':<{width}}{others} {plural(others, 'test')}: {text}"
     reasons = Counter((test.lane, test.reason) for test in left_out)
-    for (lane, reason), count in reasons.items():
+    for (lane, reason), count in reasons.most_common():
         what = f"{count} {plural(count, 'case')} on {lane}" if lane else _tests(count)
         yield f"  {'NOT RUN':<{width}}{what}: {reason}"
 

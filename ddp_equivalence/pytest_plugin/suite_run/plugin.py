@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from ddp_equivalence.pytest_plugin import summary_table
+from ddp_equivalence.pytest_plugin import progress, summary_table
 from ddp_equivalence.pytest_plugin.run_results import RunResults
 from ddp_equivalence.pytest_plugin.suite_run import (
+    SUITE_RUN,
+    gpu_processes,
     gpus_used,
     handed_over,
     page,
@@ -42,14 +44,16 @@ def register(config: pytest.Config, results: RunResults) -> None:
             config.pluginmanager.register(handed_over.PlanHandedOver(file))
         return
     line = None
-    if progress_line.can_show(config) and not config.getoption("--ddp-plan"):
+    if config.getoption("--ddp-plan"):
+        config.option.dist = "no"  # xdist starts no workers, which would run the tests
+    elif progress_line.can_show(config):
         line = progress_line.ProgressLine(config)
-        config.pluginmanager.register(line, progress_line.NAME)
-    config.pluginmanager.register(SuiteRun(config, results, line))
+        config.pluginmanager.register(line, progress.PROGRESS_LINE)
+    config.pluginmanager.register(SuiteRun(config, results, line), SUITE_RUN)
 
 
 class SuiteRun:
-    """Registered in the process that has the terminal."""
+    """Registered in the process that has the terminal. ``after``: what ends the closing table."""
 
     def __init__(
         self, config: pytest.Config, results: RunResults, line: progress_line.ProgressLine | None
@@ -60,7 +64,8 @@ class SuiteRun:
         self._stopwatch = time_needed.Stopwatch()
         self._began = time.time()
         self._tests: list[PlannedTest] = []
-        self._after: list[Line] = []
+        self._to_print: list[str] = []
+        self.after: list[Line] = []
 
     def pytest_report_collectionfinish(self, items: Sequence[pytest.Item]) -> list[str]:
         return list(self._before(plan.planned(items)))
@@ -72,13 +77,16 @@ class SuiteRun:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any) -> None:
-        if node.gateway.id == FIRST_WORKER and not self._tests:
-            reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-            for line in self._before(handed_over.read(self._file)):
-                if reporter is not None:
-                    reporter.write_line(line)
+        if node.gateway.id == FIRST_WORKER:
+            self._to_print = list(self._before(handed_over.read(self._file)))
 
-    # Plugins that are registered later come first, so that xdist does not distribute any test.
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self) -> None:
+        """Under xdist, print what stands before the first test when xdist has printed its own."""
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        while self._to_print and reporter is not None:
+            reporter.write_line(self._to_print.pop(0))
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         """With ``--ddp-plan`` nothing runs; but pytest itself stops the run on a broken file."""
@@ -94,7 +102,7 @@ class SuiteRun:
             return
         time_needed.keep_timings(self._config, self._stopwatch.timings(self._workers))
         box = this_box()
-        self._after = list(self._gpu_lines(box, session))
+        self.after = list(self._gpu_lines(box, session))
         folder: Path | None = self._config.getoption("--ddp-record")
         if folder is None:
             return
@@ -102,15 +110,11 @@ class SuiteRun:
             path = page.write(folder, box, self._ran(box, int(session.exitstatus)))
         except OSError as error:
             text = f"--record {folder}: FAILED, the page could not be written: {error.strerror}"
-            self._after.append(Line(text, Style.BAD))
+            self.after.append(Line(text, Style.BAD))
             if session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
         else:
-            self._after.append(Line(f"This run is recorded in {path}"))
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        summary_table.write_lines(terminalreporter, self._after)
+            self.after.append(Line(f"This run is recorded in {path}"))
 
     @property
     def _file(self) -> Path:
@@ -133,6 +137,8 @@ class SuiteRun:
         if box.has_gpus or whole_plan:
             yield from box_lines(box)
             yield from plan.plan_lines(tests)
+            if box.devices and any(not test.reason for test in tests):
+                yield from gpu_processes.process_lines()
         else:
             yield box_in_short(box)
             yield plan.plan_in_short(tests)
@@ -143,8 +149,9 @@ class SuiteRun:
         records = self._results.records
         visible = visible_gpus(box.gpus.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
         yield from gpus_used.gpu_lines(records, visible, box.devices)
-        if session.exitstatus == pytest.ExitCode.INTERRUPTED:
-            return
+        was_cut_short = session.shouldstop or session.shouldfail
+        if session.exitstatus == pytest.ExitCode.INTERRUPTED or was_cut_short:
+            return  # its user does not want to wait for the probe
         for backend in NCCL_BACKENDS:
             ranks = gpus_used.most_ranks(records, backend)
             if ranks > 1:
@@ -156,7 +163,7 @@ class SuiteRun:
         stats: dict[str, list[Any]] = {} if reporter is None else reporter.stats
         words = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
         must_run = self._config.getoption("--must-run")
-        table = [*summary_table.summary_lines(self._results, must_run), *self._after]
+        table = [*summary_table.summary_lines(self._results, must_run), *self.after]
         return page.Ran(
             date=time.strftime("%Y-%m-%d", time.localtime(self._began)),
             seconds=time.time() - self._began,

@@ -22,9 +22,6 @@ from ddp_equivalence.pytest_plugin.suite_run.time_needed import (
     seconds_of,
 )
 
-NAME = "ddp_equivalence_progress_line"
-"""The name under which the plugin is registered."""
-
 ERASE_ROW, UP = "\033[2K", "\033[A"
 
 LEAST_SECONDS = 10.0
@@ -39,6 +36,7 @@ def can_show(config: pytest.Config) -> bool:
     """
     return (
         sys.stdout.isatty()
+        and not config.pluginmanager.is_blocked("terminalreporter")
         and os.environ.get("TERM", "dumb") != "dumb"
         and config.option.verbose >= 0
         and config.getoption("capture") != "no"
@@ -85,8 +83,8 @@ class ProgressLine:
 
     def __init__(self, config: pytest.Config) -> None:
         self.pace: Pace | None = None
+        self._config = config
         self._stream = sys.stdout  # what pytest writes to; it replaces sys.stdout later
-        self._writer = config.get_terminal_writer()
         self._shown = ""
         self._is_drawn = False
 
@@ -138,7 +136,8 @@ class ProgressLine:
 
     def _draw(self) -> None:
         if self._shown and not self._is_drawn:
-            text = self._shown[: self._writer.fullwidth - 1]  # a longer line would take two rows
+            # A longer line would take two rows.
+            text = self._shown[: self._config.get_terminal_writer().fullwidth - 1]
             self._write_below(f"{ERASE_ROW}{text}")
             self._is_drawn = True
 
@@ -149,6 +148,7 @@ class ProgressLine:
 
     def _write_below(self, text: str) -> None:
         """Write to the row below and return to where pytest goes on writing."""
-        column = self._writer.width_of_current_line % self._writer.fullwidth + 1
+        writer = self._config.get_terminal_writer()
+        column = writer.width_of_current_line % writer.fullwidth + 1
         self._stream.write(f"\n{text}{UP}\033[{column}G")
         self._stream.flush()

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
 from ddp_equivalence.pytest_plugin.suite_run.plan import PlannedTest
 from ddp_equivalence.ranks.lanes import cuda_devices
 
-CACHE_KEY = "ddp_equivalence/seconds_of_tests_with_{}_gpus"
+CACHE_KEY = "ddp_equivalence/seconds_of_tests_on_{gpus}_gpus_under_torch_{torch}"
 
 OTHER_TESTS = ("", 0)
 """The kind of the tests that are not in the catalogue."""
@@ -37,7 +38,15 @@ class Timings:
 
 
 MEASURED = Timings(
-    {("gloo_fallback", 2): 0.1, OTHER_TESTS: 0.1},
+    {
+        OTHER_TESTS: 0.077,
+        ("emulated", 2): 0.111,
+        ("emulated", 4): 0.030,
+        ("gloo_fallback", 1): 0.025,
+        ("gloo_fallback", 2): 0.052,
+        ("gloo_fallback", 4): 0.089,
+        ("gloo_fallback", 8): 0.223,
+    },
     "two CPU cores without a GPU",
     "2026-11-22",
 )
@@ -137,4 +146,4 @@ def keep_timings(config: pytest.Config, timings: Timings) -> None:
 
 
 def _cache_key() -> str:
-    return CACHE_KEY.format(len(cuda_devices()))
+    return CACHE_KEY.format(gpus=len(cuda_devices()), torch=torch.__version__)

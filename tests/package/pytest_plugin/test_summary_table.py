@@ -54,13 +54,16 @@ def test_words_in_a_name_or_a_reason_choose_no_colour() -> None:
     assert set(table.values()) == {Style.PLAIN}
 
 
-def test_a_trial_that_did_not_run_is_uncertain_and_a_lane_that_had_to_run_is_bad() -> None:
+def test_a_trial_that_did_not_run_is_uncertain_and_a_lane_that_had_to_run_is_bad(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ddp_equivalence.ranks.lanes.cuda_devices", lambda: ("0",))
     not_run = NotRun("data_parallel", "1x2", "data_parallel", "needs 2 CUDA devices, found 0")
     table = styles(RunResults([record()], [not_run]), must_run=("data_parallel",))
     (row,) = (text for text in table if "NOT RUN: needs 2 CUDA devices" in text)
     assert table[row] is Style.UNCERTAIN
     missing = "--must-run data_parallel: FAILED, nothing was compared on this lane"
-    assert table[missing] is Style.BAD
+    assert table[f"{missing}, which needs 2 CUDA devices, found 1"] is Style.BAD
 
 
 def test_a_run_that_compares_nothing_is_bad() -> None:

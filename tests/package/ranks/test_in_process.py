@@ -11,6 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_equivalence import Case, Rank, check
+from ddp_equivalence.case.layouts import parse
+from ddp_equivalence.ranks.in_process import InProcessRankSet
+from ddp_equivalence.ranks.lanes import Lane
+from ddp_equivalence.ranks.rank_set import RankSet
 from tests.package.own_cases import own_case, right_step
 from tests.package.pytest_plugin.test_pytest_plugin import THEIR_TEST
 from tests.package.someone_elses_run import run
@@ -101,3 +105,34 @@ def test_in_process_is_refused_with_xdist_whose_workers_have_no_terminal(tmp_pat
     code, text = run(tmp_path, "--in-process", "-n", "2")
     assert code == 4
     assert "--in-process: does not work with -n" in text
+
+
+@pytest.mark.parametrize("name", ["gloo", "nccl"])
+def test_rank_0_leaves_a_group_of_nccl_without_a_call_that_waits_for_others(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    ranks = InProcessRankSet(parse("1x2"), Lane("gloo", "gloo", "cpu"), 30.0)
+    ranks.start()
+    ranks.lane = Lane(name, name, "cpu")
+    for function in ("_abort_process_group", "destroy_process_group"):
+        note_and_call(monkeypatch, dist.distributed_c10d, function, events)
+    monkeypatch.setattr(dist, "destroy_process_group", dist.distributed_c10d.destroy_process_group)
+    note_and_call(monkeypatch, RankSet, "stop", events)
+    ranks.stop()
+    expected = {
+        "gloo": ["stop", "destroy_process_group"],
+        "nccl": ["stop", "_abort_process_group"],
+    }
+    assert events == expected[name]
+
+
+def note_and_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, events: Any) -> None:
+    """Note that the function was called, and call it."""
+    function = getattr(owner, name)
+
+    def noted(*arguments: Any) -> Any:
+        events.append(name)
+        return function(*arguments)
+
+    monkeypatch.setattr(owner, name, noted)

@@ -14,25 +14,48 @@ from types import ModuleType
 from typing import Any
 
 
-class _AfterTorch(MetaPathFinder):
-    """Finds torch once, so that the pretended GPUs are installed right after its import."""
+def _pretend_gpus(_: ModuleType) -> None:
+    from pretended_gpus import install
+
+    install()
+
+
+def _accept_tensors_of_pretended_gpus(module: ModuleType) -> None:
+    from pretended_gpus import settings
+
+    if settings.strict():
+        from pretended_gpus import strict
+
+        module.plain = strict.accepted_by(module.plain)  # type: ignore[attr-defined]
+
+
+AFTER = {
+    "torch": _pretend_gpus,
+    "ddp_equivalence.measurement.plain_tensors": _accept_tensors_of_pretended_gpus,
+}
+"""Module -> what is done right after its import."""
+
+
+class _AfterImports(MetaPathFinder):
+    """Finds each module in ``AFTER`` once, and lets its import end with what is to be done."""
+
+    def __init__(self) -> None:
+        self._left = dict(AFTER)
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
-        if name != "torch":
+        if name not in self._left:
             return None
-        sys.meta_path.remove(self)
+        then = self._left.pop(name)
         spec = PathFinder.find_spec(name, path)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
-        def execute_and_pretend(module: ModuleType) -> None:
+        def execute_both(module: ModuleType) -> None:
             execute(module)
-            from pretended_gpus import install
+            then(module)
 
-            install()
-
-        spec.loader.exec_module = execute_and_pretend  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_both  # type: ignore[method-assign]
         return spec
 
 
@@ -51,7 +74,7 @@ def _run_next_site_customisation() -> None:
 
 _run_next_site_customisation()
 if os.environ.get("PRETEND_GPUS"):
-    sys.meta_path.insert(0, _AfterTorch())
+    sys.meta_path.insert(0, _AfterImports())
     from pretended_gpus import say_so
 
     say_so.in_this_process()

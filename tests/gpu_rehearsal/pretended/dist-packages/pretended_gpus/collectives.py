@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
+from torch.utils import _pytree as pytree
 
 from pretended_gpus import runtime, settings
 
@@ -137,8 +138,15 @@ def _deferred(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(result: Any, group: Any) -> None:
-    if isinstance(result, Tensor) and result.is_sparse and is_nccl(group):
+    """Raise what NCCL raises for a tensor that it cannot take."""
+    if not is_nccl(group):
+        return
+    tensors = [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
+    if any(one.is_sparse for one in tensors):
         raise ValueError("Tensors must be CUDA and dense")
+    in_backward = torch._C._current_graph_task_id() != -1  # DDP's reducer has tensors of its own
+    if settings.strict() and not in_backward and any(not one.is_cuda for one in tensors):
+        raise RuntimeError("No backend type associated with device type cpu")
 
 
 def _barrier(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,6 +177,12 @@ def install() -> None:
     _replace("new_group", _with_gloo(c10d.new_group))
     _replace("get_backend", _backend_of(c10d.get_backend))
     _replace("barrier", _barrier(c10d.barrier))
+    if settings.strict():
+        of_objects = c10d._get_object_coll_device
+        _replace(
+            "_get_object_coll_device",
+            lambda group=None: "cuda" if is_nccl(group) else of_objects(group),
+        )
     for name in RESULTS:
         _replace(name, _deferred(name, getattr(c10d, name)))
 

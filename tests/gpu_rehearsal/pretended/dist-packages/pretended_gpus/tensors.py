@@ -1,4 +1,7 @@
-"""Tensors: wherever torch takes a device, a CUDA device is used and the CPU is meant."""
+"""Tensors: wherever torch takes a device, a CUDA device is used and the CPU is meant.
+
+In strict mode the tensors know which device was meant.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +54,25 @@ def _mapped(function: Callable[..., Any]) -> Callable[..., Any]:
     def mapped(*arguments: Any, **keywords: Any) -> Any:
         device = keywords.get("device")
         if not is_cuda(device):
-            return function(*arguments, **keywords)
+            made = function(*arguments, **keywords)
+            return made.cpu() if device is not None and settings.strict() else made
+        index = runtime.index_of(device)
         keywords["device"] = on_host(device)
         if name in RANDOM and keywords.get("generator") is None:
-            keywords["generator"] = generators.of(device)
-        return function(*arguments, **keywords)
+            keywords["generator"] = generators.of(index)
+        made = function(*arguments, **keywords)
+        return _on(made, index) if settings.strict() else made
 
     return mapped
+
+
+def _on(tensor: torch.Tensor, index: int) -> torch.Tensor:
+    """A tensor that was just made for a device, as one that is there."""
+    from pretended_gpus import strict
+
+    if isinstance(tensor, strict.OnGpu):
+        return strict.moved(tensor, index)
+    return strict.placed(tensor, torch.device("cuda", index))
 
 
 def _to(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,6 +87,32 @@ def _to(method: Callable[..., Any]) -> Callable[..., Any]:
     return to
 
 
+def _strict_to(method: Callable[..., Any]) -> Callable[..., Any]:
+    """As ``_to``, with a copy on the device."""
+    from pretended_gpus import strict
+
+    @wraps(method)
+    def to(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        keywords.pop("non_blocking", None)
+        device = keywords.pop("device", None)
+        if arguments and isinstance(arguments[0], torch.Tensor):
+            device, arguments = arguments[0].device, (arguments[0].dtype, *arguments[1:])
+        elif arguments and (is_cuda(arguments[0]) or isinstance(arguments[0], torch.device | str)):
+            device, arguments = arguments[0], arguments[1:]
+        if device is None:
+            return method(self, *arguments, **keywords)
+        if is_cuda(device):
+            out = strict.moved(self, runtime.index_of(device))
+        elif torch.device(device).type == "cpu":
+            out = strict.moved(self, -1)
+        else:
+            return method(self, device, *arguments, **keywords)
+        dtypes = [one for one in arguments if isinstance(one, torch.dtype)]
+        return method(out, *dtypes, **keywords) if dtypes or keywords else out
+
+    return to
+
+
 def _cuda(self: torch.Tensor, device: Any = None, *_: Any, **__: Any) -> torch.Tensor:
     runtime.initialise()
     return self.to(torch.device("cuda", runtime.index_of(device)))
@@ -79,11 +120,6 @@ def _cuda(self: torch.Tensor, device: Any = None, *_: Any, **__: Any) -> torch.T
 
 def install() -> None:
     """Replace the functions and methods of torch that take a device."""
-    if settings.strict():
-        from pretended_gpus import strict
-
-        strict.install()
-        return
     names = {
         name
         for function in _device._device_constructors()
@@ -95,8 +131,12 @@ def install() -> None:
     tensor: Any = torch.Tensor
     for name in METHODS:
         setattr(tensor, name, _mapped(getattr(tensor, name)))
-    tensor.to, tensor.cuda = _to(tensor.to), _cuda
+    tensor.to, tensor.cuda = _strict_to(tensor.to) if settings.strict() else _to(tensor.to), _cuda
     tensor.pin_memory = lambda self, device=None: self
+    if settings.strict():
+        # A module that is moved keeps its parameters, which become tensors on the device.
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        torch.backends.cudnn.is_acceptable = lambda tensor: False
     context: Any = _device.DeviceContext
     context.__init__ = _with_device_on_host(context.__init__)
 

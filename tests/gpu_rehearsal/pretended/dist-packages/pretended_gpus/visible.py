@@ -42,18 +42,15 @@ def visible() -> list[int]:
 
 
 def _physical(name: str) -> int | None:
+    """The GPU of this name, or of the only name that begins so."""
     every = range(settings.gpus())
     if name.isdigit():
         return int(name) if int(name) in every else None
     if name.startswith("MIG-"):
-        hits = [
-            gpu
-            for gpu in every
-            for one in range(MIG_DEVICES)
-            if mig_uuid(gpu, one).startswith(name)
-        ]
+        names = {mig_uuid(gpu, one): gpu for gpu in every for one in range(MIG_DEVICES)}
     elif name.startswith("GPU-"):
-        hits = [gpu for gpu in every if f"GPU-{uuid(gpu)}".startswith(name)]
+        names = {f"GPU-{uuid(gpu)}": gpu for gpu in every}
     else:
-        hits = []
-    return hits[0] if len(set(hits)) == 1 else None
+        names = {}
+    hits = [gpu for full, gpu in names.items() if full.startswith(name)]
+    return hits[0] if len(hits) == 1 else None

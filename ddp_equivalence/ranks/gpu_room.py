@@ -1,0 +1,98 @@
+"""How many processes of a run may be on each GPU at once, and how to see that there were too many.
+
+A process on a GPU holds a CUDA context there until it ends, also while it is idle.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from enum import Enum
+from functools import lru_cache
+
+from ddp_equivalence.case.layouts import Layout
+from ddp_equivalence.ranks.failure import RankFailed
+from ddp_equivalence.ranks.gpus import gpus, visible_gpus
+from ddp_equivalence.ranks.lanes import Lane, cuda_devices, devices_of_ranks
+
+BYTES_PER_PROCESS = 600 * 2**20
+"""About so much of a GPU's memory an idle rank holds: some 500 MB are its CUDA context with the
+kernels of torch and its libraries, the rest are buffers of NCCL."""
+
+SHARE_OF_MEMORY = 1 / 4
+"""The ranks of a run together hold at most this share of a GPU's memory before they do any work.
+The rest is for the models that are checked, and for other users of the GPU."""
+
+WITHOUT_NVML = 8
+"""The most processes on a GPU whose memory is not known: they fit into 5 GB."""
+
+WORKERS_VARIABLE = "PYTEST_XDIST_WORKER_COUNT"
+"""pytest-xdist sets this variable in its workers, which all have idle ranks of their own."""
+
+OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+"""CUDA, torch, NCCL, cuBLAS and cuDNN write one of these where a GPU has no memory left."""
+
+BUSY = "busy or unavailable"
+"""Part of CUDA's error if another process uses a GPU whose compute mode is EXCLUSIVE_PROCESS."""
+
+
+class Lack(Enum):
+    """What a GPU did not have for a rank."""
+
+    MEMORY = "memory"
+    PLACE = "place"
+    """Its compute mode lets only one process use it."""
+
+
+class GpuRoom:
+    """``most``: GPU -> the most processes of this pytest process that may be on it at once."""
+
+    def __init__(self, most: Mapping[str, int], exclusive: frozenset[str] = frozenset()) -> None:
+        self._most = dict(most)
+        self._exclusive = set(exclusive)
+
+    def most_on(self, device: str) -> int:
+        """The most processes that may be on this GPU, with those that are about to start."""
+        return 1 if device in self._exclusive else self._most.get(device, WITHOUT_NVML)
+
+    def is_exclusive(self, device: str) -> bool:
+        """True if only one process at a time can use this GPU."""
+        return device in self._exclusive
+
+    def note_exclusive(self, device: str) -> None:
+        """Remember that CUDA has refused a second process on this GPU."""
+        self._exclusive.add(device)
+
+
+@lru_cache(maxsize=1)
+def gpu_room() -> GpuRoom:
+    """The room on the GPUs of this machine, from what NVML says of their memory and mode."""
+    workers = int(os.environ.get(WORKERS_VARIABLE, "1"))
+    devices = cuda_devices()
+    found = visible_gpus(gpus().gpus, ",".join(devices))
+    most = dict.fromkeys(devices, max(1, WITHOUT_NVML // workers))
+    exclusive = set()
+    for device, gpu in zip(devices, found, strict=False):  # NVML may know fewer of them
+        if gpu.memory_total is not None and not gpu.mig:
+            processes = int(gpu.memory_total * SHARE_OF_MEMORY / BYTES_PER_PROCESS)
+            most[device] = max(1, processes // workers)
+        if gpu.compute_mode == "exclusive_process":
+            exclusive.add(device)
+    return GpuRoom(most, frozenset(exclusive))
+
+
+def processes_by_gpu(layout: Layout, lane: Lane, devices: tuple[str, ...]) -> Counter[str]:
+    """GPU -> the number of these ranks that have a context there; empty on the CPU."""
+    names = devices_of_ranks(layout, lane, devices).values()
+    return Counter(name for of_rank in names for name in of_rank.split(","))
+
+
+def lack_of(error: RankFailed) -> Lack | None:
+    """What the GPU of a rank lacked, if that is why the ranks failed."""
+    texts = [str(error), *(end.what for end in error.ends)]
+    if any(BUSY in text for text in texts):
+        return Lack.PLACE
+    if any(phrase in text for text in texts for phrase in OUT_OF_MEMORY):
+        return Lack.MEMORY
+    return None
