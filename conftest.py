@@ -31,6 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Under xdist every worker starts its own server, and the controlling process needs none.
     """
+    if config.getoption("--ddp-plan"):
+        return  # no test will run
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         start_early()
 

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.commands.results import require_writable_file
+from ddp_equivalence.commands.results import require_writable_file, require_writable_folder
 from ddp_equivalence.ranks.backend_names import LANES
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
+
+OF_THE_CHECKOUT = Path("docs", "records")
+"""Where ``--record`` without a folder writes: in the checkout, wherever it is called."""
 
 
 def add(commands: Commands) -> None:
@@ -37,6 +40,21 @@ def add(commands: Commands) -> None:
         help="fail unless something was compared on this lane, such as nccl or data_parallel; may "
         "be repeated",
     )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="say what this machine has, what would run on which lane, what would not and why, and "
+        "about how long it would take; run nothing",
+    )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        nargs="?",
+        const=OF_THE_CHECKOUT,
+        metavar="DIR",
+        help="write the machine, the plan and the results to a page in this folder, without names "
+        "of hosts and users and without paths (default: docs/records of this checkout)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
@@ -44,6 +62,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     from ddp_equivalence.commands.suite_folder import is_checkout, suite_folder
 
     require_writable_file("json", arguments.json)
+    record = _folder_of_records(arguments.record)
     for lane in arguments.must_run:
         if lane not in LANES:
             raise BadCase("must_run", lane, f"one of {', '.join(LANES)}")
@@ -53,11 +72,16 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         "testpaths=tests/equivalence tests/difference tests/diagnosis/test_planted_faults.py",
         "--ddp-require-comparison",
         "--ddp-repeat-with=ddp-equivalence run",
+        "--ddp-suite-run",
         *(f"--must-run={lane}" for lane in arguments.must_run),
         *(_absolute(argument, before) for argument, before in zip(rest, ["", *rest], strict=False)),
     ]
     if arguments.json is not None:
         of_pytest.append(f"--ddp-json={arguments.json.resolve()}")
+    if record is not None:
+        of_pytest.append(f"--ddp-record={record}")
+    if arguments.plan:
+        of_pytest.append("--ddp-plan")
     if not is_checkout():
         cache = Path(tempfile.gettempdir()) / f"ddp_equivalence-pytest-cache-{os.getuid()}"
         of_pytest += ["-o", f"cache_dir={cache}"]
@@ -66,6 +90,20 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     # of modules of the package that were imported before it loads the plugin; after execv there
     # are none.
     os.execv(sys.executable, [sys.executable, "-m", "pytest", *of_pytest])
+
+
+def _folder_of_records(given: Path | None) -> Path | None:
+    """Where the page of this run goes; None if no page is wanted. Raises BadCase."""
+    from ddp_equivalence.commands.suite_folder import is_checkout, suite_folder
+
+    if given is None:
+        return None
+    if given is OF_THE_CHECKOUT:
+        if not is_checkout():
+            raise BadCase("record", "", "--record DIR, because the suite is not in a checkout here")
+        given = suite_folder() / given
+    require_writable_folder("record", given)
+    return given.resolve()
 
 
 def _absolute(argument: str, before: str) -> str:

@@ -27,6 +27,7 @@ from ddp_equivalence.pytest_plugin import (
 from ddp_equivalence.pytest_plugin.equivalence_fixture import Equivalence, equivalence
 from ddp_equivalence.pytest_plugin.planting import Planting
 from ddp_equivalence.pytest_plugin.run_deadline import RunDeadline
+from ddp_equivalence.pytest_plugin.suite_run import SUITE_RUN
 from ddp_equivalence.pytest_plugin.unread_verdicts import UnreadVerdicts
 
 __all__ = ["Equivalence", "equivalence"]  # the fixture, which pytest finds here, and its type
@@ -51,6 +52,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_settings] = options.settings_of_run(config, run_until)
     config.stash[_results] = run_results.RunResults()
     config.pluginmanager.register(config.stash[_results])
+    if config.getoption("--ddp-suite-run"):
+        # It imports torch, which other people's runs do only when they need it.
+        from ddp_equivalence.pytest_plugin.suite_run import plugin
+
+        plugin.register(config, config.stash[_results])
     if (fault := config.getoption("--plant")) is not None:
         config.pluginmanager.register(Planting(fault))
     else:
@@ -98,7 +104,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
         warm.warm_ranks().stop()
     config = session.config
     results = config.stash[_results]
-    if not hasattr(config, "workerinput"):
+    if not hasattr(config, "workerinput") and not config.getoption("--ddp-plan"):
         if session.exitstatus == pytest.ExitCode.OK and _has_not_shown_enough(results, config):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if not json_results.written(config, results) and session.exitstatus == pytest.ExitCode.OK:
@@ -109,12 +115,17 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
+    if config.getoption("--ddp-plan"):
+        return
     results, must_run = config.stash[_results], config.getoption("--must-run")
     json_results.say_if_not_written(config, terminalreporter)
     if results.is_empty and not must_run and not config.getoption("--ddp-require-comparison"):
         return  # a run that has nothing to do with this package
     terminalreporter.section("compared with one big batch", "=")
     summary_table.write(terminalreporter, results, must_run)
+    suite_run = config.pluginmanager.get_plugin(SUITE_RUN)
+    if suite_run is not None:
+        summary_table.write_lines(terminalreporter, suite_run.after)
 
 
 def _has_not_shown_enough(results: run_results.RunResults, config: pytest.Config) -> bool:

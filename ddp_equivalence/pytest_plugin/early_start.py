@@ -17,13 +17,17 @@ USES_THIS_PACKAGE = re.compile(
 
 def start_for(file: Path, config: pytest.Config) -> None:
     """Start the server, once, while pytest imports the first file that uses this package."""
-    if config.stash.get(_started, False) or config.getoption("collectonly"):
+    if config.stash.get(_started, False) or not _runs_tests(config):
         return
     if file.suffix == ".py" and _uses_this_package(file):
         from ddp_equivalence.ranks.server import start_early
 
         config.stash[_started] = True
         start_early()
+
+
+def _runs_tests(config: pytest.Config) -> bool:
+    return not config.getoption("collectonly") and not config.getoption("--ddp-plan")
 
 
 def _uses_this_package(file: Path) -> bool:

@@ -115,6 +115,10 @@ def _add_options_of_results(group: pytest.OptionGroup) -> None:
     # For ``ddp-equivalence run``: the run fails if it compares nothing.
     group.addoption("--ddp-require-comparison", action="store_true", help=argparse.SUPPRESS)
     group.addoption("--ddp-repeat-with", default="pytest", help=argparse.SUPPRESS)
+    # For ``ddp-equivalence run``: it shows its plan, how far it is, and the GPUs that it used.
+    group.addoption("--ddp-suite-run", action="store_true", help=argparse.SUPPRESS)
+    group.addoption("--ddp-plan", action="store_true", help=argparse.SUPPRESS)
+    group.addoption("--ddp-record", type=Path, help=argparse.SUPPRESS)
 
 
 def _seconds(text: str) -> float:

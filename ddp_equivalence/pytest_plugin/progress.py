@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 
 from ddp_equivalence.diagnosis.time_left import progress_shown_by
+
+PROGRESS_LINE = "ddp_equivalence_progress_line"
+"""The name under which ``ddp-equivalence run`` registers the line that says how far the run is."""
 
 
 def shown_on_the_terminal(config: pytest.Config) -> AbstractContextManager[None]:
@@ -23,7 +26,9 @@ def shown_on_the_terminal(config: pytest.Config) -> AbstractContextManager[None]
         if capture is None:  # pytest -p no:capture
             reporter.write_line(line)
             return
-        with capture.global_and_fixture_disabled():
+        below = config.pluginmanager.get_plugin(PROGRESS_LINE)
+        hidden = nullcontext() if below is None else below.hidden()
+        with capture.global_and_fixture_disabled(), hidden:
             reporter.ensure_newline()
             reporter.write_line(line)
 

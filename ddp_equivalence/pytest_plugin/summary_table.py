@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
@@ -24,7 +24,12 @@ NOTHING = "–"
 
 def write(terminal: pytest.TerminalReporter, results: RunResults, must_run: Sequence[str]) -> None:
     """Print the table in colours."""
-    for line in summary_lines(results, must_run):
+    write_lines(terminal, summary_lines(results, must_run))
+
+
+def write_lines(terminal: pytest.TerminalReporter, lines: Iterable[Line]) -> None:
+    """Print lines in colours, whatever the terminal can show."""
+    for line in lines:
         # Pytest replaces sys.stdout while it captures, but writes to what it was before.
         text = encodable(line.text, sys.__stdout__)
         terminal.line(text, red=line.style is Style.BAD, yellow=line.style is Style.UNCERTAIN)

@@ -22,7 +22,7 @@ from ddp_equivalence.ranks.server import empty_main_module, start_server
 from ddp_equivalence.ranks.user_modules import carried
 
 START_TIMEOUT = 120.0
-"""Seconds that all ranks have to join their group. The first ones also wait for torch's import."""
+"""Seconds that ranks have to join their group. The first ones also wait for torch's import."""
 
 STOP_TIMEOUT = 2.0
 """Seconds that processes have to end after they are told to stop, and again after SIGKILL."""
@@ -44,8 +44,9 @@ class RankSet:
     """The ranks of one layout on one lane, as processes of this host.
 
     ``environment``: the variables that their process group depends on. ``devices``: the GPUs that
-    they may use. ``method``: one of ``ranks.server.START_METHODS``. ``token``: identifies the set
-    in the environment of its ranks. ``modules_version``: the version of the user's modules when the
+    they may use. ``method``: one of ``ranks.server.START_METHODS``. ``start_timeout``: seconds that
+    all ranks have to join their group. ``token``: identifies the set in the environment of its
+    ranks. ``modules_version``: the version of the user's modules when the
     set was made. ``broken``: True after any failure; only ``stop()`` may then be called.
     ``not_compared``: the user's modules that the last work imported, and that nobody had compared.
     ``changed``: rank -> what its last work has changed in its process or left
@@ -60,6 +61,7 @@ class RankSet:
         environment: tuple[tuple[str, str], ...] | None = None,
         devices: tuple[str, ...] | None = None,
         method: str = "forkserver",
+        start_timeout: float = START_TIMEOUT,
     ) -> None:
         self.layout, self.lane = layout, lane
         self.devices = cuda_devices() if devices is None else devices
@@ -70,6 +72,7 @@ class RankSet:
         self.token = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._collective_timeout = collective_timeout
         self._method = method
+        self._start_timeout = start_timeout
         self._environment = process_group_environment() if environment is None else environment
         self._killed = False
         self._ranks: dict[int, RankProcess] = {}
@@ -176,15 +179,15 @@ class RankSet:
             lane=self.lane,
             visible=visible_devices(self.layout, self.lane, self.devices)[row.rank],
             environment=self._environment,
-            start_timeout=START_TIMEOUT,
+            start_timeout=self._start_timeout,
             collective_timeout=self._collective_timeout,
             token=self.token,
         )
 
     def _join_group(self) -> None:
         """Wait until all ranks have joined, and pass on the port that rank 0 sends meanwhile."""
-        within = f"within the {START_TIMEOUT:g} s they have to start"
-        deadline = Deadline(time.monotonic() + START_TIMEOUT, within)
+        within = f"within the {self._start_timeout:g} s they have to start"
+        deadline = Deadline(time.monotonic() + self._start_timeout, within)
         for rank, kind, payload in self._listen(messages.READY, deadline):
             if kind == messages.PORT and rank == 0:
                 self._send_port(payload)

@@ -1,64 +1,77 @@
-"""``ddp-equivalence doctor``: say which lanes this machine can run, and why not the others."""
+"""``ddp-equivalence doctor``: say what this machine can run, why not the rest, and what to do."""
 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ddp_equivalence.commands.exit_codes import DIFFERENT, SAME
+from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
 from ddp_equivalence.ranks.server import start_early
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
-    from ddp_equivalence.commands.doctor.lane_states import LaneState
-
-WORDS = {True: "works", False: "WRONG", None: "no"}
-"""The word that is printed for each value of ``LaneState.works``."""
+    from ddp_equivalence.commands.doctor.problem import Problem
+    from ddp_equivalence.commands.doctor.state import State
 
 
 def add(commands: Commands) -> None:
     """Add the command's parser."""
     commands.add_parser(
         "doctor",
-        help="say which lanes this machine can run, and why not the others",
-        description="Start 2 ranks on every lane that this machine can run, and ask its "
-        "collectives questions with known answers. Exit code 0: all answers are right, 1: some are "
-        "wrong.",
+        help="say what this machine can run, why not the rest, and what to do",
+        description="Look at the machine, multiply on every GPU, sum over every pair of GPUs and "
+        "over all of them, and ask every lane's collectives questions with known answers. Exit "
+        "code 0: all answers are right, 1: some are wrong, 3: a part that should work gave none.",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Try every lane, print what it can do, and return the exit code."""
+    """Examine the machine, print what it can do, and return the exit code."""
     start_early()  # the ranks' server imports torch while this process does
-    from ddp_equivalence.commands.doctor.lane_states import lane_states
+    from ddp_equivalence.commands.doctor.examination import Examination
+    from ddp_equivalence.commands.doctor.machine import this_machine
+    from ddp_equivalence.report.box import Box, box_lines
 
-    states = list(lane_states())
-    print("\n".join(doctor_lines(states)))
-    return DIFFERENT if any(state.works is False for state in states) else SAME
-
-
-def doctor_lines(states: Sequence[LaneState]) -> Iterator[str]:
-    """The versions and devices of this machine, and one line for each lane."""
-    from ddp_equivalence.report.versions import versions
-
-    installed = versions()
-    yield (
-        f"ddp_equivalence {installed['ddp_equivalence']}, torch {installed['torch']}, "
-        f"Python {installed['python']}"
-    )
-    yield f"{installed['platform']}, {os.cpu_count()} CPU cores"
-    devices = installed["cuda_devices"]
-    cuda = f" (CUDA {installed['cuda']}, NCCL {installed['nccl']})" if devices else ""
-    yield f"CUDA devices: {devices}{cuda}"
-    yield ""
-    yield "Lanes, each with 2 ranks and collectives with known answers"
-    for state in states:
-        yield f"  {state.name:<15}{WORDS[state.works]:<7}{state.text}"
-    if not devices:
-        yield ""
-        yield (
-            "Cases that would run on NCCL run on gloo and the CPU instead, and are marked "
+    machine = this_machine()
+    examination = Examination(machine)
+    for line in (*box_lines(Box(machine.gpus, len(machine.devices))), ""):
+        print(line, flush=True)
+    for line in examination.lines():
+        print(line, flush=True)  # a pair of GPUs that hangs takes half a minute
+    for line in problem_lines(examination.problems()):
+        print(line)
+    if not machine.devices:
+        print(
+            "\nCases that would run on NCCL run on gloo and the CPU instead, and are marked "
             "gloo_fallback."
         )
+    return exit_code(examination.states)
+
+
+def problem_lines(problems: Sequence[Problem]) -> Iterator[str]:
+    """What is wrong, or may surprise, and what to do about it. Nothing if there are no problems."""
+    from ddp_equivalence.report.wrapping import wrapped
+
+    if problems:
+        yield ""
+        yield "Problems, and what to do"
+    for problem in problems:
+        yield from wrapped(f"{_capitalised(problem.what)}.", "  ", "  - ")
+        yield from wrapped(f"{_capitalised(problem.advice)}.", "    ")
+
+
+def exit_code(states: Sequence[State]) -> int:
+    """1 if an answer was wrong, else 3 if a part that should have answered did not, else 0."""
+    from ddp_equivalence.commands.doctor.state import Outcome
+
+    outcomes = {state.outcome for state in states}
+    if Outcome.WRONG in outcomes:
+        return DIFFERENT
+    return NOT_JUDGED if Outcome.FAILED in outcomes else SAME
+
+
+def _capitalised(sentence: str) -> str:
+    """With a capital letter, unless it begins with a command or a name."""
+    first = sentence.split(" ", 1)[0].rstrip(",")
+    return sentence[0].upper() + sentence[1:] if first.isalpha() else sentence

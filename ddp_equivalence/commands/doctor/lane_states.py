@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ddp_equivalence.case.layouts import parse
+from ddp_equivalence.commands.doctor import on_rank
+from ddp_equivalence.commands.doctor.machine import Machine
+from ddp_equivalence.commands.doctor.own_ranks import ALL_IN_ONE_PROCESS, ask_ranks
+from ddp_equivalence.commands.doctor.state import Outcome, State
 from ddp_equivalence.ranks import probe
-from ddp_equivalence.ranks.backend_names import LANES
-from ddp_equivalence.ranks.failure import RankFailed
+from ddp_equivalence.ranks.backend_names import LANES, NCCL_BACKENDS
+from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
+from ddp_equivalence.ranks.gpus import visible_gpus
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices, missing
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 
@@ -19,46 +23,69 @@ DEADLINE = 30.0
 LANES_TRIED = tuple(lane for lane in LANES if lane not in ("gloo", "emulated"))
 
 
-@dataclass(frozen=True)
-class LaneState:
-    """One lane. ``works`` is None where the machine lacks what the lane needs.
-
-    ``text``: the right answers, the wrong ones, or what the machine lacks.
-    """
-
-    name: str
-    works: bool | None
-    text: str
-
-
-def lane_states() -> Iterator[LaneState]:
+def lane_states(machine: Machine) -> Iterator[State]:
     """Look at every lane. Where it can run, ask its collectives questions with known answers."""
     for name in LANES_TRIED:
-        ranks = 2 if name != "gloo_cuda" else 1
-        reason = missing(name, ranks)
+        ranks = _ranks(name)
+        # gloo lets ranks share a GPU, so one is enough for it.
+        reason = missing(name, 1 if name == "gloo_cuda" else ranks)
+        if reason is None and name == "gloo_cuda":
+            reason = _why_ranks_cannot_share(machine)
         if reason is not None:
-            yield LaneState(name, None, reason)
+            yield State(name, Outcome.NOT_RUN, reason, error=reason)
         elif name == "data_parallel":
-            yield LaneState(name, True, f"nn.DataParallel over {len(cuda_devices())} devices")
+            yield _data_parallel()
         else:
-            yield _probe(name)
+            yield _probe(name, ranks)
 
 
-def _probe(name: str) -> LaneState:
+def _why_ranks_cannot_share(machine: Machine) -> str | None:
+    """The reason why 2 ranks cannot run on these GPUs. None if they can."""
+    modes = [gpu.compute_mode for gpu in visible_gpus(machine.gpus.gpus, machine.visible)]
+    if len(machine.devices) == 1 and modes == ["exclusive_process"]:
+        return "the only GPU is in the compute mode EXCLUSIVE_PROCESS, so ranks cannot share it"
+    return None
+
+
+def _ranks(name: str) -> int:
+    """NCCL gets a rank on every GPU; a single one is enough to ask whether it starts."""
+    return len(cuda_devices()) or 2 if name in NCCL_BACKENDS else 2
+
+
+def _probe(name: str, count: int) -> State:
     device = "cpu" if name == "gloo_fallback" else "cuda"
     backend = "gloo" if name.startswith("gloo") else name
-    lane, layout = Lane(name, backend, device), parse("1x2")
+    lane, layout = Lane(name, backend, device), parse(f"1x{count}")
     began = time.monotonic()
     try:
-        with warm_ranks().acquire(layout, lane, DEADLINE / 2) as ranks:
+        # Fresh ranks are stopped afterwards. Warm ones would be in the way of the next lane's
+        # on a GPU that takes one process at a time.
+        with warm_ranks().acquire(layout, lane, DEADLINE / 2, fresh=True) as ranks:
             seconds_to_start = time.monotonic() - began
             results = probe.probe_ranks(ranks, DEADLINE)
     except RankFailed as error:
-        return LaneState(name, False, str(error))
+        timed_out = isinstance(error, RanksTimedOut)
+        return State(name, Outcome.FAILED, str(error).splitlines()[0], str(error), timed_out)
     wrong = [f"{result.collective} ({result.detail})" for result in results if result.wrong]
     if wrong:
-        return LaneState(name, False, f"wrong answers: {', '.join(wrong)}")
+        return State(name, Outcome.WRONG, f"wrong answers: {', '.join(wrong)}")
     right = sum(result.correct for result in results)
-    text = f"{right} answers right, ranks started in {seconds_to_start:.1f} s"
+    ranks_text = "1 rank" if count == 1 else f"{count} ranks"
+    text = f"{right} answers right, {ranks_text} started in {seconds_to_start:.1f} s"
     refused = probe.summarise_refusals(results)
-    return LaneState(name, True, f"{text}; refuses {refused}" if refused else text)
+    return State(name, Outcome.WORKS, f"{text}; refuses {refused}" if refused else text)
+
+
+def _data_parallel() -> State:
+    """One step over all GPUs in one process."""
+    devices = cuda_devices()
+    answers = ask_ranks(ALL_IN_ONE_PROCESS, devices, on_rank.data_parallel_step, seconds=DEADLINE)
+    name = ALL_IN_ONE_PROCESS.name
+    if not answers.by_rank:
+        text = answers.error.splitlines()[0]
+        return State(name, Outcome.FAILED, text, answers.error, answers.timed_out)
+    (wrong,) = answers.by_rank
+    if wrong:
+        return State(name, Outcome.WRONG, wrong)
+    text = f"the gradient of one step over {len(devices)} GPUs is that of the big batch"
+    return State(name, Outcome.WORKS, text)

@@ -1,0 +1,155 @@
+"""The work that the doctor gives to ranks on CUDA: questions with known answers.
+
+Each function yields one answer. All numbers are small integers, so the right answers are exact.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import permutations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_equivalence.ranks.collectives import new_collectives
+from ddp_equivalence.ranks.rank import Rank
+
+ELEMENTS = 2**22
+"""So many elements of float32 (16 MiB) are reduced over all ranks: enough to keep a link busy."""
+
+REPETITIONS = 5
+"""The time of one all_reduce is taken over so many."""
+
+SIDE = 256
+"""The matrices that are multiplied have so many rows and columns."""
+
+COPIED = 2**20
+"""So many elements are copied from each GPU to each other one."""
+
+LIMIT = 1e-10
+"""The largest relative error of a float64 gradient. Rounding explains 1e-15."""
+
+
+@dataclass(frozen=True)
+class GpuAnswer:
+    """One GPU as CUDA describes it on a rank, and whether it computes.
+
+    ``uuid``: with or without the "GPU-" before it. ``architectures``: those that this torch has
+    kernels for, such as "sm_90". ``error``: what was raised by a product of two matrices, or what
+    was wrong with it; "" if it was right.
+    """
+
+    name: str
+    uuid: str
+    capability: tuple[int, int]
+    architectures: tuple[str, ...]
+    error: str
+
+
+@dataclass(frozen=True)
+class AllReduceAnswer:
+    """``seconds``: the time of one sum of ``size`` bytes. ``wrong``: "" or what was wrong."""
+
+    seconds: float
+    size: int
+    wrong: str
+
+
+def product(rank: Rank, argument: object) -> Iterator[GpuAnswer]:
+    """Multiply two matrices on this rank's GPU."""
+    properties = torch.cuda.get_device_properties(rank.device)
+    yield GpuAnswer(
+        name=properties.name,
+        uuid=str(getattr(properties, "uuid", "")),
+        capability=(properties.major, properties.minor),
+        architectures=tuple(torch.cuda.get_arch_list()),
+        error=error_of_product(rank.device),
+    )
+
+
+def error_of_product(device: torch.device) -> str:
+    """What a product of two matrices on this device raises, or how it is wrong; "" if right."""
+    left = _integers(SIDE * SIDE, 1, torch.device("cpu")).reshape(SIDE, SIDE)
+    right = _integers(SIDE * SIDE, 2, torch.device("cpu")).reshape(SIDE, SIDE)
+    try:
+        measured = (left.to(device) @ right.to(device)).cpu()
+    except RuntimeError as error:
+        return str(error)
+    wrong = int((measured != left @ right).sum())
+    return f"{wrong} of {SIDE * SIDE} elements of a product are wrong" if wrong else ""
+
+
+def all_reduce(rank: Rank, argument: object) -> Iterator[AllReduceAnswer]:
+    """Sum a large tensor over all ranks, check every element, and take the time."""
+    values = _integers(ELEMENTS, rank.rank, rank.device)
+    dist.all_reduce(values)
+    expected = torch.zeros_like(values)
+    for other in range(rank.world_size):
+        expected += _integers(ELEMENTS, other, rank.device)
+    wrong = int((values != expected).sum())
+    values.zero_()
+    torch.cuda.synchronize(rank.device)
+    began = time.perf_counter()
+    for _ in range(REPETITIONS):
+        dist.all_reduce(values)
+    torch.cuda.synchronize(rank.device)
+    seconds = (time.perf_counter() - began) / REPETITIONS
+    new_collectives()  # read these collectives now, as every work does
+    text = f"{wrong} of {ELEMENTS} elements of the sum are wrong on rank {rank}" if wrong else ""
+    yield AllReduceAnswer(seconds, values.element_size() * ELEMENTS, text)
+
+
+def data_parallel_step(rank: Rank, argument: object) -> Iterator[str]:
+    """Copy between all GPUs of this process, then do one step of nn.DataParallel on them.
+
+    Yields what was wrong, or "".
+    """
+    count = torch.cuda.device_count()
+    wrong = [
+        f"a copy from cuda:{source} to cuda:{target} arrived changed"
+        for source, target in permutations(range(count), 2)
+        if not _copy_is_right(source, target)
+    ]
+    replicas, error = _step(rank.device, count)
+    if replicas != count:
+        wrong.append(f"of {count} GPUs, {replicas} had a replica")
+    if not error <= LIMIT:  # written so that NaN is wrong
+        wrong.append(f"the gradient differs from the big batch's by {error:.2g} of its size")
+    yield "; ".join(wrong)
+
+
+def _copy_is_right(source: int, target: int) -> bool:
+    original = _integers(COPIED, source, torch.device("cuda", source))
+    return torch.equal(original.to(torch.device("cuda", target)).cpu(), original.cpu())
+
+
+def _step(device: torch.device, count: int) -> tuple[int, float]:
+    """The number of GPUs that had a replica, and the relative error of the gradient."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double().to(device)
+    rows = torch.linspace(-1, 1, 4 * count * 5, dtype=torch.float64).reshape(-1, 5).to(device)
+    model(rows).square().mean().backward()
+    expected = _gradient(model)
+    devices: set[str] = set()
+
+    def note_device(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        devices.add(str(arguments[0].device))
+
+    model.zero_grad()
+    model.register_forward_pre_hook(note_device)
+    nn.DataParallel(model, device_ids=list(range(count)))(rows).square().mean().backward()
+    measured = _gradient(model)
+    return len(devices), float((measured - expected).abs().max() / expected.abs().max())
+
+
+def _gradient(model: nn.Module) -> Tensor:
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return torch.cat([grad.flatten() for grad in gradients if grad is not None]).clone()
+
+
+def _integers(elements: int, rank: int, device: torch.device) -> Tensor:
+    """Integers from -3 to 3 in float32, which depend on position and rank."""
+    position = torch.arange(elements, dtype=torch.int32, device=device)
+    return ((position * (rank + 1) + 2 * rank) % 7 - 3).float()

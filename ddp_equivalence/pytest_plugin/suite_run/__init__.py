@@ -1,0 +1,4 @@
+"""What ``ddp-equivalence run`` shows before, during and after its tests, and other runs do not."""
+
+SUITE_RUN = "ddp_equivalence_suite_run"
+"""The name under which ``plugin.SuiteRun`` is registered."""

@@ -1,0 +1,186 @@
+"""What this machine has: GPUs, driver, versions, precision, and variables that are set.
+
+The GPUs are those that NVML knows of. CUDA is not asked, so this process gets no CUDA context.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from ddp_equivalence.ranks.environment import DEFAULTS
+from ddp_equivalence.ranks.gpus import Gpu, Gpus, Link, gpus, visible_gpus
+from ddp_equivalence.ranks.lanes import cuda_devices
+from ddp_equivalence.report.set_variables import set_variables
+from ddp_equivalence.report.versions import versions
+from ddp_equivalence.report.wrapping import plural
+
+GIB = 1024**3
+TF32 = "NVIDIA_TF32_OVERRIDE"
+
+
+@dataclass(frozen=True)
+class Box:
+    """``gpus``: all GPUs of the machine. ``devices``: how many of them this process may use."""
+
+    gpus: Gpus
+    devices: int
+
+    @property
+    def has_gpus(self) -> bool:
+        return bool(self.gpus.gpus or self.devices)
+
+
+def this_box() -> Box:
+    """The machine that this process runs on."""
+    return Box(gpus(), len(cuda_devices()))
+
+
+def box_in_short(box: Box) -> str:
+    """The machine in one line."""
+    return f"{title(box)}; torch {versions()['torch']}"
+
+
+def title(box: Box) -> str:
+    """What the machine has to compute with, such as ``4 x NVIDIA A100, 64 CPU cores``."""
+    names = Counter(gpu.name or "unknown GPU" for gpu in box.gpus.gpus)
+    have = [f"{count} x {name}" for name, count in names.items()]
+    if not have:
+        have = [f"{box.devices} CUDA {plural(box.devices, 'device')}" if box.devices else "no GPU"]
+    cores = len(os.sched_getaffinity(0))
+    return f"{', '.join(have)}, {cores} CPU {plural(cores, 'core')}"
+
+
+def box_lines(box: Box, with_uuids: bool = True) -> Iterator[str]:
+    """The machine, line by line. ``with_uuids``: name the GPUs as no other machine's are named."""
+    installed = versions()
+    yield f"Machine: {title(box)}, {_system()}"
+    yield (
+        f"  ddp_equivalence {installed['ddp_equivalence']}, torch {installed['torch']}, "
+        f"Python {installed['python']}"
+    )
+    yield f"  {_libraries()}"
+    if box.has_gpus and box.gpus.problem:
+        yield f"  {box.gpus.problem}"
+    if box.gpus.driver:
+        runs = box.gpus.cuda_of_driver
+        yield f"  driver {box.gpus.driver}{f', which runs CUDA up to {runs}' if runs else ''}"
+    for gpu in box.gpus.gpus:
+        yield f"  GPU {gpu.index}: {', '.join(_gpu_texts(gpu, with_uuids))}"
+    if len(box.gpus.gpus) > 1:
+        yield from _links(box.gpus)
+    if box.has_gpus:
+        yield f"  {_allowed(box)}"
+    if box.devices:
+        yield f"  {_precision()}"
+    variables = [f"{name}={value}" for name, value in set_variables().items()]
+    yield f"  Set: {', '.join(variables) or 'no variable of NCCL, CUDA, NVIDIA or torch'}"
+
+
+def _system() -> str:
+    """The operating system, without the name that a provider gives to its kernel."""
+    library = " ".join(platform.libc_ver())
+    return " ".join([platform.system(), platform.machine(), library]).strip()
+
+
+def _libraries() -> str:
+    import torch
+
+    if torch.version.hip is not None:
+        return f"torch is built for ROCm {torch.version.hip}"
+    if torch.version.cuda is None:
+        return "torch is built for the CPU only"
+    nccl = versions()["nccl"] or "missing"
+    return f"torch is built for CUDA {torch.version.cuda}, with NCCL {nccl} and cuDNN {_cudnn()}"
+
+
+def _cudnn() -> str:
+    import torch
+
+    try:
+        version = torch.backends.cudnn.version()
+    except RuntimeError as error:  # torch found another version than that which it was built for
+        return f"that cannot be used ({str(error).splitlines()[0]})"
+    if version is None:
+        return "missing"
+    # Since cuDNN 9 the number is 10000 * major + 100 * minor + patch; before, 1000 * major.
+    major, rest = divmod(version, 10000 if version >= 90000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def _gpu_texts(gpu: Gpu, with_uuid: bool) -> Iterator[str]:
+    yield gpu.name or "name unknown"
+    if gpu.problem:
+        yield gpu.problem
+        return
+    if gpu.compute_capability:
+        yield "compute capability " + ".".join(map(str, gpu.compute_capability))
+    if gpu.memory_total is not None and gpu.memory_free is not None:
+        yield f"{gpu.memory_free / GIB:.1f} of {gpu.memory_total / GIB:.1f} GiB free"
+    yield f"compute mode {gpu.compute_mode or 'unknown'}"
+    yield f"MIG {'unknown' if gpu.mig is None else 'on' if gpu.mig else 'off'}"
+    if gpu.processes:
+        count = len(gpu.processes)
+        yield f"{count} {plural(count, 'process', 'processes')} on it"
+    if with_uuid and gpu.uuid:
+        yield gpu.uuid
+
+
+def _links(found: Gpus) -> Iterator[str]:
+    """The P2P matrix: how the GPU of a row can reach the memory of the GPU of a column."""
+    indices = [gpu.index for gpu in found.gpus]
+    width = 6
+    yield f"  {'P2P':<6}" + "".join(f"{f'GPU {index}':>{width}}" for index in indices)
+    for row in indices:
+        cells = ["-" if row == column else _cell(found.link(row, column)) for column in indices]
+        yield f"  {f'GPU {row}':<6}" + "".join(f"{cell:>{width}}" for cell in cells)
+    yield (
+        "    NV: NVLink; PIX, PXB, PHB, NODE, SYS: PCI Express, from near to far; "
+        "no: not directly; ?: unknown"
+    )
+    refused = Counter(link.p2p for link in found.links if link.p2p not in ("ok", None))
+    for reason, count in refused.items():
+        yield f"    not directly for {count} {plural(count, 'pair')}: {reason}"
+
+
+def _cell(link: Link | None) -> str:
+    if link is None or link.p2p is None:
+        return "?"
+    if link.p2p != "ok":
+        return "no"
+    return "NV" if link.nvlink else link.path or "ok"
+
+
+def _allowed(box: Box) -> str:
+    """Which of the GPUs the ranks may use."""
+    if not box.devices:
+        return "The ranks may use none of them: torch finds no CUDA device"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return f"The ranks may use all {box.devices} CUDA {plural(box.devices, 'device')}"
+    chosen: Sequence[Gpu] = visible_gpus(box.gpus.gpus, visible)
+    names = ", ".join(f"GPU {gpu.index}" for gpu in chosen)
+    return (
+        f"The ranks may use {box.devices} CUDA {plural(box.devices, 'device')}, as "
+        f"CUDA_VISIBLE_DEVICES says{f': {names}' if names else ''}"
+    )
+
+
+def _precision() -> str:
+    """In which precision the ranks multiply float32 on a GPU."""
+    override = os.environ.get(TF32, DEFAULTS.get(TF32))
+    if override == "0":
+        whose = "your environment" if TF32 in os.environ else "the default of the ranks"
+        return f"float32 is multiplied in full precision: {TF32}=0 is {whose}"
+    import torch
+
+    read = attrgetter("cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision")
+    products, convolutions = read(torch.backends)
+    return (
+        f"float32 is multiplied with {TF32}={override}; torch's precision is {products} for "
+        f"products and {convolutions} for convolutions"
+    )

@@ -1,0 +1,92 @@
+"""What the doctor prints, and its exit code. The states of the machine's parts are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddp_equivalence.commands.doctor import examination
+from ddp_equivalence.commands.doctor.command import exit_code
+from ddp_equivalence.commands.doctor.examination import Examination
+from ddp_equivalence.commands.doctor.gpu_states import GpuState, PairState
+from ddp_equivalence.commands.doctor.machine import Machine
+from ddp_equivalence.commands.doctor.state import Outcome, State
+from ddp_equivalence.ranks.gpus import NvmlState
+from tests.package.commands.doctor.boxes import box, found, gpu
+
+ROCM: dict[str, Any] = {
+    "nvml": NvmlState.ROCM,
+    "problem": "NVML was not asked: this torch is built for ROCm",
+    "torch_cuda": None,
+    "torch_hip": "6.4",
+}
+
+
+@pytest.fixture
+def lines_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Examine a machine whose GPUs have these states, where NCCL lacks nothing or ``nccl``."""
+
+    def lines(machine: Machine, *gpus: GpuState, nccl: str | None = None) -> list[str]:
+        pair = PairState(State("0-1", Outcome.WORKS, "right"))
+        monkeypatch.setattr(examination, "gpu_states", lambda devices: gpus)
+        monkeypatch.setattr(examination, "pair_states", lambda found, nvml: [pair])
+        together = State(f"all {len(gpus)}", Outcome.WORKS, "right")
+        monkeypatch.setattr(examination, "all_together", lambda found: together)
+        lane = State("gloo_fallback", Outcome.WORKS, "right")
+        monkeypatch.setattr(examination, "lane_states", lambda machine: [lane])
+        monkeypatch.setattr(examination, "missing", lambda name, ranks: nccl)
+        return list(Examination(machine).lines())
+
+    return lines
+
+
+def parts(lines: list[str]) -> dict[str, str]:
+    """Name -> outcome of every line of the table."""
+    words = {line[2:17].rstrip(): line[17:26].rstrip() for line in lines if line.startswith("  ")}
+    assert set(words.values()) <= set(Outcome)
+    return words
+
+
+def test_without_a_gpu_only_the_lanes_are_asked(lines_of: Any) -> None:
+    assert parts(lines_of(box())) == {"gloo_fallback": "works"}
+
+
+def test_one_gpu_has_no_pairs(lines_of: Any) -> None:
+    lines = lines_of(box(gpu(0)), found(0))
+    assert parts(lines) == {"cuda:0": "works", "gloo_fallback": "works"}
+
+
+def test_two_gpus_are_asked_together_once_and_three_again(lines_of: Any) -> None:
+    two = parts(lines_of(box(gpu(0), gpu(1)), found(0), found(1)))
+    assert list(two) == ["cuda:0", "cuda:1", "0-1", "gloo_fallback"]
+    three = parts(lines_of(box(*map(gpu, range(3))), *map(found, range(3))))
+    assert list(three) == ["cuda:0", "cuda:1", "cuda:2", "0-1", "all 3", "gloo_fallback"]
+
+
+def test_pairs_that_cannot_run_are_named_with_the_reason(lines_of: Any) -> None:
+    machine = box(gpu(0), gpu(1))
+    lines = lines_of(machine, found(0), found(1, Outcome.FAILED))
+    assert "  pairs          NOT RUN  of 2 GPUs, 1 works alone" in lines
+    lines = lines_of(machine, found(0), found(1), nccl="this torch has no backend nccl")
+    assert "  pairs          NOT RUN  this torch has no backend nccl" in lines
+
+
+def test_what_nobody_could_say_of_the_gpus_is_not_run(lines_of: Any) -> None:
+    lines = lines_of(box(devices=("0",), **ROCM), found(0))
+    (line,) = [line for line in lines if line.startswith("  NVML")]
+    assert "NOT RUN  driver, free memory, compute mode, MIG and P2P of the GPUs: NVML was" in line
+    assert parts(lines)["cuda:0"] == "works"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code"),
+    [
+        ([], 0),
+        ([Outcome.WORKS, Outcome.NOT_RUN], 0),
+        ([Outcome.WORKS, Outcome.FAILED], 3),
+        ([Outcome.FAILED, Outcome.WRONG], 1),
+    ],
+)
+def test_the_exit_code(outcomes: list[Outcome], code: int) -> None:
+    assert exit_code([State("part", outcome, "") for outcome in outcomes]) == code

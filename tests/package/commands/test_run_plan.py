@@ -1,0 +1,104 @@
+"""``ddp-equivalence run``: its plan before the tests, and the page that records them."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_equivalence.commands.main import main
+from tests.package.commands.test_command_line import A_FEW, ROOT
+
+SERVER = """
+from multiprocessing import forkserver
+
+def pytest_unconfigure(config):
+    if not hasattr(config, "workerinput"):
+        print("server:", forkserver._forkserver._forkserver_pid is not None)
+"""
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """``ddp-equivalence run`` as it is started in the folder, from which pytest has plugins too."""
+    return subprocess.run(
+        [sys.executable, "-m", "ddp_equivalence", "run", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=dict(os.environ) | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])},
+    )
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_the_plan_is_printed_and_nothing_runs(tmp_path: Path) -> None:
+    (tmp_path / "says_server.py").write_text(SERVER)
+    done = run(
+        *(tmp_path, "--plan", "-n", "2", "-p", "says_server", "-p", "no:randomly"),
+        *("--json", "results.json", "--must-run", "gloo_fallback"),
+        *(A_FEW, "-k", "contrastive-1x2 or contrastive-2x4"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^Machine: .*no GPU.*, \d+ CPU cores?, ", done.stdout, re.MULTILINE)
+    counted = re.search(
+        r"^Plan: (\d+) tests, of which 1 will not run\n"
+        r"  gloo_fallback  (\d+) cases on 2 to 8 ranks: needs 2 CUDA devices .*, found 0$",
+        done.stdout,
+        re.MULTILINE,
+    )
+    assert counted, done.stdout
+    assert int(counted[1]) == int(counted[2]) + 1 > 5
+    not_run = "  NOT RUN        1 case on gloo_cuda: needs 1 CUDA device, found 0"
+    assert not_run in done.stdout.splitlines()
+    assert "Time: about 1 s, an estimate" in done.stdout
+    assert "passed" not in done.stdout
+    assert "compared with one big batch" not in done.stdout
+    assert "server: False" in done.stdout
+    assert not (tmp_path / "results.json").exists()
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_a_plan_of_a_file_that_cannot_be_imported_fails(tmp_path: Path) -> None:
+    (tmp_path / "test_broken.py").write_text("import no_such_module\n")
+    done = run(tmp_path, "--plan", "test_broken.py")
+    assert done.returncode != 0, done.stdout
+    assert "no_such_module" in done.stdout
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_a_run_says_its_plan_once_and_is_recorded_without_private_names(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    records.mkdir()
+    done = run(records, "--record", ".", "-n", "1", A_FEW, "-k", "contrastive-1x1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, _, after = done.stdout.partition("compared with one big batch")
+    assert re.findall(r"^Plan: .*$", before, re.MULTILINE) == ["Plan: 1 case on gloo_fallback"]
+    assert "Time: about 1 s, an estimate from mean times on " in before
+    (page,) = records.iterdir()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-cpu\.md", page.name)
+    assert f"This run is recorded in {page}" in after
+    text = page.read_text()
+    assert "with one pytest worker: 1 passed.\nIts exit code is 0.\n" in text
+    assert "Plan: 1 test\n  gloo_fallback  1 case on 1 rank: needs 1 CUDA device" in text
+    assert "1 case compared with one big batch" in text
+    for private in (str(Path.home()), str(tmp_path), socket.gethostname()):
+        assert private not in text
+
+
+@pytest.mark.parametrize("folder", ["a_file", "/proc/no"])
+def test_a_folder_for_records_that_cannot_be_is_refused_before_anything_runs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    folder: str,
+) -> None:
+    (tmp_path / "a_file").touch()
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--record", folder]) == 2
+    assert f"record = '{folder}': a folder that can be written to" in capsys.readouterr().err

@@ -1,0 +1,59 @@
+"""What NCCL's log says of the way that data takes between GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_equivalence.ranks import lanes, nccl_transport, warm_ranks
+from ddp_equivalence.ranks.nccl_transport import Transport, read
+
+LOG = """\
+box:12:34 [0] NCCL INFO NCCL version 2.29.7+cuda13.0
+box:12:34 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
+box:12:34 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM
+box:12:35 [1] NCCL INFO Channel 00 : 1[1] -> 2[2] via SHM/direct/direct
+box:12:36 [2] NCCL INFO Channel 00/0 : 2[2] -> 3[3] via P2P/direct pointer/read
+box:12:36 [3] NCCL INFO Channel 00/0 : 3[3] -> 0[0] [send] via NET/Socket/0
+box:12:36 [0] NCCL INFO Channel 00/0 : 3[3] -> 0[0] [receive] via NET/Socket/0
+box:12:36 [0] NCCL INFO Channel 03/1 : 0[1a000] -> 1[1b000] via P2P/IPC
+box:12:36 [0] NCCL INFO Connected all rings, use ring PXN 0 GDR 0
+"""
+
+
+def test_every_pair_of_ranks_has_the_transports_of_its_channels() -> None:
+    transport = read(LOG.splitlines())
+    assert transport.pairs == {
+        (0, 1): ("P2P/CUMEM", "P2P/IPC"),
+        (1, 2): ("SHM/direct/direct",),
+        (2, 3): ("P2P/direct",),
+        (3, 0): ("NET/Socket/0",),
+    }
+    assert transport.problem == ""
+    assert sum(transport.counts.values()) == 5
+
+
+def test_a_log_without_such_lines_is_no_transport() -> None:
+    transport = read(["box:12:34 [0] NCCL INFO NCCL version 2.29.7+cuda13.0"])
+    assert (transport.pairs, transport.problem) == ({}, "NCCL's log names no transport")
+
+
+def test_a_single_rank_needs_no_probe() -> None:
+    assert nccl_transport.transport(1).problem == "a single rank sends nothing"
+
+
+def test_too_few_gpus_are_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "cuda_devices", lambda: ("0",))
+    assert nccl_transport.transport(2) == Transport(
+        {}, "needs 2 CUDA devices (one rank each), found 1"
+    )
+
+
+def test_ranks_that_do_not_start_are_a_reason_and_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ranks have no backend of this name."""
+    monkeypatch.setattr(nccl_transport, "missing", lambda lane, ranks: None)
+    monkeypatch.setattr(warm_ranks, "cuda_devices", lambda: ("0", "1"))
+    transport = nccl_transport.transport(2, "no_such_backend")
+    assert not transport.pairs
+    assert transport.problem.startswith("the ranks of the probe failed: ")
