@@ -9,7 +9,6 @@ module of that name would hide the function ``ddp_equivalence.check`` once it is
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Unpack
@@ -25,7 +24,6 @@ from ddp_equivalence.diagnosis import distinct_gpus, precision, vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis, without_ranks
 from ddp_equivalence.diagnosis.finding import finding_of_wrong_collectives
 from ddp_equivalence.diagnosis.time_left import TimeLeft
-from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.lane_of_case import subject_named
 from ddp_equivalence.measurement.measure import (
@@ -39,7 +37,7 @@ from ddp_equivalence.measurement.measure import (
 from ddp_equivalence.measurement.request import CheckOptions, Request, read_request, repeat_line
 from ddp_equivalence.measurement.rerun import rerun
 from ddp_equivalence.measurement.work import Step
-from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
+from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.one_at_a_time import one_at_a_time
 from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.ranks.threads import threads_beside, threads_for, use_one_thread_in_a_fork
@@ -47,6 +45,7 @@ from ddp_equivalence.reference import Reference, big_batch
 from ddp_equivalence.report import listeners, readings
 from ddp_equivalence.report.errors import NotEquivalent, NothingCompared
 from ddp_equivalence.report.render import render
+from ddp_equivalence.report.unknown_verdicts import failed, unknown
 from ddp_equivalence.report.verdict import Verdict
 
 
@@ -131,14 +130,11 @@ def _judge(request: Request) -> Verdict:
                 wrong = wrong_collectives(ranks, request)
             analysis.time = _time_left(request, started)
     except RankFailed as error:
-        if error.may_pass_now:
-            return _judge(request)
-        again = rerun(request, error, began) if began else None
-        return replace(_failed(verdict, error), second_look=again)
+        return _failed_or_again(verdict, request, error, began)
     if measurement.outdated:
         return _judge(request)
     if why_unknown is not None:
-        return _unknown(verdict, why_unknown)
+        return unknown(verdict, why_unknown)
     verdict = replace(
         verdict,
         comparison=measurement.comparison,
@@ -155,11 +151,21 @@ def _judge(request: Request) -> Verdict:
         or vacuity.against_an_idle_plant(measurement.evidence, request.plant, request.processes)
     )
     if why_unknown is not None:
-        return _unknown(verdict, why_unknown)
+        return unknown(verdict, why_unknown)
     if measurement.comparison.same:
         return _same_if_shown(verdict, measurement, request)
     analysis.measurement = measurement
     return _different_if_comparable(verdict, analysis, expected.reference, wrong)
+
+
+def _failed_or_again(
+    verdict: Verdict, request: Request, error: RankFailed, began: float
+) -> Verdict:
+    """Ranks failed: judge again if they lacked what idle ranks have held on their GPUs."""
+    if error.may_pass_now:
+        return _judge(request)
+    again = rerun(request, error, began) if began else None
+    return replace(failed(verdict, error), second_look=again)
 
 
 def _same_if_shown(verdict: Verdict, measurement: Measurement, request: Request) -> Verdict:
@@ -168,9 +174,9 @@ def _same_if_shown(verdict: Verdict, measurement: Measurement, request: Request)
         measurement.comparison, measurement.evidence, lambda: verdict.nearest
     ) or vacuity.against_a_hidden_plant(request.plant, request.processes)
     if why_unknown is not None:
-        return _unknown(verdict, why_unknown)
+        return unknown(verdict, why_unknown)
     if measurement.changes_error is not None and not (request.allow_changes or request.in_process):
-        return _failed(verdict, measurement.changes_error)
+        return failed(verdict, measurement.changes_error)
     return replace(verdict, outcome="same")
 
 
@@ -185,7 +191,7 @@ def _different_if_comparable(
         reference, verdict.evidence
     ) or vacuity.against_divergence(reference, analysis.first_wrong_step)
     if why_unknown is not None:
-        return _unknown(verdict, why_unknown)
+        return unknown(verdict, why_unknown)
     assert verdict.comparison is not None
     with threads_for(verdict.comparison.elements):
         findings = analysis.findings
@@ -250,23 +256,6 @@ def _time_left(request: Request, started: float) -> TimeLeft:
     if request.in_process:
         return TimeLeft()  # the user may have stopped in a debugger, so there is no deadline
     return TimeLeft(request.deadline - (time.monotonic() - started), request.deadline)
-
-
-def _unknown(verdict: Verdict, why: Unknown) -> Verdict:
-    return replace(verdict, outcome="unknown", reason=why.reason, unknown_because=why.because)
-
-
-def _failed(verdict: Verdict, error: RankFailed) -> Verdict:
-    """The verdict is unknown: a failure of ranks shows nothing about the gradients."""
-    why_unknown = Unknown(UnknownBecause.RANK_FAILED, "a rank failed")
-    if isinstance(error, RanksTimedOut):
-        why_unknown = Unknown(UnknownBecause.RANKS_TIMED_OUT, "ranks timed out")
-    if error.ends and error.ends[0].kind == "changed":
-        why_unknown = Unknown(
-            UnknownBecause.PROCESS_CHANGED, "the step leaves more behind than gradients"
-        )
-    output: Mapping[int, str] = {end.rank: end.output for end in error.ends}
-    return replace(_unknown(verdict, why_unknown), failure=error, output=output)
 
 
 def _check_shards(request: Request, reference: Reference) -> None:

@@ -66,8 +66,8 @@ def against_the_evidence(
             "of the model that it gets, or return {name: tensor}. If it ends with an optimizer's "
             'zero_grad, compare the weights instead, with compare="update"',
         )
-    if strategy is not None and strategy.one_process:
-        replicas = evidence[0].notes.get("replicas", 0)
+    if strategy is not None and (strategy.one_process or strategy.gpus_per_rank > 1):
+        replicas = min(one.notes.get("replicas", 0) for one in evidence.values())
         if replicas < 2:
             return Unknown(
                 UnknownBecause.STRATEGY_DID_NOT_RUN,

@@ -20,6 +20,8 @@ def lane_of(case: Case, strategy: Strategy | None, backend: str, must_run: Seque
     """
     if strategy is not None and strategy.one_process:
         return _lane_of_one_process(case, strategy)
+    if strategy is not None and strategy.gpus_per_rank > 1:
+        return _lane_of_several_gpus(case, strategy)
     model = MODELS.get(case.model) if isinstance(case.model, str) else None
     return choose(
         case.ranks,
@@ -46,6 +48,16 @@ def _lane_of_one_process(case: Case, strategy: Strategy) -> Lane:
         right = f"{strategy.name} {reason}"
         raise CannotRunHere("layout", case.layout, right, strategy.lane, case.layout, reason)
     return Lane(strategy.lane, "gloo", "cuda")
+
+
+def _lane_of_several_gpus(case: Case, strategy: Strategy) -> Lane:
+    """The lane of a strategy whose ranks drive several GPUs each. It runs on no other."""
+    name, each = str(strategy.lane), strategy.gpus_per_rank
+    reason = missing(name, case.ranks.world_size, each)
+    if reason is not None:
+        right = f"{strategy.name} {reason}"
+        raise CannotRunHere("layout", case.layout, right, name, case.layout, reason)
+    return Lane(name, name, "cuda", gpus_per_rank=each)
 
 
 @contextmanager

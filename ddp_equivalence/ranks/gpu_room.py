@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.ranks.failure import RankFailed
-from ddp_equivalence.ranks.gpus import gpus, visible_gpus
+from ddp_equivalence.ranks.gpus.by_name import EXCLUSIVE, gpus_by_name
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices, devices_of_ranks
 
 BYTES_PER_PROCESS = 600 * 2**20
@@ -70,14 +70,13 @@ def gpu_room() -> GpuRoom:
     """The room on the GPUs of this machine, from what NVML says of their memory and mode."""
     workers = int(os.environ.get(WORKERS_VARIABLE, "1"))
     devices = cuda_devices()
-    found = visible_gpus(gpus().gpus, ",".join(devices))
     most = dict.fromkeys(devices, max(1, WITHOUT_NVML // workers))
     exclusive = set()
-    for device, gpu in zip(devices, found, strict=False):  # NVML may know fewer of them
+    for device, gpu in gpus_by_name(devices).items():
         if gpu.memory_total is not None and not gpu.mig:
             processes = int(gpu.memory_total * SHARE_OF_MEMORY / BYTES_PER_PROCESS)
             most[device] = max(1, processes // workers)
-        if gpu.compute_mode == "exclusive_process":
+        if gpu.compute_mode == EXCLUSIVE:
             exclusive.add(device)
     return GpuRoom(most, frozenset(exclusive))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import resource
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddp_equivalence.case.layouts import Layout
@@ -105,6 +106,12 @@ class IdleSets:
         for idle in sharing:
             self._sets.pop(idle).stop()
         return bool(sharing)
+
+    def leave_where(self, is_needed: Callable[[str], bool]) -> None:
+        """Stop the sets on GPUs of which this is true."""
+        for idle in list(self._sets):
+            if any(map(is_needed, idle[0].processes_on(idle[1]))):
+                self._sets.pop(idle).stop()
 
     def stop_oldest(self) -> bool:
         """Stop the set that was idle longest; False if there is none."""

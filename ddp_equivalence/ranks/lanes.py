@@ -17,6 +17,7 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.ranks.backend_names import BACKENDS
 from ddp_equivalence.ranks.counted_gpus import CountedGpus, count_gpus
+from ddp_equivalence.ranks.gpus.by_name import any_exclusive
 
 NO_SPARSE_ON_NCCL = "NCCL cannot all-reduce sparse gradients"
 
@@ -27,12 +28,14 @@ class Lane:
 
     ``gloo_fallback`` is gloo on the CPU, chosen because there are too few GPUs. ``reason`` says why
     this lane was chosen; it may be "". Lanes that differ in nothing else are equal.
+    ``gpus_per_rank``: each rank drives so many GPUs, and sees no others.
     """
 
     name: str
     backend: str
     device_type: str
     reason: str = field(default="", compare=False)
+    gpus_per_rank: int = 1
 
     def __str__(self) -> str:
         return self.name
@@ -73,16 +76,19 @@ def cuda_devices() -> tuple[str, ...]:
     return _counted().names
 
 
-def missing(name: str, world_size: int) -> str | None:
+def missing(name: str, world_size: int, gpus_per_rank: int = 1) -> str | None:
     """The reason why lane ``name`` cannot run ``world_size`` ranks here; None if it can."""
     if name in ("gloo", "gloo_fallback"):
         return None if dist.is_gloo_available() else "this torch was built without gloo"
     if name == "gloo_cuda":
-        return _too_few_devices(1)
+        cannot_share = world_size > len(cuda_devices()) and any_exclusive(cuda_devices())
+        note = " (EXCLUSIVE_PROCESS: one process each)" if cannot_share else ""
+        return _too_few_devices(world_size if cannot_share else 1, note)
     if name == "data_parallel":
         # With a single device nn.DataParallel only calls the module.
         return _too_few_devices(max(2, world_size))
-    too_few = _too_few_devices(world_size, " (one rank each)")
+    note = " (one rank each)" if gpus_per_rank == 1 else f" ({gpus_per_rank} for each rank)"
+    too_few = _too_few_devices(world_size * gpus_per_rank, note)
     if too_few is None and not dist.is_backend_available(name):
         return f"torch {torch.__version__} has no backend {name}"
     return too_few
@@ -145,7 +151,7 @@ def devices_of_ranks(layout: Layout, lane: Lane, devices: tuple[str, ...]) -> di
 
     ``devices``: the GPUs that these ranks may use. Every layout and lane begins with another of
     them, the same one in every run, so that all GPUs of a machine are used although most layouts
-    have few ranks. A single process that drives all devices has all their names.
+    have few ranks. A rank that drives several devices has all their names.
     """
     if lane.device_type != "cuda":
         return {}
@@ -153,7 +159,13 @@ def devices_of_ranks(layout: Layout, lane: Lane, devices: tuple[str, ...]) -> di
     turned = devices[start:] + devices[:start]
     if lane.name == "data_parallel":
         return {row.rank: ",".join(turned) for row in layout.rows}
-    return {row.rank: turned[row.rank % len(turned)] for row in layout.rows}
+    each = lane.gpus_per_rank
+    return {
+        row.rank: ",".join(
+            turned[(row.rank * each + number) % len(turned)] for number in range(each)
+        )
+        for row in layout.rows
+    }
 
 
 def first_device(layout: Layout, lane: Lane, count: int) -> int:
@@ -165,12 +177,14 @@ def visible_devices(layout: Layout, lane: Lane, devices: tuple[str, ...]) -> dic
     """CUDA_VISIBLE_DEVICES for every rank: only the GPUs of its own simulated node.
 
     ``cuda:{local_rank}`` is then the rank's own GPU, as it would be on real nodes. If there are
-    fewer GPUs than ranks, each rank sees one GPU. ``devices``: the GPUs that these ranks may use.
+    fewer GPUs than ranks, each rank sees one GPU, and a rank that drives several GPUs sees only
+    these. ``devices``: the GPUs that these ranks may use.
     """
     of_rank = devices_of_ranks(layout, lane, devices)
     if lane.device_type != "cuda":
         return {row.rank: "" for row in layout.rows}
-    if lane.name == "data_parallel" or layout.world_size > len(devices):
+    drives_several = lane.name == "data_parallel" or lane.gpus_per_rank > 1
+    if drives_several or layout.world_size > len(devices):
         return of_rank
     return {
         row.rank: ",".join(of_rank[rank] for rank in layout.ranks_on(row.node))
@@ -182,4 +196,6 @@ def device_of(local_rank: int, lane: Lane, visible: str) -> torch.device:
     """The device of a rank whose CUDA_VISIBLE_DEVICES is ``visible``."""
     if lane.device_type == "cpu":
         return torch.device("cpu")
+    if lane.gpus_per_rank > 1:
+        return torch.device("cuda", 0)
     return torch.device("cuda", local_rank % len(visible.split(",")))

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.ranks.environment import process_group_environment
@@ -123,7 +123,9 @@ class WarmRanks:
         if locks is None:
             yield cuda_devices() if key.lane.device_type == "cuda" else ()
             return
-        with locks.hold(key.layout, key.lane, self._idle.devices_of(key)) as devices:
+        # Other workers may wait for GPUs on which idle ranks of this one have left no room.
+        leave = partial(self._idle.leave_where, locks.is_asked_for)
+        with locks.hold(key.layout, key.lane, self._idle.devices_of(key), leave) as devices:
             yield devices
 
     def _start(self, key: RankSetKey, devices: Devices) -> RankSet:

@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 
@@ -41,27 +41,33 @@ class XdistLocks:
 
     @contextmanager
     def hold(
-        self, layout: Layout, lane: Lane, preferred: Sequence[Devices] = ()
+        self,
+        layout: Layout,
+        lane: Lane,
+        preferred: Sequence[Devices] = (),
+        while_waiting: Callable[[], object] = lambda: None,
     ) -> Iterator[Devices]:
         """Take one core or GPU per rank, or all if there are fewer, and hold them inside the block.
 
         Yields the GPUs, as CUDA_VISIBLE_DEVICES names them, or () on the CPU. ``preferred``: the
         GPUs of ranks that are already running, which are taken first if they are free.
+        ``while_waiting`` is called again and again while they are not.
         """
         on_gpu = lane.device_type == "cuda"
         names = self._devices if on_gpu else self._cores
         # nn.DataParallel is a single process that drives several GPUs, so it takes all of them.
         takes_all = lane.name == "data_parallel"
-        wanted = len(names) if takes_all else min(layout.world_size, len(names))
+        wanted = layout.world_size * lane.gpus_per_rank
+        wanted = len(names) if takes_all else min(wanted, len(names))
         with ExitStack() as locks:
-            with self._turn():
+            with self._turn(while_waiting):
                 first = [name for devices in preferred for name in devices]
                 start = first_device(layout, lane, len(names)) if on_gpu else 0
                 ordered = sorted(
                     names,
                     key=lambda name: (name not in first, (names.index(name) - start) % len(names)),
                 )
-                taken = self._take(locks, ordered, wanted)
+                taken = self._take(locks, ordered, wanted, while_waiting)
             yield tuple(name for name in names if name in taken) if on_gpu else ()
 
     def ask_for(self, devices: Iterable[str]) -> None:
@@ -78,12 +84,18 @@ class XdistLocks:
             return not self._lock(tried, _asking_for(device))
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _turn(self, while_waiting: Callable[[], object]) -> Iterator[None]:
         with ExitStack() as locks:
-            self._take(locks, ["turn"], 1)
+            self._take(locks, ["turn"], 1, while_waiting)
             yield
 
-    def _take(self, locks: ExitStack, names: Sequence[str], wanted: int) -> set[str]:
+    def _take(
+        self,
+        locks: ExitStack,
+        names: Sequence[str],
+        wanted: int,
+        while_waiting: Callable[[], object],
+    ) -> set[str]:
         """Wait until ``wanted`` of these names are locked; ``locks`` releases them on exit."""
         taken: set[str] = set()
         while True:
@@ -92,6 +104,7 @@ class XdistLocks:
                     taken.add(name)
             if len(taken) == wanted:
                 return taken
+            while_waiting()
             time.sleep(POLL_INTERVAL)
 
     def _lock(self, locks: ExitStack, name: str) -> bool:

@@ -48,7 +48,7 @@ def _evidence(verdict: Verdict) -> Iterator[str]:
         yield from _collectives(verdict)
         replicas = verdict.evidence[0].notes.get("replicas") if 0 in verdict.evidence else None
         if replicas:
-            yield f"{replicas} replicas ran"
+            yield f"{replicas} replicas ran{' on rank 0' if count > 1 else ''}"
     if comparison is not None and comparison.parameters:
         ranks = len(comparison.ranks)
         yield (

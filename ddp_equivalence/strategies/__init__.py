@@ -12,6 +12,7 @@ from ddp_equivalence.strategies import (
     ddp_sum_hook,
     emulated_data_parallel,
     hybrid,
+    hybrid_data_parallel,
     manual_all_reduce,
 )
 from ddp_equivalence.strategies.strategy import Strategy
@@ -31,5 +32,6 @@ STRATEGIES: dict[str, Strategy] = {
         manual_all_reduce.MEAN,
         manual_all_reduce.SUM,
         hybrid.STRATEGY,
+        hybrid_data_parallel.STRATEGY,
     )
 }

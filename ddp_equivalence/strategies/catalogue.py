@@ -7,9 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 
@@ -18,12 +15,15 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.losses import LOSSES, CatalogueLoss
 from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.case.models.model import CatalogueModel
-from ddp_equivalence.case.steps import Compare, Steps
 from ddp_equivalence.strategies import STRATEGIES
-from ddp_equivalence.strategies.sharded_batch import MICRO_BATCHES, sharded_batches
+from ddp_equivalence.strategies.sharded_batch import MICRO_BATCHES
 from ddp_equivalence.strategies.strategy import Strategy
+from ddp_equivalence.strategies.trial import Trial as Trial
 
 LAYOUTS = ("1x1", "1x2", "1x4", "2x2", "4x1", "2x4", "1+3", "3+1", "2x2-round-robin")
+
+SEVERAL_GPUS_LAYOUTS = ("1x2", "2x1")
+"""The layouts for strategies whose ranks drive several GPUs each."""
 
 EIGHT_GPUS = "1x8"
 """The layout of a machine with eight GPUs. Every strategy tries one case on it, so that each of
@@ -77,49 +77,13 @@ EXACT_EXAMPLES_PER_RANK = 4
 """A power of two: with eight outputs, every division in a mean is exact."""
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A trial is one case on which one strategy is compared with the big batch.
-
-    With ``backend`` None, the trial uses the backend of the run. ``str()`` is its test id.
-    """
-
-    case: Case
-    strategy: str
-    steps: Steps = 1
-    compare: Compare = "gradients"
-    backend: str | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments of ``check`` for this trial."""
-        return {"compare": self.compare, "steps": self.steps, "backend": self.backend}
-
-    @property
-    def cause(self) -> str | None:
-        """The cause's name if the strategy is known to differ here; None if its promise holds."""
-        return _cause(self)
-
-    def __str__(self) -> str:
-        case = self.case
-        parts = [case.model, case.loss, case.layout, case.shards, case.dtype_name]
-        if self.steps != 1:
-            steps = self.steps if isinstance(self.steps, int) else len(self.steps)
-            parts.append(f"{steps}steps")
-            if isinstance(self.steps, tuple):
-                parts.append("shorter-last")
-        if self.compare == "update":
-            parts.append("update")
-        return "-".join(map(str, parts))
-
-
 def trials(strategy: str) -> tuple[Trial, ...]:
     """All trials of one strategy, by layout. Raises BadCase for an unknown strategy."""
     if strategy not in STRATEGIES:
         raise BadCase("strategy", strategy, f"one of {', '.join(STRATEGIES)}")
     chosen = dict.fromkeys(_chosen(STRATEGIES[strategy]))
     # Trials of one layout share their ranks, so in this order few ranks are alive at a time.
-    order = (*LAYOUTS, EIGHT_GPUS)
+    order = (*LAYOUTS, *SEVERAL_GPUS_LAYOUTS, EIGHT_GPUS)
     return tuple(sorted(chosen, key=lambda trial: order.index(trial.case.layout)))
 
 
@@ -165,16 +129,11 @@ def case_of(
     )
 
 
-@cache
-def _cause(trial: Trial) -> str | None:
-    """The cause in the first step that differs; None if no step differs."""
-    cause_of_difference = STRATEGIES[trial.strategy].cause_of_difference
-    batches = sharded_batches(trial.case, trial.steps)
-    return next(filter(None, map(cause_of_difference, batches)), None)
-
-
 def _chosen(strategy: Strategy) -> Iterator[Trial]:
     """The strategy's trials; some may come twice."""
+    if strategy.gpus_per_rank > 1:
+        yield from _on_several_gpus(strategy)
+        return
     core = FEW_CORE if strategy.tries_few_pairs else CORE
     yield from _with_every_pair(strategy)
     for model, loss in core:
@@ -190,6 +149,16 @@ def _chosen(strategy: Strategy) -> Iterator[Trial]:
     for model, loss in core:
         for layout, shards in strategy.more_shards:
             yield Trial(case_of(strategy, model, loss, layout, shards), strategy.name)
+
+
+def _on_several_gpus(strategy: Strategy) -> Iterator[Trial]:
+    """Few trials, because the rules are those of other strategies."""
+    for layout in SEVERAL_GPUS_LAYOUTS:
+        for model, loss in (*CORE, ("batch_norm", "mse_mean"), ("mlp", "contrastive")):
+            yield Trial(case_of(strategy, model, loss, layout), strategy.name)
+    case = case_of(strategy, *CORE[0], SEVERAL_GPUS_LAYOUTS[0])
+    yield Trial(case, strategy.name, steps=2)
+    yield Trial(case, strategy.name, compare="update")
 
 
 def _main_layout(strategy: Strategy) -> str:

@@ -80,6 +80,8 @@ class Strategy:
     """One process holds the whole batch and drives all replicas, one for each rank of a layout."""
     lane: str | None = None
     """The only lane that the strategy can run on; None if it needs no particular lane."""
+    gpus_per_rank: int = 1
+    """How many GPUs each rank drives, where the strategy needs GPUs."""
     splits_the_batch_itself: bool = False
     """Torch splits the batch into equal shards whatever the case says, so only those are tried."""
     accumulates: bool = False

@@ -1,4 +1,4 @@
-"""The sum inside a node and the average between nodes, where that is not the big batch."""
+"""The sum inside a node or a rank, and the average between them, where they differ."""
 
 from __future__ import annotations
 
@@ -12,5 +12,11 @@ pytestmark = pytest.mark.difference
 
 @pytest.mark.known_differences_of("hybrid")
 def test_hybrid_differs_from_one_big_batch_under_its_known_name(trial: Trial) -> None:
+    verdict = check(trial.case, trial.strategy, **trial.options)
+    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), verdict
+
+
+@pytest.mark.known_differences_of("hybrid_data_parallel")
+def test_data_parallel_inside_each_rank_differs_under_its_known_name(trial: Trial) -> None:
     verdict = check(trial.case, trial.strategy, **trial.options)
     assert (verdict.outcome, verdict.cause) == ("different", trial.cause), verdict

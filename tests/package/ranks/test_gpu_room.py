@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, cast
 
 import pytest
 
 from ddp_equivalence.case.layouts import parse
-from ddp_equivalence.ranks import gpu_room, idle_sets, warm_ranks
+from ddp_equivalence.ranks import gpu_room, idle_sets, lanes, warm_ranks, xdist_locks
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed
 from ddp_equivalence.ranks.gpu_room import GpuRoom, Lack, lack_of, processes_by_gpu
-from ddp_equivalence.ranks.gpus import Gpu, Gpus
+from ddp_equivalence.ranks.gpus import Gpu, by_name
 from ddp_equivalence.ranks.idle_sets import IdleSets, RankSetKey
 from ddp_equivalence.ranks.lanes import Lane
+from ddp_equivalence.ranks.xdist_locks import XdistLocks
 
 NCCL = Lane("nccl", "nccl", "cuda")
 GLOO_CUDA = Lane("gloo_cuda", "gloo", "cuda")
@@ -28,9 +32,11 @@ class Idle:
     def __init__(self, layout: str) -> None:
         self.layout = parse(layout)
         self.stopped = False
+        self.when_stopped: Callable[[], object] = lambda: None
 
     def stop(self) -> None:
         self.stopped = True
+        self.when_stopped()
 
 
 def key(layout: str, lane: Lane = NCCL) -> RankSetKey:
@@ -72,8 +78,8 @@ def test_idle_ranks_may_hold_a_quarter_of_the_memory_of_a_gpu(
     memory: int | None, workers: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     total = None if memory is None else memory * GB
-    found = Gpus(tuple(Gpu(index, memory_total=total) for index in range(4)))
-    monkeypatch.setattr(gpu_room, "gpus", lambda: found)
+    found = {name: Gpu(int(name), memory_total=total) for name in GPUS}
+    monkeypatch.setattr(gpu_room, "gpus_by_name", lambda _: found)
     monkeypatch.setattr(gpu_room, "cuda_devices", lambda: GPUS)
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(workers))
     room = gpu_room.gpu_room.__wrapped__()
@@ -82,13 +88,29 @@ def test_idle_ranks_may_hold_a_quarter_of_the_memory_of_a_gpu(
 
 
 def test_a_gpu_for_one_process_at_a_time_has_room_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes = ("default", "exclusive_process")
-    found = Gpus(tuple(Gpu(index, compute_mode=mode) for index, mode in enumerate(modes)))
-    monkeypatch.setattr(gpu_room, "gpus", lambda: found)
+    found = {"0": Gpu(0, compute_mode="default"), "1": Gpu(1, compute_mode="exclusive_process")}
+    monkeypatch.setattr(gpu_room, "gpus_by_name", lambda _: found)
     monkeypatch.setattr(gpu_room, "cuda_devices", lambda: ("0", "1"))
     room = gpu_room.gpu_room.__wrapped__()
     assert (room.most_on("0"), room.most_on("1")) == (gpu_room.WITHOUT_NVML, 1)
     assert room.is_exclusive("1")
+
+
+def test_ranks_cannot_share_a_gpu_for_one_process_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lanes, "cuda_devices", lambda: ("0",))
+    for mode, reason in (
+        ("default", None),
+        (
+            "exclusive_process",
+            "needs 2 CUDA devices (EXCLUSIVE_PROCESS: one process each), found 1",
+        ),
+    ):
+        found = {"0": Gpu(0, compute_mode=mode)}
+        monkeypatch.setattr(by_name, "gpus_by_name", lambda _, found=found: found)
+        assert lanes.missing("gloo_cuda", 1) is None
+        assert lanes.missing("gloo_cuda", 2) == reason
 
 
 @pytest.mark.parametrize(
@@ -177,3 +199,25 @@ def test_only_ranks_that_lack_room_on_a_gpu_wait_for_other_workers(
     assert not workers.asked
     assert warm_ranks.others_may_leave(key("1x4"), GPUS, full, later)
     assert workers.asked == set(GPUS)
+
+
+def test_a_worker_that_waits_for_gpus_stops_idle_ranks_that_are_in_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker that it waits for cannot start its ranks, and so keeps the GPUs, until it does."""
+    run_id = uuid.uuid4().hex
+    here, there = (XdistLocks(run_id, 1, ("0", "1")) for _ in range(2))
+    monkeypatch.setattr(warm_ranks, "xdist_locks", lambda: there)
+    polls = iter(range(100))
+    monkeypatch.setattr(xdist_locks.time, "sleep", lambda _: next(polls))  # raises in the end
+    ranks = warm_ranks.WarmRanks()
+    idle, on_cpu = Idle("1x1"), Idle("1x1")
+    ranks._idle.keep(key("1x1"), ("0",), cast(Any, idle))
+    ranks._idle.keep(key("1x1", ON_CPU), (), cast(Any, on_cpu))
+    with ExitStack() as held:
+        held.enter_context(here.hold(parse("1x2"), NCCL))
+        here.ask_for(["0"])
+        idle.when_stopped = held.close
+        with ranks._devices(key("1x2")) as devices:
+            assert devices == ("0", "1")
+    assert [one.stopped for one in (idle, on_cpu)] == [True, False]

@@ -16,6 +16,7 @@ from ddp_equivalence.ranks.lanes import (
     device_of,
     devices_of_ranks,
     first_device,
+    missing,
     visible_devices,
 )
 from ddp_equivalence.strategies.catalogue import EIGHT_GPUS, LAYOUTS
@@ -103,3 +104,16 @@ def test_what_a_machine_lacks_is_told_apart_from_a_mistake(gpus: Callable[[int],
     with pytest.raises(BadCase) as mistake:
         choose(parse("1x2"), "mpi")
     assert not isinstance(mistake.value, CannotRunHere)
+
+
+def test_ranks_that_drive_several_gpus_each_see_only_these(gpus: Callable[[int], None]) -> None:
+    gpus(2)
+    lane = Lane("nccl", "nccl", "cuda", gpus_per_rank=2)
+    for layout in ("1x2", "2x1"):
+        visible = visible_devices(parse(layout), lane, EIGHT)
+        seen = [name for names in visible.values() for name in names.split(",")]
+        assert [len(names.split(",")) for names in visible.values()] == [2, 2]
+        assert len(set(seen)) == 4
+        assert device_of(1, lane, visible[1]).index == 0
+    assert missing("nccl", 2, 2) == "needs 4 CUDA devices (2 for each rank), found 2"
+    assert missing("nccl", 2) is None
