@@ -1,13 +1,155 @@
-"""Which GPUs the ranks get, on machines with a different number of them."""
+"""Runs of the suite and of its commands, on machines that seem to have 1, 2, 4 or 8 GPUs."""
 
 from __future__ import annotations
 
-from tests.gpu_rehearsal.rehearsal import rehearse
+from pathlib import Path
+
+import pytest
+
+from ddp_equivalence.strategies import catalogue
+from tests.gpu_rehearsal.rehearsal import Rehearsed, rehearse
+
+WITHOUT = ("-q", "-p", "no:randomly", "-p", "no:cacheprovider")
+
+SAYS_SO = "REHEARSED on"
 
 
-def test_two_ranks_get_a_gpu_each() -> None:
+def test_the_doctor_tries_the_lanes_of_two_gpus() -> None:
     rehearsed = rehearse("ddp_equivalence", "doctor", gpus=2)
     assert rehearsed.returncode == 0, rehearsed.output
     assert "nccl           works" in rehearsed.output
     assert {context.gpu for context in rehearsed.contexts} == {0, 1}
     assert not rehearsed.initialised_by_no_rank()
+    assert SAYS_SO in rehearsed.output
+
+
+def _one_case_of_each_layout() -> list[catalogue.Trial]:
+    """Trials with one model and one loss; two of them are for gloo with CUDA tensors."""
+    return [
+        trial
+        for trial in catalogue.cases(promise_of="ddp_mean")
+        if str(trial.case).startswith("mlp-mse_mean-") and "equal-float64" in str(trial.case)
+        if trial.steps == 1 and trial.compare == "gradients" and not trial.case.exact
+    ]
+
+
+SELECTED = (
+    "(test_ddp_mean or test_data_parallel_gives) and [mlp-mse_mean- and equal-float64 "
+    "and not steps and not update"
+)
+
+
+def _run(gpus: int, *more: str, **options: object) -> Rehearsed:
+    """The tests of these trials, of which none may be missing."""
+    return rehearse(
+        *("pytest", *WITHOUT, "tests/equivalence/test_ddp.py", *more, "-k", SELECTED),
+        *("--must-run", "nccl"),
+        gpus=gpus,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_each_layout_runs_where_there_are_enough_gpus(gpus: int) -> None:
+    trials = _one_case_of_each_layout()
+    on_nccl = [trial for trial in trials if trial.backend is None]
+    runs = [trial for trial in on_nccl if trial.case.ranks.world_size <= gpus]
+    rehearsed = _run(gpus)
+    assert rehearsed.returncode == 0, rehearsed.output
+    noun = "case" if len(runs) == 1 else "cases"
+    assert f"lane nccl: {len(runs)} {noun} compared" in rehearsed.output
+    assert f"lane gloo_cuda: {len(trials) - len(on_nccl)} cases compared" in rehearsed.output
+    missing = [line for line in rehearsed.output.splitlines() if line.startswith("NOT RUN: ")]
+    assert sum(int(line.split()[2]) for line in missing) == len(on_nccl) - len(runs), missing
+    assert all(f"found {gpus}" in line for line in missing)
+    assert {context.gpu for context in rehearsed.contexts} == set(range(gpus))
+    assert not rehearsed.initialised_by_no_rank()
+    assert SAYS_SO in rehearsed.output
+
+
+def test_nothing_mixes_devices() -> None:
+    file = "tests/equivalence/test_data_parallel.py"
+    rehearsed = _run(8, file, "--must-run", "data_parallel", strict=True)
+    assert rehearsed.returncode == 0, rehearsed.output
+
+
+OWN = """
+import os
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from ddp_equivalence import Case
+
+def loss(model, batch):
+    return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+case = Case(
+    model=lambda: nn.Linear(5, 3),
+    batch=lambda g: {"x": torch.randn(8, 5, generator=g), "y": torch.randn(8, 3, generator=g)},
+    loss=loss,
+    layout="1x2",
+)
+
+def step(model, shard, rank):
+    local = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local)
+    ddp = DistributedDataParallel(model.cuda(local), device_ids=[local])
+    loss(ddp, {name: one.cuda(non_blocking=True) for name, one in shard.items()}).backward()
+
+def mixes(model, shard, rank):
+    ddp = DistributedDataParallel(model.cuda(rank.local_rank), device_ids=[rank.local_rank])
+    loss(ddp, {name: one.cpu() for name, one in shard.items()}).backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("mine.py", 0, "step is big_batch: same"),
+        # DDP moves the inputs to the rank's GPU, and nothing moves the targets.
+        ("mine.py:mixes", 3, "Expected all tensors to be on the same device"),
+    ],
+)
+def test_a_users_step_that_calls_cuda_is_checked(
+    name: str, code: int, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    rehearsed = rehearse("ddp_equivalence", "check", name, gpus=2, strict=True, folder=tmp_path)
+    assert rehearsed.returncode == code, rehearsed.output
+    assert " ".join(said.split()) in " ".join(rehearsed.output.split())
+    assert "nccl, torch 2." in rehearsed.output
+    assert "+rehearsed" in rehearsed.output
+
+
+OWN_CODE = (
+    "test_a_right_step_is_the_big_batch_for_any_model or "
+    "(test_a_planted_fault and 1x2 and (sum_not_mean or no_all_reduce or averaged_twice))"
+)
+
+
+def test_right_code_is_right_and_planted_faults_are_found() -> None:
+    files = ("equivalence/test_right_code_under_ddp.py", "diagnosis/test_planted_faults.py")
+    paths = [f"tests/{file}" for file in files]
+    rehearsed = rehearse("pytest", *WITHOUT, *paths, "-k", OWN_CODE, gpus=4)
+    assert rehearsed.returncode == 0, rehearsed.output
+    assert "planted faults                 3 of 3 caught, 3 of 3 named" in rehearsed.output
+
+
+SEEDS = """
+import torch
+from ddp_equivalence.case.random_state import seeded
+
+torch.cuda.init()
+drawn = []
+for _ in range(2):
+    with seeded(7):
+        drawn.append([torch.rand(3, device=f"cuda:{gpu}") for gpu in range(2)])
+assert torch.equal(drawn[0][0], drawn[1][0])
+assert torch.equal(drawn[0][1], drawn[1][1]), "replicas on other devices were not seeded"
+"""
+
+
+def test_all_devices_are_seeded(tmp_path: Path) -> None:
+    (tmp_path / "seeds.py").write_text(SEEDS)
+    rehearsed = rehearse("seeds", gpus=2, folder=tmp_path)
+    assert rehearsed.returncode == 0, rehearsed.output

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_equivalence import BadCase, Rank, check
+from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.report.hints import hint_lines
 from tests.package.own_cases import build_model, loss, make_batch, own_case, right_step
 
@@ -93,3 +94,51 @@ def test_a_collective_outside_the_step_is_a_bad_case_that_says_so(
     with pytest.raises(BadCase, match="collectives belong in the step") as caught:
         check(own_case(**{field: function}), right_step)
     assert caught.value.field == field
+
+
+NO_GPU = "RuntimeError: No CUDA GPUs are available"
+NO_SUCH_GPU = "torch.AcceleratorError: CUDA error: invalid device ordinal"
+
+
+@pytest.mark.parametrize(
+    ("what", "lane", "gpus", "advice"),
+    [
+        (
+            NO_GPU,
+            Lane("gloo_fallback", "gloo", "cpu", "needs 4 CUDA devices, found 2"),
+            2,
+            "NCCL needs 4 CUDA devices, found 2, so the ranks ran on the CPU, with the GPUs hidden",
+        ),
+        (
+            NO_GPU,
+            Lane("gloo", "gloo", "cpu"),
+            2,
+            "the backend is gloo, so the ranks ran on the CPU",
+        ),
+        (NO_GPU, Lane("gloo", "gloo", "cpu"), 2, "with --backend gloo_cuda"),
+        (
+            "AssertionError: Torch not compiled with CUDA enabled",
+            Lane("gloo_fallback", "gloo", "cpu", "needs 2 CUDA devices, found 0"),
+            0,
+            "torch can use no CUDA device of this machine",
+        ),
+        (
+            NO_SUCH_GPU,
+            Lane("gloo_cuda", "gloo", "cuda", "ranks share GPUs"),
+            2,
+            "each rank sees a single GPU, which is its cuda:0",
+        ),
+        (NO_SUCH_GPU, Lane("nccl", "nccl", "cuda"), 4, "by LOCAL_RANK and not by RANK"),
+    ],
+)
+def test_a_device_that_a_rank_does_not_have_is_explained(
+    what: str, lane: Lane, gpus: int, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = tuple(map(str, range(gpus)))
+    monkeypatch.setattr("ddp_equivalence.ranks.lanes.cuda_devices", lambda: names)
+    text = " ".join(line.text.strip() for line in hint_lines(what, lane))
+    assert advice in text
+
+
+def test_an_error_of_cuda_on_a_rank_that_has_gpus_gets_no_hint_about_the_cpu() -> None:
+    assert hint_lines(NO_GPU, Lane("nccl", "nccl", "cuda")) == []

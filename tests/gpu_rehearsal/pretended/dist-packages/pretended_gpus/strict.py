@@ -7,8 +7,10 @@ user's own, so there nothing is checked.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -107,6 +109,28 @@ class OnGpu(Tensor):
 OnGpu.__torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
+_thread = threading.local()
+"""``inside``: True in a function of which C++ makes several operations."""
+
+
+def checked_as_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which makes temporary tensors on the CPU, with a check of its arguments."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        devices = {one.at for one in tensors if isinstance(one, OnGpu)}
+        if devices:
+            _check(function, args, tensors, devices)
+        _thread.inside = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _thread.inside = False
+
+    return called
+
+
 def placed(tensor: Tensor, device: torch.device) -> OnGpu:
     """The same memory as a tensor on a CUDA device."""
     made: OnGpu = Tensor._make_subclass(OnGpu, tensor, tensor.requires_grad)
@@ -117,7 +141,8 @@ def placed(tensor: Tensor, device: torch.device) -> OnGpu:
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     devices = {one.at for one in tensors if isinstance(one, OnGpu)}
-    if func not in COPIES and torch._C._current_graph_task_id() == -1:
+    in_backward = torch._C._current_graph_task_id() != -1
+    if func not in COPIES and not in_backward and not getattr(_thread, "inside", False):
         _check(func, args, tensors, devices)
     written = args[0] if args and isinstance(args[0], Tensor) else None
     device = written.device if func is aten.copy_.default and written is not None else None

@@ -10,6 +10,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.utils import _device
 
 from pretended_gpus import generators, runtime, settings
@@ -55,7 +56,8 @@ def _mapped(function: Callable[..., Any]) -> Callable[..., Any]:
         device = keywords.get("device")
         if not is_cuda(device):
             made = function(*arguments, **keywords)
-            return made.cpu() if device is not None and settings.strict() else made
+            on_cpu = settings.strict() and device is not None and torch.device(device) == CPU
+            return made.cpu() if on_cpu else made
         index = runtime.index_of(device)
         keywords["device"] = on_host(device)
         if name in RANDOM and keywords.get("generator") is None:
@@ -137,6 +139,11 @@ def install() -> None:
         # A module that is moved keeps its parameters, which become tensors on the device.
         torch.__future__.set_swap_module_params_on_conversion(True)
         torch.backends.cudnn.is_acceptable = lambda tensor: False
+        from pretended_gpus import strict
+
+        functional.scaled_dot_product_attention = strict.checked_as_one(
+            functional.scaled_dot_product_attention
+        )
     context: Any = _device.DeviceContext
     context.__init__ = _with_device_on_host(context.__init__)
 
