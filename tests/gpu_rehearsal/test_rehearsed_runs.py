@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from ddp_equivalence.strategies import catalogue
-from tests.gpu_rehearsal.rehearsal import Rehearsed, rehearse
+from tests.gpu_rehearsal.rehearsal import rehearse
 
 WITHOUT = ("-q", "-p", "no:randomly", "-p", "no:cacheprovider")
 
 SAYS_SO = "REHEARSED on"
-
-
-def test_the_doctor_tries_the_lanes_of_two_gpus() -> None:
-    rehearsed = rehearse("ddp_equivalence", "doctor", gpus=2)
-    assert rehearsed.returncode == 0, rehearsed.output
-    assert "nccl           works" in rehearsed.output
-    assert {context.gpu for context in rehearsed.contexts} == {0, 1}
-    assert not rehearsed.initialised_by_no_rank()
-    assert SAYS_SO in rehearsed.output
 
 
 def _one_case_of_each_layout() -> list[catalogue.Trial]:
@@ -33,44 +25,33 @@ def _one_case_of_each_layout() -> list[catalogue.Trial]:
     ]
 
 
+FILES = ("tests/equivalence/test_ddp.py", "tests/equivalence/test_data_parallel.py")
+
 SELECTED = (
     "(test_ddp_mean or test_data_parallel_gives) and [mlp-mse_mean- and equal-float64 "
     "and not steps and not update"
 )
 
 
-def _run(gpus: int, *more: str, **options: object) -> Rehearsed:
-    """The tests of these trials, of which none may be missing."""
-    return rehearse(
-        *("pytest", *WITHOUT, "tests/equivalence/test_ddp.py", *more, "-k", SELECTED),
-        *("--must-run", "nccl"),
-        gpus=gpus,
-        **options,  # type: ignore[arg-type]
-    )
-
-
-@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
-def test_each_layout_runs_where_there_are_enough_gpus(gpus: int) -> None:
+@pytest.mark.parametrize(("gpus", "strict"), [(1, False), (2, False), (4, False), (8, True)])
+def test_each_layout_runs_where_there_are_enough_gpus(gpus: int, strict: bool) -> None:
     trials = _one_case_of_each_layout()
     on_nccl = [trial for trial in trials if trial.backend is None]
     runs = [trial for trial in on_nccl if trial.case.ranks.world_size <= gpus]
-    rehearsed = _run(gpus)
+    command = ("pytest", *WITHOUT, *FILES, "-k", SELECTED, "--must-run", "nccl")
+    rehearsed = rehearse(*command, gpus=gpus, strict=strict)
     assert rehearsed.returncode == 0, rehearsed.output
     noun = "case" if len(runs) == 1 else "cases"
     assert f"lane nccl: {len(runs)} {noun} compared" in rehearsed.output
     assert f"lane gloo_cuda: {len(trials) - len(on_nccl)} cases compared" in rehearsed.output
-    missing = [line for line in rehearsed.output.splitlines() if line.startswith("NOT RUN: ")]
-    assert sum(int(line.split()[2]) for line in missing) == len(on_nccl) - len(runs), missing
+    assert ("lane data_parallel: " in rehearsed.output) == (gpus > 1)
+    missing = [line for line in rehearsed.output.splitlines() if "NOT RUN: " in line]
     assert all(f"found {gpus}" in line for line in missing)
+    of_nccl = re.findall(r"NOT RUN: (\d+) more cases? on nccl", rehearsed.output)
+    assert sum(map(int, of_nccl)) == len(on_nccl) - len(runs), missing
     assert {context.gpu for context in rehearsed.contexts} == set(range(gpus))
     assert not rehearsed.initialised_by_no_rank()
     assert SAYS_SO in rehearsed.output
-
-
-def test_nothing_mixes_devices() -> None:
-    file = "tests/equivalence/test_data_parallel.py"
-    rehearsed = _run(8, file, "--must-run", "data_parallel", strict=True)
-    assert rehearsed.returncode == 0, rehearsed.output
 
 
 OWN = """

@@ -22,10 +22,17 @@ def sentence() -> str:
 
 
 def in_this_process() -> None:
-    """Let the first process print the sentence, and every pytest run end with it."""
+    """Let the first process print the sentence, and every pytest run end with it.
+
+    The first process also makes the folder of the contexts, unless somebody has.
+    """
     plugins = [name for name in os.environ.get("PYTEST_PLUGINS", "").split(",") if name]
     if PYTEST_PLUGIN not in plugins:
         os.environ["PYTEST_PLUGINS"] = ",".join([*plugins, PYTEST_PLUGIN])
     if SAID not in os.environ:
         os.environ[SAID] = "1"
+        if settings.FOLDER not in os.environ:
+            import tempfile
+
+            os.environ[settings.FOLDER] = tempfile.mkdtemp(prefix="rehearsal-")
         print(sentence(), file=sys.stderr, flush=True)

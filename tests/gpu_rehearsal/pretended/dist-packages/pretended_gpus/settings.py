@@ -13,6 +13,8 @@ CUDA = "13.0"
 DRIVER = "580.65.06"
 NCCL = (2, 29, 7)
 
+FOLDER = "PRETEND_FOLDER"
+
 
 def gpus() -> int:
     """The number of GPUs of the pretended machine."""
@@ -21,7 +23,7 @@ def gpus() -> int:
 
 def folder() -> Path:
     """The folder of the locks that stand for CUDA contexts, and of the log."""
-    return Path(os.environ["PRETEND_FOLDER"])
+    return Path(os.environ[FOLDER])
 
 
 def exclusive() -> bool:
