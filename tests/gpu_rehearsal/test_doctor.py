@@ -8,8 +8,9 @@ from pathlib import Path
 from tests.gpu_rehearsal.rehearsal import rehearse
 
 SABOTAGE = '''
-"""Runs the doctor where sums are wrong, and where nn.DataParallel makes no replicas."""
+"""Runs the doctor where sums, copies to cuda:1, and steps of nn.DataParallel are wrong."""
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -34,13 +35,20 @@ def wrong_sum(rank, argument):
         dist.all_reduce = right
 
 
-def no_replicas(rank, argument):
-    nn.DataParallel = lambda module, device_ids: module
+def wrong_step(rank, argument):
+    right_to = torch.Tensor.to
+
+    def to(values, target, *arguments):
+        copy = right_to(values, target, *arguments)
+        return copy + 1 if str(target) == "cuda:1" else copy
+
+    torch.Tensor.to = to
+    nn.DataParallel = lambda module, device_ids: lambda rows: 2 * module(rows)
     yield from right_step(rank, argument)
 
 
 if __name__ == "__main__":
-    on_rank.all_reduce, on_rank.data_parallel_step = wrong_sum, no_replicas
+    on_rank.all_reduce, on_rank.data_parallel_step = wrong_sum, wrong_step
     raise SystemExit(main(["doctor"]))
 '''
 
@@ -84,7 +92,11 @@ def test_wrong_answers_are_wrong(tmp_path: Path) -> None:
     lines = outcomes(doctor.output)
     wrong = "3 of 4194304 elements of the sum are wrong on rank 1"
     assert lines["0-1"] == ("WRONG", f"{wrong}; with NCCL_P2P_DISABLE=1: {wrong}")
-    assert lines["data_parallel"] == ("WRONG", "of 2 GPUs, 1 had a replica")
+    assert lines["data_parallel"] == (
+        "WRONG",
+        "a copy from cuda:0 to cuda:1 arrived changed; of 2 GPUs, 1 had a replica; "
+        "the gradient differs from the big batch's by 3 of its size",
+    )
     assert lines["nccl"][0] == "works"
     assert {context.gpu for context in doctor.contexts} == {1, 3}
 

@@ -18,6 +18,11 @@ REMEDIES = (
         "container; do not mix NVIDIA's package cuda-compat with a newer driver",
     ),
     (
+        ("CUDA in forked subprocess",),
+        "a module that every Python process here imports has started CUDA: set "
+        "DDP_EQUIVALENCE_START_METHOD=spawn",
+    ),
+    (
         ("no kernel image is available",),
         "this build of torch has no kernels for the GPU: install another build of torch",
     ),

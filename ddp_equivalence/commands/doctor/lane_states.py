@@ -84,11 +84,8 @@ def _data_parallel() -> State:
     if not answers.by_rank:
         text = answers.error.splitlines()[0]
         return State(name, Outcome.FAILED, text, answers.error, answers.timed_out)
-    answer = answers.by_rank[0]
-    if answer.replicas != len(devices):
-        text = f"of {len(devices)} GPUs, {answer.replicas} had a replica"
-        return State(name, Outcome.WRONG, text)
-    if answer.wrong:
-        return State(name, Outcome.WRONG, answer.wrong)
+    (wrong,) = answers.by_rank
+    if wrong:
+        return State(name, Outcome.WRONG, wrong)
     text = f"the gradient of one step over {len(devices)} GPUs is that of the big batch"
     return State(name, Outcome.WORKS, text)

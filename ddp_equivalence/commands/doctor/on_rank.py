@@ -58,17 +58,6 @@ class AllReduceAnswer:
     wrong: str
 
 
-@dataclass(frozen=True)
-class DataParallelAnswer:
-    """``replicas``: how many GPUs the replicas of nn.DataParallel were on.
-
-    ``wrong``: what was wrong with the gradients or the copies between GPUs, or "".
-    """
-
-    replicas: int
-    wrong: str
-
-
 def product(rank: Rank, argument: object) -> Iterator[GpuAnswer]:
     """Multiply two matrices on this rank's GPU."""
     properties = torch.cuda.get_device_properties(rank.device)
@@ -113,8 +102,11 @@ def all_reduce(rank: Rank, argument: object) -> Iterator[AllReduceAnswer]:
     yield AllReduceAnswer(seconds, values.element_size() * ELEMENTS, text)
 
 
-def data_parallel_step(rank: Rank, argument: object) -> Iterator[DataParallelAnswer]:
-    """Copy between all GPUs of this process, then do one step of nn.DataParallel on them."""
+def data_parallel_step(rank: Rank, argument: object) -> Iterator[str]:
+    """Copy between all GPUs of this process, then do one step of nn.DataParallel on them.
+
+    Yields what was wrong, or "".
+    """
     count = torch.cuda.device_count()
     wrong = [
         f"a copy from cuda:{source} to cuda:{target} arrived changed"
@@ -122,9 +114,11 @@ def data_parallel_step(rank: Rank, argument: object) -> Iterator[DataParallelAns
         if not _copy_is_right(source, target)
     ]
     replicas, error = _step(rank.device, count)
+    if replicas != count:
+        wrong.append(f"of {count} GPUs, {replicas} had a replica")
     if not error <= LIMIT:  # written so that NaN is wrong
-        wrong.append(f"its gradient differs from the big batch's by {error:.2g} of its size")
-    yield DataParallelAnswer(replicas, "; ".join(wrong))
+        wrong.append(f"the gradient differs from the big batch's by {error:.2g} of its size")
+    yield "; ".join(wrong)
 
 
 def _copy_is_right(source: int, target: int) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ddp_equivalence.commands.doctor import gpu_states, on_rank, own_ranks
 from ddp_equivalence.commands.doctor.on_rank import AllReduceAnswer, GpuAnswer
@@ -201,6 +202,19 @@ def hangs(rank: Rank, argument: object) -> Iterator[object]:
 def test_ranks_of_the_doctor_answer_in_order() -> None:
     answers = ask_ranks(CPU, ["a", "b"], two_answers, 7, seconds=60)
     assert answers == Answers(((0, 7), (1, 7)))
+
+
+def debug_level(rank: Rank, argument: object) -> Iterator[str]:
+    yield str(dist.get_debug_level())  # type: ignore[attr-defined]  # no stubs
+
+
+def test_ranks_of_the_doctor_start_under_the_extra_variables() -> None:
+    """NCCL_P2P_DISABLE is read when ranks join their group, as this variable is."""
+    detail = (("TORCH_DISTRIBUTED_DEBUG", "INFO"),)
+    without = ask_ranks(CPU, ["a"], debug_level, seconds=60)
+    with_variable = ask_ranks(CPU, ["a"], debug_level, seconds=60, extra_environment=detail)
+    assert without.by_rank == ("DebugLevel.OFF",)
+    assert with_variable.by_rank == ("DebugLevel.INFO",)
 
 
 def test_an_error_of_a_rank_comes_with_what_it_printed() -> None:

@@ -185,6 +185,7 @@ def test_pairs_that_work_only_without_p2p() -> None:
         ("NCCL WARN Error: failed to extend /dev/shm/nccl-03v824 to 4194660", "--ipc=host"),
         ("CUDA error: uncorrectable ECC error encountered", "hardware has failed"),
         ("Error 803: system has unsupported display driver / cuda driver combination", "restart"),
+        ("Cannot re-initialize CUDA in forked subprocess. To use CUDA with", "METHOD=spawn"),
         ("Duplicate GPU detected : rank 0 and rank 1", "names twice"),
     ],
 )
