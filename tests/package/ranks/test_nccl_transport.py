@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.ranks import lanes, nccl_transport, warm_ranks
+from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.nccl_transport import Transport, read
 
 LOG = """\
@@ -39,6 +48,37 @@ def test_a_log_without_such_lines_is_no_transport() -> None:
 
 def test_a_single_rank_needs_no_probe() -> None:
     assert nccl_transport.transport(1).problem == "a single rank sends nothing"
+
+
+class LoggingRanks:
+    """Stands for ranks on NCCL: each writes its part of the log to a file of its own."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Any] = {}
+
+    @contextmanager
+    def acquire(self, layout: Layout, lane: Lane, timeout: float, **how: Any) -> Iterator[Any]:
+        self.asked = {"layout": str(layout), "lane": lane.name, **how}
+        variables = dict(how["extra_environment"])
+        assert variables["NCCL_DEBUG"] == "INFO"
+        lines = LOG.splitlines(keepends=True)
+        for process, part in ((12, lines[:3]), (13, lines[3:])):
+            name = variables["NCCL_DEBUG_FILE"].replace("%p", str(process))
+            Path(name).write_text("".join(part))
+        yield SimpleNamespace(submit=lambda work: None, collect=lambda deadline: iter([(0, None)]))
+
+
+def test_the_log_is_that_of_fresh_ranks_with_an_environment_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = LoggingRanks()
+    monkeypatch.setattr(nccl_transport, "missing", lambda lane, ranks: None)
+    monkeypatch.setattr(nccl_transport, "warm_ranks", lambda: ranks)
+    before = dict(os.environ)
+    assert nccl_transport.transport(4) == read(LOG.splitlines())
+    asked = [ranks.asked[name] for name in ("layout", "lane", "fresh")]
+    assert asked == ["1x4", "nccl", True]
+    assert dict(os.environ) == before
 
 
 def test_too_few_gpus_are_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
