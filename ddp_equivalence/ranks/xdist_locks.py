@@ -10,6 +10,7 @@ any. Otherwise cases with few ranks could make a case with many ranks wait forev
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
@@ -37,7 +38,8 @@ class XdistLocks:
         self._run_id = run_id
         self._cores = tuple(f"core {number}" for number in range(cores))
         self._devices = devices
-        self._asked_for = ExitStack()  # is never closed: the locks in it end with this process
+        self._asked_for = ExitStack()
+        atexit.register(self._asked_for.close)
 
     @contextmanager
     def hold(

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from ddp_equivalence.case.layouts import parse
-from ddp_equivalence.ranks import gpu_room, idle_sets, lanes, warm_ranks, xdist_locks
+from ddp_equivalence.ranks import gpu_room, idle_sets, lanes, warm_ranks
 from ddp_equivalence.ranks.failure import RankEnd, RankFailed
 from ddp_equivalence.ranks.gpu_room import GpuRoom, Lack, lack_of, processes_by_gpu
 from ddp_equivalence.ranks.gpus import Gpu, by_name
@@ -209,7 +209,9 @@ def test_a_worker_that_waits_for_gpus_stops_idle_ranks_that_are_in_the_way(
     here, there = (XdistLocks(run_id, 1, ("0", "1")) for _ in range(2))
     monkeypatch.setattr(warm_ranks, "xdist_locks", lambda: there)
     polls = iter(range(100))
-    monkeypatch.setattr(xdist_locks.time, "sleep", lambda _: next(polls))  # raises in the end
+    monkeypatch.setattr(
+        "ddp_equivalence.ranks.xdist_locks.time.sleep", lambda _: next(polls)
+    )  # raises in the end
     ranks = warm_ranks.WarmRanks()
     idle, on_cpu = Idle("1x1"), Idle("1x1")
     ranks._idle.keep(key("1x1"), ("0",), cast(Any, idle))
