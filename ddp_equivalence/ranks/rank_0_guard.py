@@ -16,12 +16,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 INTERRUPTING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM)
 """The signals whose handlers usually raise an exception. Timeouts use SIGALRM."""
-
-_PACKAGE = os.path.join(Path(__file__).resolve().parent.parent, "")
 
 POLL_INTERVAL = 0.1
 """Seconds between two looks at what rank 0 does."""
@@ -112,8 +109,6 @@ class Rank0Guard:
     def _place_in_torch(self) -> tuple[int, int] | None:
         """Where in torch's Python code the thread is; None if it is somewhere else."""
         frame = sys._current_frames().get(self._watched)
-        while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-            frame = frame.f_back  # this package watches some functions of torch from inside
         if frame is None or f"{os.sep}torch{os.sep}" not in frame.f_code.co_filename:
             return None
         return id(frame), frame.f_lasti
