@@ -171,15 +171,16 @@ def _failed_or_again(
 def _same_if_shown(verdict: Verdict, measurement: Measurement, request: Request) -> Verdict:
     """Nothing differs. That is a pass only if a difference could have shown."""
     comparison, evidence = measurement.comparison, measurement.evidence
-    why_unknown = (
-        races.against_a_race(evidence, comparison)
-        or vacuity.against_a_pass(comparison, evidence, lambda: verdict.nearest)
-        or vacuity.against_a_hidden_plant(request.plant, request.processes)
-    )
+    why_unknown = vacuity.against_a_pass(
+        comparison, evidence, lambda: verdict.nearest
+    ) or vacuity.against_a_hidden_plant(request.plant, request.processes)
     if why_unknown is not None:
         return unknown(verdict, why_unknown)
     if measurement.changes_error is not None and not (request.allow_changes or request.in_process):
         return failed(verdict, measurement.changes_error)
+    race = races.against_a_race(evidence, comparison)
+    if race is not None:
+        return unknown(verdict, race)
     return replace(verdict, outcome="same")
 
 

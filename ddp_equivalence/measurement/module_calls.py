@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ddp_equivalence.ranks import process_state
+from ddp_equivalence.ranks.torch_frames import counts_as_torch
 
 Heard = Callable[[object], None] | None
 """Gets what the module returned; None if nobody wants to know."""
@@ -73,6 +73,7 @@ def _forget(number: int) -> None:
         nn.Module.__call__ = _call  # type: ignore[method-assign]
 
 
+@counts_as_torch
 def _listened_to(module: nn.Module, /, *arguments: Any, **named: Any) -> Any:
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return _call(module, *arguments, **named)
@@ -111,11 +112,3 @@ def _told(listener: Callable[[Any], Any], what: object) -> Any:
             return listener(what)
     except Exception:
         return None
-
-
-# Whoever looks for the user's line in a stack passes over files of torch.
-_listened_to = FunctionType(
-    _listened_to.__code__.replace(co_filename="<ddp_equivalence hears /torch/ modules>"),
-    _listened_to.__globals__,
-    _listened_to.__name__,
-)

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_equivalence.ranks.torch_frames import counts_as_torch
+
 DUMP_FUNCTIONS = ("_dump_fr_trace", "_dump_nccl_trace")
 """The functions of torch that return the records of gloo and, if it is built in, of NCCL."""
 
@@ -137,6 +139,7 @@ def record_sends() -> None:
         return
 
     @wraps(send)
+    @counts_as_torch
     def recorded(group: Any, tensors: Any, *arguments: Any, **keywords: Any) -> Any:
         _sends.append(Collective("send", sum(tensor.numel() for tensor in tensors)))
         return send(group, tensors, *arguments, **keywords)

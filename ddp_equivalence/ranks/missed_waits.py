@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ddp_equivalence.ranks.torch_frames import counts_as_torch
 from ddp_equivalence.ranks.users_line import users_line
 
 OPS = {
@@ -138,6 +139,7 @@ def _issuing(method: Callable[..., Any], op: str) -> Callable[..., Any]:
     """The method, which now remembers the handle that it returns."""
 
     @wraps(method)
+    @counts_as_torch
     def issuing(group: Any, *arguments: Any, **named: Any) -> Any:
         work = method(group, *arguments, **named)
         handles = _handles
@@ -168,6 +170,7 @@ def _watch_waiting(kind: Any) -> None:
         return
 
     @wraps(completed)
+    @counts_as_torch
     def is_completed(work: Any) -> bool:
         answer: bool = completed(work)
         if answer:
@@ -181,6 +184,7 @@ def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
     """The method, which now takes the handle, and earlier ones of its group, off the list."""
 
     @wraps(method)
+    @counts_as_torch
     def waiting(work: Any, *arguments: Any, **named: Any) -> Any:
         result = method(work, *arguments, **named)
         _waited_for(work)
@@ -215,6 +219,7 @@ def _watch_synchronising() -> list[tuple[Any, str, Any]]:
 
 def _synchronising(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
+    @counts_as_torch
     def synchronising(*arguments: Any, **named: Any) -> Any:
         before = list(_handles or ())
         result = function(*arguments, **named)

@@ -13,7 +13,7 @@ from torch.distributed.elastic.agent.server import local_elastic_agent
 from ddp_equivalence import BadCase, Case, Rank
 from ddp_equivalence.case.layouts import RankPlace, parse
 from ddp_equivalence.ranks import pickling
-from ddp_equivalence.ranks.environment import torchrun_environment
+from ddp_equivalence.ranks.environment import DEFAULTS, torchrun_environment
 from ddp_equivalence.ranks.lanes import choose
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 
@@ -79,7 +79,7 @@ def test_no_variable_that_torchrun_sets_is_left_out() -> None:
     source = inspect.getsource(local_elastic_agent.LocalElasticAgent._start_workers)
     names = set(re.findall(r'^ +"([A-Z_]+)": ', source, re.MULTILINE))
     assert {"RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} <= names
-    assert names <= torchrun_environment(parse("2x2").rows[0], port=1).keys()
+    assert names <= {*torchrun_environment(parse("2x2").rows[0], port=1), *DEFAULTS}
 
 
 def look_around(rank: Rank, names: tuple[str, ...]) -> Iterator[object]:

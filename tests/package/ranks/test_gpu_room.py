@@ -91,6 +91,7 @@ def test_a_gpu_for_one_process_at_a_time_has_room_for_one(monkeypatch: pytest.Mo
     found = {"0": Gpu(0, compute_mode="default"), "1": Gpu(1, compute_mode="exclusive_process")}
     monkeypatch.setattr(gpu_room, "gpus_by_name", lambda _: found)
     monkeypatch.setattr(gpu_room, "cuda_devices", lambda: ("0", "1"))
+    monkeypatch.delenv(gpu_room.WORKERS_VARIABLE, raising=False)
     room = gpu_room.gpu_room.__wrapped__()
     assert (room.most_on("0"), room.most_on("1")) == (gpu_room.WITHOUT_NVML, 1)
     assert room.is_exclusive("1")

@@ -28,7 +28,7 @@ from ddp_equivalence.commands.explore.variations import Variation, variations
 from ddp_equivalence.commands.explore.variations_search import VariationResult, VariationsSearch
 from ddp_equivalence.commands.main import main
 from ddp_equivalence.commands.user_file import UserCheck
-from ddp_equivalence.strategies import catalogue
+from ddp_equivalence.strategies import catalogue, trial
 from tests.package.own_cases import EXAMPLES, loss, make_batch, own_case, right_step
 
 FILE = """
@@ -119,7 +119,7 @@ def test_numbers_are_drawn_evenly_and_the_same_whatever_is_imported(
 
 
 def test_a_false_alarm_is_shrunk_to_its_smallest_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "_cause", lambda trial: None)  # as if all were promised
+    monkeypatch.setattr(trial, "_cause", lambda trial: None)  # as if all were promised
     monkeypatch.setattr(suite_search, "portable_strategies", lambda: ("manual_all_reduce_sum",))
     search = suite_search.search(right=6, wrong=0, seed=0)
     assert search.false_alarms
@@ -242,10 +242,10 @@ def test_exploring_nothing_is_refused(
 
 
 def test_the_catalogue_makes_as_many_examples_as_are_asked_for() -> None:
-    trial = catalogue.trials("ddp_mean")[0]
-    assert with_examples(trial.case, 4).examples == 4
+    one = catalogue.trials("ddp_mean")[0]
+    assert with_examples(one.case, 4).examples == 4
     with pytest.raises(BadCase, match="the catalogue makes its own batch"):
-        with_examples(trial.case, (0, 1))
+        with_examples(one.case, (0, 1))
 
 
 @pytest.mark.parametrize("subset", [3, (0, 2, 1), (7,)])
