@@ -64,7 +64,7 @@ class XdistLocks:
         with ExitStack() as locks:
             with self._turn(while_waiting):
                 first = [name for devices in preferred for name in devices]
-                start = first_device(layout, lane, len(names)) if on_gpu and names else 0
+                start = first_device(layout, lane, len(names)) if on_gpu else 0
                 ordered = sorted(
                     names,
                     key=lambda name: (name not in first, (names.index(name) - start) % len(names)),

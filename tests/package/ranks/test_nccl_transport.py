@@ -94,6 +94,7 @@ def test_ranks_that_do_not_start_are_a_reason_and_no_error(
     """The ranks have no backend of this name."""
     monkeypatch.setattr(nccl_transport, "missing", lambda lane, ranks: None)
     monkeypatch.setattr(warm_ranks, "cuda_devices", lambda: ("0", "1"))
+    monkeypatch.setattr(warm_ranks, "xdist_locks", lambda: None)
     transport = nccl_transport.transport(2, "no_such_backend")
     assert not transport.pairs
     assert transport.problem.startswith("the ranks of the probe failed: ")

@@ -51,6 +51,8 @@ def test_ranks_are_spawned_where_cuda_needs_it(monkeypatch: pytest.MonkeyPatch) 
                 raise RankFailed("RuntimeError: Cannot re-initialize CUDA in forked subprocess. To")
 
     monkeypatch.setattr("ddp_equivalence.ranks.warm_ranks.RankSet", OnCuda)
+    monkeypatch.setattr("ddp_equivalence.ranks.warm_ranks.cuda_devices", lambda: ("0", "1"))
+    monkeypatch.setattr("ddp_equivalence.ranks.warm_ranks.xdist_locks", lambda: None)
     ranks, layout = WarmRanks(), parse("1x2")
     for _ in range(2):
         with ranks.acquire(layout, Lane("nccl", "nccl", "cuda"), 30.0, fresh=True):
