@@ -82,5 +82,6 @@ def on_rank() -> bool:
 def log(text: str) -> None:
     """Add one line to the log of the rehearsal."""
     line = f"{os.getpid()} rank={os.environ.get('RANK', '-')} {text}\n"
+    folder().mkdir(parents=True, exist_ok=True)
     with open(folder() / "log", "a") as file:
         file.write(line)
