@@ -29,6 +29,14 @@ DEADLINE = 4 * SOON
 
 
 @pytest.fixture(autouse=True)
+def ctrl_c_is_heard() -> Iterator[None]:
+    """A shell that starts pytest in the background lets it ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
 def next_check_works_in_both_ways() -> Iterator[None]:
     began = time.monotonic()
     yield
