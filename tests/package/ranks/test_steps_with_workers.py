@@ -26,7 +26,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from ddp_equivalence import Rank, assert_equivalent, check
 from ddp_equivalence.ranks import process_tree
 from ddp_equivalence.ranks.server import FOLDER_VARIABLE
-from ddp_equivalence.ranks.user_modules import carried
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 from tests.package.own_cases import loss, own_case, right_step
 
@@ -199,15 +198,15 @@ def keepers() -> set[int]:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_with_workers_is_the_same_and_leaves_none_and_the_ranks_go_on(name: str) -> None:
-    assert_equivalent(own_case(), right_step, deadline=9.0)
-    started = warm_ranks().started
-    version = carried.version()  # of the user's modules: ranks that have another are replaced
-    for _ in range(2):
+    started = []
+    for _ in range(3):
         verdict = check(own_case(), STEPS[name], deadline=9.0)
         assert verdict.outcome == "same", str(verdict)
         assert not verdict.changed
         assert workers_left() == []
-    assert warm_ranks().started == started, f"version {version} -> {carried.version()}"
+        started.append(warm_ranks().started)
+    # The first check may begin with new ranks, since the step may import other modules.
+    assert started == [started[0]] * 3
 
 
 @pytest.mark.parametrize("method", METHODS[1:])
