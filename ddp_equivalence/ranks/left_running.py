@@ -96,8 +96,9 @@ def _description(pid: int, command: str, name: str | None) -> str:
 
 
 def _module(thread: threading.Thread) -> str:
-    """The module of the function that the thread runs."""
-    return getattr(getattr(thread, "_target", None), "__module__", None) or ""
+    """The module of the function that the thread runs, or of its class if that has its own."""
+    target = getattr(thread, "_target", None)
+    return getattr(type(thread) if target is None else target, "__module__", None) or ""
 
 
 def _may_end(thread: threading.Thread) -> bool:
