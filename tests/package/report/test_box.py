@@ -92,7 +92,7 @@ def test_devices_that_nvml_does_not_name_are_counted_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("NCCL_TOPO_FILE", "/home/somebody/topology.xml"),
+        ("NCCL_TOPO_FILE", "/srv/site/topology.xml"),
         ("NCCL_HOSTID", "node7"),
         ("NCCL_COMM_ID", "10.1.2.3:4000"),
         ("NCCL_DEBUG_FILE", "log.%h.%p"),

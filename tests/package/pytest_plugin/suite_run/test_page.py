@@ -58,7 +58,7 @@ def test_each_run_of_a_day_has_a_page_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "left"),
     [
-        ("No such file: '/home/somebody/data.pt'", "No such file: '(path)'"),
+        ("No such file: '/srv/site/data.pt'", "No such file: '(path)'"),
         ("at /opt/a/b.py:12 and ~/.cache/torch", "at (path):12 and (path)"),
         ("P2P/CUMEM for 4 pairs, SHM/direct/direct", "P2P/CUMEM for 4 pairs, SHM/direct/direct"),
         (
