@@ -22,7 +22,8 @@ class Finding:
     ``fitted``: some numbers of the prediction were taken from the measurement. ``because``: what
     was observed for or against the cause. ``refuted``: this observation speaks against it.
     ``tell_apart``: the change of the case after which no other cause leaves the same numbers.
-    ``second_cause``: the other cause, where only two causes together explain the measurement.
+    ``more``: the other causes, where only several together explain the measurement. They bring
+    their sentence and the place to look; all else stands in the first one.
     """
 
     cause: str
@@ -37,12 +38,12 @@ class Finding:
     refuted: bool = False
     tell_apart: str = ""
     fitted: bool = False
-    second_cause: str = ""
+    more: tuple[Finding, ...] = ()
 
     @property
     def causes(self) -> tuple[str, ...]:
-        """The name of the cause, or the names of both causes."""
-        return (self.cause, self.second_cause) if self.second_cause else (self.cause,)
+        """The names of all causes that it takes to explain the measurement."""
+        return (self.cause, *(one.cause for one in self.more))
 
     @property
     def explains(self) -> bool:

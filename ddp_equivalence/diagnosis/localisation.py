@@ -156,5 +156,5 @@ def _findings_by_module(view: View, comparison: Comparison) -> Iterator[tuple[st
         except OutOfTime:
             view.time.leave_out(BY_MODULE, f"{number} of {len(wrong)} modules tried")
             return
-        if findings and findings[0].accepted and not findings[0].second_cause:
+        if findings and findings[0].accepted and not findings[0].more:
             yield module, findings[0]

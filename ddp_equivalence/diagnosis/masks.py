@@ -19,9 +19,6 @@ from ddp_equivalence.diagnosis.finding import Finding, finding_from_observation
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.request import Request
 
-ORDINALS = ("First", "Second", "Third")
-COUNTS = {2: "two", 3: "three"}
-
 ON_A_GPU = "a GPU draws other masks than the CPU, on which the big batch was computed"
 
 
@@ -56,20 +53,11 @@ def findings_beside_masks(findings: Sequence[Finding], view: View | None) -> tup
 
 def _beside(finding: Finding, masks: Finding) -> Finding:
     """The finding with the masks as one more cause."""
-    sentences = [finding.sentence, masks.sentence]
-    count = len(finding.causes) + 1
-    if finding.second_cause:  # the sentence already says that there are two
-        sentence = f"{finding.sentence} {ORDINALS[2]}: {masks.sentence}"
-        sentence = sentence.replace(f"{COUNTS[2]} causes", f"{COUNTS[3]} causes", 1)
-    else:
-        numbered = zip(ORDINALS, sentences, strict=False)
-        sentence = f"There are {COUNTS[count]} causes. "
-        sentence += " ".join(f"{ordinal}: {text}" for ordinal, text in numbered)
-    seen = f"{ON_A_GPU}; with dropout turned off, the first cause is what remains"
+    seen = f"{ON_A_GPU}; with dropout turned off, this cause remains"
+    if finding.more:
+        seen = f"{ON_A_GPU}; with dropout turned off, the other causes remain"
     return replace(
         finding,
-        sentence=sentence,
-        look_at=f"{finding.look_at}; and {masks.look_at}",
         because="; ".join(filter(None, (finding.because, seen))),
-        second_cause=finding.second_cause or masks.cause,
+        more=(*finding.more, masks),
     )

@@ -48,7 +48,7 @@ def with_race(
 ) -> tuple[Finding, ...]:
     """The findings, and a race before them if one was seen.
 
-    If another cause explains the numbers, both are named.
+    If other causes explain the numbers, all are named.
     """
     seen = _seen(evidence, comparison)
     if not seen:
@@ -64,14 +64,12 @@ def with_race(
         because=seen,
         tell_apart="Wait for every handle: this difference then goes away.",
     )
-    if best is not None and not best.second_cause and best.cause not in CONSEQUENCES:
+    if best is not None and CONSEQUENCES.isdisjoint(best.causes):
         race = replace(
             race,
-            sentence=f"There are two causes. First: {SENTENCE} Second: {best.sentence}",
-            look_at=f"{LOOK_AT}; and {best.look_at}",
             detail=best.detail,
             unexplained=best.unexplained,
-            second_cause=best.cause,
+            more=(replace(best, more=()), *best.more),
         )
     return race, *(replace(finding, accepted=False) for finding in findings)
 

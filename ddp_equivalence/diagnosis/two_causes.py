@@ -84,11 +84,9 @@ def _finding(
     indication = first.indication(view)
     return replace(
         finding_without_prediction(first),
-        sentence=f"There are two causes. First: {first.sentence} Second: {second.sentence}",
-        look_at=f"{first.look_at}; and {second.look_at}",
         unexplained=without_rounding(scaled.residual),
         fits=True,
         detail="; ".join(filter(None, (scaled.prediction.detail, factor.detail))),
         because=indication.because if indication else "",
-        second_cause=second.name,
+        more=(finding_without_prediction(second),),
     )

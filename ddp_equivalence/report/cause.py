@@ -12,6 +12,7 @@ from ddp_equivalence.report.wrapping import rank_names
 
 if TYPE_CHECKING:
     from ddp_equivalence.comparison.comparison import Comparison
+    from ddp_equivalence.diagnosis.finding import Finding
     from ddp_equivalence.diagnosis.localisation import Localisation
     from ddp_equivalence.report.verdict import Verdict
 
@@ -31,6 +32,10 @@ STATISTICS = (
 MIXTURE = 1e-6
 """An unexplained part below this is rounding: the gradient is a mixture of single gradients."""
 
+ORDINALS = ("First", "Second", "Third", "Fourth")
+COUNTS = {2: "two", 3: "three", 4: "four"}
+"""Two causes that change the gradient, a collective that was not waited for, and masks."""
+
 MOST_MODULES = 4
 MOST_WEIGHTS = 4
 
@@ -40,12 +45,23 @@ def cause_lines(verdict: Verdict) -> list[Line]:
     best = verdict.findings[0] if verdict.findings else None
     if best is None or not best.accepted:
         return _without_a_cause(verdict)
-    lines = paragraph(best.sentence, "  ")
+    lines = paragraph(_what_happened(best), "  ")
     if best.detail:
         lines += labelled("Namely: ", best.detail)
     if best.because:
         lines += labelled("Seen:    ", best.because)
-    return [*lines, *labelled("Look at: ", best.look_at)]
+    places = [best.look_at, *(one.look_at for one in best.more)]
+    return [*lines, *labelled("Look at: ", "; and ".join(places))]
+
+
+def _what_happened(finding: Finding) -> str:
+    """The sentence of the cause, or those of all causes."""
+    if not finding.more:
+        return finding.sentence
+    sentences = [finding.sentence, *(one.sentence for one in finding.more)]
+    numbered = zip(ORDINALS, sentences, strict=False)
+    causes = " ".join(f"{ordinal}: {sentence}" for ordinal, sentence in numbered)
+    return f"There are {COUNTS[len(sentences)]} causes. {causes}"
 
 
 def _without_a_cause(verdict: Verdict) -> list[Line]:
