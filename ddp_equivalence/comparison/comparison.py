@@ -80,6 +80,15 @@ class Comparison:
     other_forms: tuple[OtherForm, ...] = ()
 
     @property
+    def fewest_exchanged(self) -> int:
+        """A collective on fewer elements than this carries no gradient to another rank.
+
+        A collective on one element does so only if no parameter has more: DDP's constructor
+        gathers one, and a loss or a count may be reduced.
+        """
+        return min(2, max((math.prod(one.shape) for one in self.parameters), default=2))
+
+    @property
     def ranks_agree(self) -> bool:
         """True if every gradient is bit for bit the same on all ranks."""
         return all(parameter.ranks_agree for parameter in self.parameters)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -80,11 +79,11 @@ def _seen(evidence: Mapping[int, Evidence], comparison: Comparison) -> str:
 
 
 def _never_waited_for(evidence: Mapping[int, Evidence], comparison: Comparison) -> Iterator[str]:
-    """Collectives as large as an exchange of gradients, as ``vacuity`` counts them."""
-    largest = max((math.prod(one.shape) for one in comparison.parameters), default=2)
+    """Collectives that are large enough to exchange gradients."""
+    fewest = comparison.fewest_exchanged
     ranks_by_collective: dict[str, list[int]] = {}
     for rank, one in evidence.items():
-        large = [str(missed) for missed in one.missed_waits if missed.elements >= min(2, largest)]
+        large = [str(missed) for missed in one.missed_waits if missed.elements >= fewest]
         for collective in dict.fromkeys(large):
             ranks_by_collective.setdefault(collective, []).append(rank)
     if ranks_by_collective:

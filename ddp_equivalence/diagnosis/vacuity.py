@@ -207,8 +207,7 @@ def against_a_pass(
             UnknownBecause.LIMIT_ABOVE_SIGNAL,
             f"the limit lies above the signal: {fault.cause} would pass on this case",
         )
-    largest = max(math.prod(one.shape) for one in comparison.parameters)
-    if len(evidence) > 1 and _nothing_exchanged(evidence, largest):
+    if len(evidence) > 1 and _nothing_exchanged(evidence, comparison.fewest_exchanged):
         return Unknown(
             UnknownBecause.NOTHING_EXCHANGED,
             "the ranks exchanged no gradient: each rank computed the big batch by itself, so "
@@ -280,16 +279,15 @@ def _nearly_equal(sums: Sequence[float], others: Sequence[float]) -> bool:
     )
 
 
-def _nothing_exchanged(evidence: Mapping[int, Evidence], largest: int) -> bool:
+def _nothing_exchanged(evidence: Mapping[int, Evidence], fewest: int) -> bool:
     """True if torch's flight recorder ran on every rank and saw no exchange of gradients.
 
-    A collective on one element is not such an exchange: the constructor of DDP gathers one. It is
-    one all the same if no parameter is larger: ``largest`` is the most elements that one has.
+    ``fewest``: a collective on fewer elements is no such exchange.
     """
     logs = [one.collectives for one in evidence.values()]
     seen = [log for log in logs if log is not None]
     return len(seen) == len(logs) and not any(
-        one.op == FORGOTTEN or (name in one.op and one.elements >= min(2, largest))
+        one.op == FORGOTTEN or (name in one.op and one.elements >= fewest)
         for log in seen
         for one in log
         for name in EXCHANGES

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.strategies.manual_all_reduce import reduce_gradients
+from ddp_equivalence.strategies.replicas import Replicas
 from ddp_equivalence.strategies.sharded_batch import ShardedBatch
 from ddp_equivalence.strategies.strategy import Strategy, Task, TrainStep
 
@@ -27,20 +27,13 @@ def prepare(task: Task) -> TrainStep:
     first, count = task.rank.device.index, torch.cuda.device_count()
     devices = [(first + number) % count for number in range(min(GPUS_PER_RANK, count))]
     parallel = nn.DataParallel(task.model, device_ids=devices)
-    devices_used: set[str] = set()
-
-    def note_device(module: nn.Module, *arguments: Any) -> None:
-        # Replicas share the module's hooks, so each replica that is called adds its own device.
-        devices_used.update(str(leaf.device) for leaf in tensors_of(arguments))
-
-    task.model.register_forward_pre_hook(note_device, with_kwargs=True)
+    replicas = Replicas(task)
 
     def step(shard: Any) -> None:
-        devices_used.clear()
+        replicas.forget()
         task.loss(parallel, shard).backward()
         reduce_gradients(task.model, divisor=task.rank.world_size)
-        task.notes["replicas"] = len(devices_used)
-        task.notes["devices"] = sorted(devices_used)
+        replicas.note()
 
     return step
 

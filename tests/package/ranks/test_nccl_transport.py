@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddp_equivalence.case.layouts import Layout
-from ddp_equivalence.ranks import lanes, nccl_transport, warm_ranks
+from ddp_equivalence.ranks import lanes, nccl_log, nccl_transport, warm_ranks
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.nccl_transport import Transport, read
 
@@ -73,7 +73,7 @@ def test_the_log_is_that_of_fresh_ranks_with_an_environment_of_their_own(
 ) -> None:
     ranks = LoggingRanks()
     monkeypatch.setattr(nccl_transport, "missing", lambda lane, ranks: None)
-    monkeypatch.setattr(nccl_transport, "warm_ranks", lambda: ranks)
+    monkeypatch.setattr(nccl_log, "warm_ranks", lambda: ranks)
     before = dict(os.environ)
     assert nccl_transport.transport(4) == read(LOG.splitlines())
     asked = [ranks.asked[name] for name in ("layout", "lane", "fresh")]
