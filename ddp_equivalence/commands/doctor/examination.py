@@ -13,6 +13,7 @@ from ddp_equivalence.commands.doctor.gpu_states import (
 )
 from ddp_equivalence.commands.doctor.lane_states import lane_states
 from ddp_equivalence.commands.doctor.machine import Machine
+from ddp_equivalence.commands.doctor.node_state import node_state
 from ddp_equivalence.commands.doctor.problem import Problem
 from ddp_equivalence.commands.doctor.problems import problems
 from ddp_equivalence.commands.doctor.state import Outcome, State
@@ -85,6 +86,8 @@ class Examination:
         if len(working) > 2:  # the sum over two GPUs is that of their pair
             self.others.append(all_together(self.gpus))
             yield _line(self.others[-1])
+        self.others.append(node_state())
+        yield _line(self.others[-1])
 
 
 def _line(state: State) -> str:

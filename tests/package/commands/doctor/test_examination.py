@@ -33,6 +33,8 @@ def lines_of(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(examination, "pair_states", lambda found, nvml: [pair])
         together = State(f"all {len(gpus)}", Outcome.WORKS, "right")
         monkeypatch.setattr(examination, "all_together", lambda found: together)
+        nodes = State("nodes", Outcome.WORKS, "NCCL counts 2 of 2 simulated nodes")
+        monkeypatch.setattr(examination, "node_state", lambda: nodes)
         lane = State("gloo_fallback", Outcome.WORKS, "right")
         monkeypatch.setattr(examination, "lane_states", lambda machine: [lane])
         monkeypatch.setattr(examination, "missing", lambda name, ranks: nccl)
@@ -59,9 +61,10 @@ def test_one_gpu_has_no_pairs(lines_of: Any) -> None:
 
 def test_two_gpus_are_asked_together_once_and_three_again(lines_of: Any) -> None:
     two = parts(lines_of(box(gpu(0), gpu(1)), found(0), found(1)))
-    assert list(two) == ["cuda:0", "cuda:1", "0-1", "gloo_fallback"]
+    assert list(two) == ["cuda:0", "cuda:1", "0-1", "nodes", "gloo_fallback"]
     three = parts(lines_of(box(*map(gpu, range(3))), *map(found, range(3))))
-    assert list(three) == ["cuda:0", "cuda:1", "cuda:2", "0-1", "all 3", "gloo_fallback"]
+    together = ["0-1", "all 3", "nodes"]
+    assert list(three) == ["cuda:0", "cuda:1", "cuda:2", *together, "gloo_fallback"]
 
 
 def test_pairs_that_cannot_run_are_named_with_the_reason(lines_of: Any) -> None:
