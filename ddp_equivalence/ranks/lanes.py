@@ -27,8 +27,9 @@ class Lane:
     """The backend and the kind of device that a case runs on.
 
     ``gloo_fallback`` is gloo on the CPU, chosen because there are too few GPUs. ``reason`` says why
-    this lane was chosen; it may be "". Lanes that differ in nothing else are equal.
-    ``gpus_per_rank``: each rank drives so many GPUs, and sees no others.
+    this lane was chosen; it may be "". ``ranks_share_gpus``: there are fewer GPUs than ranks. Lanes
+    that differ in nothing else are equal. ``gpus_per_rank``: each rank drives so many GPUs, and
+    sees no others.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Lane:
     device_type: str
     reason: str = field(default="", compare=False)
     gpus_per_rank: int = 1
+    ranks_share_gpus: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return self.name
@@ -131,8 +133,9 @@ def choose(
         return Lane("gloo", "gloo", "cpu")
     if backend == "gloo_cuda":
         notes = [NO_SPARSE_ON_NCCL] if sparse_gradients else []
-        notes += ["ranks share GPUs"] if layout.world_size > len(cuda_devices()) else []
-        return Lane("gloo_cuda", "gloo", "cuda", "; ".join(notes))
+        share = layout.world_size > len(cuda_devices())
+        notes += ["ranks share GPUs"] if share else []
+        return Lane("gloo_cuda", "gloo", "cuda", "; ".join(notes), ranks_share_gpus=share)
     return Lane(backend, backend, "cuda")
 
 

@@ -37,7 +37,7 @@ def _on_cpu(lane: Lane) -> str:
 
 
 def _on_cuda(lane: Lane) -> str:
-    if "share" in lane.reason:
+    if lane.ranks_share_gpus:
         return (
             "there are fewer GPUs than ranks, so each rank sees a single GPU, which is its cuda:0. "
             "Move the model and the data to rank.device."

@@ -84,6 +84,7 @@ def test_sparse_gradients_go_to_gloo_on_the_gpus(gpus: Callable[[int], None]) ->
     assert (lane, lane.reason) == (GLOO_CUDA, "NCCL cannot all-reduce sparse gradients")
     shared = choose(parse("2x2"), sparse_gradients=True, may_fall_back=False)
     assert shared.reason == "NCCL cannot all-reduce sparse gradients; ranks share GPUs"
+    assert shared.ranks_share_gpus
     assert choose(parse("1x2")) == NCCL
     gpus(0)
     assert choose(parse("1x2"), sparse_gradients=True).name == "gloo_fallback"

@@ -124,7 +124,7 @@ NO_SUCH_GPU = "torch.AcceleratorError: CUDA error: invalid device ordinal"
         ),
         (
             NO_SUCH_GPU,
-            Lane("gloo_cuda", "gloo", "cuda", "ranks share GPUs"),
+            Lane("gloo_cuda", "gloo", "cuda", "ranks share GPUs", ranks_share_gpus=True),
             2,
             "each rank sees a single GPU, which is its cuda:0",
         ),
