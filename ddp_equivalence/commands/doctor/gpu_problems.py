@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from ddp_equivalence.commands.doctor.problem import Problem
 from ddp_equivalence.ranks.gpus import Gpu
+from ddp_equivalence.report.box import GIB
 from ddp_equivalence.report.wrapping import plural
-
-GIB = 2**30
 
 LEAST_FREE = 4 * GIB
 """Some ranks with a CUDA context of about 0.5 GiB each, and small models."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ddp_equivalence.commands.doctor.architectures import has_kernels
-from ddp_equivalence.commands.doctor.gpu_problems import GIB, gpu_problems
+from ddp_equivalence.commands.doctor.gpu_problems import gpu_problems
 from ddp_equivalence.commands.doctor.gpu_states import GpuState, PairState
 from ddp_equivalence.commands.doctor.known_errors import what_to_do
 from ddp_equivalence.commands.doctor.machine import Machine
 from ddp_equivalence.commands.doctor.problem import Problem
 from ddp_equivalence.commands.doctor.state import Outcome, State
 from ddp_equivalence.ranks.gpus import NvmlState, visible_gpus
+from ddp_equivalence.report.box import GIB
 from ddp_equivalence.report.wrapping import plural
 
 LEAST_SHARED_MEMORY = GIB
