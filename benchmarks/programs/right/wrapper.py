@@ -29,6 +29,7 @@ from benchmarks.programs.common import (
 )
 from benchmarks.programs.program import Programs
 from ddp_equivalence import Rank
+from ddp_equivalence.diagnosis.unknown import UnknownBecause
 
 programs = Programs("wrapper", right=True)
 
@@ -52,9 +53,13 @@ def a_group_of_its_own(model: nn.Module, shard: Any, rank: Rank) -> None:
     UnderDdp(mean_squared_error, {"process_group": dist.new_group()})(model, shard, rank)
 
 
-@programs.step(model=deeper_mlp, dtype=torch.float32)  # DDP's buffer for it is always float32
+@programs.step(
+    model=deeper_mlp,
+    dtype=torch.float32,  # DDP's buffer for it is always float32
+    unknown=UnknownBecause.COLLECTIVE_NOT_WAITED_FOR,
+)
 def delayed_all_reduce(model: nn.Module, shard: Any, rank: Rank) -> None:
-    """The last bias is reduced only when the first weight has its gradient."""
+    """The last bias is reduced when the first weight has its gradient, and DDP does not wait."""
     (first, weight), *_, (name, bias) = model.named_parameters()
     assert first == "0.weight"
     options = {"delay_all_reduce_named_params": [(name, bias)], "param_to_hook_all_reduce": weight}
