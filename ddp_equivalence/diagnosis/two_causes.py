@@ -50,12 +50,22 @@ def _scaled_predictions(view: View, most_unexplained: float) -> Iterator[ScaledP
             if prediction.fitted or nearly_equal(prediction.by_rank, view.expected_by_rank):
                 continue
             factor = _nearest_factor(view.measured.by_rank, prediction.by_rank)
-            # Two causes that cancel each other explain nothing.
-            if factor is None or nearly_equal(factor * prediction.by_rank, view.expected_by_rank):
+            if factor is None or _cancel_each_other(view, factor * prediction.by_rank):
                 continue
             residual = unexplained(view.measured.by_rank, factor * prediction.by_rank)
             if residual <= most_unexplained:
                 yield ScaledPrediction(hypothesis, prediction, factor, residual)
+
+
+def _cancel_each_other(view: View, both: Tensor) -> bool:
+    """True if the causes together leave what ranks hold that make neither mistake.
+
+    That is the big batch, or what the ranks have computed themselves, however wrong, reduced as it
+    should be. ``both``: what the causes together predict.
+    """
+    add_up = view.parts.add_up_to_the_big_batch
+    own = (local.sum(0) if add_up else local.mean(0) for local in view.local_gradients)
+    return any(nearly_equal(both, view.on_every_rank(one)) for one in (view.expected, *own))
 
 
 def _wrong_factors(view: View) -> Iterator[tuple[Hypothesis, WrongFactor]]:

@@ -58,3 +58,17 @@ def test_what_two_causes_do_not_explain_is_not_named() -> None:
     verdict = check(Case(model="mlp", loss="mse_mean", layout="1x2"), step)
     assert (verdict.outcome, verdict.causes) == ("different", ())
     assert "no known cause fits" in str(verdict)
+
+
+def test_two_causes_that_cancel_each_other_are_not_named() -> None:
+    """Each rank normalises its shard in two halves, and the average over the ranks is right."""
+
+    def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+        inputs, targets = shard["inputs"], shard["targets"]
+        outputs = torch.cat([model(half) for half in inputs.chunk(2)])
+        nn.functional.mse_loss(outputs, targets).backward()
+        reduce_gradients(model, rank.world_size)
+
+    verdict = check(Case(model="batch_norm", loss="mse_mean", layout="2x1"), step)
+    assert (verdict.outcome, verdict.causes) == ("different", ()), verdict
+    assert "local gradients are reduced correctly" in " ".join(str(verdict).split())
