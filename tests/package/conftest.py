@@ -4,6 +4,8 @@ are broken on purpose.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,3 +34,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the GPUs from processes that the test starts."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
+def forget_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Afterwards, take ``tmp_path`` from ``sys.path``, and forget the modules imported from it."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(tmp_path) in str(getattr(module, "__file__", "")):
+            del sys.modules[name]

@@ -13,7 +13,7 @@ MIXED_OPTIONS = USER_FILE + "\noptions = {'speed': 3, 1: 2}\n"
 
 
 @pytest.fixture(autouse=True)
-def _their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_imports: None) -> None:
     (tmp_path / "beside.py").write_text(BESIDE)
     (tmp_path / "mine.py").write_text(USER_FILE)
     (tmp_path / "mixed.py").write_text(MIXED_OPTIONS)

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,15 +58,9 @@ def user_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, forget_imports: None) -> None:
     """The working folder; what is imported from it is forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    before = set(sys.modules)
-    yield
-    for name in sys.modules.keys() - before:
-        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
 
 
 def run(*arguments: str, folder: Path | None = None) -> tuple[int, str, str]:

@@ -14,7 +14,7 @@ from tests.package.someone_elses_run import run as run_pytest
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_imports: None) -> str:
     (tmp_path / "beside.py").write_text(BESIDE)
     (tmp_path / "mine.py").write_text(USER_FILE)
     (tmp_path / "a_file").touch()

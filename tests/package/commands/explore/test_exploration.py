@@ -66,8 +66,7 @@ def explored(step: Any, wanted: int, **given: Any) -> VariationsSearch:
 
 
 @pytest.fixture
-def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def user_file(tmp_path: Path, forget_imports: None) -> Path:
     (tmp_path / "mine.py").write_text(FILE)
     return tmp_path / "mine.py"
 
