@@ -141,6 +141,7 @@ def returns_names_of_the_wrapper(model, rows, rank):
 """
 
 
+@pytest.mark.usefixtures("forget_imports")
 @pytest.mark.parametrize(
     ("step", "steps", "differ", "bias"),
     [
