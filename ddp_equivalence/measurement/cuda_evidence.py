@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ddp_equivalence.ranks.float32_precision import TF32_OVERRIDE, torchs_precision
 from ddp_equivalence.ranks.physical_gpu import gpus_of
 from ddp_equivalence.ranks.rank import Rank
 
@@ -39,14 +39,10 @@ def gpus_used(
 
 
 def tf32_of(rank: Rank) -> Tf32 | None:
-    """Whether TF32 is allowed now; None on the CPU, which has no TF32 of this kind.
-
-    With ``NVIDIA_TF32_OVERRIDE=0`` NVIDIA's libraries never use TF32, whatever torch allows.
-    """
+    """Whether TF32 is allowed now; None on the CPU, which has no TF32 of this kind."""
     if rank.device.type != "cuda":
         return None
-    if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0" and torch.version.hip is None:
+    if os.environ.get(TF32_OVERRIDE) == "0" and torch.version.hip is None:
         return Tf32(products=False, convolutions=False)
-    read = attrgetter("cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision")
-    products, convolutions = read(torch.backends)
+    products, convolutions = torchs_precision()
     return Tf32(products=products == "tf32", convolutions=convolutions == "tf32")

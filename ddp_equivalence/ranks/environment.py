@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from ddp_equivalence.case.layouts import RankPlace
+from ddp_equivalence.ranks.float32_precision import TF32_OVERRIDE
 from ddp_equivalence.ranks.process_state import environment_variables
 
 LOOPBACK = "127.0.0.1"
@@ -28,6 +29,7 @@ PROCESS_GROUP_PREFIXES = (
     "NVIDIA_",
     "CUBLAS",  # cuBLAS and cuBLASLt
     "CUDNN_",
+    *("HIP_", "HSA_", "ROCR_", "ROCBLAS_", "HIPBLASLT_", "MIOPEN_", "RCCL_"),  # AMD's GPUs
     "OMP_",
     "MKL_",
     "KMP_",
@@ -92,7 +94,7 @@ DEFAULTS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
     # float32 must mean float32: TF32 keeps only 10 bits of the mantissa.
-    "NVIDIA_TF32_OVERRIDE": "0",
+    TF32_OVERRIDE: "0",
     # torchrun sets this, too, unless the user does.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
 }

@@ -6,6 +6,7 @@ rank. A GPU has one UUID in every process.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import torch
@@ -27,4 +28,7 @@ def gpus_of(devices: Iterable[torch.device]) -> str:
 def _uuid(device: torch.device) -> str:
     # Torch leaves out the prefix that NVML and CUDA_VISIBLE_DEVICES use.
     uuid = str(torch.cuda.get_device_properties(device).uuid)
-    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+    # CUDA gives a process one instance of a GPU (MIG), and only if it is named here.
+    is_instance = os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
+    prefix = "MIG-" if is_instance else "GPU-"
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"{prefix}{uuid}"

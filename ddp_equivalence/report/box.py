@@ -10,9 +10,9 @@ import platform
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from ddp_equivalence.ranks.environment import DEFAULTS
+from ddp_equivalence.ranks.float32_precision import TF32_OVERRIDE, torchs_precision
 from ddp_equivalence.ranks.gpus import Gpu, Gpus, Link, gpus, visible_gpus
 from ddp_equivalence.ranks.lanes import cuda_devices
 from ddp_equivalence.report.set_variables import set_variables
@@ -20,7 +20,6 @@ from ddp_equivalence.report.versions import versions
 from ddp_equivalence.report.wrapping import plural
 
 GIB = 1024**3
-TF32 = "NVIDIA_TF32_OVERRIDE"
 
 
 @dataclass(frozen=True)
@@ -172,15 +171,12 @@ def _allowed(box: Box) -> str:
 
 def _precision() -> str:
     """In which precision the ranks multiply float32 on a GPU."""
-    override = os.environ.get(TF32, DEFAULTS.get(TF32))
+    override = os.environ.get(TF32_OVERRIDE, DEFAULTS.get(TF32_OVERRIDE))
     if override == "0":
-        whose = "your environment" if TF32 in os.environ else "the default of the ranks"
-        return f"float32 is multiplied in full precision: {TF32}=0 is {whose}"
-    import torch
-
-    read = attrgetter("cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision")
-    products, convolutions = read(torch.backends)
+        whose = "your environment" if TF32_OVERRIDE in os.environ else "the default of the ranks"
+        return f"float32 is multiplied in full precision: {TF32_OVERRIDE}=0 is {whose}"
+    products, convolutions = torchs_precision()
     return (
-        f"float32 is multiplied with {TF32}={override}; torch's precision is {products} for "
-        f"products and {convolutions} for convolutions"
+        f"float32 is multiplied with {TF32_OVERRIDE}={override}; torch's precision is {products} "
+        f"for products and {convolutions} for convolutions"
     )

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 
-PREFIXES = ("NCCL_", "CUDA_", "NVIDIA_", "TORCH_")
+PREFIXES = ("NCCL_", "CUDA_", "NVIDIA_", "TORCH_", "HIP_", "HSA_", "ROCR_", "RCCL_")
 
 NAMES_OF_HIDDEN = re.compile(r"TOKEN|SECRET|KEY|PASSWORD|USER|HOST|ADDR|COMM_ID|FILE|PATH")
 """The values of such variables name a machine, a person or a folder, or open a door."""

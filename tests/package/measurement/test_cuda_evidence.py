@@ -46,6 +46,11 @@ def test_a_rank_names_the_gpu_that_holds_its_weights() -> None:
         assert gpus_used(RANK, [moved, own]) == f"{A}+{B}"
 
 
+def test_an_instance_of_a_gpu_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", B.replace("GPU-", "MIG-"))
+    assert gpus_used(RANK, []) == B.replace("GPU-", "MIG-")
+
+
 def test_a_rank_whose_gradients_are_not_on_a_gpu_names_its_own() -> None:
     assert gpus_used(RANK, [torch.zeros(1)]) == B
     assert gpus_used(RANK, []) == B
