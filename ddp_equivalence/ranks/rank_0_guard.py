@@ -8,7 +8,6 @@ and raises an error.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import sys
@@ -56,6 +55,7 @@ class Rank0Guard:
         self._interrupted = False
         self.broken = False
         self._ours, self._signals = socket.socketpair()
+        self._ours.settimeout(POLL_INTERVAL)
         self._signals.setblocking(False)
         self._former: int | None = None
         if threading.current_thread() is threading.main_thread():
@@ -77,8 +77,7 @@ class Rank0Guard:
 
     def _watch(self) -> None:
         while not self._stopping:
-            readable, _, _ = select.select([self._ours], [], [], POLL_INTERVAL)
-            if readable:
+            with suppress(TimeoutError):
                 self._note_signals(self._ours.recv(4096))
             if self._waits_in_vain():
                 self.broken = True
