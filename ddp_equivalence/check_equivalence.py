@@ -30,11 +30,11 @@ from ddp_equivalence.measurement.measure import (
     Measurement,
     at_work,
     measure,
-    observe,
     wrong_collectives,
 )
 from ddp_equivalence.measurement.request import CheckOptions, Request, read_request, repeat_line
 from ddp_equivalence.measurement.rerun import rerun
+from ddp_equivalence.measurement.second_run import SecondRun, observe, observe_on_fresh_ranks
 from ddp_equivalence.measurement.work import Step
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.one_at_a_time import one_at_a_time
@@ -114,6 +114,7 @@ def _judge(request: Request) -> Verdict:
     )
     started, began = time.monotonic(), 0.0
     wrong: tuple[str, ...] = ()
+    second = SecondRun()
     try:
         with at_work(request, request.deadline, request.fresh) as ranks:
             began = time.time()
@@ -125,11 +126,13 @@ def _judge(request: Request) -> Verdict:
             known = partial(known, examples=expected.reference.examples, analysis=analysis)
             measurement = measure(ranks, request, expected, request.deadline, analysis.sample)
             if not (measurement.outdated or measurement.comparison.same):
-                analysis.observed = observe(
-                    ranks, request, request.deadline, analysis.sample_of_step(0)
-                )
+                second = observe(ranks, request, request.deadline, analysis.sample_of_step(0))
                 wrong = wrong_collectives(ranks, request)
-            analysis.time = _time_left(request, started)
+        if second.needs_fresh_ranks:
+            sample = analysis.sample_of_step(0)
+            second = observe_on_fresh_ranks(request, request.deadline, sample)
+        analysis.observed = second.by_rank
+        analysis.time = _time_left(request, started)
     except RankFailed as error:
         return _failed_or_again(known(), request, error, began)
     if measurement.outdated:
@@ -142,6 +145,7 @@ def _judge(request: Request) -> Verdict:
         output=measurement.output,
         changed=measurement.changed,
         observed=analysis.observed,
+        why_not_watched=second.why_not,
     )
     world_size = request.processes.world_size
     why_unknown = (

@@ -14,6 +14,7 @@ from ddp_equivalence.diagnosis.finding import (
     finding_without_prediction,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
+from ddp_equivalence.diagnosis.pointing import pointed
 from ddp_equivalence.diagnosis.ranking import LEAST_ACCEPTED, ranked, without_rounding
 from ddp_equivalence.diagnosis.residual import nearly_equal, unexplained
 from ddp_equivalence.diagnosis.time_left import (
@@ -44,7 +45,7 @@ def diagnose(view: View, comparison: Comparison, in_part: bool = False) -> tuple
     """
     invalidating = _causes_that_invalidate_gradients(view)
     if invalidating:
-        return invalidating
+        return pointed(invalidating, view)
     most_unexplained = _most_unexplained(view, comparison)
     findings: list[Finding] = []
     tried = 0
@@ -67,7 +68,7 @@ def diagnose(view: View, comparison: Comparison, in_part: bool = False) -> tuple
             believed = _observed_cause(view)
             if believed is not None:
                 findings = [one for one in findings if one.cause != believed.cause] + [believed]
-    return ranked(findings, view.setting.dtype)
+    return pointed(ranked(findings, view.setting.dtype), view)
 
 
 @contextmanager

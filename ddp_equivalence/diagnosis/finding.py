@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class Finding:
     ``tell_apart``: the change of the case after which no other cause leaves the same numbers.
     ``more``: the other causes, where only several together explain the measurement. They bring
     their sentence and the place to look; all else stands in the first one.
+
+    ``headline``: the sentence in a few words. ``fix``: what to write instead, on one line.
+    ``lines``: the lines of the user's code that show what happened. Both are given only where the
+    explanation is believed.
     """
 
     cause: str
@@ -39,6 +44,9 @@ class Finding:
     tell_apart: str = ""
     fitted: bool = False
     more: tuple[Finding, ...] = ()
+    headline: str = ""
+    fix: str = ""
+    lines: tuple[PointedLine, ...] = ()
 
     @property
     def causes(self) -> tuple[str, ...]:
@@ -60,6 +68,7 @@ def finding_without_prediction(hypothesis: Hypothesis) -> Finding:
         unexplained=None,
         accepted=False,
         tell_apart=hypothesis.tell_apart,
+        headline=hypothesis.headline,
     )
 
 

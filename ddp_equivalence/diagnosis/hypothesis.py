@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -54,6 +55,14 @@ def _no_indication(view: View) -> None:
     return None
 
 
+def _no_fix(view: View) -> str:
+    return ""
+
+
+def _no_lines(view: View) -> tuple[()]:
+    return ()
+
+
 @dataclass(frozen=True)
 class Hypothesis:
     """One explanation of a difference.
@@ -66,6 +75,11 @@ class Hypothesis:
     the right gradient by; empty if it does something else. A cause with factors can come together
     with another cause. ``indication(view)``: what the observations say about the cause; None if
     they say nothing.
+
+    ``headline``: the sentence in at most seven words, in lower case, as the first line of a report
+    has it. ``fix``: what to write instead, as an imperative on one line. ``lines(view)``: at most
+    three lines of the user's code that show what happened, in the order in which they ran; they are
+    asked for only if the cause is believed.
 
     ``limits_must_catch``: the limits of every comparison must be narrow enough to catch what
     ``predict`` gives.
@@ -80,5 +94,8 @@ class Hypothesis:
     factors: Callable[[View], Sequence[WrongFactor]] = _no_predictions
     indication: Callable[[View], Indication | None] = _no_indication
     tell_apart: str = ""
+    headline: str = ""
+    fix: Callable[[View], str] = _no_fix
+    lines: Callable[[View], Sequence[PointedLine]] = _no_lines
     limits_must_catch: bool = False
     invalidates_gradients: bool = False

@@ -10,6 +10,7 @@ from functools import cached_property
 from ddp_equivalence.diagnosis.batch_parts import PartsByRank
 from ddp_equivalence.diagnosis.rows_read import ExamplesRead, NotKnown, examples_read
 from ddp_equivalence.diagnosis.setting import Setting
+from ddp_equivalence.diagnosis.step_calls import StepCalls
 from ddp_equivalence.measurement.observation import Backward, Observation, Wrapper
 from ddp_equivalence.ranks.collectives import FORGOTTEN
 
@@ -34,6 +35,17 @@ class ObservedStep:
         """The calls of backward on this rank in this step."""
         calls = self.by_rank[rank].backwards
         return [call for call in calls if call.step == self.setting.step]
+
+    @cached_property
+    def calls(self) -> StepCalls:
+        """The calls of this step that matter for the gradients, with their lines."""
+        step = self.setting.step
+        return StepCalls(
+            {
+                rank: tuple(call for call in seen.calls if call.step == step)
+                for rank, seen in self.by_rank.items()
+            }
+        )
 
     @cached_property
     def examples_read(self) -> PartsByRank | None:

@@ -19,7 +19,6 @@ from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.comparison.rounding import larger_noise
 from ddp_equivalence.comparison.tolerance import NARROW_MULTIPLE, Noise, Tolerance
-from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.on_rank import run
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.measurement.rounding_on_device import (
@@ -63,12 +62,13 @@ def at_work(
     fresh: bool,
     environment: Environment = (),
     look_for_float32: bool = False,
+    observe: ElementSample[str] | None = None,
 ) -> Iterator[RankSet]:
     """Let ranks work on the request, until the end of the block.
 
     Raises BadCase if the step cannot be pickled, RankFailed if ranks cannot be started.
     """
-    message = _message(request, look_for_float32=look_for_float32)
+    message = message_for(request, observe, look_for_float32)
     timeout = min(request.collective_deadline, deadline / 2)
     acquired = warm_ranks().acquire(
         request.processes, request.lane, timeout, fresh, request.in_process, environment
@@ -78,9 +78,13 @@ def at_work(
         yield ranks
 
 
-def _message(
+def message_for(
     request: Request, observe: ElementSample[str] | None = None, look_for_float32: bool = False
 ) -> bytes:
+    """The request as it is sent to the ranks. ``observe``, ``look_for_float32``: as in ``Work``.
+
+    Raises BadCase if the step cannot be pickled.
+    """
     work = Work(
         case=request.case,
         step=request.step,
@@ -208,23 +212,6 @@ def where_in_float32(request: Request) -> str:
         places = (results[rank].float32_at for rank in sorted(results))
         return next((place for place in places if place), "")
     return ""
-
-
-def observe(
-    ranks: RankSet, request: Request, deadline: float, sample: ElementSample[str]
-) -> dict[int, Observation]:
-    """Run the step a second time and watch it. Returns rank -> what was seen, or {} on failure."""
-    if ranks.broken or request.in_process or not request.second_look:
-        return {}  # no ranks are left, the user may be debugging the step, or the run forbids it
-    found = {}
-    try:
-        ranks.submit(_message(request, sample))
-        for rank, result in ranks.collect(deadline):
-            if isinstance(result, Evidence) and result.observed is not None:
-                found[rank] = result.observed
-    except RankFailed:
-        return {}  # the difference that the first run showed stands without this evidence
-    return dict(sorted(found.items()))
 
 
 def wrong_collectives(ranks: RankSet, request: Request) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ddp_equivalence.case.steps import GradientKey
+from ddp_equivalence.measurement.calls import Call
 from ddp_equivalence.ranks.collectives import Collective
 
 Indices = tuple[int, ...]
@@ -96,7 +97,8 @@ class Observation:
     of the model's buffers after the last step. ``gradients``: a digest of every gradient that a
     step left. ``clipped``: the norms that torch was told to clip gradients to. ``collectives``: all
     that the rank issued; None if torch has no flight recorder. ``equal_examples``: groups of
-    examples of the big batch that are equal in every tensor.
+    examples of the big batch that are equal in every tensor. ``calls``: those that matter for the
+    gradients, in their order, with their lines.
     """
 
     forwards: tuple[Forward, ...]
@@ -108,6 +110,7 @@ class Observation:
     clipped: tuple[float, ...] = ()
     collectives: tuple[Collective, ...] | None = None
     equal_examples: tuple[Indices, ...] = ()
+    calls: tuple[Call, ...] = ()
 
     def rows_read(self, step: int) -> tuple[tuple[RowsRead, ...], ...] | None:
         """The rows of each micro-batch of one step; None if they are not known.

@@ -6,6 +6,7 @@ A step is watched only if its gradients differ: the ranks then run it a second t
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,9 @@ from ddp_equivalence.case.batch import BatchDims
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.comparison.element_sample import ElementSample
+from ddp_equivalence.measurement.call_watch import CallWatch
 from ddp_equivalence.measurement.example_lookup import ExampleLookup
-from ddp_equivalence.measurement.module_calls import heard, listen, stop_listening
+from ddp_equivalence.measurement.module_calls import Heard, heard, listen, stop_listening
 from ddp_equivalence.measurement.observation import (
     Backward,
     Forward,
@@ -32,6 +34,7 @@ from ddp_equivalence.measurement.observation import (
 )
 from ddp_equivalence.measurement.plain_tensors import plain
 from ddp_equivalence.ranks.collectives import Collective, issued_so_far
+from ddp_equivalence.ranks.torch_frames import counts_as_torch
 
 MOST_BUCKET_ELEMENTS = 2_000_000
 """A larger model's buckets are not read, since DDP makes tensors of their size to show them."""
@@ -43,7 +46,7 @@ class Observer:
     ``batch``: the big batch, with the examples of all steps. The model's inputs are looked up in
     it. ``given``: what the rank was given in each step, with its positions in the big batch.
     ``sample``: the elements of each gradient that are kept. ``dims``: where the batch holds its
-    examples. ``step``: the number of the step that runs; the caller sets it before each step.
+    examples.
     """
 
     def __init__(
@@ -64,7 +67,17 @@ class Observer:
         self._wrappers: list[_WrapperObserver] = []
         self._clipped: list[float] = []
         self._inside = False
-        self.step = 0
+        self._calls = CallWatch(model, sample)
+        self._step = 0
+
+    @property
+    def step(self) -> int:
+        """The number of the step that runs; the caller sets it before each step."""
+        return self._step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._step = self._calls.step = number
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -77,9 +90,11 @@ class Observer:
         initialise = DistributedDataParallel.__init__
         clip = torch.nn.utils.clip_grad_norm_
 
+        @counts_as_torch
         def wrapping(ddp: Any, *arguments: Any, **named: Any) -> None:
             initialise(ddp, *arguments, **named)
-            self._wrappers.append(_WrapperObserver(ddp, self._names))
+            self._calls.wrapped(type(ddp).__name__, sys._getframe(1))
+            self._wrappers.append(_WrapperObserver(ddp, self._names, self._calls))
 
         def clipping(parameters: Any, max_norm: float, *arguments: Any, **named: Any) -> Tensor:
             self._clipped.append(float(max_norm))
@@ -92,6 +107,7 @@ class Observer:
                 patch.object(torch.nn.utils, "clip_grad_norm_", clipping),
                 patch.object(torch.autograd, "backward", self._observed(torch.autograd.backward)),
                 patch.object(torch.autograd, "grad", self._observed(torch.autograd.grad)),
+                self._calls.watching(),
             ):
                 yield
         finally:
@@ -120,11 +136,13 @@ class Observer:
             clipped=tuple(self._clipped),
             collectives=collectives,
             equal_examples=self._lookup.equal_examples(),
+            calls=tuple(self._calls.calls),
         )
 
-    def _on_forward(self, arguments: tuple[Any, ...]) -> None:
+    def _on_forward(self, arguments: tuple[Any, ...]) -> Heard:
         if not torch.is_grad_enabled():
-            return
+            return None
+        ended = self._calls.forward(type(self._model).__name__)
         self._forwards.append(
             Forward(
                 rows=self._lookup.rows_of(arguments),
@@ -134,6 +152,7 @@ class Observer:
                 step=self.step,
             )
         )
+        return lambda _: ended()
 
     def _on_gradient(self, name: str, gradient: Tensor) -> None:
         try:
@@ -146,7 +165,9 @@ class Observer:
 
     def _observed(self, differentiate: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``torch.autograd.backward`` or ``grad`` so that each call is recorded."""
+        accumulate = torch.autograd.backward
 
+        @counts_as_torch
         def observed(tensors: Any, *arguments: Any, **named: Any) -> Any:
             if self._inside:  # activation checkpointing calls backward inside backward
                 return differentiate(tensors, *arguments, **named)
@@ -157,8 +178,14 @@ class Observer:
             before = issued_so_far()
             self._local_gradient = {}
             self._inside = True
+            own = (
+                self._local_gradient
+                if differentiate is accumulate and not named.get("inputs")
+                else {}
+            )
             try:
-                result = differentiate(tensors, *arguments, **named)
+                with self._calls.backward(loss, own):
+                    result = differentiate(tensors, *arguments, **named)
             finally:
                 self._inside = False
             self._backwards.append(
@@ -199,8 +226,11 @@ def _digest_of_weights(model: nn.Module) -> str:
 class _WrapperObserver:
     """Watches one DDP wrapper, by a weak reference, so that it notices when the step frees it."""
 
-    def __init__(self, ddp: DistributedDataParallel, names: Mapping[int, str]) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, names: Mapping[int, str], calls: CallWatch
+    ) -> None:
         self._ddp = weakref.ref(ddp)
+        self._calls = calls
         self._names = names
         self._synchronised: list[bool] = []
         self._waiting = False
@@ -216,10 +246,11 @@ class _WrapperObserver:
         if ddp is not None:
             stop_listening(ddp, self._on_forward)
 
-    def _on_forward(self, arguments: tuple[Any, ...]) -> None:
+    def _on_forward(self, arguments: tuple[Any, ...]) -> Heard:
         ddp: Any = self._ddp()
         if ddp is None or not torch.is_grad_enabled():
-            return
+            return None
+        ended = self._calls.forward(type(ddp).__name__)
         self._synchronised.append(bool(ddp.require_backward_grad_sync))
         self._waiting = True
         if sum(parameter.numel() for parameter in ddp.parameters()) <= MOST_BUCKET_ELEMENTS:
@@ -233,6 +264,7 @@ class _WrapperObserver:
             for name, value in ddp._get_ddp_logging_data().items()
             if name in LOGGED and value not in ("", "N/A")
         }
+        return lambda _: ended()
 
     def backward_begins(self) -> None:
         """Note whether the wrapper was freed between its forward pass and this backward pass."""

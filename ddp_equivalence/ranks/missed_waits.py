@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 import torch
@@ -106,6 +107,31 @@ class _Handle:
         return MissedWait(self.op, _elements(self.arguments), self.line)
 
 
+@dataclass(eq=False)
+class Issued:
+    """A collective at the moment when Python issues it.
+
+    ``reduce_op``: such as ``SUM``; "" if it reduces nothing. ``ranks``: of its group. ``tensors``:
+    what goes in. ``frame``: of the function that issued it. ``asynchronous``: a handle is returned
+    to the caller. ``names`` is the listener's own.
+    """
+
+    op: str
+    reduce_op: str
+    ranks: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+    frame: FrameType
+    asynchronous: bool
+    names: tuple[str, ...] = ()
+
+
+Listeners = tuple[Callable[[Issued], object], Callable[[Issued], object]]
+"""Told before a collective is issued, and after somebody has waited for it."""
+
+_listeners: Listeners | None = None
+_issued: list[tuple[Any, Issued]] = []
+"""The handles and collectives that a listener knows of and nobody has waited for."""
+
 _handles: list[_Handle] | None = None
 """The handles of the step that runs, in the order of their collectives; None between steps."""
 
@@ -126,6 +152,23 @@ def missed_waits(device: torch.device) -> Iterator[list[MissedWait]]:
             setattr(owner, name, function)
 
 
+@contextmanager
+def listening(
+    issuing: Callable[[Issued], object], waited: Callable[[Issued], object]
+) -> Iterator[None]:
+    """Inside the block, tell these functions of every collective that Python issues.
+
+    What they raise is ignored. ``waited`` is also told of collectives whose caller got no handle.
+    """
+    global _listeners
+    _listeners = issuing, waited
+    try:
+        yield
+    finally:
+        _listeners = None
+        _issued.clear()
+
+
 def watch_handles() -> None:
     """Notice from now on the handles that process groups return inside ``missed_waits``."""
     for name, op in OPS.items():
@@ -141,7 +184,10 @@ def _issuing(method: Callable[..., Any], op: str) -> Callable[..., Any]:
     @wraps(method)
     @counts_as_torch
     def issuing(group: Any, *arguments: Any, **named: Any) -> Any:
+        issued = _tell_of(group, op, (*arguments, *named.values()))
         work = method(group, *arguments, **named)
+        if issued is not None:
+            _issued.append((work, issued))
         handles = _handles
         if handles is not None and work is not None:
             line = users_line(sys._getframe(1))
@@ -152,12 +198,60 @@ def _issuing(method: Callable[..., Any], op: str) -> Callable[..., Any]:
 
 
 def _elements(arguments: tuple[Any, ...]) -> int:
-    """The number of elements that go into a collective, of the last argument that has tensors."""
+    """The number of elements that go into a collective."""
+    return sum(one.numel() for one in _inputs(arguments) if one.is_floating_point())
+
+
+def _inputs(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """The tensors that go into a collective: those of the last argument that has any."""
     for argument in reversed(arguments):
         tensors = [leaf for leaf in pytree.tree_leaves(argument) if isinstance(leaf, Tensor)]
         if tensors:
-            return sum(one.numel() for one in tensors if one.is_floating_point())
-    return 0
+            return tuple(tensors)
+    return ()
+
+
+def _tell_of(group: Any, op: str, arguments: tuple[Any, ...]) -> Issued | None:
+    """Tell the listener of a collective that is about to be issued; None without a listener."""
+    if _listeners is None:
+        return None
+    try:
+        frame = sys._getframe(2)
+        issued = Issued(
+            op=op,
+            reduce_op=next(filter(None, map(_reduce_op, arguments)), ""),
+            ranks=tuple(dist.get_process_group_ranks(group)),
+            tensors=_inputs(arguments),
+            frame=frame,
+            asynchronous=bool(frame.f_locals.get("async_op", False)),
+        )
+        _listeners[0](issued)
+    except Exception:  # a listener must not make the user's collective fail
+        return None
+    return issued
+
+
+def _reduce_op(options: object) -> str:
+    """The name of the operation in the options of a collective; "" if there is none."""
+    operation = getattr(options, "reduceOp", None)
+    if operation is None:
+        return ""
+    return str(getattr(operation, "op", operation)).rpartition(".")[2]
+
+
+def _tell_of_wait(work: Any) -> None:
+    """Tell the listener that this collective, and earlier ones, were waited for."""
+    listeners = _listeners
+    if listeners is None:
+        return
+    for number, (handle, issued) in enumerate(_issued):
+        if handle is work:
+            del _issued[number]
+            try:
+                listeners[1](issued)
+            except Exception:
+                return
+            return
 
 
 def _watch_waiting(kind: Any) -> None:
@@ -175,6 +269,7 @@ def _watch_waiting(kind: Any) -> None:
         answer: bool = completed(work)
         if answer:
             _waited_for(work)
+            _tell_of_wait(work)
         return answer
 
     kind.is_completed = is_completed
@@ -188,6 +283,7 @@ def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
     def waiting(work: Any, *arguments: Any, **named: Any) -> Any:
         result = method(work, *arguments, **named)
         _waited_for(work)
+        _tell_of_wait(work)
         return result
 
     return waiting

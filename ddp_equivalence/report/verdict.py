@@ -50,7 +50,7 @@ class Verdict:
     words, and ``unknown_because`` as a value. ``cause``: the public name of the accepted
     explanation, or None. ``findings``: all explanations considered, best first. ``comparison``:
     error and limit by parameter and rank. ``evidence``: rank -> what really ran there.
-    ``observed``: rank -> what was seen of a second run of a step that differs; ``repeated``:
+    ``observed``: rank -> what was seen of a second run of a step that differs; ``why_not_watched``: why there was none, if something differs; ``repeated``:
     whether that run left the same bits; None if that is not known. ``planted``: the name of the
     fault that was planted. ``examples``: the size of the big batch in each step. ``failure``: how
     the ranks failed, if they did. ``second_look``: what a rerun on fresh ranks showed, after the
@@ -77,6 +77,7 @@ class Verdict:
     comparison: Comparison | None = None
     evidence: Mapping[int, Evidence] = field(default_factory=dict)
     observed: Mapping[int, Observation] = field(default_factory=dict)
+    why_not_watched: str = ""
     repeated: bool | None = None
     planted: str = ""
     examples: tuple[int, ...] = ()

@@ -25,6 +25,8 @@ MOST_RANKS = 8
 def watched_run_texts(verdict: Verdict) -> Iterator[str]:
     """What the second run read, its wrappers, losses and buffers; nothing if there was none."""
     if not verdict.observed:
+        if verdict.why_not_watched:
+            yield f"none, because {verdict.why_not_watched}; less is known about the cause"
         return
     if verdict.repeated is not None:
         yield "the same bits again" if verdict.repeated else "OTHER BITS than in the first run"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -31,6 +32,32 @@ def factors(view: View) -> Sequence[WrongFactor]:
     return (WrongFactor(view.world_size, f"multiplied by {view.world_size}, the number of ranks"),)
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where the gradients are added up; under DDP, which averages, where backward begins."""
+    calls = view.observed.calls
+    summed = [
+        place.pointed(
+            f"adds up the gradients of {len(place.groups[-1])} ranks; no line divides them",
+            is_fault=True,
+        )
+        for place in calls.reductions
+        if place.first.collective is not None and place.first.collective.reduce_op == "SUM"
+    ]
+    if summed:
+        return summed[-1:]
+    return [
+        place.pointed("DDP reduces here; it averages by itself", is_fault=True)
+        for place in calls.backwards[-1:]
+    ]
+
+
+def fix(view: View) -> str:
+    """Divide by the world size, or do not multiply by it."""
+    if view.observed.calls.reductions:
+        return f"divide the gradients by {view.world_size}, the world size, after this line."
+    return "do not multiply the loss by the world size, and divide in a communication hook."
+
+
 HYPOTHESIS = Hypothesis(
     name="sum_not_mean",
     sentence="Gradients were added over the ranks but never divided by their number.",
@@ -39,5 +66,8 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     factors=factors,
     tell_apart="Use another world size: no other cause has a factor that changes with it.",
+    headline="gradients are summed, never divided",
+    lines=lines,
+    fix=fix,
     limits_must_catch=True,
 )

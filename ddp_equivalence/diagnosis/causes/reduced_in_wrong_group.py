@@ -1,0 +1,106 @@
+"""Gradients were reduced in groups of ranks that no other reduction joins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Kind
+
+MOST_GROUPS = 3
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def separate_groups(view: View) -> Groups:
+    """The groups of ranks that exchanged gradients, directly or over others; () if all did."""
+    if not view.observed.covers_every_rank or view.observed.wrappers:
+        return ()
+    joined = {rank: {rank} for rank in range(view.world_size)}
+    for place in view.observed.calls.reductions:
+        for group in place.groups:
+            together = set().union(*(joined[rank] for rank in group))
+            for rank in together:
+                joined[rank] = together
+    groups = tuple(sorted({tuple(sorted(ranks)) for ranks in joined.values()}))
+    return groups if len(groups) > 1 and max(map(len, groups)) > 1 else ()
+
+
+def predict(view: View) -> Sequence[Prediction]:
+    """The mean or the sum of the gradients of each rank's own group."""
+    groups = separate_groups(view)
+    if not groups or not view.setting.every_rank_reports:
+        return ()
+    predictions = []
+    for local in view.local_gradients:
+        sums = torch.empty_like(local)
+        sizes = torch.empty(view.world_size, 1, dtype=local.dtype)
+        for group in groups:
+            ranks = list(group)
+            sums[ranks] = local[ranks].sum(0)
+            sizes[ranks] = len(ranks)
+        divisors = (
+            (sizes, "each group divides by its own size"),
+            (view.world_size, f"each group divides by {view.world_size}, the number of all ranks"),
+            (1, "nothing is divided"),
+        )
+        predictions += [
+            Prediction(view.on_reporting_ranks(sums / divisor), detail)
+            for divisor, detail in divisors
+        ]
+    return tuple(predictions)
+
+
+def indication(view: View) -> Indication | None:
+    """Looks at the groups in which gradients were seen to be reduced."""
+    groups = separate_groups(view)
+    if not groups:
+        return None
+    return Indication(True, f"gradients were reduced in {groups_text(groups)}; none joins them")
+
+
+def groups_text(groups: Groups) -> str:
+    """The groups as text: ``groups {0, 1} and {2, 3}``."""
+    shown = [f"{{{', '.join(map(str, group))}}}" for group in groups[:MOST_GROUPS]]
+    if len(groups) > MOST_GROUPS:
+        shown.append(f"{len(groups) - MOST_GROUPS} more")
+    return f"groups {' and '.join(shown)}"
+
+
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where the groups are made, and where gradients are reduced in them."""
+    calls = view.observed.calls
+    used = {group for place in calls.reductions for group in place.groups}
+    made = calls.places(Kind.NEW_GROUP, where=lambda call: tuple(sorted(call.ranks)) in used)
+    reduced = [
+        place.pointed(
+            f"{len(place.calls)} {place.first.collective.op}, in {groups_text(place.groups)}; "
+            "none joins them",
+            is_fault=True,
+        )
+        for place in calls.reductions
+        if place.first.collective is not None
+    ]
+    return [*(place.pointed() for place in made[:1]), *reduced[:2]]
+
+
+def fix(view: View) -> str:
+    """Reduce over all ranks."""
+    return f"all_reduce over all {view.world_size} ranks, and divide by {view.world_size}."
+
+
+HYPOTHESIS = Hypothesis(
+    name="reduced_in_wrong_group",
+    sentence="Gradients were reduced only within groups of ranks, and nothing joins these groups.",
+    look_at="the process group that is given to all_reduce, and what joins the groups afterwards",
+    predict=predict,
+    indication=indication,
+    tell_apart="Gradients alone may not decide: look at the group of each all_reduce.",
+    headline="gradients stay within groups of ranks",
+    lines=lines,
+    fix=fix,
+)

@@ -1,0 +1,282 @@
+"""Records the calls of a step that matter for its gradients, and the lines that made them."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
+
+from ddp_equivalence.comparison.element_sample import ElementSample
+from ddp_equivalence.measurement.calls import (
+    Call,
+    CodeLine,
+    CollectiveCall,
+    Contents,
+    GradientChange,
+    Kind,
+)
+from ddp_equivalence.measurement.code_lines import lines_of
+from ddp_equivalence.measurement.collective_contents import contents_of
+from ddp_equivalence.measurement.gradient_watch import GradientWatch, factor_between
+from ddp_equivalence.measurement.line_tracer import Handler, LineTracer
+from ddp_equivalence.ranks import missed_waits
+from ddp_equivalence.ranks.collectives import issued_so_far
+from ddp_equivalence.ranks.missed_waits import Issued
+
+MOST_CALLS = 5_000
+"""Later calls are not recorded."""
+
+
+class CallWatch:
+    """Records what one rank's step does with the gradients of ``model``.
+
+    ``sample``: the elements of each gradient that are kept to see what becomes of them. The caller
+    says when the model is called and when backward runs, and sets ``step`` before each step.
+    """
+
+    def __init__(self, model: nn.Module, sample: ElementSample[str]) -> None:
+        self.step = 0
+        self.calls: list[Call] = []
+        self._model = model
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._gradients = GradientWatch(model, sample)
+        self._tracer = LineTracer(self._handlers(), self._after_line)
+        self._backwards = 0
+        self._in_backward = False
+        self._process = os.getpid()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record inside the block."""
+        with missed_waits.listening(self._on_issue, self._on_wait), self._tracer.tracing():
+            yield
+        self._note_changes(None, by_value=True)
+
+    def forward(self, what: str) -> Callable[[], None]:
+        """The model, or a wrapper around it, begins its forward pass. Call the result at its end.
+
+        ``what``: the class that is called.
+        """
+        self._record(Kind.FORWARD, sys._getframe(1), what=what)
+        before = self._tracer.paused
+        self._tracer.paused = True
+
+        def ended() -> None:
+            self._tracer.paused = before
+
+        return ended
+
+    def wrapped(self, what: str, frame: FrameType) -> None:
+        """A wrapper of the class ``what`` was made."""
+        self._record(Kind.WRAP, frame, what=what)
+
+    @contextmanager
+    def backward(self, loss: float | None, own: Mapping[str, Tensor]) -> Iterator[None]:
+        """The block is one backward pass.
+
+        ``own``: gets the gradients that it computes, by parameter; empty if they are not added to
+        ``.grad``.
+        """
+        frame = sys._getframe(2)
+        self._note_changes(frame, by_value=True)
+        self._record(Kind.BACKWARD, frame, value=loss)
+        self._backwards += 1
+        lines = lines_of(frame)
+        paused, self._tracer.paused = self._tracer.paused, True
+        self._in_backward = True
+        issued = issued_so_far()
+        try:
+            yield
+        finally:
+            self._in_backward = False
+            self._tracer.paused = paused
+        if issued is not None and issued_so_far() == issued:
+            self._compare_with_own(own, lines)
+        self._gradients.accept()
+
+    def _compare_with_own(
+        self, own: Mapping[str, Tensor], lines: tuple[CodeLine | None, CodeLine | None]
+    ) -> None:
+        """Note what hooks have done to gradients that backward computed and nobody reduced."""
+        changed: dict[float | None, list[str]] = {}
+        for name, gradient in own.items():
+            before, now = self._gradients.value_before(name), self._gradients.value_now(name)
+            if now is None or now.shape != gradient.shape:
+                continue
+            added = now if before is None else now - before
+            factor = factor_between(gradient, added)
+            if factor is None or abs(factor - 1) > 1e-3:
+                changed.setdefault(factor, []).append(name)
+        for factor, names in changed.items():
+            self._append(
+                Kind.CHANGE, lines, change=GradientChange(tuple(names), factor), in_backward=True
+            )
+
+    def _handlers(self) -> dict[CodeType, Handler]:
+        """The functions of torch that are recorded when they are called."""
+        functions: dict[Any, Handler] = {
+            clip_grad.clip_grad_norm_: self._on_clip,
+            clip_grad.clip_grad_value_: self._on_clip,
+            nn.Module.zero_grad: self._on_zero_grad,
+            torch.optim.Optimizer.zero_grad: self._on_zero_grad,
+            DistributedDataParallel.no_sync: lambda frame: self._record(Kind.NO_SYNC, frame.f_back),
+            dist.new_group: lambda frame: self._on_new_group(frame),
+            torch.random.manual_seed: self._on_seed,
+            torch.amp.GradScaler.scale: lambda frame: self._on_scale(Kind.SCALE, frame),
+            torch.amp.GradScaler.unscale_: lambda frame: self._on_scale(Kind.UNSCALE, frame),
+        }
+        for name in dir(torch.optim):
+            kind = getattr(torch.optim, name)
+            if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+                functions[kind.step] = self._on_optimizer_step
+        return {_code(function): handler for function, handler in functions.items()}
+
+    def _on_clip(self, frame: FrameType) -> None:
+        values = frame.f_locals
+        most = values.get("max_norm", values.get("clip_value"))
+        self._record(
+            Kind.CLIP,
+            frame,
+            value=float(most) if most is not None else None,
+            what=frame.f_code.co_name,
+            names=self._names_of(values.get("parameters")),
+        )
+
+    def _on_zero_grad(self, frame: FrameType) -> None:
+        owner = frame.f_locals["self"]
+        if isinstance(owner, nn.Module):
+            parameters: Any = list(owner.parameters())
+        else:
+            parameters = _of_optimizer(owner)
+        if lines_of(frame)[0] is not None:  # the suite clears gradients itself, before each step
+            self._record(Kind.ZERO_GRAD, frame, names=self._names_of(parameters))
+
+    def _on_optimizer_step(self, frame: FrameType) -> None:
+        optimizer = frame.f_locals["self"]
+        self._record(
+            Kind.OPTIMIZER_STEP,
+            frame,
+            what=type(optimizer).__name__,
+            names=self._names_of(_of_optimizer(optimizer)),
+        )
+
+    def _on_new_group(self, frame: FrameType) -> None:
+        ranks = frame.f_locals.get("ranks") or range(dist.get_world_size())
+        self._record(Kind.NEW_GROUP, frame, ranks=tuple(map(int, ranks)))
+
+    def _on_seed(self, frame: FrameType) -> None:
+        self._record(Kind.SEED, frame, value=float(int(frame.f_locals["seed"])))
+
+    def _on_scale(self, kind: Kind, frame: FrameType) -> None:
+        scaler = frame.f_locals["self"]
+        self._record(kind, frame, value=float(scaler.get_scale()))
+
+    def _names_of(self, parameters: Any) -> tuple[str, ...]:
+        """The names of the model's parameters among these. An iterator is left as it is."""
+        if isinstance(parameters, Tensor):
+            parameters = [parameters]
+        if not isinstance(parameters, Sequence):
+            return ()
+        return tuple(self._names[id(one)] for one in parameters if id(one) in self._names)
+
+    def _on_issue(self, issued: Issued) -> None:
+        if not self._is_recorded():
+            return
+        gradients = self._gradients.gradients
+        self._note_changes(issued.frame, by_value=True)
+        contents, names, factor = contents_of(
+            issued.tensors, gradients, self._gradients.parameters, dict(self._model.named_buffers())
+        )
+        collective = CollectiveCall(
+            op=issued.op,
+            reduce_op=issued.reduce_op,
+            ranks=issued.ranks,
+            elements=sum(one.numel() for one in issued.tensors if one.is_floating_point()),
+            contents=contents,
+            names=names,
+            factor=factor,
+            asynchronous=issued.asynchronous,
+        )
+        if contents is Contents.GRADIENTS:
+            self._gradients.accept_these(names, pending=True)
+            issued.names = names
+        self._record(Kind.COLLECTIVE, issued.frame, collective=collective)
+
+    def _on_wait(self, issued: Issued) -> None:
+        if issued.names and self._is_recorded():
+            self._gradients.accept_these(issued.names)
+
+    def _after_line(self, line: CodeLine, by_value: bool) -> None:
+        if not self._in_backward and self._is_recorded():
+            for change in self._gradients.changes(by_value):
+                self._append_change((line, line), change)
+
+    def _note_changes(self, frame: FrameType | None, by_value: bool) -> None:
+        """Note what nobody has noticed after a line: it was done before ``frame`` goes on."""
+        if self._in_backward:
+            return
+        for change in self._gradients.changes(by_value):
+            inexact = GradientChange(change.names, change.factor, change.cleared, exact=False)
+            self._append_change(lines_of(frame), inexact)
+
+    def _append_change(
+        self, lines: tuple[CodeLine | None, CodeLine | None], change: GradientChange
+    ) -> None:
+        """Record the change, together with the last one if the same line has made both."""
+        last = self.calls[-1] if self.calls else None
+        if last is not None and last.change is not None and last.line == lines[0]:
+            known = last.change
+            alike = (known.factor, known.cleared, known.exact) == (
+                change.factor,
+                change.cleared,
+                change.exact,
+            )
+            if alike and not set(known.names) & set(change.names):
+                self.calls.pop()
+                names = known.names + change.names
+                change = GradientChange(names, change.factor, change.cleared, change.exact)
+        self._append(Kind.CHANGE, lines, change=change)
+
+    def _is_recorded(self) -> bool:
+        return os.getpid() == self._process and len(self.calls) < MOST_CALLS
+
+    def _record(self, kind: Kind, frame: FrameType | None, **more: Any) -> None:
+        if self._is_recorded():
+            self._append(kind, lines_of(frame), **more)
+
+    def _append(
+        self,
+        kind: Kind,
+        lines: tuple[CodeLine | None, CodeLine | None],
+        in_backward: bool = False,
+        **more: Any,
+    ) -> None:
+        self.calls.append(
+            Call(
+                kind,
+                *lines,
+                step=self.step,
+                backwards=self._backwards,
+                in_backward=in_backward or self._in_backward,
+                **more,
+            )
+        )
+
+
+def _code(function: Any) -> CodeType:
+    code: CodeType = inspect.unwrap(function).__code__
+    return code
+
+
+def _of_optimizer(optimizer: Any) -> list[Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]]

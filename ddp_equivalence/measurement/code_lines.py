@@ -1,0 +1,45 @@
+"""Finds the lines of code that called a function, outside torch and this package."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from types import FrameType
+
+import torch
+
+from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.ranks.importable import belongs_to_user
+
+_TORCH = os.path.join(os.path.dirname(os.path.realpath(torch.__file__)), "")
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(__file__))), "")
+
+
+@lru_cache(maxsize=4096)
+def is_users(file: str) -> bool:
+    """True for a file of the user's own code."""
+    return not file.startswith("<") and belongs_to_user(file)
+
+
+@lru_cache(maxsize=4096)
+def is_shown(file: str) -> bool:
+    """True for a file that is part neither of torch nor of this package nor of Python."""
+    if is_users(file):
+        return True
+    path = os.path.realpath(file)
+    in_package = "site-packages" in path or "dist-packages" in path
+    return in_package and not path.startswith((_TORCH, _PACKAGE)) and not file.startswith("<")
+
+
+def lines_of(frame: FrameType | None) -> tuple[CodeLine | None, CodeLine | None]:
+    """The innermost line outside torch and this package, and the innermost one of the user's."""
+    innermost: CodeLine | None = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_shown(file):
+            line = CodeLine(file, frame.f_lineno, frame.f_code.co_name)
+            innermost = innermost or line
+            if is_users(file):
+                return innermost, line
+        frame = frame.f_back
+    return innermost, None

@@ -1,0 +1,99 @@
+"""Says what the tensors of a collective are: gradients, parameters, copies of these, or neither."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.measurement.calls import Contents
+from ddp_equivalence.measurement.gradient_watch import matching_segments
+from ddp_equivalence.measurement.plain_tensors import NotPlain, plain
+
+MOST_ELEMENTS = 20_000_000
+"""Larger tensors are not compared with gradients and parameters."""
+
+Found = tuple[Contents, tuple[str, ...], float]
+"""What the tensors are, of which parameters, and how many times that."""
+
+
+def contents_of(
+    tensors: Sequence[Tensor],
+    gradients: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+) -> Found:
+    """What these tensors are. ``gradients``, ``parameters``, ``buffers``: those of the model."""
+    try:
+        flat = [plain(tensor.detach()) for tensor in tensors if tensor.is_floating_point()]
+    except NotPlain:
+        return Contents.OTHER, (), 1.0
+    in_place: tuple[tuple[Contents, Mapping[str, Tensor]], ...] = (
+        (Contents.GRADIENTS, gradients),
+        (Contents.PARAMETERS, parameters),
+        (Contents.BUFFERS, buffers),
+    )
+    for contents, named in in_place:
+        names = _sharing_memory(flat, named)
+        if names:
+            return contents, names, 1.0
+    if sum(tensor.numel() for tensor in flat) > MOST_ELEMENTS:
+        return Contents.OTHER, (), 1.0
+    copies: tuple[tuple[Contents, Mapping[str, Tensor]], ...] = (
+        (Contents.COPIES_OF_GRADIENTS, gradients),
+        (Contents.COPIES_OF_PARAMETERS, parameters),
+    )
+    for contents, named in copies:
+        names, factor = _copied(flat, named)
+        if names:
+            return contents, names, factor
+    return Contents.OTHER, (), 1.0
+
+
+def _sharing_memory(tensors: Sequence[Tensor], named: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """The names of those that lie in the same memory as one of the tensors."""
+    ranges = [_range(tensor) for tensor in tensors if tensor.numel()]
+    found = []
+    for name, tensor in named.items():
+        try:
+            begin, end = _range(plain(tensor.detach()))
+        except NotPlain:
+            continue
+        if any(begin < other_end and other_begin < end for other_begin, other_end in ranges):
+            found.append(name)
+    return tuple(found)
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    """Where the tensor begins and ends in memory; an empty range for one without memory."""
+    if not tensor.numel() or tensor.layout is not torch.strided:
+        return 0, 0
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    begin = tensor.data_ptr()
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def _copied(
+    tensors: Sequence[Tensor], named: Mapping[str, Tensor]
+) -> tuple[tuple[str, ...], float]:
+    """The names of those that the tensors are copies of, and the factor that all copies have."""
+    values = {}
+    for name, tensor in named.items():
+        try:
+            values[name] = plain(tensor.detach()).to("cpu").reshape(-1).double()
+        except (NotPlain, RuntimeError):
+            continue
+    names: list[str] = []
+    factors: list[float] = []
+    for tensor in tensors:
+        flat = tensor.detach().to("cpu").reshape(-1).double()
+        for name, factor in matching_segments(flat, values):
+            names.append(name)
+            factors.append(factor)
+            del values[name]
+    if not names or max(factors) - min(factors) > 1e-3 * abs(max(factors, key=abs)):
+        return tuple(names), 1.0
+    return tuple(names), factors[0]
