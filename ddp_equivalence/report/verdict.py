@@ -50,18 +50,19 @@ class Verdict:
     words, and ``unknown_because`` as a value. ``cause``: the public name of the accepted
     explanation, or None. ``findings``: all explanations considered, best first. ``comparison``:
     error and limit by parameter and rank. ``evidence``: rank -> what really ran there.
-    ``observed``: rank -> what was seen of a second run of a step that differs; ``why_not_watched``: why there was none, if something differs; ``repeated``:
-    whether that run left the same bits; None if that is not known. ``planted``: the name of the
-    fault that was planted. ``examples``: the size of the big batch in each step. ``failure``: how
-    the ranks failed, if they did. ``second_look``: what a rerun on fresh ranks showed, after the
-    first run hung or was aborted. ``output``: rank -> what it printed. ``changed``: rank -> what
-    the step changed in its process, or left running there. ``repeat``: the command or call that
-    repeats the check. ``float32_at``: where the step computes in float32 in a check in float64, if
-    that could be the difference. ``other_precision``: the verdict on the same step in the model's
-    own precision, or in float64 if this one is in the model's own. ``masks_unpredictable``: the
-    step differs and drops something on a GPU; ``without_dropout``: the verdict on the same step
-    with dropout turned off, if it could run again. ``analysis``: computes the rest when it is asked
-    for; None if there was nothing to analyse. ``render``: writes the report.
+    ``observed``: rank -> what was seen of a second run of a step that differs; ``why_not_watched``:
+    why there was none, if something differs. ``repeated``: whether that run left the same bits;
+    None if that is not known. ``planted``: the name of the fault that was planted. ``examples``:
+    the size of the big batch in each step. ``failure``: how the ranks failed, if they did.
+    ``second_look``: what a rerun on fresh ranks showed, after the first run hung or was aborted.
+    ``output``: rank -> what it printed. ``changed``: rank -> what the step changed in its process,
+    or left running there. ``repeat``: the command or call that repeats the check. ``float32_at``:
+    where the step computes in float32 in a check in float64, if that could be the difference.
+    ``other_precision``: the verdict on the same step in the model's own precision, or in float64 if
+    this one is in the model's own. ``masks_unpredictable``: the step differs and drops something on
+    a GPU; ``without_dropout``: the verdict on the same step with dropout turned off, if it could
+    run again. ``analysis``: computes the rest when it is asked for; None if there was nothing to
+    analyse. ``render``: writes the report.
     """
 
     case: Case
