@@ -189,11 +189,11 @@ class CallWatch:
             return ()
         return tuple(self._names[id(one)] for one in parameters if id(one) in self._names)
 
-    def _on_issue(self, issued: Issued) -> None:
+    def _on_issue(self, issued: Issued, frame: FrameType) -> None:
         if not self._is_recorded():
             return
         gradients = self._gradients.gradients
-        self._note_changes(issued.frame, by_value=True)
+        self._note_changes(frame, by_value=True)
         contents, names, factor = contents_of(
             issued.tensors, gradients, self._gradients.parameters, dict(self._model.named_buffers())
         )
@@ -210,7 +210,7 @@ class CallWatch:
         if contents is Contents.GRADIENTS:
             self._gradients.accept_these(names, pending=True)
             issued.names = names
-        self._record(Kind.COLLECTIVE, issued.frame, collective=collective)
+        self._record(Kind.COLLECTIVE, frame, collective=collective)
 
     def _on_wait(self, issued: Issued) -> None:
         if issued.names and self._is_recorded():

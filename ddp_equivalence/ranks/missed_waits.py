@@ -112,21 +112,21 @@ class Issued:
     """A collective at the moment when Python issues it.
 
     ``reduce_op``: such as ``SUM``; "" if it reduces nothing. ``ranks``: of its group. ``tensors``:
-    what goes in. ``frame``: of the function that issued it. ``asynchronous``: a handle is returned
-    to the caller. ``names`` is the listener's own.
+    what goes in; () afterwards. ``asynchronous``: a handle is returned to the caller. ``names`` is
+    the listener's own.
     """
 
     op: str
     reduce_op: str
     ranks: tuple[int, ...]
     tensors: tuple[Tensor, ...]
-    frame: FrameType
     asynchronous: bool
     names: tuple[str, ...] = ()
 
 
-Listeners = tuple[Callable[[Issued], object], Callable[[Issued], object]]
-"""Told before a collective is issued, and after somebody has waited for it."""
+Listeners = tuple[Callable[[Issued, FrameType], object], Callable[[Issued], object]]
+"""Told before a collective is issued, with the frame that issues it, and after somebody has waited
+for it. Nothing keeps the frame, since it would keep alive what the step has freed."""
 
 _listeners: Listeners | None = None
 _issued: list[tuple[Any, Issued]] = []
@@ -154,7 +154,7 @@ def missed_waits(device: torch.device) -> Iterator[list[MissedWait]]:
 
 @contextmanager
 def listening(
-    issuing: Callable[[Issued], object], waited: Callable[[Issued], object]
+    issuing: Callable[[Issued, FrameType], object], waited: Callable[[Issued], object]
 ) -> Iterator[None]:
     """Inside the block, tell these functions of every collective that Python issues.
 
@@ -222,10 +222,10 @@ def _tell_of(group: Any, op: str, arguments: tuple[Any, ...]) -> Issued | None:
             reduce_op=next(filter(None, map(_reduce_op, arguments)), ""),
             ranks=tuple(dist.get_process_group_ranks(group)),
             tensors=_inputs(arguments),
-            frame=frame,
             asynchronous=bool(frame.f_locals.get("async_op", False)),
         )
-        _listeners[0](issued)
+        _listeners[0](issued, frame)
+        issued.tensors = ()
     except Exception:  # a listener must not make the user's collective fail
         return None
     return issued
