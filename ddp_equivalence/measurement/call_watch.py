@@ -68,13 +68,7 @@ class CallWatch:
         ``what``: the class that is called.
         """
         self._record(Kind.FORWARD, sys._getframe(1), what=what)
-        before = self._tracer.paused
-        self._tracer.paused = True
-
-        def ended() -> None:
-            self._tracer.paused = before
-
-        return ended
+        return self._tracer.suspend()  # no gradient changes in a forward pass
 
     def wrapped(self, what: str, frame: FrameType) -> None:
         """A wrapper of the class ``what`` was made."""

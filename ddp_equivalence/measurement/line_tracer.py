@@ -38,6 +38,7 @@ class LineTracer:
         self._handlers = handlers
         self._after_line = after_line
         self._line: CodeLine | None = None
+        self._is_tracing = False
         self.paused = False
 
     @contextmanager
@@ -46,12 +47,25 @@ class LineTracer:
         if sys.gettrace() is not None:
             yield
             return
+        self._is_tracing = True
         sys.settrace(self._on_call)
         try:
             yield
         finally:
+            self._is_tracing = False
             sys.settrace(None)
             self._finish_line()
+
+    def suspend(self) -> Callable[[], None]:
+        """Trace nothing, which costs nothing, until the result is called."""
+        if not self._is_tracing or sys.gettrace() is None:
+            return lambda: None
+        sys.settrace(None)
+        return self._resume
+
+    def _resume(self) -> None:
+        if self._is_tracing:
+            sys.settrace(self._on_call)
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
