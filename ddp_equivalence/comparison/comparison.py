@@ -94,6 +94,12 @@ class Comparison:
         return all(parameter.ranks_agree for parameter in self.parameters)
 
     @property
+    def only_bits_differ(self) -> bool:
+        """True if every rank is right within the limits, but not all ranks hold the same bits."""
+        within = all(parameter.same for parameter in self.parameters)
+        return within and not self.structure and not self.ranks_agree
+
+    @property
     def same(self) -> bool:
         return (
             self.ranks_agree

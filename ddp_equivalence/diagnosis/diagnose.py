@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
+
 from ddp_equivalence.comparison.comparison import Comparison
-from ddp_equivalence.diagnosis.causes import HYPOTHESES
+from ddp_equivalence.diagnosis.causes import HYPOTHESES, ranks_differ_by_rounding
 from ddp_equivalence.diagnosis.finding import (
     Finding,
     finding_from_observation,
@@ -15,7 +17,7 @@ from ddp_equivalence.diagnosis.finding import (
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
 from ddp_equivalence.diagnosis.pointing import pointed
-from ddp_equivalence.diagnosis.ranking import LEAST_ACCEPTED, ranked, without_rounding
+from ddp_equivalence.diagnosis.ranking import LEAST_ACCEPTED, ROUNDING, ranked, without_rounding
 from ddp_equivalence.diagnosis.residual import nearly_equal, unexplained
 from ddp_equivalence.diagnosis.time_left import (
     CAUSES,
@@ -68,6 +70,11 @@ def diagnose(view: View, comparison: Comparison, in_part: bool = False) -> tuple
             believed = _observed_cause(view)
             if believed is not None:
                 findings = [one for one in findings if one.cause != believed.cause] + [believed]
+    if not any(finding.explains for finding in findings) and _only_round_differently(
+        view, comparison
+    ):
+        seen = "on every rank the error is within the limit, and the bits differ between ranks"
+        findings.append(finding_from_observation(ranks_differ_by_rounding.HYPOTHESIS, seen))
     return pointed(ranked(findings, view.setting.dtype), view)
 
 
@@ -156,6 +163,15 @@ def _multiples(factors: Sequence[WrongFactor], view: View) -> Iterator[Predictio
                 multiple, view.expected_by_rank, view.measured.differing
             )
             yield Prediction(partly, f"{factor.detail}, for some parameters only")
+
+
+def _only_round_differently(view: View, comparison: Comparison) -> bool:
+    """True if all ranks are right, and differ from each other by nothing but rounding."""
+    if not comparison.only_bits_differ:
+        return False
+    spread = view.measured.by_rank - view.measured.by_rank[0]
+    most = ROUNDING * torch.finfo(view.setting.dtype).eps * float(view.expected.norm())
+    return float(spread.norm(dim=1).max()) <= most
 
 
 def _observed_cause(view: View) -> Finding | None:

@@ -30,6 +30,7 @@ from ddp_equivalence.diagnosis.causes import (
     parameter_not_reduced,
     parameters_reduced_not_gradients,
     rank_left_out,
+    ranks_differ_by_rounding,
     raw_module_called,
     reduced_before_backward_finished,
     reduced_in_wrong_group,
@@ -89,4 +90,5 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     local_loss_summed.HYPOTHESIS,
     gradient_scaled_not_unscaled.HYPOTHESIS,
     low_precision_reduce.HYPOTHESIS,
+    ranks_differ_by_rounding.HYPOTHESIS,
 )
