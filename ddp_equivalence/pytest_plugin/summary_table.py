@@ -12,7 +12,7 @@ from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.pytest_plugin.run_results import NotRun, RunResults
 from ddp_equivalence.report.encoding import encodable
-from ddp_equivalence.report.line import Line, Style
+from ddp_equivalence.report.line import Line, Style, paragraph
 from ddp_equivalence.report.record import Record
 from ddp_equivalence.report.wrapping import plural
 
@@ -20,6 +20,9 @@ DIFFER = "differ, as their tests expect"
 UNKNOWN = "unknown, as their tests expect"
 NARROWEST_COLUMN = 6
 NOTHING = "–"
+
+MOST_ROWS = 3
+"""If more steps than this cannot run for the same reason, they are listed together."""
 
 
 def write(terminal: pytest.TerminalReporter, results: RunResults, must_run: Sequence[str]) -> None:
@@ -56,10 +59,18 @@ def summary_lines(results: RunResults, must_run: Sequence[str] = ()) -> Iterator
         cells = [str(counts[layout] or NOTHING) for layout in layouts]
         state, style = _state(records)
         yield Line(f"{row(name, cells)}    {state}", style)
+    by_reason: dict[str, list[str]] = {}
     for name in never_ran:
         reasons = sorted({one.reason for one in results.trials_not_run if one.strategy == name})
-        cells = [NOTHING] * len(layouts)
-        yield Line(f"{row(name, cells)}    NOT RUN: {'; '.join(reasons)}", Style.UNCERTAIN)
+        by_reason.setdefault("; ".join(reasons), []).append(name)
+    for reason, lacking in by_reason.items():
+        if len(lacking) > MOST_ROWS:
+            yield Line(f"NOT RUN: {reason}:", Style.UNCERTAIN)
+            yield from paragraph(", ".join(lacking), "  ")
+            continue
+        for name in lacking:
+            of_none = row(name, [NOTHING] * len(layouts))
+            yield Line(f"{of_none}    NOT RUN: {reason}", Style.UNCERTAIN)
     yield from _expected_by_their_tests(results.not_planted, width)
     yield from _known_differences(results.not_planted, width)
     yield from _planted_faults(results.planted, width)
