@@ -173,8 +173,8 @@ def _precision() -> str:
     """In which precision the ranks multiply float32 on a GPU."""
     override = os.environ.get(TF32_OVERRIDE, DEFAULTS.get(TF32_OVERRIDE))
     if override == "0":
-        whose = "your environment" if TF32_OVERRIDE in os.environ else "the default of the ranks"
-        return f"float32 is multiplied in full precision: {TF32_OVERRIDE}=0 is {whose}"
+        who = "your environment sets" if TF32_OVERRIDE in os.environ else "the ranks get"
+        return f"float32 is multiplied in full precision: {who} {TF32_OVERRIDE}=0"
     products, convolutions = torchs_precision()
     return (
         f"float32 is multiplied with {TF32_OVERRIDE}={override}; torch's precision is {products} "
