@@ -41,8 +41,8 @@ def gpu_problems(gpus: Sequence[Gpu]) -> Iterator[Problem]:
         yield Problem(
             f"{_names(divided)}: divided into instances (MIG), of which a process can use only the "
             "first one, and which have no P2P",
-            "name one instance of each GPU in CUDA_VISIBLE_DEVICES, as `nvidia-smi -L` shows them, "
-            f"or undo the division with {_command(divided, '-mig 0')}",
+            f"switch MIG off with {_command(divided, '-mig 0')}, or name one instance in "
+            "CUDA_VISIBLE_DEVICES, as `nvidia-smi -L` shows it: the suite then has one GPU",
         )
     if empty := [gpu for gpu in gpus if gpu.mig and not gpu.mig_uuids]:
         yield Problem(
