@@ -142,7 +142,7 @@ def _planted_faults(planted: Sequence[Record], width: int) -> Iterator[Line]:
     caught = [record for record in shown if record.outcome == "different"]
     named = sum(record.planted in record.causes for record in caught)
     rivals = sum(record.planted in record.causes[1:] for record in caught)
-    kinds = len({record.planted for record in planted})
+    kinds = len({record.planted for record in shown})
     note = f"{kinds} {plural(kinds, 'kind')}"
     note += f"; {rivals} beside other causes that leave the same numbers" if rivals else ""
     distances = [record.error / record.limit for record in caught if record.error and record.limit]
