@@ -3,6 +3,7 @@
 # NCCL may not fall back to gloo. A case that needs more GPUs than there are is skipped, and the
 # table lists it as NOT RUN. The run fails if nothing was compared on one of the two lanes, and its
 # table says in one line what the machine lacks: nn.DataParallel needs two GPUs.
+# First `ddp-equivalence doctor` runs. If it ends with another exit code than 0, no test is started.
 # Arguments go to pytest. The results are in results.json.
 #   MUST_RUN="nccl gloo_cuda" ci/gpu.sh   other lanes, such as those that one GPU is enough for
 #   PYTHON=python3 ci/gpu.sh              take torch from this Python, see ci/install.sh

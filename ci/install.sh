@@ -7,8 +7,14 @@
 # the containers of NVIDIA and AMD. It is also the way out where the GPU or its driver cannot run
 # the torch of the package index. The Python may be a virtual environment itself.
 #   PYTHON=python3 ci/install.sh
+# Without PYTHON, a .venv that was made with it keeps that torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+if [[ -z "${PYTHON:-}" && -e .venv/torch.txt ]]; then
+    echo "ci/install.sh: .venv was made with PYTHON and keeps $(cat .venv/torch.txt); remove .venv for another"
+    .venv/bin/python -m pip install --quiet --constraint .venv/torch.txt --editable ".${1:+[$1]}"
+    exit
+fi
 if [[ -z "${PYTHON:-}" ]]; then
     python3 -m venv .venv
     .venv/bin/python -m pip install --quiet --constraint requirements.lock --editable ".${1:+[$1]}"

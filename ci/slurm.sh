@@ -2,6 +2,8 @@
 # The GPU lane as a Slurm job on one node. Slurm starts one task: the suite starts the ranks itself.
 #   ci/install.sh gpu                            first, on a login node, where there is a network
 #   sbatch --gpus-per-node=8 ci/slurm.sh         then, in the folder of the checkout
+# A job that Slurm ends at its time limit leaves no results. A run that is to end by itself, with its
+# table, gets a deadline in seconds below the limit: sbatch ci/slurm.sh --ddp-run-deadline 3300
 # Options of sbatch go before those of this file. Arguments after ci/slurm.sh go to pytest.
 # This file was checked with shellcheck. It has not been run on a cluster yet.
 #SBATCH --job-name=ddp_equivalence

@@ -12,7 +12,7 @@ from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.pytest_plugin.run_results import NotRun, RunResults
 from ddp_equivalence.report.encoding import encodable
-from ddp_equivalence.report.line import Line, Style
+from ddp_equivalence.report.line import Line, Style, paragraph
 from ddp_equivalence.report.record import Record
 from ddp_equivalence.report.wrapping import plural
 
@@ -20,6 +20,9 @@ DIFFER = "differ, as their tests expect"
 UNKNOWN = "unknown, as their tests expect"
 NARROWEST_COLUMN = 6
 NOTHING = "–"
+
+MOST_ROWS = 3
+"""If more steps than this cannot run for the same reason, they are listed together."""
 
 
 def write(terminal: pytest.TerminalReporter, results: RunResults, must_run: Sequence[str]) -> None:
@@ -56,10 +59,18 @@ def summary_lines(results: RunResults, must_run: Sequence[str] = ()) -> Iterator
         cells = [str(counts[layout] or NOTHING) for layout in layouts]
         state, style = _state(records)
         yield Line(f"{row(name, cells)}    {state}", style)
+    by_reason: dict[str, list[str]] = {}
     for name in never_ran:
         reasons = sorted({one.reason for one in results.trials_not_run if one.strategy == name})
-        cells = [NOTHING] * len(layouts)
-        yield Line(f"{row(name, cells)}    NOT RUN: {'; '.join(reasons)}", Style.UNCERTAIN)
+        by_reason.setdefault("; ".join(reasons), []).append(name)
+    for reason, lacking in by_reason.items():
+        if len(lacking) > MOST_ROWS:
+            yield Line(f"NOT RUN: {reason}:", Style.UNCERTAIN)
+            yield from paragraph(", ".join(lacking), "  ")
+            continue
+        for name in lacking:
+            of_none = row(name, [NOTHING] * len(layouts))
+            yield Line(f"{of_none}    NOT RUN: {reason}", Style.UNCERTAIN)
     yield from _expected_by_their_tests(results.not_planted, width)
     yield from _known_differences(results.not_planted, width)
     yield from _planted_faults(results.planted, width)
@@ -131,7 +142,7 @@ def _planted_faults(planted: Sequence[Record], width: int) -> Iterator[Line]:
     caught = [record for record in shown if record.outcome == "different"]
     named = sum(record.planted in record.causes for record in caught)
     rivals = sum(record.planted in record.causes[1:] for record in caught)
-    kinds = len({record.planted for record in planted})
+    kinds = len({record.planted for record in shown})
     note = f"{kinds} {plural(kinds, 'kind')}"
     note += f"; {rivals} beside other causes that leave the same numbers" if rivals else ""
     distances = [record.error / record.limit for record in caught if record.error and record.limit]

@@ -94,7 +94,7 @@ def _libraries() -> str:
     if torch.version.cuda is None:
         return "torch is built for the CPU only"
     nccl = versions()["nccl"] or "missing"
-    return f"torch is built for CUDA {torch.version.cuda}, with NCCL {nccl} and cuDNN {_cudnn()}"
+    return f"torch is built for CUDA {torch.version.cuda}; NCCL: {nccl}; cuDNN: {_cudnn()}"
 
 
 def _cudnn() -> str:
@@ -103,7 +103,7 @@ def _cudnn() -> str:
     try:
         version = torch.backends.cudnn.version()
     except RuntimeError as error:  # torch found another version than that which it was built for
-        return f"that cannot be used ({str(error).splitlines()[0]})"
+        return f"cannot be used ({str(error).splitlines()[0]})"
     if version is None:
         return "missing"
     # Since cuDNN 9 the number is 10000 * major + 100 * minor + patch; before, 1000 * major.
@@ -160,7 +160,8 @@ def _allowed(box: Box) -> str:
         return "The ranks may use none of them: torch finds no CUDA device"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return f"The ranks may use all {box.devices} CUDA {plural(box.devices, 'device')}"
+        all_of = "" if box.devices == 1 else "all "
+        return f"The ranks may use {all_of}{box.devices} CUDA {plural(box.devices, 'device')}"
     chosen: Sequence[Gpu] = visible_gpus(box.gpus.gpus, visible)
     names = ", ".join(f"GPU {gpu.index}" for gpu in chosen)
     return (
@@ -173,8 +174,8 @@ def _precision() -> str:
     """In which precision the ranks multiply float32 on a GPU."""
     override = os.environ.get(TF32_OVERRIDE, DEFAULTS.get(TF32_OVERRIDE))
     if override == "0":
-        whose = "your environment" if TF32_OVERRIDE in os.environ else "the default of the ranks"
-        return f"float32 is multiplied in full precision: {TF32_OVERRIDE}=0 is {whose}"
+        who = "your environment sets" if TF32_OVERRIDE in os.environ else "the ranks get"
+        return f"float32 is multiplied in full precision: {who} {TF32_OVERRIDE}=0"
     products, convolutions = torchs_precision()
     return (
         f"float32 is multiplied with {TF32_OVERRIDE}={override}; torch's precision is {products} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
             "\nCases that would run on NCCL run on gloo and the CPU instead, and are marked "
             "gloo_fallback."
         )
+    print(f"\n{closing_line(examination.states)}")
     return exit_code(examination.states)
 
 
@@ -59,6 +61,26 @@ def problem_lines(problems: Sequence[Problem]) -> Iterator[str]:
     for problem in problems:
         yield from wrapped(f"{_capitalised(problem.what)}.", "  ", "  - ")
         yield from wrapped(f"{_capitalised(problem.advice)}.", "    ")
+
+
+def closing_line(states: Sequence[State]) -> str:
+    """The result in one sentence, with the exit code."""
+    from ddp_equivalence.commands.doctor.state import Outcome
+    from ddp_equivalence.report.wrapping import plural
+
+    counts = Counter(state.outcome for state in states)
+    parts = f"{len(states)} {plural(len(states), 'part')}"
+    wrong, failed, works = (
+        counts[outcome] for outcome in (Outcome.WRONG, Outcome.FAILED, Outcome.WORKS)
+    )
+    if wrong:
+        text = f"{wrong} of {parts} gave WRONG answers, so training here goes wrong as well"
+    elif failed:
+        text = f"{failed} of {parts} gave no answer, though they should work"
+    else:
+        others = "" if works == len(states) else "; the others could not be asked"
+        text = f"{works} of {parts} gave right answers{others}"
+    return f"Result: {text} (exit code {exit_code(states)})."
 
 
 def exit_code(states: Sequence[State]) -> int:

@@ -46,13 +46,13 @@ class Examination:
         """Ask the GPUs, their pairs, and the lanes. Yields a line for each, under headings."""
         if self.machine.devices:
             yield from self._not_described()
-            yield "GPUs, each with a context and a product of matrices of its own"
+            yield "Each GPU alone: start CUDA, and multiply two matrices"
             for gpu in gpu_states(self.machine.devices):
                 self.gpus.append(gpu)
                 yield _line(gpu.state)
             yield ""
         if len(self.machine.devices) > 1:
-            yield "Pairs of GPUs, and all together: the sum of 16 MiB by NCCL, and GB/s by GPU"
+            yield "Pairs of GPUs, and all together: sum 16 MiB by NCCL (GB/s: busbw of nccl-tests)"
             yield from self._together()
             yield ""
         yield "Lanes: collectives with known answers; NCCL has a rank on each GPU, gloo has 2 ranks"

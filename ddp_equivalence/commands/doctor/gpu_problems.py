@@ -28,8 +28,9 @@ def gpu_problems(gpus: Sequence[Gpu]) -> Iterator[Problem]:
         yield Problem(
             f"{_names(exclusive)}: the compute mode is EXCLUSIVE_PROCESS, so one process at a time "
             "can use a GPU",
-            f"ranks cannot share a GPU; {_command(exclusive, '-c DEFAULT')} allows several "
-            "processes (under Slurm, ask the administrator)",
+            "the suite works all the same, but starts ranks more often, and ranks cannot share a "
+            f"GPU; {_command(exclusive, '-c DEFAULT')} allows several processes (under Slurm, ask "
+            "the administrator)",
         )
     if prohibited := [gpu for gpu in gpus if gpu.compute_mode == "prohibited"]:
         yield Problem(
@@ -40,15 +41,16 @@ def gpu_problems(gpus: Sequence[Gpu]) -> Iterator[Problem]:
         yield Problem(
             f"{_names(divided)}: divided into instances (MIG), of which a process can use only the "
             "first one, and which have no P2P",
-            "name one instance of each GPU in CUDA_VISIBLE_DEVICES, as `nvidia-smi -L` shows them, "
-            f"or undo the division with {_command(divided, '-mig 0')}",
+            f"switch MIG off with {_command(divided, '-mig 0')}, or name one instance in "
+            "CUDA_VISIBLE_DEVICES, as `nvidia-smi -L` shows it: the suite then has one GPU",
         )
     if empty := [gpu for gpu in gpus if gpu.mig and not gpu.mig_uuids]:
         yield Problem(
             f"{_names(empty)}: set up to be divided (MIG), but without instances, so CUDA cannot "
             "use them",
-            f"create instances with {_command(empty, '-cgi ... -C', 'mig ')}, or undo that with "
-            f"{_command(empty, '-mig 0')}",
+            f"switch MIG off with {_command(empty, '-mig 0')}, or create instances with "
+            f"{_command(empty, '-cgi PROFILE -C', 'mig ')} (`nvidia-smi mig -lgip` lists the "
+            "profiles)",
         )
     for gpu in gpus:
         if not gpu.mig:
@@ -58,7 +60,7 @@ def gpu_problems(gpus: Sequence[Gpu]) -> Iterator[Problem]:
 def _lost(gpu: Gpu) -> Problem:
     return Problem(
         f"NVML says of GPU {gpu.index}: {gpu.problem}",
-        "restart the machine, and see what `dmesg | grep Xid` says; leave the GPU out of "
+        "see what `sudo dmesg | grep Xid` says, and then restart the machine; leave the GPU out of "
         "CUDA_VISIBLE_DEVICES until then",
     )
 
@@ -77,8 +79,8 @@ def _memory(gpu: Gpu) -> Iterator[Problem]:
     yield Problem(
         f"{in_use / GIB:.1f} of the {gpu.memory_total / GIB:.1f} GiB of GPU {gpu.index} are in use,"
         f" by {whose}",
-        "cases may run out of memory there; wait for them, or leave the GPU out of "
-        "CUDA_VISIBLE_DEVICES",
+        "cases may run out of memory there: wait until the other processes end, or leave the GPU "
+        "out of CUDA_VISIBLE_DEVICES",
     )
 
 

@@ -48,8 +48,8 @@ REMEDIES = (
     ),
     (
         ("uncorrectable ECC error", "has fallen off the bus", "GPU is lost"),
-        "the GPU's hardware has failed: restart the machine, see `dmesg | grep Xid`, and leave the "
-        "GPU out of CUDA_VISIBLE_DEVICES",
+        "the GPU's hardware has failed: see what `sudo dmesg | grep Xid` says, and then restart "
+        "the machine; leave the GPU out of CUDA_VISIBLE_DEVICES until then",
     ),
     (
         ("CUDA error: unknown error", "CUDA unknown error", "forward compatibility was attempted"),

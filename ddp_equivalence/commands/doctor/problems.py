@@ -77,7 +77,7 @@ def _visible(machine: Machine, visible: str) -> Iterator[Problem]:
     elif not entries:
         yield Problem(
             f"{machine.variable} is set and empty, so that no GPU can be used",
-            "unset it",
+            f"`unset {machine.variable}`",
         )
 
 
@@ -89,7 +89,11 @@ def _nvml(machine: Machine) -> Iterator[Problem]:
         return
     if state is NvmlState.NO_PACKAGE:
         if has_gpu:
-            yield Problem(problem, "driver, memory, compute mode and MIG were not looked at")
+            yield Problem(
+                problem,
+                "driver, memory, compute mode, MIG and P2P were not looked at: install it, and run "
+                "doctor again",
+            )
     elif state is NvmlState.VERSION_MISMATCH:
         yield Problem(
             problem,
@@ -165,9 +169,10 @@ def _failed_alone(machine: Machine, gpus: Sequence[GpuState]) -> Iterator[Proble
     failed = [gpu.state.name for gpu in gpus if gpu.state.outcome is not Outcome.WORKS]
     if failed and working:
         yield Problem(
-            f"{', '.join(failed)}: not even one product was right there, so every case that gets "
-            "it will fail",
-            f"`export {machine.variable}={','.join(working)}` leaves it out",
+            f"{', '.join(failed)}: not even one product was right there, so every case on such a "
+            "GPU will fail",
+            f"see the reason on the GPU's line above; `export {machine.variable}="
+            f"{','.join(working)}` leaves it out",
         )
 
 
@@ -175,11 +180,12 @@ def _pairs(pairs: Sequence[PairState]) -> Iterator[Problem]:
     cured = [pair.state.name for pair in pairs if pair.without_p2p is Outcome.WORKS]
     if cured:
         yield Problem(
-            f"GPUs {', '.join(cured)} give a right sum only with NCCL_P2P_DISABLE=1: they do not "
-            "reach each other's memory, although the driver says so",
+            f"the pairs of GPUs {', '.join(cured)} give a right sum only with NCCL_P2P_DISABLE=1: "
+            "they do not reach each other's memory, although the driver says so",
             "most often the IOMMU or ACS of the PCI Express bridges is in the way: switch them off "
             "in the BIOS or with setpci, or on the kernel's command line (iommu=pt). Until then "
-            "export NCCL_P2P_DISABLE=1. nn.DataParallel copies by the same way: see its line",
+            "export NCCL_P2P_DISABLE=1, which does not change how nn.DataParallel copies: the line "
+            "data_parallel says whether its copies arrive",
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ddp_equivalence.ranks.gpu_room import BYTES_PER_PROCESS, gpu_room
 from ddp_equivalence.ranks.lanes import cuda_devices
+from ddp_equivalence.report.wrapping import plural
 
 
 def process_lines() -> Iterator[str]:
@@ -14,7 +15,8 @@ def process_lines() -> Iterator[str]:
     most_on = {device: room.most_on(device) for device in cuda_devices()}
     for most in sorted(set(most_on.values())):
         which = [device for device, limit in most_on.items() if limit == most]
-        where = "each GPU" if len(which) == len(most_on) else f"CUDA device {', '.join(which)}"
+        devices = f"CUDA {plural(len(which), 'device')} {', '.join(which)}"
+        where = "each GPU" if len(which) == len(most_on) else devices
         mode = ", as its compute mode demands" if room.is_exclusive(which[0]) else ""
         yield (
             f"Processes: at most {most} at once on {where}{mode}; idle ones end when others need "

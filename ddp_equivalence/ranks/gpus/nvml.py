@@ -50,7 +50,7 @@ PROBLEMS = {
 """NVML's error code when it is initialised -> the state and the sentence for it."""
 
 PACKAGE_MISSING = (
-    "NVML was not asked, because nvidia-ml-py is not installed: pip install 'ddp_equivalence[gpu]'"
+    "NVML was not asked, because nvidia-ml-py is not installed: pip install nvidia-ml-py"
 )
 ROCM = "NVML was not asked, because it knows only NVIDIA's GPUs, and this torch is built for ROCm"
 

@@ -66,6 +66,16 @@ def test_a_trial_that_did_not_run_is_uncertain_and_a_lane_that_had_to_run_is_bad
     assert table[f"{missing}, which needs 2 CUDA devices, found 1"] is Style.BAD
 
 
+def test_steps_that_cannot_run_for_one_reason_are_listed_together() -> None:
+    needs = "needs 4 CUDA devices, found 2"
+    not_run = [NotRun(name, "2x2", "nccl", needs) for name in ("a", "b", "c", "d")]
+    table = list(styles(RunResults([record()], not_run)))
+    at = table.index(f"NOT RUN: {needs}:")
+    assert table[at + 1] == "  a, b, c, d"
+    few = list(styles(RunResults([record()], not_run[:3])))
+    assert [row.split()[0] for row in few if row.endswith(needs)] == ["a", "b", "c"]
+
+
 def test_a_run_that_compares_nothing_is_bad() -> None:
     table = styles(RunResults())
     assert table == {"NOTHING was compared with one big batch": Style.BAD}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddp_equivalence.commands.doctor import examination
-from ddp_equivalence.commands.doctor.command import exit_code
+from ddp_equivalence.commands.doctor.command import closing_line, exit_code
 from ddp_equivalence.commands.doctor.examination import Examination
 from ddp_equivalence.commands.doctor.gpu_states import GpuState, PairState
 from ddp_equivalence.commands.doctor.machine import Machine
@@ -93,3 +93,18 @@ def test_what_nobody_could_say_of_the_gpus_is_not_run(lines_of: Any) -> None:
 )
 def test_the_exit_code(outcomes: list[Outcome], code: int) -> None:
     assert exit_code([State("part", outcome, "") for outcome in outcomes]) == code
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "says"),
+    [
+        ([Outcome.WORKS], "1 of 1 part gave right answers (exit code 0)"),
+        ([Outcome.WORKS, Outcome.NOT_RUN], "1 of 2 parts gave right answers; the others could not"),
+        ([Outcome.WORKS, Outcome.FAILED], "1 of 2 parts gave no answer, though they should work"),
+        ([Outcome.WRONG, Outcome.FAILED], "1 of 2 parts gave WRONG answers"),
+    ],
+)
+def test_the_last_line_is_the_result(outcomes: list[Outcome], says: str) -> None:
+    states = [State("part", outcome, "") for outcome in outcomes]
+    assert says in closing_line(states)
+    assert f"(exit code {exit_code(states)})" in closing_line(states)

@@ -31,7 +31,7 @@ def test_a_gpu_for_one_process_has_a_line_of_its_own(monkeypatch: pytest.MonkeyP
     assert lines(monkeypatch, room, "0", "1", "2") == [
         "Processes: at most 1 at once on CUDA device 1, as its compute mode demands; idle ones end "
         "when others need their place",
-        "Processes: at most 34 at once on CUDA device 0, 2; idle ones end when others need their "
+        "Processes: at most 34 at once on CUDA devices 0, 2; idle ones end when others need their "
         "place",
         HELD,
     ]

@@ -95,10 +95,10 @@ def test_an_nvml_that_cannot_start_is_a_problem_in_words(
     assert words in box.problem
 
 
-def test_without_the_package_the_problem_names_the_extra(ask: Any) -> None:
+def test_without_the_package_the_problem_says_how_to_install_it(ask: Any) -> None:
     box = ask(None)
     assert box.nvml is NvmlState.NO_PACKAGE
-    assert "ddp_equivalence[gpu]" in box.problem
+    assert "pip install nvidia-ml-py" in box.problem
 
 
 def test_nvml_is_not_asked_about_rocm(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
