@@ -9,12 +9,31 @@ from ddp_equivalence.diagnosis.causes.uneven_shards_weighted_equally import (
     mean_of_means,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
+from ddp_equivalence.diagnosis.lines_of_reduction import averages, line_of_reduction
+from ddp_equivalence.diagnosis.loss_lines import known, line_of_loss
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 
 def predict(view: View) -> Sequence[Prediction]:
     """The mean of the ranks' means, where the big batch does not weight by examples."""
     return () if is_mean_over_examples(view) else mean_of_means(view)
+
+
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where each rank divides by its own count, and where the means are averaged."""
+    return known(
+        line_of_loss(view, "divides by the rank's own count", True),
+        line_of_reduction(view, lambda seen: f"{seen}: all count equally"),
+    )
+
+
+def fix(view: View) -> str:
+    """Divide by the count of all ranks."""
+    if averages(view):
+        count = view.world_size
+        return f"divide the summed loss by the count of all ranks, and multiply it by {count}."
+    return "divide the summed loss by the count of all ranks, and add the gradients up."
 
 
 HYPOTHESIS = Hypothesis(
@@ -25,5 +44,8 @@ HYPOTHESIS = Hypothesis(
     "size / count",
     predict=predict,
     tell_apart="Give all ranks equal counts: only this difference then goes away.",
+    headline="means over unequal counts weigh equally",
+    lines=lines,
+    fix=fix,
     limits_must_catch=True,
 )
