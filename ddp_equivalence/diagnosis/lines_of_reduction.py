@@ -38,6 +38,11 @@ def ddp_reduces(view: View) -> bool:
     return synchronises and not view.observed.calls.places(Kind.HOOK)
 
 
+def is_unseen(view: View) -> bool:
+    """True if it was not seen what reduces the gradients, such as FSDP or this package."""
+    return not (by_hand(view) or in_hook(view) or ddp_reduces(view))
+
+
 def line_of_reduction(
     view: View, note: Callable[[str], str] = str, is_fault: bool = False, missing: str = ""
 ) -> PointedLine | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import isclose
 
 from ddp_equivalence.diagnosis.indications import LOSS_ROUNDING, common_loss_factor, losses_close
@@ -38,17 +37,28 @@ def losses_before(view: View, backward: Call, rank: int | None = None) -> list[C
 
 
 def line_of_loss(
-    view: View, note: str = "", is_fault: bool = False, missing: str = ""
+    view: View,
+    note: str = "",
+    is_fault: bool = False,
+    missing: str = "",
+    before_backward: bool = False,
 ) -> PointedLine | None:
     """The line at which the loss of the last backward got the value that backward began at.
 
     That is the line of backward itself if no line before it has left this value in a variable.
+    The case's own loss function is never pointed at, because the big batch has its loss from it.
+    ``before_backward``: only a line of the function that calls backward is wanted.
     """
     backward = last_backward(view)
     if backward is None:
         return None
-    for loss in losses_before(view, backward):
-        if _equal(loss.value, backward.value):
+    losses = losses_before(view, backward)
+    equal = [number for number, one in enumerate(losses) if _equal(one.value, backward.value)]
+    made = [losses[number] for number in equal if losses[number].what == losses[equal[-1]].what]
+    for loss in made:
+        if before_backward and _function(loss) != _function(backward):
+            continue
+        if _function(loss) != _of_the_case(view):
             return _pointed(loss, note, is_fault, missing)
     return _pointed(backward, note, is_fault, missing)
 
@@ -60,7 +70,8 @@ def line_of_unscaled_loss(view: View, note: str, is_fault: bool = False) -> Poin
         return None
     made: Call | None = None
     for loss in losses_before(view, backward):
-        if made is None or not loss.what.startswith(SCALING):
+        is_new = made is None or not _equal(made.value, loss.value)
+        if is_new and (made is None or not loss.what.startswith(SCALING)):
             made = loss
         if _equal(loss.value, backward.value):
             break
@@ -84,6 +95,17 @@ def line_that_scales_loss(view: View, factor: float) -> PointedLine | None:
     return None
 
 
+def _function(call: Call) -> tuple[str, str]:
+    line = call.users_line or call.line
+    return (line.file, line.function) if line is not None else ("", "")
+
+
+def _of_the_case(view: View) -> tuple[str, str]:
+    """The file and the name of the case's own loss function; "" if the case names a loss."""
+    code = getattr(view.setting.case.loss, "__code__", None)
+    return (code.co_filename, code.co_name) if code is not None else ("", "")
+
+
 def _is_multiple(value: float | None, of: float | None, factor: float) -> bool:
     if value is None or not of:
         return False
@@ -101,8 +123,3 @@ def _line(call: Call) -> bool:
 def _pointed(call: Call, note: str, is_fault: bool, missing: str = "") -> PointedLine | None:
     line = call.users_line or call.line
     return None if line is None else PointedLine(line, note, is_fault, missing)
-
-
-def known(*lines: PointedLine | None) -> Sequence[PointedLine]:
-    """Those of the lines that are known, each once."""
-    return list({one.line: one for one in lines if one is not None}.values())

@@ -21,12 +21,13 @@ Note = Callable[[CodeLine, float, str], object]
 
 class LossWatch:
     """Tells ``note`` of every scalar with a gradient that a line leaves in a local variable, or
-    returns. Attributes of objects, and entries of lists, are not looked at.
+    returns, once in each function that gets hold of it. Attributes of objects, and entries of
+    lists, are not looked at.
     """
 
     def __init__(self, note: Note) -> None:
         self._note = note
-        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._known: dict[tuple[int, str], tuple[weakref.ref[Tensor], int]] = {}
         self._noted = 0
 
     def after_line(self, line: CodeLine, frame: FrameType, returned: Any) -> None:
@@ -36,10 +37,11 @@ class LossWatch:
                 self._see(line, value)
 
     def _see(self, line: CodeLine, loss: Tensor) -> None:
-        known = self._known.get(id(loss))
+        key = id(loss), line.function
+        known = self._known.get(key)
         if known is not None and known[0]() is loss and known[1] == loss._version:
             return
-        self._known[id(loss)] = weakref.ref(loss), loss._version
+        self._known[key] = weakref.ref(loss), loss._version
         if self._noted >= MOST_LOSSES or loss.grad_fn is None:
             return
         self._noted += 1

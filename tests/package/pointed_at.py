@@ -49,9 +49,8 @@ def judged(step: Any, **changes: Any) -> Verdict:
 def halves(rows: Rows) -> list[Rows]:
     """The rows as two micro-batches."""
     size = len(rows["x"]) // 2
-    return [{name: one[:size] for name, one in rows.items()}] + [
-        {name: one[size:] for name, one in rows.items()}
-    ]
+    first = {name: one[:size] for name, one in rows.items()}
+    return [first, {name: one[size:] for name, one in rows.items()}]
 
 
 def quarters(rows: Rows) -> list[Rows]:

@@ -14,7 +14,8 @@ from ddp_equivalence.diagnosis.hypothesis import (
     WrongFactor,
 )
 from ddp_equivalence.diagnosis.indications import common_loss_factor, losses_close
-from ddp_equivalence.diagnosis.loss_lines import known, line_of_loss
+from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.loss_lines import line_of_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
@@ -58,12 +59,12 @@ def lines(view: View) -> Sequence[PointedLine]:
     """Where the loss of a micro-batch is made, and backward, which adds it up."""
     count = _micro_batches(view)
     missing = f"a division by {count}"
-    loss = line_of_loss(view, "the loss of one micro-batch, not divided", True, missing)
+    loss = line_of_loss(view, "the loss of one micro-batch, not divided", True, missing, True)
     backwards = view.observed.calls.backwards[-1:]
     note = f"adds up {count} micro-batches"
     if loss is not None and backwards and loss.line == backwards[-1].line:
         return [replace(loss, note=f"{note}, not divided")]
-    return known(loss, *(place.pointed(note) for place in backwards))
+    return in_order(view, loss, *(place.pointed(note) for place in backwards))
 
 
 def _micro_batches(view: View) -> int:

@@ -12,13 +12,15 @@ from ddp_equivalence.diagnosis.hypothesis import (
     WrongFactor,
 )
 from ddp_equivalence.diagnosis.indications import every_loss_is_the_big_batch_loss
+from ddp_equivalence.diagnosis.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines_of_reduction import (
     averages,
     by_hand,
+    in_hook,
     line_of_reduction,
     line_that_scales_gradients,
 )
-from ddp_equivalence.diagnosis.loss_lines import known, line_that_scales_loss
+from ddp_equivalence.diagnosis.loss_lines import line_that_scales_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
@@ -57,8 +59,8 @@ def lines(view: View) -> Sequence[PointedLine]:
     gradients = line_that_scales_gradients(view, 1 / count)
     if averages(view) or loss is None or gradients is None:
         again = gradients or loss
-        return known(line_of_reduction(view, is_fault=again is None), again)
-    return known(replace(loss, is_fault=False), line_of_reduction(view), gradients)
+        return in_order(view, line_of_reduction(view, is_fault=again is None), again)
+    return in_order(view, replace(loss, is_fault=False), line_of_reduction(view), gradients)
 
 
 def fix(view: View) -> str:
@@ -70,6 +72,8 @@ def fix(view: View) -> str:
     if averages(view) and (loss or gradients):
         who = "DDP averages" if not by_hand(view) else "ReduceOp.AVG averages"
         return f"do not divide {what} by {count}: {who} over the {count} ranks already."
+    if in_hook(view) and not by_hand(view):
+        return f"divide by {count}, the number of ranks, once in the hook."
     return f"divide by {count}, the number of ranks, once: in the loss or after the reduction."
 
 

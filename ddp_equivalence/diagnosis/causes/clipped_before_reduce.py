@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import ranks_by_number
+from ddp_equivalence.diagnosis.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines_of_reduction import line_of_reduction
-from ddp_equivalence.diagnosis.loss_lines import known
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
@@ -84,7 +84,7 @@ def lines(view: View) -> Sequence[PointedLine]:
             for place in calls.changes(lambda call: not call.in_backward)
             if len({_factor(place, rank) for rank in place.ranks}) > 1
         ]
-    return known(*clips[:1], line_of_reduction(view, is_fault=not clips))
+    return in_order(view, *clips[:1], line_of_reduction(view, is_fault=not clips))
 
 
 def _to(place: Place) -> str:

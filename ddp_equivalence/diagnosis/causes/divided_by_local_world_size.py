@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
+from ddp_equivalence.diagnosis.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines_of_reduction import (
     line_of_reduction,
     line_that_scales,
 )
-from ddp_equivalence.diagnosis.loss_lines import known
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
@@ -48,9 +48,9 @@ def lines(view: View) -> Sequence[PointedLine]:
     """Where the gradients are added up, and where they are divided."""
     divided = line_that_scales(view, 1 / _local_world_size(view))
     if divided is None:
-        return known(line_of_reduction(view, is_fault=True))
+        return in_order(view, line_of_reduction(view, is_fault=True))
     note = f"{divided.note}, the ranks of one node"
-    return known(line_of_reduction(view), replace(divided, note=note))
+    return in_order(view, line_of_reduction(view), replace(divided, note=note))
 
 
 def _local_world_size(view: View) -> int:

@@ -11,11 +11,11 @@ from ddp_equivalence.diagnosis.indications import (
     common_loss_factor,
     losses_close,
 )
+from ddp_equivalence.diagnosis.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines_of_reduction import (
     line_that_scales,
     line_that_scales_gradients,
 )
-from ddp_equivalence.diagnosis.loss_lines import known
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
@@ -70,7 +70,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     note = "leaves scaled gradients; nothing unscales them"
     if backwards and scaling and scaling[0].line == backwards[0].line:
         return [replace(scaling[0], is_fault=True, missing=missing)]
-    return known(*scaling, *(place.pointed(note, True, missing) for place in backwards))
+    return in_order(view, *scaling, *(place.pointed(note, True, missing) for place in backwards))
 
 
 def _scale(view: View) -> float:

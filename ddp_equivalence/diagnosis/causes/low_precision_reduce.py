@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines_of_reduction import line_of_reduction
-from ddp_equivalence.diagnosis.loss_lines import known
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Kind
@@ -80,7 +80,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     hooks = [place.pointed(place.first.what, True) for place in calls.places(Kind.HOOK)]
     if hooks:
         return hooks[-1:]
-    return known(line_of_reduction(view, is_fault=True))
+    return in_order(view, line_of_reduction(view, is_fault=True))
 
 
 def _is_narrow(call: Call, view: View) -> bool:

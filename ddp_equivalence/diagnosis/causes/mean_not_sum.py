@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
+from ddp_equivalence.diagnosis.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines_of_reduction import (
     by_hand,
     in_hook,
+    is_unseen,
     line_of_reduction,
     line_that_scales,
     line_that_scales_gradients,
 )
-from ddp_equivalence.diagnosis.loss_lines import known, line_of_loss
+from ddp_equivalence.diagnosis.loss_lines import line_of_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.view import View
@@ -55,11 +57,11 @@ def lines(view: View) -> Sequence[PointedLine]:
     count = view.world_size
     divided = line_that_scales(view, 1 / count)
     if divided is not None:
-        return known(line_of_reduction(view), divided)
+        return in_order(view, line_of_reduction(view), divided)
     if by_hand(view) or in_hook(view):
-        return known(line_of_loss(view), line_of_reduction(view, is_fault=True))
-    loss = line_of_loss(view, "a sum over examples", True, f"a multiplication by {count}")
-    return known(loss, line_of_reduction(view))
+        return in_order(view, line_of_loss(view), line_of_reduction(view, is_fault=True))
+    loss = line_of_loss(view, "a sum over examples", True, f"a multiplication by {count}", True)
+    return in_order(view, loss, line_of_reduction(view))
 
 
 def fix(view: View) -> str:
@@ -69,6 +71,8 @@ def fix(view: View) -> str:
         return f"do not divide the gradients by {count}: those of a summed loss add up."
     if line_that_scales(view, 1 / count) is not None:
         return f"do not divide the loss by {count}: the gradients of a summed loss add up."
+    if is_unseen(view):
+        return f"add the gradients up, or multiply the loss by {count} where they are averaged."
     if by_hand(view) or in_hook(view):
         return f"add the gradients of the {count} ranks up (ReduceOp.SUM), and do not divide them."
     return f"multiply the summed loss by {count} before backward: DDP averages over {count} ranks."

@@ -71,7 +71,9 @@ def fix(view: View) -> str:
     count = view.world_size
     if view.observed.calls.places(Kind.HOOK):
         return f"let the hook all_reduce its bucket over the {count} ranks, and divide by {count}."
-    return f"after backward, all_reduce each gradient over the {count} ranks, divide by {count}."
+    if not view.observed.by_rank or view.observed.wrappers:
+        return f"let DDP reduce, or all_reduce each gradient yourself, and divide by {count}."
+    return f"after backward all_reduce each gradient over {count} ranks, and divide by {count}."
 
 
 HYPOTHESIS = Hypothesis(

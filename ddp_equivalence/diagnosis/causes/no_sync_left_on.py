@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ddp_equivalence.diagnosis.causes import no_all_reduce
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
 from ddp_equivalence.diagnosis.indications import indication_if
-from ddp_equivalence.diagnosis.loss_lines import known
+from ddp_equivalence.diagnosis.lines_in_order import in_order
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
@@ -34,10 +34,10 @@ def lines(view: View) -> Sequence[PointedLine]:
     off = calls.places(Kind.SYNCHRONISATION, where=lambda call: not call.value)
     switched = [place.pointed("switches synchronisation off", True) for place in off[-1:]]
     backwards = [
-        place.pointed("DDP reduces nothing in it", is_fault=not switched)
+        place.pointed("DDP reduces nothing in this backward", is_fault=not switched)
         for place in calls.backwards[-1:]
     ]
-    return known(*switched, *backwards)
+    return in_order(view, *switched, *backwards)
 
 
 def fix(view: View) -> str:

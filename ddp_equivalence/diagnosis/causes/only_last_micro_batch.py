@@ -8,7 +8,7 @@ import torch
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
 from ddp_equivalence.diagnosis.lines_between_backwards import backward_count, lines_that_clear
-from ddp_equivalence.diagnosis.loss_lines import known
+from ddp_equivalence.diagnosis.lines_in_order import in_order
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
@@ -37,19 +37,21 @@ def lines(view: View) -> Sequence[PointedLine]:
     if cleared:
         note = f"runs between the {count} backwards, and discards what was added up"
         last = [place.pointed(f"backward, {count} times") for place in calls.backwards[-1:]]
-        return known(*last, cleared[0].pointed(note, True))
+        return in_order(view, *last, cleared[0].pointed(note, True))
     called = [
         place.pointed(f"forward, {len(place.calls)} times")
         for place in calls.places(Kind.FORWARD)[-1:]
     ]
     note = f"backward, only {len(calls.backwards[-1].calls)} times" if calls.backwards else ""
     note = note.replace("only 1 times", "only once")
-    return known(*called, *(place.pointed(note, True) for place in calls.backwards[-1:]))
+    return in_order(view, *called, *(place.pointed(note, True) for place in calls.backwards[-1:]))
 
 
 def fix(view: View) -> str:
     """Clear once."""
     count = backward_count(view)
+    if count == 0:
+        return "clear gradients once before the window, and add the micro-batches up."
     if lines_that_clear(view):
         return f"clear gradients once before the window, not between its {count} backwards."
     return "call backward for every micro-batch of the window, not only for the last one."

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ddp_equivalence.diagnosis.causes import no_all_reduce
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
 from ddp_equivalence.diagnosis.indications import indication_if
-from ddp_equivalence.diagnosis.loss_lines import known
+from ddp_equivalence.diagnosis.lines_in_order import in_order
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
@@ -38,7 +38,9 @@ def lines(view: View) -> Sequence[PointedLine]:
         PointedLine(place.first.chosen_at or place.line, "the module itself is called", True)
         for place in direct[:1]
     ]
-    return known(*(place.pointed("the wrapper is made") for place in wrapped[-1:]), *called)
+    return in_order(
+        view, *(place.pointed("the wrapper is made") for place in wrapped[-1:]), *called
+    )
 
 
 def fix(view: View) -> str:

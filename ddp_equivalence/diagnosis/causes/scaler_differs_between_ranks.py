@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import losses_close
+from ddp_equivalence.diagnosis.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines_of_reduction import line_of_reduction
-from ddp_equivalence.diagnosis.loss_lines import known
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
@@ -74,17 +74,18 @@ def lines(view: View) -> Sequence[PointedLine]:
         if (numbers := _by_rank(place, lambda call: call.value))
     ]
     changed = [
-        place.pointed(f"multiplies gradients by {numbers}, by rank", not scaled)
+        place.pointed(f"divides gradients by {numbers}, by rank", not scaled)
         for place in calls.changes()
-        if (numbers := _by_rank(place, _factor))
+        if (numbers := _by_rank(place, _divisor))
     ]
     if scaled or changed:
-        return known(*scaled[-1:], line_of_reduction(view), *changed[-1:])
-    return known(line_of_reduction(view, is_fault=True))
+        return in_order(view, *scaled[-1:], line_of_reduction(view), *changed[-1:])
+    return in_order(view, line_of_reduction(view, is_fault=True))
 
 
-def _factor(call: Call) -> float | None:
-    return None if call.change is None else call.change.factor
+def _divisor(call: Call) -> float | None:
+    factor = None if call.change is None else call.change.factor
+    return 1 / factor if factor else None
 
 
 def _by_rank(place: Place, number: Callable[[Call], float | None]) -> str:

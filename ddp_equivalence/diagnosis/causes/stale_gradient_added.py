@@ -14,7 +14,7 @@ from ddp_equivalence.diagnosis.hypothesis import (
 )
 from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.lines_between_backwards import backward_count
-from ddp_equivalence.diagnosis.loss_lines import known
+from ddp_equivalence.diagnosis.lines_in_order import in_order
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
@@ -63,7 +63,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     clearing = _clears_too_little(view)
     note = "adds to gradients that were there already"
     backwards = (place.pointed(note, not clearing) for place in calls.backwards[:1])
-    return known(*clearing, *backwards)
+    return in_order(view, *clearing, *backwards)
 
 
 def _clears_too_little(view: View) -> list[PointedLine]:

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
+from ddp_equivalence.diagnosis.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines_of_reduction import (
     by_hand,
     ddp_reduces,
     in_hook,
+    is_unseen,
     line_of_reduction,
     line_that_scales,
     line_that_scales_gradients,
 )
-from ddp_equivalence.diagnosis.loss_lines import known
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
@@ -48,17 +49,19 @@ def lines(view: View) -> Sequence[PointedLine]:
     count = view.world_size
     scaled = line_that_scales(view, count)
     if scaled is not None:
-        return known(line_of_reduction(view), scaled)
+        return in_order(view, line_of_reduction(view), scaled)
     again = _reduced_again(view)
     if again:
         return [again[0].pointed(), again[-1].pointed("reduces the same gradients again", True)]
     divided = line_that_scales(view, 1 / count)
     if divided is not None:
-        return known(line_of_reduction(view), replace(divided, is_fault=False))
+        return in_order(view, line_of_reduction(view), replace(divided, is_fault=False))
     missing = f"a division of the gradients by {count}"
     if not by_hand(view):
-        return known(line_of_reduction(view, is_fault=True, missing=missing))
-    return known(line_of_reduction(view, lambda seen: f"{seen}; no line divides", True, missing))
+        return in_order(view, line_of_reduction(view, is_fault=True, missing=missing))
+    return in_order(
+        view, line_of_reduction(view, lambda seen: f"{seen}; no line divides", True, missing)
+    )
 
 
 def _reduced_again(view: View) -> list[Place]:
@@ -78,6 +81,8 @@ def fix(view: View) -> str:
         return f"do not multiply {what} by {count}{why}."
     if _reduced_again(view):
         return f"reduce each gradient once, and divide it by {count}, the number of ranks."
+    if is_unseen(view):
+        return f"divide the gradients by {count}, the ranks, or do not multiply the loss by it."
     where = "in the hook" if in_hook(view) and not by_hand(view) else "after the reduction"
     return f"divide the gradients by {count}, the number of ranks, {where}."
 

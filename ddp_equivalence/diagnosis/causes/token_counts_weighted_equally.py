@@ -9,8 +9,9 @@ from ddp_equivalence.diagnosis.causes.uneven_shards_weighted_equally import (
     mean_of_means,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
-from ddp_equivalence.diagnosis.lines_of_reduction import averages, line_of_reduction
-from ddp_equivalence.diagnosis.loss_lines import known, line_of_loss
+from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines_of_reduction import averages, is_unseen, line_of_reduction
+from ddp_equivalence.diagnosis.loss_lines import line_of_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
@@ -22,7 +23,8 @@ def predict(view: View) -> Sequence[Prediction]:
 
 def lines(view: View) -> Sequence[PointedLine]:
     """Where each rank divides by its own count, and where the means are averaged."""
-    return known(
+    return in_order(
+        view,
         line_of_loss(view, "divides by the rank's own count", True),
         line_of_reduction(view, lambda seen: f"{seen}: all count equally"),
     )
@@ -30,10 +32,13 @@ def lines(view: View) -> Sequence[PointedLine]:
 
 def fix(view: View) -> str:
     """Divide by the count of all ranks."""
+    count = view.world_size
+    summed = "divide the summed loss by the count of all ranks"
+    if is_unseen(view):
+        return f"{summed}; under DDP, multiply it by {count} too."
     if averages(view):
-        count = view.world_size
-        return f"divide the summed loss by the count of all ranks, and multiply it by {count}."
-    return "divide the summed loss by the count of all ranks, and add the gradients up."
+        return f"{summed}, and multiply it by {count}, the number of ranks."
+    return f"{summed}, and add the ranks' gradients up."
 
 
 HYPOTHESIS = Hypothesis(

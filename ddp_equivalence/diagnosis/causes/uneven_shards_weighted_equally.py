@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
-from ddp_equivalence.diagnosis.lines_of_reduction import averages, line_of_reduction
-from ddp_equivalence.diagnosis.loss_lines import known, line_of_loss
+from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines_of_reduction import averages, is_unseen, line_of_reduction
+from ddp_equivalence.diagnosis.loss_lines import line_of_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.view import View
@@ -47,7 +48,8 @@ def lines(view: View) -> Sequence[PointedLine]:
     """Where each rank takes its own mean, and where the means are averaged."""
     counts = _examples_by_rank(view)
     own = f"means over {counts} examples, by rank" if counts else "each rank's own mean"
-    return known(
+    return in_order(
+        view,
         line_of_loss(view, own, True),
         line_of_reduction(view, lambda seen: f"{seen}: all count equally"),
     )
@@ -61,12 +63,13 @@ def _examples_by_rank(view: View) -> str:
 
 def fix(view: View) -> str:
     """Divide by the number of examples on all ranks."""
-    total, count = view.setting.example_count, view.world_size
+    count = view.world_size
+    summed = f"divide the summed loss by all {view.setting.example_count} examples"
+    if is_unseen(view):
+        return f"{summed}; under DDP, multiply it by {count} too."
     if averages(view):
-        return (
-            f"divide the summed loss by {total}, all ranks' examples, and multiply it by {count}."
-        )
-    return f"divide the summed loss by all {total} examples, and add the ranks' gradients up."
+        return f"{summed}, and multiply it by {count}, the number of ranks."
+    return f"{summed}, and add the ranks' gradients up."
 
 
 HYPOTHESIS = Hypothesis(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ddp_equivalence.diagnosis.causes import no_all_reduce
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
 from ddp_equivalence.diagnosis.indications import indication_if
-from ddp_equivalence.diagnosis.loss_lines import known
+from ddp_equivalence.diagnosis.lines_in_order import in_order
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Kind
@@ -31,7 +31,8 @@ def lines(view: View) -> Sequence[PointedLine]:
     calls = view.observed.calls
     freed = {id(call) for seen in view.observed.by_rank.values() for call in _freed(seen)}
     made = calls.places(Kind.WRAP, where=lambda call: id(call) in freed)
-    return known(
+    return in_order(
+        view,
         *(place.pointed("nothing holds this wrapper until backward", True) for place in made[-1:]),
         *(place.pointed("the wrapper is gone here") for place in calls.backwards[-1:]),
     )

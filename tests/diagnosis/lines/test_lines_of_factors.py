@@ -36,27 +36,6 @@ def loss_times_ranks(model: nn.Module, rows: Rows, rank: Rank) -> None:
     scaled.backward()
 
 
-class SumsInAHook:
-    """A trainer whose communication hook adds up and does not divide."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.ddp = DistributedDataParallel(model)
-        self.ddp.register_comm_hook(None, self.hook)
-
-    @staticmethod
-    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        values = bucket.buffer()
-        work = dist.all_reduce(values, async_op=True)  # the fault
-        return work.get_future().then(lambda future: future.value()[0])
-
-    def step(self, rows: Rows) -> None:
-        mean_loss(self.ddp, rows).backward()
-
-
-def summed_in_a_hook(model: nn.Module, rows: Rows, rank: Rank) -> None:
-    SumsInAHook(model).step(rows)
-
-
 def reduced_twice(model: nn.Module, rows: Rows, rank: Rank) -> None:
     mean_loss(model, rows).backward()
     for parameter in model.parameters():
@@ -131,19 +110,6 @@ def divided_by_ranks_of_a_node(model: nn.Module, rows: Rows, rank: Rank) -> None
         parameter.grad.div_(rank.local_world_size)  # the fault
 
 
-def divided_in_a_hook(model: nn.Module, rows: Rows, rank: Rank) -> None:
-    local = rank.local_world_size
-
-    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        values = bucket.buffer().div_(local)
-        work = dist.all_reduce(values, async_op=True)  # the fault
-        return work.get_future().then(lambda future: future.value()[0])
-
-    ddp = DistributedDataParallel(model)
-    ddp.register_comm_hook(None, hook)
-    mean_loss(ddp, rows).backward()
-
-
 def summed_in_the_loss(model: nn.Module, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     difference = ddp(rows["x"]) - rows["y"]
@@ -165,7 +131,6 @@ def summed_in_a_helper(model: nn.Module, rows: Rows, rank: Rank) -> None:
 
 
 SUMMED = {"loss": sum_loss}
-ODD = {"layout": "2x3", "batch": None}
 
 
 @pytest.mark.parametrize(
@@ -173,7 +138,6 @@ ODD = {"layout": "2x3", "batch": None}
     [
         (summed_by_hand, {}, "sum_not_mean", "divide the gradients by 4"),
         (loss_times_ranks, {}, "sum_not_mean", "do not multiply the loss by 4"),
-        (summed_in_a_hook, {}, "sum_not_mean", "in the hook"),
         (reduced_twice, {}, "sum_not_mean", "reduce each gradient once"),
         (gradients_times_ranks, {}, "sum_not_mean", "do not multiply the gradients by 4"),
         (sum_under_ddp, SUMMED, "mean_not_sum", "multiply the summed loss by 4"),
@@ -182,7 +146,6 @@ ODD = {"layout": "2x3", "batch": None}
         (loss_divided_under_ddp, {}, "averaged_twice", "do not divide the loss by 4"),
         (divided_in_backward_and_by_hand, {}, "averaged_twice", "divide by 4"),
         (divided_by_ranks_of_a_node, {}, "divided_by_local_world_size", "not by 2"),
-        (divided_in_a_hook, {}, "divided_by_local_world_size", "divide by 4"),
         (summed_in_the_loss, {}, "local_loss_summed", 'reduction="mean"'),
         (summed_in_a_helper, {}, "local_loss_summed", 'reduction="mean"'),
     ],
