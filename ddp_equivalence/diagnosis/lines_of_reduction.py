@@ -55,7 +55,7 @@ def line_of_reduction(
         seen = f"{len(place.calls)} {_operation(place)}, over {_ranks(place)} ranks"
         return place.pointed(note(seen), is_fault, missing)
     for place in reversed(in_hook(view)):
-        seen = f"the communication hook {place.first.what}".strip()
+        seen = hook_text(place)
         if place.kind is Kind.COLLECTIVE:
             seen = f"{_operation(place)} over {_ranks(place)} ranks, in the communication hook"
         return place.pointed(note(seen), is_fault, missing)
@@ -84,6 +84,11 @@ def averages(view: View) -> bool:
     if by_hand(view):
         return _operation(by_hand(view)[-1]).endswith("AVG")
     return ddp_reduces(view)
+
+
+def hook_text(place: Place) -> str:
+    """What a line does that registers a communication hook."""
+    return f"gives DDP a communication hook, {place.first.what}"
 
 
 def _operation(place: Place) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines_of_reduction import line_of_reduction
+from ddp_equivalence.diagnosis.lines_of_reduction import hook_text, line_of_reduction
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Kind
@@ -77,7 +77,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     ]
     if own:
         return own[-1:]
-    hooks = [place.pointed(place.first.what, True) for place in calls.places(Kind.HOOK)]
+    hooks = [place.pointed(hook_text(place), True) for place in calls.places(Kind.HOOK)]
     if hooks:
         return hooks[-1:]
     return in_order(view, line_of_reduction(view, is_fault=True))
