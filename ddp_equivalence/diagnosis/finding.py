@@ -89,5 +89,7 @@ def finding_of_wrong_collectives(wrong: Sequence[str]) -> Finding:
         unexplained=None,
         accepted=True,
         fits=True,
+        headline="the collectives themselves answer wrongly",
+        fix="repair the backend, not the step: run ddp-equivalence doctor.",
         because="; ".join(wrong[:4]) + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""),
     )

@@ -8,7 +8,9 @@ from dataclasses import replace
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.indications import ranks_by_number
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
+from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.work import Evidence
 
 CAUSE = "collective_not_waited_for"
@@ -29,6 +31,8 @@ CONSEQUENCES = frozenset(
 """Causes that leave the same numbers as a collective whose result comes too late."""
 
 MOST_NAMES = 3
+
+MOST_LINES = 2
 
 
 def against_a_race(evidence: Mapping[int, Evidence], comparison: Comparison) -> Unknown | None:
@@ -61,6 +65,9 @@ def with_race(
         accepted=True,
         fits=True,
         because=seen,
+        headline="a collective is not waited for",
+        fix="call wait() on the handle of this collective before the gradient is read.",
+        lines=_lines(evidence, comparison),
         tell_apart="Wait for every handle: this difference then goes away.",
     )
     if best is not None and CONSEQUENCES.isdisjoint(best.causes):
@@ -76,6 +83,20 @@ def with_race(
 def _seen(evidence: Mapping[int, Evidence], comparison: Comparison) -> str:
     """What was seen of a race on the ranks, as a clause; "" if nothing was."""
     return "; and ".join((*_never_waited_for(evidence, comparison), *_changed_later(evidence)))
+
+
+def _lines(evidence: Mapping[int, Evidence], comparison: Comparison) -> tuple[PointedLine, ...]:
+    """The lines that issued collectives which nobody waited for, each once."""
+    found: dict[CodeLine, str] = {}
+    for one in evidence.values():
+        for missed in one.missed_waits:
+            path, number, function = missed.place
+            if path and missed.elements >= comparison.fewest_exchanged:
+                found.setdefault(CodeLine(path, number, function), missed.op)
+    return tuple(
+        PointedLine(line, f"{op}: the step returned before it was complete", True, "handle.wait()")
+        for line, op in list(found.items())[:MOST_LINES]
+    )
 
 
 def _never_waited_for(evidence: Mapping[int, Evidence], comparison: Comparison) -> Iterator[str]:

@@ -32,4 +32,5 @@ FAULT = Fault(
     sentence="no_sync is off for the second-to-last micro-batch, and on for all others.",
     break_step=reduce_one_too_early,
     strategies=("ddp_accumulation",),
+    own_step="",
 )

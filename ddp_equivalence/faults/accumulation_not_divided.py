@@ -33,4 +33,5 @@ FAULT = Fault(
     break_step=add_undivided_losses,
     why_it_cannot_show=shows_everywhere,
     strategies=("ddp_accumulation",),
+    own_step="",
 )

@@ -34,4 +34,6 @@ FAULT = Fault(
     strategies=("ddp_mean",),
     pairs=(("batch_norm", "mse_mean"), ("batch_norm", "cross_entropy_mean")),
     strategy_differs_anyway=True,
+    own_step="of_batch_norm",
+    acts_at=("forward",),
 )

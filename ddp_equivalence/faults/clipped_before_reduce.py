@@ -43,4 +43,5 @@ FAULT = Fault(
     break_step=clip_before_reducing,
     strategies=("manual_all_reduce_mean",),
     pairs=(("mlp", "mse_mean"), ("conv", "cross_entropy_mean")),
+    own_step="",
 )

@@ -25,4 +25,5 @@ FAULT = Fault(
     strategies=("ddp_mean",),
     pairs=(("mlp", "contrastive"), ("conv", "contrastive")),
     strategy_differs_anyway=True,
+    own_step="",
 )

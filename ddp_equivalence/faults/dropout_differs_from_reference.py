@@ -32,4 +32,6 @@ FAULT = Fault(
     strategies=("ddp_mean",),
     pairs=(("dropout", "mse_mean"), ("dropout", "cross_entropy_mean")),
     strategy_differs_anyway=True,
+    own_step="of_dropout",
+    acts_at=("forward",),
 )

@@ -26,4 +26,5 @@ FAULT = Fault(
     name="every_rank_same_data",
     sentence="Every rank is given the examples of rank 0.",
     break_step=give_examples_of_rank_0,
+    acts_at=("forward",),
 )

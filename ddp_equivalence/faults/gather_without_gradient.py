@@ -36,4 +36,6 @@ FAULT = Fault(
     break_torch=gather_detached,
     strategies=("ddp_gathered",),
     pairs=(("mlp", "contrastive"), ("mlp", "mse_mean"), ("gru_tied", "token_mean")),
+    own_step="gathering",
+    acts_at=("gather",),
 )

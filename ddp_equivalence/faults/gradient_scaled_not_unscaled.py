@@ -35,4 +35,5 @@ FAULT = Fault(
     sentence="GradScaler scales the loss before backward, and nothing unscales the gradient.",
     break_torch=scale_loss,
     why_it_cannot_show=shows_everywhere,
+    acts_at=("backward",),
 )

@@ -40,4 +40,5 @@ FAULT = Fault(
     why_it_cannot_show=shows_everywhere,
     strategies=("ddp_mean",),
     pairs=(("mlp", "mse_mean"), ("conv", "cross_entropy_mean")),
+    acts_at=("loss",),
 )

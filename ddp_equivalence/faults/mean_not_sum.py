@@ -45,4 +45,6 @@ FAULT = Fault(
     strategies=("ddp_sum_hook",),
     pairs=(("mlp", "mse_sum"), ("conv", "cross_entropy_sum"), ("gru_tied", "token_sum")),
     shards=("equal", "uneven"),
+    own_step="by_hand",
+    acts_at=("all_reduce",),
 )

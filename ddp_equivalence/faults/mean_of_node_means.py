@@ -39,4 +39,5 @@ FAULT = Fault(
     sentence="DDP's communication hook averages inside each node and then over the nodes.",
     break_torch=lambda record_firing: ddp_hook(record_firing, average_node_means),
     why_it_cannot_show=why_it_cannot_show,
+    own_step="on_unequal_nodes",
 )

@@ -23,4 +23,5 @@ FAULT = Fault(
     sentence="no_sync is entered when DistributedDataParallel is made, and never left.",
     break_torch=switch_sync_off,
     strategies=("ddp_mean", "ddp_global_mean", "ddp_accumulation"),
+    acts_at=("wrap",),
 )

@@ -26,4 +26,6 @@ FAULT = Fault(
     break_torch=clear_before_forward,
     why_it_cannot_show=shows_everywhere,
     strategies=("ddp_accumulation",),
+    own_step="accumulating",
+    acts_at=("forward",),
 )

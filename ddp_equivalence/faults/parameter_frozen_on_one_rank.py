@@ -26,4 +26,5 @@ FAULT = Fault(
     name="parameter_frozen_on_one_rank",
     sentence="The last rank sets requires_grad of the first parameter to False.",
     break_torch=freeze_on_last_rank,
+    acts_at=("wrap",),
 )

@@ -36,4 +36,5 @@ FAULT = Fault(
     name="parameter_not_reduced",
     sentence="DistributedDataParallel is told to ignore the first parameter.",
     break_torch=ignore_first_parameter,
+    acts_at=("wrap",),
 )

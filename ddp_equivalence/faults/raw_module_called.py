@@ -28,4 +28,5 @@ FAULT = Fault(
     name="raw_module_called",
     sentence="A call of DistributedDataParallel calls the module in it instead.",
     break_torch=call_module,
+    acts_at=("forward",),
 )

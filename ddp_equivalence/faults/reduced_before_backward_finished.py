@@ -38,4 +38,5 @@ FAULT = Fault(
     break_step=reduce_too_early,
     strategies=("manual_all_reduce_mean",),
     pairs=(("mlp", "mse_mean"), ("conv", "cross_entropy_mean")),
+    own_step="",
 )

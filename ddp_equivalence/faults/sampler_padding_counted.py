@@ -43,4 +43,6 @@ FAULT = Fault(
     strategies=("ddp_global_mean",),
     shards=("empty",),
     extra_examples=1,
+    own_step="on_three_ranks",
+    acts_at=("forward",),
 )

@@ -36,4 +36,6 @@ FAULT = Fault(
     break_torch=ignore_zero_grad,
     why_it_cannot_show=shows_everywhere,
     steps=2,
+    own_step="of_two_batches",
+    acts_at=("zero_grad", "backward"),
 )

@@ -17,4 +17,5 @@ FAULT = Fault(
         ("mlp", "two_normalisers"),
         ("mlp", "label_weighted_mean"),
     ),
+    own_step="",
 )

@@ -27,4 +27,5 @@ FAULT = Fault(
     needs_unequal_divisors=True,
     pairs=(("mlp", "mse_mean"), ("conv", "cross_entropy_mean")),
     shards=("uneven", "one_example"),
+    own_step="",
 )

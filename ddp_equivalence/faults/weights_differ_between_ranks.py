@@ -31,4 +31,5 @@ FAULT = Fault(
     name="weights_differ_between_ranks",
     sentence="All ranks but 0 change their weights after DistributedDataParallel was made.",
     break_torch=change_weights,
+    acts_at=("wrap",),
 )

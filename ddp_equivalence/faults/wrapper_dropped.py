@@ -31,4 +31,5 @@ FAULT = Fault(
     name="wrapper_dropped",
     sentence="Each call goes through a new DDP wrapper, which is freed before backward.",
     break_torch=free_wrapper_early,
+    acts_at=("forward",),
 )

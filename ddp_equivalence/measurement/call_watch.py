@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -25,16 +25,24 @@ from ddp_equivalence.measurement.calls import (
     GradientChange,
     Kind,
 )
-from ddp_equivalence.measurement.code_lines import lines_of
-from ddp_equivalence.measurement.collective_contents import contents_of
+from ddp_equivalence.measurement.code_lines import line_that_named, lines_of
+from ddp_equivalence.measurement.collective_contents import contents_of, dtype_of
 from ddp_equivalence.measurement.gradient_watch import GradientWatch, factor_between
-from ddp_equivalence.measurement.line_tracer import Handler, LineTracer
+from ddp_equivalence.measurement.line_tracer import Handler, LineTracer, code_of
+from ddp_equivalence.measurement.loss_watch import LossWatch
+from ddp_equivalence.measurement.synchronisation_watch import SynchronisationWatch
 from ddp_equivalence.ranks import missed_waits
 from ddp_equivalence.ranks.collectives import issued_so_far
 from ddp_equivalence.ranks.missed_waits import Issued
 
 MOST_CALLS = 5_000
 """Later calls are not recorded."""
+
+REGISTERING = (
+    DistributedDataParallel.register_comm_hook,
+    DistributedDataParallel._register_builtin_comm_hook,
+)
+"""The functions that give DDP a communication hook. A planted fault may replace them later."""
 
 
 class CallWatch:
@@ -50,7 +58,9 @@ class CallWatch:
         self._model = model
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._gradients = GradientWatch(model, sample)
-        self._tracer = LineTracer(self._handlers(), self._after_line)
+        self._losses = LossWatch(self._on_loss)
+        self._synchronisation = SynchronisationWatch()
+        self._tracer = LineTracer(self._handlers(), self._after_line, self._losses.after_line)
         self._backwards = 0
         self._in_backward = False
         self._process = os.getpid()
@@ -62,17 +72,17 @@ class CallWatch:
             yield
         self._note_changes(None, by_value=True)
 
-    def forward(self, what: str) -> Callable[[], None]:
-        """The model, or a wrapper around it, begins its forward pass. Call the result at its end.
-
-        ``what``: the class that is called.
-        """
-        self._record(Kind.FORWARD, sys._getframe(1), what=what)
+    def forward(self, module: nn.Module) -> Callable[[], None]:
+        """The model or a wrapper begins its forward pass. Call the result at its end."""
+        frame = sys._getframe(1)
+        chosen_at = line_that_named(module, frame)
+        self._record(Kind.FORWARD, frame, what=type(module).__name__, chosen_at=chosen_at)
         return self._tracer.suspend()  # no gradient changes in a forward pass
 
-    def wrapped(self, what: str, frame: FrameType) -> None:
-        """A wrapper of the class ``what`` was made."""
-        self._record(Kind.WRAP, frame, what=what)
+    def wrapped(self, ddp: DistributedDataParallel, frame: FrameType) -> None:
+        """A wrapper was made."""
+        self._record(Kind.WRAP, frame, what=type(ddp).__name__)
+        self._synchronisation.add(ddp)
 
     @contextmanager
     def backward(self, loss: float | None, own: Mapping[str, Tensor]) -> Iterator[None]:
@@ -108,6 +118,8 @@ class CallWatch:
             if now is None or now.shape != gradient.shape:
                 continue
             added = now if before is None else now - before
+            if not bool(gradient.any()) and not bool(added.any()):
+                continue
             factor = factor_between(gradient, added)
             if factor is None or abs(factor - 1) > 1e-3:
                 changed.setdefault(factor, []).append(name)
@@ -123,17 +135,18 @@ class CallWatch:
             clip_grad.clip_grad_value_: self._on_clip,
             nn.Module.zero_grad: self._on_zero_grad,
             torch.optim.Optimizer.zero_grad: self._on_zero_grad,
-            DistributedDataParallel.no_sync: lambda frame: self._record(Kind.NO_SYNC, frame.f_back),
-            dist.new_group: lambda frame: self._on_new_group(frame),
+            DistributedDataParallel.no_sync: self._on_no_sync,
+            dist.new_group: self._on_new_group,
             torch.random.manual_seed: self._on_seed,
             torch.amp.GradScaler.scale: lambda frame: self._on_scale(Kind.SCALE, frame),
             torch.amp.GradScaler.unscale_: lambda frame: self._on_scale(Kind.UNSCALE, frame),
         }
+        functions |= dict.fromkeys(REGISTERING, self._on_hook)
         for name in dir(torch.optim):
             kind = getattr(torch.optim, name)
             if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
                 functions[kind.step] = self._on_optimizer_step
-        return {_code(function): handler for function, handler in functions.items()}
+        return {code_of(function): handler for function, handler in functions.items()}
 
     def _on_clip(self, frame: FrameType) -> None:
         values = frame.f_locals
@@ -168,8 +181,20 @@ class CallWatch:
         ranks = frame.f_locals.get("ranks") or range(dist.get_world_size())
         self._record(Kind.NEW_GROUP, frame, ranks=tuple(map(int, ranks)))
 
+    def _on_no_sync(self, frame: FrameType) -> None:
+        if len(frame.f_locals) == 1:  # later the generator goes on, with more variables
+            self._record(Kind.NO_SYNC, frame.f_back)
+
     def _on_seed(self, frame: FrameType) -> None:
         self._record(Kind.SEED, frame, value=float(int(frame.f_locals["seed"])))
+
+    def _on_hook(self, frame: FrameType) -> None:
+        hook = frame.f_locals.get("hook", frame.f_locals.get("comm_hook_type"))
+        self._record(Kind.HOOK, frame, what=getattr(hook, "__name__", str(hook)))
+
+    def _on_loss(self, line: CodeLine, value: float, what: str) -> None:
+        if self._is_recorded():
+            self._append(Kind.LOSS, (line, line), value=value, what=what)
 
     def _on_scale(self, kind: Kind, frame: FrameType) -> None:
         scaler = frame.f_locals["self"]
@@ -200,6 +225,7 @@ class CallWatch:
             names=names,
             factor=factor,
             asynchronous=issued.asynchronous,
+            dtype=dtype_of(issued.tensors),
         )
         if contents is Contents.GRADIENTS:
             self._gradients.accept_these(names, pending=True)
@@ -214,14 +240,15 @@ class CallWatch:
         if not self._in_backward and self._is_recorded():
             for change in self._gradients.changes(by_value):
                 self._append_change((line, line), change)
+            for flag in self._synchronisation.changes():
+                self._append(Kind.SYNCHRONISATION, (line, line), value=float(flag))
 
     def _note_changes(self, frame: FrameType | None, by_value: bool) -> None:
         """Note what nobody has noticed after a line: it was done before ``frame`` goes on."""
         if self._in_backward:
             return
         for change in self._gradients.changes(by_value):
-            inexact = GradientChange(change.names, change.factor, change.cleared, exact=False)
-            self._append_change(lines_of(frame), inexact)
+            self._append_change(lines_of(frame), replace(change, exact=False))
 
     def _append_change(
         self, lines: tuple[CodeLine | None, CodeLine | None], change: GradientChange
@@ -230,15 +257,10 @@ class CallWatch:
         last = self.calls[-1] if self.calls else None
         if last is not None and last.change is not None and last.line == lines[0]:
             known = last.change
-            alike = (known.factor, known.cleared, known.exact) == (
-                change.factor,
-                change.cleared,
-                change.exact,
-            )
+            alike = replace(known, names=()) == replace(change, names=())
             if alike and not set(known.names) & set(change.names):
                 self.calls.pop()
-                names = known.names + change.names
-                change = GradientChange(names, change.factor, change.cleared, change.exact)
+                change = replace(change, names=known.names + change.names)
         self._append(Kind.CHANGE, lines, change=change)
 
     def _is_recorded(self) -> bool:
@@ -265,11 +287,6 @@ class CallWatch:
                 **more,
             )
         )
-
-
-def _code(function: Any) -> CodeType:
-    code: CodeType = inspect.unwrap(function).__code__
-    return code
 
 
 def _of_optimizer(optimizer: Any) -> list[Tensor]:

@@ -33,6 +33,9 @@ class Kind(Enum):
     SEED = "seed"
     SCALE = "scale"
     UNSCALE = "unscale"
+    LOSS = "loss"
+    SYNCHRONISATION = "synchronisation"
+    HOOK = "communication hook"
     CHANGE = "change"
 
 
@@ -55,6 +58,7 @@ class CollectiveCall:
     nothing. ``ranks``: of its group, in their order. ``elements``: of all its tensors of
     floating-point numbers. ``names``: the parameters that ``contents`` is about. ``factor``: copies
     are this many times what they are copied from. ``asynchronous``: it returned a handle.
+    ``dtype``: of its first tensor of floating-point numbers, such as ``bfloat16``; "" without one.
     """
 
     op: str
@@ -65,6 +69,7 @@ class CollectiveCall:
     names: tuple[str, ...] = ()
     factor: float = 1.0
     asynchronous: bool = False
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,13 @@ class Call:
     a clip, the seed, or the scale. ``what``: the class of a wrapper or module, the function that
     clipped, or the class of an optimizer. ``names``: the parameters that a clip, a zero_grad or an
     optimizer was given. ``collective`` and ``change``: of calls of these kinds. ``ranks``: of a new
-    group. ``in_backward``: the call was made while a backward pass ran.
+    group. ``in_backward``: the call was made while a backward pass ran. ``chosen_at``: of a forward
+    pass, the line of the user's that named the module; functions that were given it come below.
+
+    A ``LOSS`` is a scalar with a gradient that a line has made: ``value`` is its value, and
+    ``what`` the operation that made it last. A ``SYNCHRONISATION`` is a line after which DDP's flag
+    ``require_backward_grad_sync`` had another ``value``, 0 or 1. A ``HOOK`` is a communication hook
+    that DDP was given; ``what`` is its name.
     """
 
     kind: Kind
@@ -108,3 +119,4 @@ class Call:
     change: GradientChange | None = None
     ranks: tuple[int, ...] = ()
     in_backward: bool = False
+    chosen_at: CodeLine | None = None

@@ -43,3 +43,20 @@ def lines_of(frame: FrameType | None) -> tuple[CodeLine | None, CodeLine | None]
                 return innermost, line
         frame = frame.f_back
     return innermost, None
+
+
+def line_that_named(module: object, frame: FrameType | None) -> CodeLine | None:
+    """The user's line that named a module which is called now.
+
+    A function that was given the module as an argument did not choose it; its caller did.
+    """
+    line: CodeLine | None = None
+    while frame is not None:
+        code = frame.f_code
+        if is_users(code.co_filename):
+            line = CodeLine(code.co_filename, frame.f_lineno, code.co_name)
+            arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            if not any(frame.f_locals.get(name) is module for name in arguments):
+                return line
+        frame = frame.f_back
+    return line

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.measurement.calls import Contents
-from ddp_equivalence.measurement.gradient_watch import matching_segments
+from ddp_equivalence.measurement.gradient_watch import SAME_FACTOR, matching_segments
 from ddp_equivalence.measurement.plain_tensors import NotPlain, plain
 
 MOST_ELEMENTS = 20_000_000
@@ -51,6 +51,12 @@ def contents_of(
     return Contents.OTHER, (), 1.0
 
 
+def dtype_of(tensors: Sequence[Tensor]) -> str:
+    """The type of the first tensor of floating-point numbers; "" if there is none."""
+    dtypes = [str(one.dtype) for one in tensors if one.is_floating_point()]
+    return dtypes[0].removeprefix("torch.") if dtypes else ""
+
+
 def _sharing_memory(tensors: Sequence[Tensor], named: Mapping[str, Tensor]) -> tuple[str, ...]:
     """The names of those that lie in the same memory as one of the tensors."""
     ranges = [_range(tensor) for tensor in tensors if tensor.numel()]
@@ -88,12 +94,14 @@ def _copied(
             continue
     names: list[str] = []
     factors: list[float] = []
+    same = SAME_FACTOR
     for tensor in tensors:
         flat = tensor.detach().to("cpu").reshape(-1).double()
-        for name, factor in matching_segments(flat, values):
+        same = max(same, torch.finfo(tensor.dtype).eps)  # a narrower type has rounded them
+        for name, factor in matching_segments(flat, values, same):
             names.append(name)
             factors.append(factor)
             del values[name]
-    if not names or max(factors) - min(factors) > 1e-3 * abs(max(factors, key=abs)):
+    if not names or max(factors) - min(factors) > same * abs(max(factors, key=abs)):
         return tuple(names), 1.0
     return tuple(names), factors[0]

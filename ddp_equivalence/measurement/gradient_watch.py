@@ -142,17 +142,22 @@ def _done(before: Tensor | None, now: Tensor | None) -> tuple[float | None, bool
     return factor_between(before, now), False
 
 
-def factor_between(before: Tensor, now: Tensor) -> float | None:
-    """The number that ``now`` is ``before`` times; None if it is no multiple of it."""
+def factor_between(before: Tensor, now: Tensor, same: float = SAME_FACTOR) -> float | None:
+    """The number that ``now`` is ``before`` times; None if it is no multiple of it.
+
+    ``same``: how much of it, relative to its norm, may be something else.
+    """
     square = float(before @ before)
     if not square or not bool(torch.isfinite(now).all()):
         return None
     factor = float(now @ before) / square
     rest = float((now - factor * before).norm())
-    return float(f"{factor:.6g}") if rest <= SAME_FACTOR * float(now.norm()) else None
+    return float(f"{factor:.6g}") if rest <= same * float(now.norm()) else None
 
 
-def matching_segments(flat: Tensor, values: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
+def matching_segments(
+    flat: Tensor, values: Mapping[str, Tensor], same: float = SAME_FACTOR
+) -> Iterator[tuple[str, float]]:
     """The tensors that ``flat`` is put together from, one after the other, and their factors.
 
     Stops where no tensor fits. Shapes: all are flat. A tensor of one element is a multiple of every
@@ -162,8 +167,8 @@ def matching_segments(flat: Tensor, values: Mapping[str, Tensor]) -> Iterator[tu
     while at < len(flat) and left:
         for name, value in left.items():
             segment = flat[at : at + len(value)]
-            factor = factor_between(value, segment) if len(segment) == len(value) else None
-            if factor and (len(value) > 1 or abs(factor - last) <= SAME_FACTOR * abs(last)):
+            factor = factor_between(value, segment, same) if len(segment) == len(value) else None
+            if factor and (len(value) > 1 or abs(factor - last) <= same * abs(last)):
                 yield name, factor
                 at, last = at + len(value), factor
                 del left[name]

@@ -6,6 +6,7 @@ Source: docs.python.org/3/library/sys.html, ``sys.settrace``.
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,9 @@ Handler = Callable[[FrameType], object]
 AfterLine = Callable[[CodeLine, bool], object]
 """Gets a line that has run, and whether it may have changed tensors without a new version."""
 
+InFrame = Callable[[CodeLine, FrameType, Any], object]
+"""Gets a line that has run, the frame that it ran in, and what the function returned there."""
+
 WITHOUT_VERSION = (".data", "numpy", "set_(", "memory")
 """Lines with these words may change a tensor in ways that its version does not count."""
 
@@ -31,12 +35,17 @@ class LineTracer:
     """``handlers``: the code of a function -> what to do when it is called.
 
     ``after_line`` is called after each line of the user's code, except in functions that are called
-    while ``paused`` is true.
+    while ``paused`` is true. ``in_frame`` is called then too, but only once the next line of the
+    same function begins, or the function returns.
     """
 
-    def __init__(self, handlers: Mapping[CodeType, Handler], after_line: AfterLine) -> None:
+    def __init__(
+        self, handlers: Mapping[CodeType, Handler], after_line: AfterLine, in_frame: InFrame
+    ) -> None:
         self._handlers = handlers
         self._after_line = after_line
+        self._in_frame = in_frame
+        self._number_in: dict[int, int] = {}  # id of a frame -> its line that runs
         self._line: CodeLine | None = None
         self._is_tracing = False
         self.paused = False
@@ -80,6 +89,8 @@ class LineTracer:
         return self._on_line
 
     def _on_line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event in ("line", "return"):
+            self._look_into(frame, event == "return", argument)
         if event == "line":
             self._finish_line()
             code = frame.f_code
@@ -89,10 +100,25 @@ class LineTracer:
             self._line = _line_of_caller(frame)
         return self._on_line
 
+    def _look_into(self, frame: FrameType, returns: bool, returned: Any) -> None:
+        number = self._number_in.pop(id(frame), None)
+        code = frame.f_code
+        if not returns:
+            self._number_in[id(frame)] = frame.f_lineno
+        if number is not None and not self.paused and code.co_name != "<module>":
+            line = CodeLine(code.co_filename, number, code.co_name)
+            _without_failing(self._in_frame, line, frame, returned)
+
     def _finish_line(self) -> None:
         if self._line is not None and not self.paused:
             line = self._line
             _without_failing(self._after_line, line, _may_hide(line.file, line.number))
+
+
+def code_of(function: Any) -> CodeType:
+    """The code of a function, without what is wrapped around it."""
+    code: CodeType = inspect.unwrap(function).__code__
+    return code
 
 
 def _line_of_caller(frame: FrameType) -> CodeLine | None:

@@ -93,7 +93,7 @@ class Observer:
         @counts_as_torch
         def wrapping(ddp: Any, *arguments: Any, **named: Any) -> None:
             initialise(ddp, *arguments, **named)
-            self._calls.wrapped(type(ddp).__name__, sys._getframe(1))
+            self._calls.wrapped(ddp, sys._getframe(1))
             self._wrappers.append(_WrapperObserver(ddp, self._names, self._calls))
 
         def clipping(parameters: Any, max_norm: float, *arguments: Any, **named: Any) -> Tensor:
@@ -142,7 +142,7 @@ class Observer:
     def _on_forward(self, arguments: tuple[Any, ...]) -> Heard:
         if not torch.is_grad_enabled():
             return None
-        ended = self._calls.forward(type(self._model).__name__)
+        ended = self._calls.forward(self._model)
         self._forwards.append(
             Forward(
                 rows=self._lookup.rows_of(arguments),
@@ -250,7 +250,7 @@ class _WrapperObserver:
         ddp: Any = self._ddp()
         if ddp is None or not torch.is_grad_enabled():
             return None
-        ended = self._calls.forward(type(ddp).__name__)
+        ended = self._calls.forward(ddp)
         self._synchronised.append(bool(ddp.require_backward_grad_sync))
         self._waiting = True
         if sum(parameter.numel() for parameter in ddp.parameters()) <= MOST_BUCKET_ELEMENTS:

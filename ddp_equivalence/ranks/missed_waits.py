@@ -14,6 +14,7 @@ handle to Python. They are not watched: DistributedDataParallel waits for its ow
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ddp_equivalence.ranks.torch_frames import counts_as_torch
-from ddp_equivalence.ranks.users_line import users_line
+from ddp_equivalence.ranks.users_line import users_place
 
 OPS = {
     "allreduce": "all_reduce",
@@ -77,12 +78,14 @@ class MissedWait:
     """A collective that was issued and never waited for.
 
     ``elements``: of all tensors of floating-point numbers that went in. ``line``: the line of the
-    user's code that issued it; "" if no such line is known.
+    user's code that issued it; "" if no such line is known. ``place``: its file, number and
+    function.
     """
 
     op: str
     elements: int
     line: str
+    place: tuple[str, int, str] = ("", 0, "")
 
     def __str__(self) -> str:
         where = f" at {self.line}" if self.line else ""
@@ -100,11 +103,13 @@ class _Handle:
     group: int
     op: str
     arguments: tuple[Any, ...]
-    line: str
+    place: tuple[str, int, str]
 
     @property
     def collective(self) -> MissedWait:
-        return MissedWait(self.op, _elements(self.arguments), self.line)
+        path, number, _ = self.place
+        line = f"{os.path.basename(path)}:{number}" if path else ""
+        return MissedWait(self.op, _elements(self.arguments), line, self.place)
 
 
 @dataclass(eq=False)
@@ -190,8 +195,8 @@ def _issuing(method: Callable[..., Any], op: str) -> Callable[..., Any]:
             _issued.append((work, issued))
         handles = _handles
         if handles is not None and work is not None:
-            line = users_line(sys._getframe(1))
-            handles.append(_Handle(work, id(group), op, (*arguments, *named.values()), line))
+            place = users_place(sys._getframe(1))
+            handles.append(_Handle(work, id(group), op, (*arguments, *named.values()), place))
         return work
 
     return issuing

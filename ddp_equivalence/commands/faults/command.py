@@ -23,8 +23,9 @@ def add(commands: Commands) -> None:
         "faults",
         help="break training in every known way, and see each caught and named",
         description="Plant known faults in real strategies on real ranks, and print which are "
-        "caught and named, and which other checks would have noticed. Exit code 0: all are caught "
-        "and named; 1: some are not; 3: none can show.",
+        "caught and named, which other checks would have noticed, and whether the report on a step "
+        "of one's own points at the right line. Exit code 0: all are caught and named, and all "
+        "lines are right; 1: some are not; 3: none can show.",
     )
     faults.add_argument("names", nargs="*", metavar="NAME", help="plant these faults only")
     faults.add_argument(
@@ -99,29 +100,33 @@ def _print_table(names: Sequence[str], layouts: Sequence[str] | None, every: boo
     Returns the exit code. If it is interrupted, it prints the table of the results so far.
     """
     from ddp_equivalence.commands.faults import table
+    from ddp_equivalence.commands.faults.own_lines import lines_right
     from ddp_equivalence.faults.trials import fault_trials
     from ddp_equivalence.strategies.catalogue import LAYOUTS
 
     trials = fault_trials(names, tuple(layouts or LAYOUTS), every)
     results: list[FaultResult] = []
+    lines: dict[str, bool] = {}
     interrupted = False
     try:
         for result in table.run_fault_trials(trials):
             results.append(result)
             _show_progress(result, len(results), len(trials))
+        lines = lines_right(dict.fromkeys(trial.fault.name for trial in trials))
     except KeyboardInterrupt:
         interrupted = True
     print(file=sys.stderr)
     if interrupted:
         print(f"interrupted: {len(results)} of {len(trials)} planted")
-    for line in table.table_lines(results):
+    for line in table.table_lines(results, lines):
         print(line)
     if interrupted:
         return INTERRUPTED
     if all(result.outcome == "cannot_show" for result in results):
         print("nothing was shown: no fault can show here; plant it on a layout with more ranks")
         return NOT_JUDGED
-    return SAME if all(result.as_expected for result in results) else DIFFERENT
+    as_expected = all(result.as_expected for result in results) and all(lines.values())
+    return SAME if as_expected else DIFFERENT
 
 
 def _show_progress(result: FaultResult, done: int, count: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -91,9 +91,11 @@ def _outcome(fault_trial: FaultTrial, verdict: Verdict, causes: Sequence[str]) -
     return "never_fired" if because is UnknownBecause.PLANTED_FAULT_NEVER_FIRED else "missed"
 
 
-def table_lines(results: Sequence[FaultResult]) -> Iterator[str]:
+def table_lines(results: Sequence[FaultResult], lines: Mapping[str, bool]) -> Iterator[str]:
     """The table, with one row for each fault, and below it the results that are not as expected.
 
+    ``lines``: for each fault that was planted in a step of one's own too, whether the report
+    pointed at the line at which it acts.
     The columns "shows" to "cannot show" count trials. "nearest limits" is the smallest error of a
     caught fault, in multiples of its limit. The last columns count how many of the caught faults
     other checks would have noticed.
@@ -101,21 +103,28 @@ def table_lines(results: Sequence[FaultResult]) -> Iterator[str]:
     names = list(dict.fromkeys(result.fault_trial.fault.name for result in results))
     width = max(map(len, names), default=0) + 2
     checks = "".join(f"{name:>14}" for name in OTHER_CHECKS)
-    yield f"{'':<{width}}{'':>8}{'':>8}{'':>8}{'among':>8}{'cannot':>8}{'nearest':>10}   noticed by"
+    yield (
+        f"{'':<{width}}{'':>8}{'':>8}{'':>8}{'among':>8}{'cannot':>8}{'line':>10}{'nearest':>10}"
+        "   noticed by"
+    )
     yield (
         f"{'planted':<{width}}{'shows':>8}{'caught':>8}{'named':>8}{'rivals':>8}{'show':>8}"
-        f"{'limits':>10}{checks}"
+        f"{'right':>10}{'limits':>10}{checks}"
     )
     for name in names:
         of_fault = [result for result in results if result.fault_trial.fault.name == name]
-        yield _row(name, of_fault, width)
-    yield _row("all", list(results), width)
+        right = {True: "yes", False: "no", None: "-"}[lines.get(name)]
+        yield _row(name, of_fault, width, right)
+    yield _row("all", list(results), width, f"{sum(lines.values())} of {len(lines)}")
     slowest = max((result.seconds for result in results), default=0.0)
     yield f"slowest from the call to the verdict: {slowest:.1f} s"
     yield from _unexpected(results)
+    for name, is_right in lines.items():
+        if not is_right:
+            yield f"LINE NOT RIGHT: {name} in a step of one's own"
 
 
-def _row(title: str, results: Sequence[FaultResult], width: int) -> str:
+def _row(title: str, results: Sequence[FaultResult], width: int, line_right: str) -> str:
     shown = [result for result in results if result.outcome != "cannot_show"]
     caught = [result for result in shown if result.outcome in ("named", "among", "misnamed")]
     named, among, cannot_show = (
@@ -129,7 +138,7 @@ def _row(title: str, results: Sequence[FaultResult], width: int) -> str:
     )
     return (
         f"{title:<{width}}{len(shown):>8}{len(caught):>8}{named:>8}{among:>8}"
-        f"{cannot_show:>8}{nearest:>10.1e}{noticed}"
+        f"{cannot_show:>8}{line_right:>10}{nearest:>10.1e}{noticed}"
     )
 
 

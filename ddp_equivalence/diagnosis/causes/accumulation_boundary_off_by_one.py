@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.lines_between_backwards import backward_count, lines_that_clear
+from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines_of_reduction import by_hand
+from ddp_equivalence.diagnosis.number_text import count_text
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Kind
 
 
 def predict(view: View) -> Sequence[Prediction]:
@@ -60,6 +66,48 @@ def indication(view: View) -> Indication | None:
     return None
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where the window ends too early, and the last backward, which is left out."""
+    calls = view.observed.calls
+    count = backward_count(view)
+    last = [place.pointed(f"backward {count} of {count}") for place in calls.backwards[-1:]]
+    cleared = lines_that_clear(view)
+    if cleared:
+        return in_order(view, cleared[-1].pointed("discards what was added up before", True), *last)
+    early = [place for place in by_hand(view) if place.first.backwards < _begun(view)]
+    if early:
+        late = _begun(view) - early[0].first.backwards
+        note = f"reduces before the last {count_text(late, 'backward')} of {count}"
+        return in_order(view, early[0].pointed(note, True), *last)
+    off = calls.places(Kind.SYNCHRONISATION, where=lambda call: not call.value)
+    switched = [place.pointed("switches synchronisation off", True) for place in off[-1:]]
+    note = "DDP does not reduce in the last backward"
+    return in_order(
+        view,
+        *switched,
+        *(place.pointed(note, is_fault=not switched) for place in calls.backwards[-1:]),
+    )
+
+
+def _begun(view: View) -> int:
+    """How many backwards had begun, on the lowest rank, when the step was over."""
+    calls = view.observed.calls
+    of_rank = calls.of(min(calls.by_rank, default=0))
+    return max((call.backwards + 1 for call in of_rank if call.kind is Kind.BACKWARD), default=0)
+
+
+def fix(view: View) -> str:
+    """Reduce after the last micro-batch."""
+    count = backward_count(view)
+    if lines_that_clear(view):
+        return f"clear gradients once before the window, not between its {count} backwards."
+    if by_hand(view) or count < 2:
+        if count < 2:
+            return "reduce the gradients after the last micro-batch of the window, and only then."
+        return f"reduce the gradients once, after backward {count} of {count}."
+    return f"run only the first {count - 1} of the {count} forward passes under no_sync."
+
+
 HYPOTHESIS = Hypothesis(
     name="accumulation_boundary_off_by_one",
     sentence="Gradients were reduced after another micro-batch than the last one of the "
@@ -69,4 +117,7 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     indication=indication,
     tell_apart="Use at least two micro-batches with different examples.",
+    headline="the reduction misses a micro-batch",
+    lines=lines,
+    fix=fix,
 )

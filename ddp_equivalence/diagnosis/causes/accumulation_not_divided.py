@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,6 +14,9 @@ from ddp_equivalence.diagnosis.hypothesis import (
     WrongFactor,
 )
 from ddp_equivalence.diagnosis.indications import common_loss_factor, losses_close
+from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.loss_lines import line_of_loss
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 SURELY_DIVIDED = 0.9
@@ -51,6 +55,27 @@ def indication(view: View) -> Indication | None:
     return None
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where the loss of a micro-batch is made, and backward, which adds it up."""
+    count = _micro_batches(view)
+    missing = f"a division by {count}"
+    loss = line_of_loss(view, "the loss of one micro-batch, not divided", True, missing, True)
+    backwards = view.observed.calls.backwards[-1:]
+    note = f"adds up {count} micro-batches"
+    if loss is not None and backwards and loss.line == backwards[-1].line:
+        return [replace(loss, note=f"{note}, not divided")]
+    return in_order(view, loss, *(place.pointed(note) for place in backwards))
+
+
+def _micro_batches(view: View) -> int:
+    return max((len(of_rank) for of_rank in view.parts.by_rank or ()), default=1)
+
+
+def fix(view: View) -> str:
+    """Divide the loss of each micro-batch."""
+    return f"divide each loss by {_micro_batches(view)}, the number of micro-batches."
+
+
 HYPOTHESIS = Hypothesis(
     name="accumulation_not_divided",
     sentence="The losses of the micro-batches were added up, not divided by their number.",
@@ -59,4 +84,7 @@ HYPOTHESIS = Hypothesis(
     factors=factors,
     indication=indication,
     tell_apart="Use another number of micro-batches, not a multiple of the number of ranks.",
+    headline="micro-batch losses are added, not divided",
+    lines=lines,
+    fix=fix,
 )

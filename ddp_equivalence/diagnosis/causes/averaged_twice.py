@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ddp_equivalence.diagnosis.hypothesis import (
     Hypothesis,
@@ -11,6 +12,16 @@ from ddp_equivalence.diagnosis.hypothesis import (
     WrongFactor,
 )
 from ddp_equivalence.diagnosis.indications import every_loss_is_the_big_batch_loss
+from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines_of_reduction import (
+    averages,
+    by_hand,
+    in_hook,
+    line_of_reduction,
+    line_that_scales_gradients,
+)
+from ddp_equivalence.diagnosis.loss_lines import line_that_scales_loss
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -41,6 +52,31 @@ def indication(view: View) -> Indication | None:
     return None
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where the gradients are averaged, and where they or the loss are divided once more."""
+    count = view.world_size
+    loss = line_that_scales_loss(view, 1 / count)
+    gradients = line_that_scales_gradients(view, 1 / count)
+    if averages(view) or loss is None or gradients is None:
+        again = gradients or loss
+        return in_order(view, line_of_reduction(view, is_fault=again is None), again)
+    return in_order(view, replace(loss, is_fault=False), line_of_reduction(view), gradients)
+
+
+def fix(view: View) -> str:
+    """Divide once."""
+    count = view.world_size
+    loss = line_that_scales_loss(view, 1 / count)
+    gradients = line_that_scales_gradients(view, 1 / count)
+    what = "the gradients" if gradients is not None else "the loss"
+    if averages(view) and (loss or gradients):
+        who = "DDP averages" if not by_hand(view) else "ReduceOp.AVG averages"
+        return f"do not divide {what} by {count}: {who} over the {count} ranks already."
+    if in_hook(view) and not by_hand(view):
+        return f"divide by {count}, the number of ranks, once in the hook."
+    return f"divide by {count}, the number of ranks, once: in the loss or after the reduction."
+
+
 HYPOTHESIS = Hypothesis(
     name="averaged_twice",
     sentence="Gradients were divided by the number of ranks twice.",
@@ -49,5 +85,8 @@ HYPOTHESIS = Hypothesis(
     factors=factors,
     indication=indication,
     tell_apart="Use another world size: no other cause has a factor that changes with it.",
+    headline="gradients are averaged over ranks twice",
+    lines=lines,
+    fix=fix,
     limits_must_catch=True,
 )

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import ranks_by_number
+from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines_of_reduction import line_of_reduction
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Kind
 
 EQUAL = 1e-3
 """Factors and norms whose relative difference is smaller are equal."""
@@ -66,6 +71,37 @@ def indication(view: View) -> Indication | None:
     return Indication(True, f"clip_grad_norm_ was called with max_norm {max_norms[0]:g}")
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where gradients are clipped, and where they are reduced afterwards."""
+    calls = view.observed.calls
+    clips = [
+        place.pointed(f"clips each rank's own gradients{_to(place)}", True)
+        for place in calls.places(Kind.CLIP)
+    ]
+    if not clips:  # by hand: the same line multiplies by another number on another rank
+        clips = [
+            place.pointed("scales each rank's gradients by a number of its own", True)
+            for place in calls.changes(lambda call: not call.in_backward)
+            if len({_factor(place, rank) for rank in place.ranks}) > 1
+        ]
+    return in_order(view, *clips[:1], line_of_reduction(view, is_fault=not clips))
+
+
+def _to(place: Place) -> str:
+    value = place.first.value
+    return "" if value is None else f" to {value:.3g}"
+
+
+def _factor(place: Place, rank: int) -> float | None:
+    change = place.by_rank[rank][0].change
+    return None if change is None or change.cleared else change.factor
+
+
+def fix(view: View) -> str:
+    """Clip after the reduction."""
+    return f"clip after the gradients of all {view.world_size} ranks are reduced, not before."
+
+
 HYPOTHESIS = Hypothesis(
     name="clipped_before_reduce",
     sentence="Each rank clipped the norm of its own gradient, and the clipped gradients were "
@@ -74,4 +110,7 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     indication=indication,
     tell_apart="Use a max_norm that only some ranks' gradients exceed.",
+    headline="each rank clips before the reduction",
+    lines=lines,
+    fix=fix,
 )

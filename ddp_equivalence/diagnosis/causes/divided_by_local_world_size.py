@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
+from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines_of_reduction import (
+    line_of_reduction,
+    line_that_scales,
+)
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -37,6 +44,27 @@ def factors(view: View) -> Sequence[WrongFactor]:
     return (WrongFactor(view.world_size / sizes.pop(), "all ranks over the ranks of a node"),)
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where the gradients are added up, and where they are divided."""
+    divided = line_that_scales(view, 1 / _local_world_size(view))
+    if divided is None:
+        return in_order(view, line_of_reduction(view, is_fault=True))
+    note = f"{divided.note}, the ranks of one node"
+    return in_order(view, line_of_reduction(view), replace(divided, note=note))
+
+
+def _local_world_size(view: View) -> int:
+    """The number of ranks on the node of the lowest rank that was observed."""
+    rank = min(view.observed.by_rank, default=0)
+    return view.setting.layout.rows[rank].local_world_size
+
+
+def fix(view: View) -> str:
+    """Divide by the number of all ranks."""
+    local, count = _local_world_size(view), view.world_size
+    return f"divide by {count}, dist.get_world_size(), not by {local}, the ranks of one node."
+
+
 HYPOTHESIS = Hypothesis(
     name="divided_by_local_world_size",
     sentence="Gradients were added over all ranks and divided by the number of ranks on one node.",
@@ -46,4 +74,7 @@ HYPOTHESIS = Hypothesis(
     factors=factors,
     tell_apart="Use nodes with several ranks, such as 2x4, where the numbers of nodes, of ranks on "
     "a node and of all ranks differ.",
+    headline="gradients are divided by local world size",
+    lines=lines,
+    fix=fix,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, WrongFactor
 from ddp_equivalence.diagnosis.indications import (
@@ -10,7 +11,14 @@ from ddp_equivalence.diagnosis.indications import (
     common_loss_factor,
     losses_close,
 )
+from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines_of_reduction import (
+    line_that_scales,
+    line_that_scales_gradients,
+)
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Kind
 
 SMALLEST_SCALE_POWER = 3
 LARGEST_SCALE_POWER = 32
@@ -44,6 +52,43 @@ def indication(view: View) -> Indication | None:
     return None
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where the loss is scaled, and after which line the gradients should be unscaled."""
+    calls = view.observed.calls
+    scale = _scale(view)
+    scaling = [
+        place.pointed(f"scales the loss by {place.first.value:.6g}")
+        for place in calls.places(Kind.SCALE)[-1:]
+    ]
+    scaled = line_that_scales(view, scale) if scale else None
+    if not scaling and scaled is not None:
+        if scale < 1 or line_that_scales_gradients(view, scale) is not None:
+            return [scaled]
+        scaling = [replace(scaled, is_fault=False)]
+    missing = "scaler.unscale_(optimizer)" if calls.places(Kind.SCALE) else "a division by it"
+    backwards = calls.backwards[-1:]
+    note = "leaves scaled gradients; nothing unscales them"
+    if backwards and scaling and scaling[0].line == backwards[0].line:
+        return [replace(scaling[0], is_fault=True, missing=missing)]
+    return in_order(view, *scaling, *(place.pointed(note, True, missing) for place in backwards))
+
+
+def _scale(view: View) -> float:
+    """The number that all gradients are multiplied by; 0 if it is not known."""
+    return view.measured.factor or 0.0
+
+
+def fix(view: View) -> str:
+    """Remove the scale."""
+    scale = _scale(view)
+    if 0 < scale < 1:
+        return f"do not divide by {1 / scale:.6g}: nothing was multiplied by it."
+    number = f"{scale:.6g}" if scale else "the scale"
+    if view.observed.calls.places(Kind.SCALE):
+        return f"unscale the gradients (scaler.unscale_) after backward: divide them by {number}."
+    return f"divide the gradients by {number}, the loss scale, after backward."
+
+
 HYPOTHESIS = Hypothesis(
     name="gradient_scaled_not_unscaled",
     sentence="The loss was multiplied by a loss scale, and the gradient was not divided by it.",
@@ -52,4 +97,7 @@ HYPOTHESIS = Hypothesis(
     factors=factors,
     indication=indication,
     tell_apart="Use another loss scale: no other cause has a factor that changes with it.",
+    headline="the gradients keep a loss scale",
+    lines=lines,
+    fix=fix,
 )

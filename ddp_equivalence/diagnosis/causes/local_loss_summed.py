@@ -6,6 +6,10 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, WrongFactor
 from ddp_equivalence.diagnosis.indications import losses_close, losses_of_backwards
+from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines_of_reduction import line_of_reduction
+from ddp_equivalence.diagnosis.loss_lines import line_of_unscaled_loss
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -32,6 +36,18 @@ def indication(view: View) -> Indication | None:
     return None
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where the loss is made, and where its gradients are reduced."""
+    factor = view.measured.factor
+    note = "a sum, not a mean" + (f": {factor:.6g} times too large" if factor else "")
+    return in_order(view, line_of_unscaled_loss(view, note, True), line_of_reduction(view))
+
+
+def fix(view: View) -> str:
+    """Take the mean."""
+    return 'take the mean over the rank\'s own examples: reduction="mean", not "sum".'
+
+
 HYPOTHESIS = Hypothesis(
     name="local_loss_summed",
     sentence="Each rank's loss is the sum over its own examples; the big batch's is their mean.",
@@ -39,4 +55,7 @@ HYPOTHESIS = Hypothesis(
     factors=factors,
     indication=indication,
     tell_apart="Use another number of examples: no other cause has a factor that changes with it.",
+    headline="the loss is summed, not averaged",
+    lines=lines,
+    fix=fix,
 )

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines_of_reduction import hook_text, line_of_reduction
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Call, Kind
 
 NARROWER = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -61,6 +65,39 @@ def indication(view: View) -> Indication | None:
     return Indication(True, f"a reduction ran in {', '.join(narrow)}") if narrow else None
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where gradients are reduced in a narrower type, or the hook that does so."""
+    calls = view.observed.calls
+    backwards = {place.line for place in calls.backwards}
+    narrow = calls.places(Kind.COLLECTIVE, where=lambda call: _is_narrow(call, view))
+    own = [
+        place.pointed(f"reduces in {place.first.collective.dtype}", True)
+        for place in narrow
+        if place.first.collective is not None and place.line not in backwards
+    ]
+    if own:
+        return own[-1:]
+    hooks = [place.pointed(hook_text(place), True) for place in calls.places(Kind.HOOK)]
+    if hooks:
+        return hooks[-1:]
+    return in_order(view, line_of_reduction(view, is_fault=True))
+
+
+def _is_narrow(call: Call, view: View) -> bool:
+    """True if the call reduced more than one element in a narrower type than the gradients'."""
+    collective = call.collective
+    if collective is None or not collective.reduce_op or collective.elements < 2:
+        return False
+    dtype = getattr(torch, collective.dtype, None)
+    return dtype is not None and torch.finfo(dtype).eps > torch.finfo(view.setting.dtype).eps
+
+
+def fix(view: View) -> str:
+    """Reduce in the type of the gradients."""
+    dtype = str(view.setting.dtype).removeprefix("torch.")
+    return f"reduce the gradients in {dtype}, their own type."
+
+
 HYPOTHESIS = Hypothesis(
     name="low_precision_reduce",
     sentence="Gradients were reduced in a narrower type than their own: the error is spread over "
@@ -70,4 +107,7 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     indication=indication,
     tell_apart="Run the case in the narrower type: this difference then goes away.",
+    headline="gradients are reduced in lower precision",
+    lines=lines,
+    fix=fix,
 )

@@ -5,6 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
+from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines_of_reduction import (
+    by_hand,
+    in_hook,
+    is_unseen,
+    line_of_reduction,
+    line_that_scales,
+    line_that_scales_gradients,
+)
+from ddp_equivalence.diagnosis.loss_lines import line_of_loss
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.view import View
 
@@ -41,6 +52,32 @@ def factors(view: View) -> Sequence[WrongFactor]:
     return (WrongFactor(1 / view.world_size, f"divided by {view.world_size}, the number of ranks"),)
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where the loss is summed, and where the gradients are averaged."""
+    count = view.world_size
+    divided = line_that_scales(view, 1 / count)
+    if divided is not None:
+        return in_order(view, line_of_reduction(view), divided)
+    if by_hand(view) or in_hook(view):
+        return in_order(view, line_of_loss(view), line_of_reduction(view, is_fault=True))
+    loss = line_of_loss(view, "a sum over examples", True, f"a multiplication by {count}", True)
+    return in_order(view, loss, line_of_reduction(view))
+
+
+def fix(view: View) -> str:
+    """Add the gradients up, or undo the average."""
+    count = view.world_size
+    if line_that_scales_gradients(view, 1 / count) is not None:
+        return f"do not divide the gradients by {count}: those of a summed loss add up."
+    if line_that_scales(view, 1 / count) is not None:
+        return f"do not divide the loss by {count}: the gradients of a summed loss add up."
+    if is_unseen(view):
+        return f"add the gradients up, or multiply the loss by {count} where they are averaged."
+    if by_hand(view) or in_hook(view):
+        return f"add the gradients of the {count} ranks up (ReduceOp.SUM), and do not divide them."
+    return f"multiply the summed loss by {count} before backward: DDP averages over {count} ranks."
+
+
 HYPOTHESIS = Hypothesis(
     name="mean_not_sum",
     sentence="The loss is a sum over examples, and the gradients were averaged over the ranks.",
@@ -48,5 +85,8 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     factors=factors,
     tell_apart="Use another world size: no other cause has a factor that changes with it.",
+    headline="a summed loss is averaged over ranks",
+    lines=lines,
+    fix=fix,
     limits_must_catch=True,
 )

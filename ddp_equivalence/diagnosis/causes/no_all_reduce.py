@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Kind
 
 TELL_APART = (
     "Gradients alone cannot decide: look at what was called, with which flags, and which "
@@ -49,6 +51,31 @@ def indication(view: View) -> Indication | None:
     return None
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """The hook that reduces nothing, or the last backward, after which nothing is reduced."""
+    calls = view.observed.calls
+    hooks = calls.places(Kind.HOOK)
+    if hooks:
+        return [hooks[-1].pointed("no collective was seen in this hook", True)]
+    missing = f"an all_reduce of every gradient over {view.world_size} ranks"
+    note = "no collective reduces its gradients"
+    return [
+        place.pointed(note, True, missing)
+        for place in calls.backwards[-1:]
+        if not calls.reductions and not view.observed.wrappers
+    ]
+
+
+def fix(view: View) -> str:
+    """Reduce the gradients."""
+    count = view.world_size
+    if view.observed.calls.places(Kind.HOOK):
+        return f"let the hook all_reduce its bucket over the {count} ranks, and divide by {count}."
+    if not view.observed.by_rank or view.observed.wrappers:
+        return f"let DDP reduce, or all_reduce each gradient yourself, and divide by {count}."
+    return f"after backward all_reduce each gradient over {count} ranks, and divide by {count}."
+
+
 HYPOTHESIS = Hypothesis(
     name="no_all_reduce",
     sentence="Nothing was reduced: every rank holds the gradient of its own shard.",
@@ -57,5 +84,8 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     indication=indication,
     tell_apart=TELL_APART,
+    headline="gradients are never reduced",
+    lines=lines,
+    fix=fix,
     limits_must_catch=True,
 )

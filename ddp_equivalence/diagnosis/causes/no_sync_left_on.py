@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ddp_equivalence.diagnosis.causes import no_all_reduce
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
 from ddp_equivalence.diagnosis.indications import indication_if
+from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Kind
 
 
 def indication(view: View) -> Indication | None:
@@ -23,6 +28,26 @@ def indication(view: View) -> Indication | None:
     )
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where synchronisation is switched off, and the last backward, which should reduce."""
+    calls = view.observed.calls
+    off = calls.places(Kind.SYNCHRONISATION, where=lambda call: not call.value)
+    switched = [place.pointed("switches synchronisation off", True) for place in off[-1:]]
+    backwards = [
+        place.pointed("DDP reduces nothing in this backward", is_fault=not switched)
+        for place in calls.backwards[-1:]
+    ]
+    return in_order(view, *switched, *backwards)
+
+
+def fix(view: View) -> str:
+    """Leave no_sync before the last forward pass."""
+    passes = max((len(one.synchronised) for one in view.observed.wrappers), default=1)
+    if passes > 1:
+        return f"run the last of the {passes} forward passes outside no_sync."
+    return "run the forward pass outside no_sync, with require_backward_grad_sync on."
+
+
 HYPOTHESIS = Hypothesis(
     name="no_sync_left_on",
     sentence="DistributedDataParallel was told not to synchronise in any forward pass, so nothing "
@@ -32,4 +57,7 @@ HYPOTHESIS = Hypothesis(
     predict=no_all_reduce.predict,
     indication=indication,
     tell_apart=no_all_reduce.TELL_APART,
+    headline="synchronisation stays off in every forward",
+    lines=lines,
+    fix=fix,
 )

@@ -7,7 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
+from ddp_equivalence.diagnosis.lines_between_backwards import backward_count, lines_that_clear
+from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Kind
 
 
 def predict(view: View) -> Sequence[Prediction]:
@@ -25,10 +29,41 @@ def predict(view: View) -> Sequence[Prediction]:
     return tuple(Prediction(view.on_every_rank(mean), detail) for mean, detail in last)
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where gradients are cleared between two micro-batches."""
+    calls = view.observed.calls
+    count = backward_count(view)
+    cleared = lines_that_clear(view)
+    if cleared:
+        note = f"runs between the {count} backwards, and discards what was added up"
+        last = [place.pointed(f"backward, {count} times") for place in calls.backwards[-1:]]
+        return in_order(view, *last, cleared[0].pointed(note, True))
+    called = [
+        place.pointed(f"forward, {len(place.calls)} times")
+        for place in calls.places(Kind.FORWARD)[-1:]
+    ]
+    note = f"backward, only {len(calls.backwards[-1].calls)} times" if calls.backwards else ""
+    note = note.replace("only 1 times", "only once")
+    return in_order(view, *called, *(place.pointed(note, True) for place in calls.backwards[-1:]))
+
+
+def fix(view: View) -> str:
+    """Clear once."""
+    count = backward_count(view)
+    if count == 0:
+        return "clear gradients once before the window, and add the micro-batches up."
+    if lines_that_clear(view):
+        return f"clear gradients once before the window, not between its {count} backwards."
+    return "call backward for every micro-batch of the window, not only for the last one."
+
+
 HYPOTHESIS = Hypothesis(
     name="only_last_micro_batch",
     sentence="Only the last micro-batch of the accumulation window is in the gradient.",
     look_at="zero_grad inside the loop over micro-batches, or a gradient that is set, not added to",
     predict=predict,
     tell_apart="Use at least two micro-batches with different examples.",
+    headline="only the last micro-batch counts",
+    lines=lines,
+    fix=fix,
 )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ddp_equivalence.diagnosis.causes import no_all_reduce
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
 from ddp_equivalence.diagnosis.indications import indication_if
+from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Kind
 
 
 def indication(view: View) -> Indication | None:
@@ -23,6 +28,26 @@ def indication(view: View) -> Indication | None:
     )
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where the model is wrapped, and where it is called without the wrapper."""
+    calls = view.observed.calls
+    wrapped = calls.places(Kind.WRAP)
+    wrappers = {place.first.what for place in wrapped}
+    direct = calls.places(Kind.FORWARD, where=lambda call: call.what not in wrappers)
+    called = [
+        PointedLine(place.first.chosen_at or place.line, "the module itself is called", True)
+        for place in direct[:1]
+    ]
+    return in_order(
+        view, *(place.pointed("the wrapper is made") for place in wrapped[-1:]), *called
+    )
+
+
+def fix(view: View) -> str:
+    """Call the wrapper."""
+    return "call the DistributedDataParallel in the forward pass, not the module that it wraps."
+
+
 HYPOTHESIS = Hypothesis(
     name="raw_module_called",
     sentence="The model was called directly, not through its DistributedDataParallel, whose hooks "
@@ -31,4 +56,7 @@ HYPOTHESIS = Hypothesis(
     predict=no_all_reduce.predict,
     indication=indication,
     tell_apart=no_all_reduce.TELL_APART,
+    headline="the module is called, not its wrapper",
+    lines=lines,
+    fix=fix,
 )

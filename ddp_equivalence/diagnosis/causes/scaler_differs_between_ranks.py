@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import losses_close
+from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines_of_reduction import line_of_reduction
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Call, Kind
 
 EQUAL = 1e-2
 """Scales whose relative difference is smaller are equal."""
 
 NO_WEIGHT = 1e-9
 """A weight that is smaller than this, relative to the largest, counts as zero."""
+
+MOST_NUMBERS = 6
+"""The scales of more ranks are not listed."""
 
 
 def predict(view: View) -> Sequence[Prediction]:
@@ -57,6 +65,44 @@ def indication(view: View) -> Indication | None:
     return Indication(True, because)
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where each rank scales, and where it unscales, if this was seen."""
+    calls = view.observed.calls
+    scaled = [
+        place.pointed(f"scales by {numbers}, by rank", True)
+        for place in calls.places(Kind.SCALE)
+        if (numbers := _by_rank(place, lambda call: call.value))
+    ]
+    changed = [
+        place.pointed(f"divides gradients by {numbers}, by rank", not scaled)
+        for place in calls.changes()
+        if (numbers := _by_rank(place, _divisor))
+    ]
+    if scaled or changed:
+        return in_order(view, *scaled[-1:], line_of_reduction(view), *changed[-1:])
+    return in_order(view, line_of_reduction(view, is_fault=True))
+
+
+def _divisor(call: Call) -> float | None:
+    factor = None if call.change is None else call.change.factor
+    return 1 / factor if factor else None
+
+
+def _by_rank(place: Place, number: Callable[[Call], float | None]) -> str:
+    """The numbers of all ranks' first calls, as text; "" if they are equal or not known."""
+    numbers = [number(place.by_rank[rank][0]) for rank in place.ranks]
+    if None in numbers or all(losses_close(one or 0.0, numbers[0] or 0.0) for one in numbers):
+        return ""
+    shown = [f"{one:.4g}" for one in numbers[:MOST_NUMBERS] if one is not None]
+    return ", ".join(shown) + (", ..." if len(numbers) > MOST_NUMBERS else "")
+
+
+def fix(view: View) -> str:
+    """Use one scale."""
+    count = view.world_size
+    return f"give all {count} ranks one scale: reduce it, or its input, before it is used."
+
+
 HYPOTHESIS = Hypothesis(
     name="scaler_differs_between_ranks",
     sentence="Each rank scaled its loss and unscaled the reduced gradient with a scale of its own.",
@@ -66,4 +112,7 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     indication=indication,
     tell_apart="Take two steps: a scaler changes its scale between them.",
+    headline="each rank has its own scale",
+    lines=lines,
+    fix=fix,
 )

@@ -13,7 +13,11 @@ from ddp_equivalence.diagnosis.hypothesis import (
     WrongFactor,
 )
 from ddp_equivalence.diagnosis.indications import indication_if
+from ddp_equivalence.diagnosis.lines_between_backwards import backward_count
+from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Kind
 
 
 def predict(view: View) -> Sequence[Prediction]:
@@ -46,6 +50,44 @@ def indication(view: View) -> Indication | None:
     )
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """The line after which nothing clears the gradients, and the backward that adds to them."""
+    calls = view.observed.calls
+    missing = "zero_grad()"
+    if view.setting.step == 0 and backward_count(view) > 1:
+        places = calls.backwards
+        note = "leaves its gradients; nothing clears them"
+        if len(places) == 1:
+            return [places[0].pointed(f"runs {backward_count(view)} times; {note}", True, missing)]
+        return [places[0].pointed(note, True, missing), places[-1].pointed("adds to them")]
+    clearing = _clears_too_little(view)
+    note = "adds to gradients that were there already"
+    backwards = (place.pointed(note, not clearing) for place in calls.backwards[:1])
+    return in_order(view, *clearing, *backwards)
+
+
+def _clears_too_little(view: View) -> list[PointedLine]:
+    """The last call of zero_grad before backward, if it did not clear every gradient."""
+    calls = view.observed.calls
+    first = min((call.backwards for call in calls.of(0) if call.kind is Kind.BACKWARD), default=0)
+    asked = calls.places(Kind.ZERO_GRAD, where=lambda call: call.backwards == first)
+    if not asked:
+        return []
+    cleared = calls.changes(lambda call: call.change is not None and call.change.cleared)
+    count = sum(len(place.names) for place in cleared if place.line == asked[-1].line)
+    total = len(view.parameters.sample.sizes)
+    return (
+        [asked[-1].pointed(f"clears {count} of {total} gradients", True)] if count < total else []
+    )
+
+
+def fix(view: View) -> str:
+    """Clear gradients."""
+    if view.setting.step == 0 and backward_count(view) > 1:
+        return "clear the gradients (zero_grad) between these two backward passes."
+    return "clear the gradients of all parameters (zero_grad) before the first backward of a step."
+
+
 HYPOTHESIS = Hypothesis(
     name="stale_gradient_added",
     sentence="An earlier gradient had not been cleared when the new one was added to it.",
@@ -55,4 +97,7 @@ HYPOTHESIS = Hypothesis(
     factors=factors,
     indication=indication,
     tell_apart="Take two steps on different examples, with another world size than 2.",
+    headline="an earlier gradient was not cleared",
+    lines=lines,
+    fix=fix,
 )

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
+from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines_of_reduction import (
+    by_hand,
+    ddp_reduces,
+    in_hook,
+    is_unseen,
+    line_of_reduction,
+    line_that_scales,
+    line_that_scales_gradients,
+)
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -33,29 +45,46 @@ def factors(view: View) -> Sequence[WrongFactor]:
 
 
 def lines(view: View) -> Sequence[PointedLine]:
-    """Where the gradients are added up; under DDP, which averages, where backward begins."""
-    calls = view.observed.calls
-    summed = [
-        place.pointed(
-            f"adds up the gradients of {len(place.groups[-1])} ranks; no line divides them",
-            is_fault=True,
-        )
-        for place in calls.reductions
-        if place.first.collective is not None and place.first.collective.reduce_op == "SUM"
-    ]
-    if summed:
-        return summed[-1:]
-    return [
-        place.pointed("DDP reduces here; it averages by itself", is_fault=True)
-        for place in calls.backwards[-1:]
-    ]
+    """Where gradients are added up, and where they or the loss are multiplied."""
+    count = view.world_size
+    scaled = line_that_scales(view, count)
+    if scaled is not None:
+        return in_order(view, line_of_reduction(view), scaled)
+    again = _reduced_again(view)
+    if again:
+        return [again[0].pointed(), again[-1].pointed("reduces the same gradients again", True)]
+    divided = line_that_scales(view, 1 / count)
+    if divided is not None:
+        return in_order(view, line_of_reduction(view), replace(divided, is_fault=False))
+    missing = f"a division of the gradients by {count}"
+    if not by_hand(view):
+        return in_order(view, line_of_reduction(view, is_fault=True, missing=missing))
+    return in_order(
+        view, line_of_reduction(view, lambda seen: f"{seen}; no line divides", True, missing)
+    )
+
+
+def _reduced_again(view: View) -> list[Place]:
+    """The lines that reduce gradients which another line has reduced before; [] without any."""
+    places = by_hand(view)
+    twice = [place for place in places[1:] if set(place.names) & set(places[0].names)]
+    return [places[0], *twice] if twice else []
 
 
 def fix(view: View) -> str:
     """Divide by the world size, or do not multiply by it."""
-    if view.observed.calls.reductions:
-        return f"divide the gradients by {view.world_size}, the world size, after this line."
-    return "do not multiply the loss by the world size, and divide in a communication hook."
+    count = view.world_size
+    scaled = line_that_scales(view, count)
+    if scaled is not None:
+        what = "the loss" if line_that_scales_gradients(view, count) is None else "the gradients"
+        why = f": DDP averages over the {count} ranks by itself" if ddp_reduces(view) else ""
+        return f"do not multiply {what} by {count}{why}."
+    if _reduced_again(view):
+        return f"reduce each gradient once, and divide it by {count}, the number of ranks."
+    if is_unseen(view):
+        return f"divide the gradients by {count}, the ranks, or do not multiply the loss by it."
+    where = "in the hook" if in_hook(view) and not by_hand(view) else "after the reduction"
+    return f"divide the gradients by {count}, the number of ranks, {where}."
 
 
 HYPOTHESIS = Hypothesis(

@@ -7,8 +7,15 @@ from collections.abc import Sequence
 import torch
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
+from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines_of_reduction import averages, is_unseen, line_of_reduction
+from ddp_equivalence.diagnosis.loss_lines import line_of_loss
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.view import View
+
+MOST_COUNTS = 8
+"""With more ranks a report does not list how many examples each of them has."""
 
 
 def predict(view: View) -> Sequence[Prediction]:
@@ -37,6 +44,34 @@ def is_mean_over_examples(view: View) -> bool:
     return nearly_equal(torch.stack(weighted).sum(0), view.expected)
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where each rank takes its own mean, and where the means are averaged."""
+    counts = _examples_by_rank(view)
+    own = f"means over {counts} examples, by rank" if counts else "each rank's own mean"
+    return in_order(
+        view,
+        line_of_loss(view, own, True),
+        line_of_reduction(view, lambda seen: f"{seen}: all count equally"),
+    )
+
+
+def _examples_by_rank(view: View) -> str:
+    """How many examples each rank has, as text; "" if that is not known, or there are many."""
+    counts = [sum(map(len, of_rank)) for of_rank in view.parts.by_rank or ()]
+    return ", ".join(map(str, counts)) if len(counts) <= MOST_COUNTS else ""
+
+
+def fix(view: View) -> str:
+    """Divide by the number of examples on all ranks."""
+    count = view.world_size
+    summed = f"divide the summed loss by all {view.setting.example_count} examples"
+    if is_unseen(view):
+        return f"{summed}; under DDP, multiply it by {count} too."
+    if averages(view):
+        return f"{summed}, and multiply it by {count}, the number of ranks."
+    return f"{summed}, and add the ranks' gradients up."
+
+
 HYPOTHESIS = Hypothesis(
     name="uneven_shards_weighted_equally",
     sentence="The ranks have different numbers of examples, and their means count equally.",
@@ -44,5 +79,8 @@ HYPOTHESIS = Hypothesis(
     "ranks; under DDP, also multiply it by the world size",
     predict=predict,
     tell_apart="Give all ranks equally many examples: only this difference then goes away.",
+    headline="uneven shards count equally",
+    lines=lines,
+    fix=fix,
     limits_must_catch=True,
 )

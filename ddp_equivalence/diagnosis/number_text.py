@@ -1,0 +1,15 @@
+"""How a report writes factors and counts."""
+
+from __future__ import annotations
+
+
+def scaling_text(what: str, factor: float) -> str:
+    """What multiplying by this number does: ``divides the loss by 4``."""
+    if 0 < abs(factor) < 1:
+        return f"divides {what} by {1 / factor:.6g}"
+    return f"multiplies {what} by {factor:.6g}"
+
+
+def count_text(count: int, name: str) -> str:
+    """A number of things: ``1 gradient``, ``6 gradients``."""
+    return f"{count} {name}{'' if count == 1 else 's'}"
