@@ -27,6 +27,7 @@ from ddp_equivalence.measurement.calls import (
 )
 from ddp_equivalence.measurement.code_lines import lines_of
 from ddp_equivalence.measurement.collective_contents import contents_of
+from ddp_equivalence.measurement.further_calls import FurtherCalls
 from ddp_equivalence.measurement.gradient_watch import GradientWatch, factor_between
 from ddp_equivalence.measurement.line_tracer import Handler, LineTracer
 from ddp_equivalence.ranks import missed_waits
@@ -42,18 +43,29 @@ class CallWatch:
 
     ``sample``: the elements of each gradient that are kept to see what becomes of them. The caller
     says when the model is called and when backward runs, and sets ``step`` before each step.
+    ``further`` records where examples, weights and losses come from.
     """
 
     def __init__(self, model: nn.Module, sample: ElementSample[str]) -> None:
-        self.step = 0
         self.calls: list[Call] = []
         self._model = model
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._gradients = GradientWatch(model, sample)
-        self._tracer = LineTracer(self._handlers(), self._after_line)
+        self.further = FurtherCalls(model, self._gradients.parameters, self._append)
+        handlers = {**self.further.handlers(), **self._handlers()}
+        self._tracer = LineTracer(handlers, self._after_line, self.further.values)
         self._backwards = 0
         self._in_backward = False
         self._process = os.getpid()
+
+    @property
+    def step(self) -> int:
+        """The number of the step that runs."""
+        return self.further.step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self.further.step = number
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -81,14 +93,17 @@ class CallWatch:
         self._record(Kind.WRAP, frame, what=what)
 
     @contextmanager
-    def backward(self, loss: float | None, own: Mapping[str, Tensor]) -> Iterator[None]:
-        """The block is one backward pass.
+    def backward(
+        self, roots: Sequence[Tensor], loss: float | None, own: Mapping[str, Tensor]
+    ) -> Iterator[None]:
+        """The block is one backward pass, from these tensors.
 
         ``own``: gets the gradients that it computes, by parameter; empty if they are not added to
         ``.grad``.
         """
         frame = sys._getframe(2)
         self._note_changes(frame, by_value=True)
+        self.further.backward(roots, self.calls)
         self._record(Kind.BACKWARD, frame, value=loss)
         self._backwards += 1
         lines = lines_of(frame)
@@ -206,7 +221,10 @@ class CallWatch:
             names=names,
             factor=factor,
             asynchronous=issued.asynchronous,
+            loses_gradient=torch.is_grad_enabled()
+            and any(one.requires_grad and not one.is_leaf for one in issued.tensors),
         )
+        self.further.parameters_go_out()
         if contents is Contents.GRADIENTS:
             self._gradients.accept_these(names, pending=True)
             issued.names = names
@@ -218,6 +236,7 @@ class CallWatch:
 
     def _after_line(self, line: CodeLine, by_value: bool) -> None:
         if not self._in_backward and self._is_recorded():
+            self.further.after_line(line, by_value)
             for change in self._gradients.changes(by_value):
                 self._append_change((line, line), change)
 

@@ -34,6 +34,14 @@ class Kind(Enum):
     SCALE = "scale"
     UNSCALE = "unscale"
     CHANGE = "change"
+    READ = "read"
+    LOSS = "loss"
+    MODULE = "module"
+    SAMPLER = "sampler"
+    LOADER = "loader"
+    HOOK = "hook"
+    WEIGHTS = "weights"
+    REQUIRES_GRAD = "requires_grad"
 
 
 class Contents(Enum):
@@ -55,6 +63,7 @@ class CollectiveCall:
     nothing. ``ranks``: of its group, in their order. ``elements``: of all its tensors of
     floating-point numbers. ``names``: the parameters that ``contents`` is about. ``factor``: copies
     are this many times what they are copied from. ``asynchronous``: it returned a handle.
+    ``loses_gradient``: a tensor that went in required a gradient, and what comes out has none.
     """
 
     op: str
@@ -65,6 +74,7 @@ class CollectiveCall:
     names: tuple[str, ...] = ()
     factor: float = 1.0
     asynchronous: bool = False
+    loses_gradient: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,9 +101,12 @@ class Call:
     installed package made the call. ``step``: the number of the step, from 0. ``backwards``: how
     many calls of backward had begun before. ``value``: the loss of a backward, the norm or value of
     a clip, the seed, or the scale. ``what``: the class of a wrapper or module, the function that
-    clipped, or the class of an optimizer. ``names``: the parameters that a clip, a zero_grad or an
-    optimizer was given. ``collective`` and ``change``: of calls of these kinds. ``ranks``: of a new
-    group. ``in_backward``: the call was made while a backward pass ran.
+    clipped, the class of an optimizer, the functions that computed a loss, a sampler, loader or
+    hook as text, a digest of the weights, or what ``requires_grad`` was set to. ``names``: the parameters that a clip, a zero_grad or an
+    optimizer was given, or that changed; the name of a module. ``collective`` and ``change``: of
+    calls of these kinds. ``ranks``: of a new group. ``in_backward``: the call was made while a
+    backward pass ran. ``examples``: the positions, in the batch of all steps, that a forward pass
+    read; () if they are not known. ``line`` of these is the one that first held what was read.
     """
 
     kind: Kind
@@ -108,3 +121,4 @@ class Call:
     change: GradientChange | None = None
     ranks: tuple[int, ...] = ()
     in_backward: bool = False
+    examples: tuple[int, ...] = ()

@@ -23,6 +23,9 @@ Handler = Callable[[FrameType], object]
 AfterLine = Callable[[CodeLine, bool], object]
 """Gets a line that has run, and whether it may have changed tensors without a new version."""
 
+Values = Callable[[FrameType, CodeLine | None, object], object]
+"""Gets a frame, its line that has run, or None where it begins, and what it returns, if it does."""
+
 WITHOUT_VERSION = (".data", "numpy", "set_(", "memory")
 """Lines with these words may change a tensor in ways that its version does not count."""
 
@@ -30,13 +33,16 @@ WITHOUT_VERSION = (".data", "numpy", "set_(", "memory")
 class LineTracer:
     """``handlers``: the code of a function -> what to do when it is called.
 
-    ``after_line`` is called after each line of the user's code, except in functions that are called
-    while ``paused`` is true.
+    ``after_line`` is called after each line of the user's code, and ``values`` as well and where a
+    function begins, except in functions that are called while ``paused`` is true.
     """
 
-    def __init__(self, handlers: Mapping[CodeType, Handler], after_line: AfterLine) -> None:
+    def __init__(
+        self, handlers: Mapping[CodeType, Handler], after_line: AfterLine, values: Values
+    ) -> None:
         self._handlers = handlers
         self._after_line = after_line
+        self._values = values
         self._line: CodeLine | None = None
         self.paused = False
 
@@ -63,9 +69,12 @@ class LineTracer:
         if self.paused or not is_users(code.co_filename):
             return None
         self._finish_line()
+        _without_failing(self._values, frame, None, None)
         return self._on_line
 
     def _on_line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event in ("line", "return") and not self.paused and self._line is not None:
+            _without_failing(self._values, frame, self._line, argument)
         if event == "line":
             self._finish_line()
             code = frame.f_code
