@@ -47,6 +47,7 @@ class CallWatch:
     """
 
     def __init__(self, model: nn.Module, sample: ElementSample[str]) -> None:
+        self.step = 0
         self.calls: list[Call] = []
         self._model = model
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -57,15 +58,6 @@ class CallWatch:
         self._backwards = 0
         self._in_backward = False
         self._process = os.getpid()
-
-    @property
-    def step(self) -> int:
-        """The number of the step that runs."""
-        return self.further.step
-
-    @step.setter
-    def step(self, number: int) -> None:
-        self.further.step = number
 
     @contextmanager
     def watching(self) -> Iterator[None]:

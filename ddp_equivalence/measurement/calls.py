@@ -40,6 +40,7 @@ class Kind(Enum):
     SAMPLER = "sampler"
     LOADER = "loader"
     HOOK = "hook"
+    IGNORE = "ignore"
     WEIGHTS = "weights"
     REQUIRES_GRAD = "requires_grad"
 

@@ -46,6 +46,12 @@ def _communication_hook(frame: FrameType) -> Described:
     return Kind.HOOK, f"register_comm_hook({getattr(hook, '__name__', '...')})", 0.0
 
 
+def _ignoring(frame: FrameType) -> Described:
+    """The number is how many parameters and buffers DDP is to ignore."""
+    names = frame.f_locals.get("params_and_buffers_to_ignore", ())
+    return Kind.IGNORE, "_set_params_and_buffers_to_ignore_for_model", _length(names)
+
+
 def _class_of(values: dict[str, Any]) -> str:
     return type(values["self"]).__name__
 
@@ -61,4 +67,5 @@ DATA_FUNCTIONS: dict[CodeType, Callable[[FrameType], Described]] = {
     DistributedSampler.__init__.__code__: _sampler,
     DataLoader.__init__.__code__: _loader,
     DistributedDataParallel.register_comm_hook.__code__: _communication_hook,
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model.__code__: _ignoring,
 }

@@ -99,7 +99,9 @@ class FurtherCalls:
         for line, functions in self._graph.of(roots, beyond).items():
             self._append(Kind.LOSS, (line, line), what=functions)
 
-    def _on_data(self, describe: Callable[[FrameType], tuple[Kind, str, float]], frame: Any) -> None:
+    def _on_data(
+        self, describe: Callable[[FrameType], tuple[Kind, str, float]], frame: Any
+    ) -> None:
         lines = lines_of(frame)
         if lines[0] is not None:
             kind, what, value = describe(frame)

@@ -77,7 +77,7 @@ class Observer:
 
     @step.setter
     def step(self, number: int) -> None:
-        self._step = self._calls.step = number
+        self._step = self._calls.step = self._calls.further.step = number
 
     @contextmanager
     def watching(self) -> Iterator[None]:
