@@ -9,7 +9,6 @@ from ddp_equivalence.diagnosis.paths_of_ranks import where_they_part
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.words_of_lines import counted
 from ddp_equivalence.measurement.calls import Call, Kind
 
 
@@ -23,12 +22,9 @@ def lines_of_left_out(view: View, ranks: Sequence[int]) -> Sequence[PointedLine]
     calls, who = view.observed.calls, ranks_by_number(ranks)
     cleared = _cleared_by(view, ranks)
     if cleared:
-        return [
-            place.pointed(f"clears gradients on {who}", is_fault=True) for place in cleared[-1:]
-        ]
-    apart = [
-        place for place in calls.reductions if not set(ranks) & _exchange_with(view, place, ranks)
-    ]
+        note = f"clears gradients on {who}"
+        return [place.pointed(note, is_fault=True) for place in cleared[-1:]]
+    apart = [place for place in calls.reductions if not set(ranks) & _partners(place, ranks)]
     groups = sorted({group for place in apart for group in place.groups})
     made = calls.places(Kind.NEW_GROUP, where=lambda call: tuple(sorted(call.ranks)) in groups)
     pointed = [place.pointed(is_fault=True) for place in made[:1]]
@@ -50,7 +46,7 @@ def _cleared_by(view: View, ranks: Sequence[int]) -> list[Place]:
     return [place for place in places if set(place.ranks) == set(ranks)]
 
 
-def _exchange_with(view: View, place: Place, ranks: Sequence[int]) -> set[int]:
+def _partners(place: Place, ranks: Sequence[int]) -> set[int]:
     """The ranks of the groups of this place that hold another rank than these."""
     return {rank for group in place.groups if set(group) - set(ranks) for rank in group}
 
@@ -61,6 +57,4 @@ def fix_of_left_out(view: View, ranks: Sequence[int]) -> str:
     if ranks and _cleared_by(view, ranks):
         return f"keep the gradients of {ranks_by_number(ranks)}, and divide by {size}."
     who = ranks_by_number(ranks) if ranks else "every rank"
-    return (
-        f"let {who} take part in the all_reduce of all {counted(size, 'rank')}; divide by {size}."
-    )
+    return f"let {who} take part in an all_reduce of all {size} ranks, and divide by {size}."

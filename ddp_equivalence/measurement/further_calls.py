@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import CodeType, FrameType
-from typing import Any
 
 from torch import Tensor, nn
 
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
 from ddp_equivalence.measurement.code_lines import lines_of
-from ddp_equivalence.measurement.data_functions import DATA_FUNCTIONS
+from ddp_equivalence.measurement.data_functions import DATA_FUNCTIONS, Described
 from ddp_equivalence.measurement.graph_lines import GraphLines
 from ddp_equivalence.measurement.line_tracer import Handler
 from ddp_equivalence.measurement.plain_tensors import leaves_of
@@ -50,13 +50,10 @@ class FurtherCalls:
     def handlers(self) -> dict[CodeType, Handler]:
         """The functions of torch that are recorded when they are called."""
         functions: dict[CodeType, Handler] = {
-            code: lambda frame, describe=describe: self._on_data(describe, frame)
-            for code, describe in DATA_FUNCTIONS.items()
+            code: partial(self._on_data, describe) for code, describe in DATA_FUNCTIONS.items()
         }
-        functions |= {
-            code: lambda frame, is_active=is_active: self._on_module(is_active, frame)
-            for code, is_active in RANDOM_AND_COUPLING.items()
-        }
+        for code, is_active in RANDOM_AND_COUPLING.items():
+            functions[code] = partial(self._on_module, is_active)
         functions[Tensor.register_hook.__code__] = self._on_hook
         functions[Tensor.register_post_accumulate_grad_hook.__code__] = self._on_hook
         return functions
@@ -99,9 +96,7 @@ class FurtherCalls:
         for line, functions in self._graph.of(roots, beyond).items():
             self._append(Kind.LOSS, (line, line), what=functions)
 
-    def _on_data(
-        self, describe: Callable[[FrameType], tuple[Kind, str, float]], frame: Any
-    ) -> None:
+    def _on_data(self, describe: Callable[[FrameType], Described], frame: FrameType) -> None:
         lines = lines_of(frame)
         if lines[0] is not None:
             kind, what, value = describe(frame)

@@ -85,11 +85,10 @@ def _concerned(view: View) -> str:
 
 def fix(view: View) -> str:
     """Reduce every bucket."""
+    left_out = _concerned(view)
     if view.observed.calls.places(Kind.HOOK, where=lambda call: "comm_hook" in call.what):
-        return f"let the communication hook reduce every bucket, also that of {_concerned(view)}."
-    return (
-        f"let {_concerned(view)} take part in every forward pass, or find_unused_parameters=True."
-    )
+        return f"let the communication hook reduce every bucket, also that of {left_out}."
+    return f"use {left_out} in every forward pass, or give DDP find_unused_parameters=True."
 
 
 HYPOTHESIS = Hypothesis(

@@ -61,17 +61,15 @@ def lines(view: View) -> Sequence[PointedLine]:
             for place in lines_that_read.data_collectives(view)
             if place.first.collective is not None
         ]
+    note, known = _read_by_all(view), any(one.is_fault for one in pointed)
     read = lines_that_read.reads(view)[:1]
-    note = f"all {view.world_size} ranks read {_read_by_all(view)} here"
-    seen = [
-        place.pointed(note, is_fault=not any(one.is_fault for one in pointed)) for place in read
-    ]
-    return [*pointed[-2:], *seen]
+    return [*pointed[-2:], *(place.pointed(note, is_fault=not known) for place in read)]
 
 
 def _read_by_all(view: View) -> str:
     read = (view.observed.examples_read or ((),))[0]
-    return example_numbers(sorted({index for part in read for index in part}), most=4)
+    numbers = example_numbers(sorted({index for part in read for index in part}), most=4)
+    return f"all {view.world_size} ranks read {numbers}" if read else ""
 
 
 def fix(view: View) -> str:
@@ -81,7 +79,8 @@ def fix(view: View) -> str:
         return f"give DistributedSampler num_replicas={size} and the number of its own rank."
     if lines_that_read.loaders(view):
         return f"give the DataLoader a DistributedSampler with num_replicas={size} and its rank."
-    return f"let each of the {size} ranks read other ones of the {view.setting.example_count} examples."
+    count = view.setting.example_count
+    return f"let each of the {size} ranks read other ones of the {count} examples."
 
 
 HYPOTHESIS = Hypothesis(

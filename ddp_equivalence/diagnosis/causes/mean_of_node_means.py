@@ -9,6 +9,7 @@ import torch
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 
@@ -44,7 +45,8 @@ def lines(view: View) -> Sequence[PointedLine]:
     node_of = {
         rank: node for node, ranks in enumerate(view.setting.ranks_by_node) for rank in ranks
     }
-    between, inside = [], []
+    between: list[Place] = []
+    inside: list[Place] = []
     for place in view.observed.calls.reductions:
         joins = any(len({node_of[rank] for rank in group}) > 1 for group in place.groups)
         (between if joins else inside).append(place)
