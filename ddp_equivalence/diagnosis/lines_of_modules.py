@@ -13,7 +13,7 @@ DROPOUTS = ("Dropout", "dropout", "MultiheadAttention", "RNN", "LSTM", "GRU")
 STATISTICS = ("Var", "Std", "Cov", "Corrcoef", "Mm", "Mean")
 COMPARISONS = ("Mm", "Bmm", "Baddbmm", "Cdist", "EuclideanDist", "CosineSimilarity", "LogSoftmax")
 
-PROPERTY = "a property, no fault"
+PROPERTY = "a property of the {}, no fault"
 
 
 def module_lines(
@@ -31,7 +31,9 @@ def module_lines(
     for place in view.observed.calls.places(Kind.MODULE, where=is_one)[:1]:
         name = f" {place.names[0]}" if place.names else ""
         text = f"{place.first.what}{name} {note}"
-        pointed.append(place.pointed(f"{text}: {PROPERTY}" if is_property else text, is_fault=True))
+        if is_property:
+            text += f": {PROPERTY.format('model')}"
+        pointed.append(place.pointed(text, is_fault=True))
     return pointed
 
 
@@ -41,12 +43,10 @@ def loss_lines(view: View, functions: Sequence[str], note: str) -> Sequence[Poin
     Without one, the line that computed what backward began at. ``note``: what the line takes.
     """
     places = view.observed.calls.places(Kind.LOSS)
+    text = f"{note}: {PROPERTY.format('loss')}"
     for function in functions:
         for place in places:
             used = {name.rstrip("0123456789") for name in place.first.what.split()}
             if function in used:
-                return [place.pointed(f"{note}: a property of the loss, no fault", is_fault=True)]
-    return [
-        place.pointed(f"{note}: a property of the loss, no fault", is_fault=True)
-        for place in places[:1]
-    ]
+                return [place.pointed(text, is_fault=True)]
+    return [place.pointed(text, is_fault=True) for place in places[:1]]

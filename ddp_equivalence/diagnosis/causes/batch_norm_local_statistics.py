@@ -26,7 +26,7 @@ def lines(view: View) -> Sequence[PointedLine]:
 
 def fix(view: View) -> str:
     """Synchronise the statistics, or leave them out."""
-    return "no fault: use SyncBatchNorm (on GPUs), or compare with the batch norm in eval mode."
+    return "none is needed; use SyncBatchNorm (on GPUs), or compare in eval mode."
 
 
 HYPOTHESIS = Hypothesis(

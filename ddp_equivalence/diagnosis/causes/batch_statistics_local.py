@@ -25,7 +25,7 @@ def lines(view: View) -> Sequence[PointedLine]:
 
 def fix(view: View) -> str:
     """Gather what the statistics are of."""
-    return "no fault: gather the outputs of all ranks, with gradient, before taking statistics."
+    return "none is needed; take statistics of all ranks' outputs, gathered with their gradient."
 
 
 HYPOTHESIS = Hypothesis(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.words_of_lines import counted, names_text
 from ddp_equivalence.measurement.calls import Kind
@@ -61,7 +62,7 @@ def indication(view: View) -> Indication | None:
 def lines(view: View) -> Sequence[PointedLine]:
     """The communication hook and what it reduces; without one, where DDP was made."""
     calls = view.observed.calls
-    hooks = calls.places(Kind.HOOK, where=lambda call: "comm_hook" in call.what)
+    hooks = communication_hooks(view)
     if not hooks:
         return [
             place.pointed(f"DDP did not reduce {_concerned(view)}", is_fault=True)
@@ -79,6 +80,11 @@ def lines(view: View) -> Sequence[PointedLine]:
     return [hook, *pointed]
 
 
+def communication_hooks(view: View) -> list[Place]:
+    """The lines that gave DDP a communication hook."""
+    return view.observed.calls.places(Kind.HOOK, where=lambda call: "comm_hook" in call.what)
+
+
 def _concerned(view: View) -> str:
     return names_text(sorted(view.measured.differing))
 
@@ -86,7 +92,7 @@ def _concerned(view: View) -> str:
 def fix(view: View) -> str:
     """Reduce every bucket."""
     left_out = _concerned(view)
-    if view.observed.calls.places(Kind.HOOK, where=lambda call: "comm_hook" in call.what):
+    if communication_hooks(view):
         return f"let the communication hook reduce every bucket, also that of {left_out}."
     return f"use {left_out} in every forward pass, or give DDP find_unused_parameters=True."
 

@@ -68,7 +68,7 @@ def lines(view: View) -> Sequence[PointedLine]:
 
 def fix(view: View) -> str:
     """Gather the outputs."""
-    return "no fault: gather the outputs of all ranks, with gradient, before comparing them."
+    return "none is needed; compare all ranks' outputs, gathered with their gradient."
 
 
 HYPOTHESIS = Hypothesis(

@@ -71,7 +71,7 @@ def lines(view: View) -> Sequence[PointedLine]:
 
 def fix(view: View) -> str:
     """Turn dropout off while gradients are compared."""
-    return "no fault: compare with dropout turned off (model.eval() or p=0)."
+    return "none is needed; compare with dropout turned off (model.eval() or p=0)."
 
 
 HYPOTHESIS = Hypothesis(

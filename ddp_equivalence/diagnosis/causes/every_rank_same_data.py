@@ -15,6 +15,7 @@ from ddp_equivalence.diagnosis.examples_read import (
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -45,11 +46,10 @@ def indication(view: View) -> Indication | None:
 
 def lines(view: View) -> Sequence[PointedLine]:
     """The sampler or loader that gives all ranks the same, and where this is read."""
-    pointed = []
-    for place in lines_that_read.samplers(view):
-        texts = {calls[-1].what for calls in place.by_rank.values()}
-        if len(texts) == 1 and len(place.ranks) == view.world_size:
-            pointed.append(place.pointed(f"{texts.pop()} on every rank", is_fault=True))
+    pointed = [
+        place.pointed(f"{place.first.what} on every rank", is_fault=True)
+        for place in _samplers_of_one_rank(view)
+    ]
     if not pointed and not lines_that_read.samplers(view):
         pointed = [
             place.pointed(f"no DistributedSampler: {place.first.what} on every rank", is_fault=True)
@@ -66,6 +66,16 @@ def lines(view: View) -> Sequence[PointedLine]:
     return [*pointed[-2:], *(place.pointed(note, is_fault=not known) for place in read)]
 
 
+def _samplers_of_one_rank(view: View) -> list[Place]:
+    """The lines that made samplers which give all ranks the same examples."""
+    return [
+        place
+        for place in lines_that_read.samplers(view)
+        if len({calls[-1].what for calls in place.by_rank.values()}) == 1
+        and len(place.ranks) == view.world_size
+    ]
+
+
 def _read_by_all(view: View) -> str:
     read = (view.observed.examples_read or ((),))[0]
     numbers = example_numbers(sorted({index for part in read for index in part}), most=4)
@@ -75,9 +85,9 @@ def _read_by_all(view: View) -> str:
 def fix(view: View) -> str:
     """Divide the examples among the ranks."""
     size = view.world_size
-    if lines_that_read.samplers(view):
+    if _samplers_of_one_rank(view):
         return f"give DistributedSampler num_replicas={size} and the number of its own rank."
-    if lines_that_read.loaders(view):
+    if lines_that_read.loaders(view) and not lines_that_read.samplers(view):
         return f"give the DataLoader a DistributedSampler with num_replicas={size} and its rank."
     count = view.setting.example_count
     return f"let each of the {size} ranks read other ones of the {count} examples."

@@ -52,11 +52,11 @@ def lines(view: View) -> Sequence[PointedLine]:
         for place in lines_that_read.loaders(view)
         if "drop_last=True" in place.first.what
     ]
-    read = lines_that_read.reads(view)
-    return drops[:2] or [
-        place.pointed(lines_that_read.what_was_read(view, place), is_fault=place in read[-1:])
-        for place in read[-2:]
+    read = [
+        place.pointed(lines_that_read.what_was_read(view, place), is_fault=not drops)
+        for place in lines_that_read.reads(view)
     ]
+    return [*drops[:2], *read[-1:]]
 
 
 def fix(view: View) -> str:

@@ -30,6 +30,8 @@ def indication(view: View) -> Indication | None:
 
 def lines(view: View) -> Sequence[PointedLine]:
     """The loop or buffer that reduces the others; under DDP, where it was told to ignore some."""
+    if bucket_not_reduced.communication_hooks(view):
+        return bucket_not_reduced.lines(view)
     calls, differing = view.observed.calls, view.measured.differing
     left_out = names_text(sorted(differing))
     pointed = [
@@ -53,6 +55,8 @@ def lines(view: View) -> Sequence[PointedLine]:
 def fix(view: View) -> str:
     """Reduce these too."""
     left_out, count = names_text(sorted(view.measured.differing)), len(view.parameters.names)
+    if bucket_not_reduced.communication_hooks(view):
+        return bucket_not_reduced.fix(view)
     if not view.observed.wrappers:
         return f"all_reduce {left_out} too: go through all {count} parameters of the model."
     if any(wrapper.ignored for wrapper in view.observed.wrappers):

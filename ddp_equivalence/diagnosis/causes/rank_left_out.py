@@ -9,7 +9,11 @@ from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
 from ddp_equivalence.diagnosis.indications import ranks_by_number
-from ddp_equivalence.diagnosis.lines_of_left_out import fix_of_left_out, lines_of_left_out
+from ddp_equivalence.diagnosis.lines_of_left_out import (
+    fix_of_left_out,
+    lines_of_left_out,
+    ranks_without_gradient,
+)
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
@@ -85,7 +89,7 @@ def fix(view: View) -> str:
 def ranks_without_weight(view: View) -> tuple[int, ...]:
     """The ranks whose gradients are missing; () if that is not known."""
     sets = ranks_that_may_be_left_out(view) if view.weights_of_ranks is not None else []
-    return sets[0] if sets else ()
+    return sets[0] if sets else ranks_without_gradient(view)
 
 
 HYPOTHESIS = Hypothesis(

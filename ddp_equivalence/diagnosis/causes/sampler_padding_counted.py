@@ -15,6 +15,7 @@ from ddp_equivalence.diagnosis.examples_read import (
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if, ranks_by_number
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -53,11 +54,20 @@ def lines(view: View) -> Sequence[PointedLine]:
     ]
     pointed = []
     for place in lines_that_read.reads(view):
-        ranks = lines_that_read.ranks_that_read(view, place, repeated)
-        if ranks:
-            note = f"{ranks_by_number(ranks)} read {example_numbers(repeated, most=4)}"
+        if lines_that_read.ranks_that_read(view, place, repeated):
+            note = _who_read(view, place, repeated[:2])
             pointed.append(place.pointed(note, is_fault=not pads))
     return [*pads[:1], *pointed[:2]]
+
+
+def _who_read(view: View, place: Place, examples: Sequence[int]) -> str:
+    """Which ranks read each of these examples at this place."""
+    readers = {one: lines_that_read.ranks_that_read(view, place, [one]) for one in examples}
+    return "; ".join(
+        f"{ranks_by_number(ranks)} read{'s' if len(ranks) == 1 else ''} example {one}"
+        for one, ranks in readers.items()
+        if ranks
+    )
 
 
 def fix(view: View) -> str:
