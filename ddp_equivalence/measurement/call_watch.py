@@ -95,7 +95,7 @@ class CallWatch:
         """
         frame = sys._getframe(2)
         self._note_changes(frame, by_value=True)
-        self.further.backward(roots, self.calls)
+        self.further.backward(roots)
         self._record(Kind.BACKWARD, frame, value=loss)
         self._backwards += 1
         lines = lines_of(frame)

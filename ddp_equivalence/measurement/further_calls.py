@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from types import CodeType, FrameType
 
 from torch import Tensor, nn
 
-from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
+from ddp_equivalence.measurement.calls import CodeLine, Kind
 from ddp_equivalence.measurement.code_lines import lines_of
 from ddp_equivalence.measurement.data_functions import DATA_FUNCTIONS, Described
 from ddp_equivalence.measurement.graph_lines import GraphLines
@@ -27,15 +28,14 @@ Lines = tuple[CodeLine | None, CodeLine | None]
 class FurtherCalls:
     """``append(kind, lines, ...)`` adds a call to those of the step.
 
-    ``step``: the number of the step that runs. ``lines_run``: the steps and lines of the user's
-    code that have run, each once, in the order of their first run; lines of the model's forward
-    pass are not among them.
+    ``lines_run``: the steps and lines of the user's code that have run, each once, in the order of
+    their first run; lines of the model's forward pass are not among them.
     """
 
     def __init__(
         self, model: nn.Module, parameters: Mapping[str, nn.Parameter], append: Callable[..., None]
     ) -> None:
-        self.step = 0
+        self._step = 0
         self.lines_run: dict[tuple[int, CodeLine], None] = {}
         self._append = append
         self._names = {id(module): name for name, module in model.named_modules()}
@@ -45,7 +45,19 @@ class FurtherCalls:
         self._graph = GraphLines()
         self._weights = WeightWatch(parameters)
         self._weights_are_settled = False
+        self._flags_are_settled = False
         self._compare_weights = False
+        self._forward_lines: set[CodeLine] = set()
+
+    @property
+    def step(self) -> int:
+        """The number of the step that runs."""
+        return self._step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._step = number
+        self._flags_are_settled = False
 
     def handlers(self) -> dict[CodeType, Handler]:
         """The functions of torch that are recorded when they are called."""
@@ -64,12 +76,14 @@ class FurtherCalls:
 
     def after_line(self, line: CodeLine, by_value: bool) -> None:
         """A line of the user's code has run; ``by_value`` as in ``WeightWatch.changed``."""
-        if len(self.lines_run) < MOST_LINES:
-            self.lines_run.setdefault((self.step, line))
+        key = self.step, line
+        if key not in self.lines_run and len(self.lines_run) < MOST_LINES:
+            self.lines_run[key] = None
         self._graph.after(line)
-        for required, names in self._weights.switched().items():
-            what = f"requires_grad = {required}"
-            self._append(Kind.REQUIRES_GRAD, (line, line), what=what, names=names)
+        if not self._flags_are_settled or _names_requires_grad(line.file, line.number):
+            for required, names in self._weights.switched().items():
+                what = f"requires_grad = {required}"
+                self._append(Kind.REQUIRES_GRAD, (line, line), what=what, names=names)
         if not self._weights_are_settled:
             names, digest = self._weights.changed(by_value or self._compare_weights)
             self._compare_weights = False
@@ -82,18 +96,18 @@ class FurtherCalls:
 
     def forward(self, frame: FrameType, arguments: object, examples: tuple[int, ...]) -> None:
         """The model is called. ``examples``: the positions of what it reads; () if not known."""
-        self._weights_are_settled = True
+        self._weights_are_settled = self._flags_are_settled = True
         innermost, users = lines_of(frame)
         tensors = [one for one in leaves_of(arguments) if isinstance(one, Tensor) and one.ndim]
         origins = [line for one in tensors if (line := self._origins.line_of(one)) is not None]
         line = origins[0] if origins else None
+        if users is not None:
+            self._forward_lines.add(users)
         self._append(Kind.READ, (line or innermost, line or users), examples=examples)
 
-    def backward(self, roots: Iterable[Tensor], calls: Iterable[Call]) -> None:
-        """Backward begins at these tensors, after these calls."""
-        forwards = (one.users_line for one in calls if one.kind is Kind.FORWARD)
-        beyond = frozenset(line for line in forwards if line is not None)
-        for line, functions in self._graph.of(roots, beyond).items():
+    def backward(self, roots: Iterable[Tensor]) -> None:
+        """Backward begins at these tensors."""
+        for line, functions in self._graph.of(roots, self._forward_lines).items():
             self._append(Kind.LOSS, (line, line), what=functions)
 
     def _on_data(self, describe: Callable[[FrameType], Described], frame: FrameType) -> None:
@@ -117,3 +131,8 @@ class FurtherCalls:
         lines = lines_of(frame)
         if name is not None and lines[0] is not None:  # the suite registers hooks of its own
             self._append(Kind.HOOK, lines, what=frame.f_code.co_name, names=(name,))
+
+
+@lru_cache(maxsize=4096)
+def _names_requires_grad(file: str, number: int) -> bool:
+    return "requires_grad" in linecache.getline(file, number)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class GraphLines:
             self._ends.append(end)
             self._lines.append(line)
 
-    def of(self, roots: Iterable[Tensor], beyond: frozenset[CodeLine]) -> Mapping[CodeLine, str]:
+    def of(self, roots: Iterable[Tensor], beyond: Set[CodeLine]) -> Mapping[CodeLine, str]:
         """The lines that computed these tensors, the last one first, and the functions they used.
 
         Nodes behind one whose line is in ``beyond`` are left out.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable
 from types import FrameType
+from typing import Any
 
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp_equivalence.measurement.calls import CodeLine
 
 MOST_ENTRIES = 64
 """Of a longer list or dict, only so many entries are looked at."""
+
+CONTAINERS = frozenset({dict, list, tuple})
 
 
 class TensorOrigins:
@@ -20,36 +23,49 @@ class TensorOrigins:
     """
 
     def __init__(self) -> None:
-        self._lines = WeakTensorKeyDictionary()
+        self._lines: dict[int, tuple[weakref.ref[Tensor], CodeLine | None]] = {}
+        self._sizes: dict[int, dict[str, tuple[int, int]]] = {}
+        """id of a frame -> name -> id and length of the container that was last looked into."""
 
     def after(self, frame: FrameType, line: CodeLine | None, returned: object) -> None:
-        """This line of the frame has run.
+        """This line of the frame has run. This is called after every line, so it must be quick.
 
         ``line``: None where the frame begins, since no line of it has made its arguments.
         ``returned``: what the frame returns, if it does.
         """
-        for value in (*frame.f_locals.values(), returned):
-            for tensor in _tensors_in(value):
-                if tensor not in self._lines:
-                    self._lines[tensor] = line
+        if line is None:
+            self._sizes[id(frame)] = {}
+        sizes = self._sizes.setdefault(id(frame), {})
+        for name, value in frame.f_locals.items():
+            kind = type(value)
+            if kind is Tensor:
+                self._hold(value, line)
+            elif kind in CONTAINERS:
+                size = id(value), len(value)
+                if sizes.get(name) != size:
+                    sizes[name] = size
+                    self._hold_all(_entries(value), line)
+        if returned is not None:
+            self._hold_all(_entries(returned), line)
 
     def line_of(self, tensor: Tensor) -> CodeLine | None:
         """The line that first held the tensor; None if no line did."""
-        found: CodeLine | None = self._lines.get(tensor)
-        return found
+        known = self._lines.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
+
+    def _hold_all(self, values: Iterable[object], line: CodeLine | None) -> None:
+        for value in values:
+            if type(value) is Tensor:
+                self._hold(value, line)
+
+    def _hold(self, tensor: Tensor, line: CodeLine | None) -> None:
+        known = self._lines.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            self._lines[id(tensor)] = weakref.ref(tensor), line
 
 
-def _tensors_in(value: object) -> Iterator[Tensor]:
-    """The value if it is a tensor, and otherwise the tensors that a dict or a sequence holds."""
-    if isinstance(value, Tensor):
-        yield value
-    elif type(value) is dict:
-        yield from _tensors_of(list(value.values())[:MOST_ENTRIES])
-    elif type(value) in (list, tuple):
-        yield from _tensors_of(value[:MOST_ENTRIES])  # type: ignore[index]
-
-
-def _tensors_of(values: object) -> Iterator[Tensor]:
-    for one in values:  # type: ignore[attr-defined]
-        if isinstance(one, Tensor):
-            yield one
+def _entries(value: Any) -> Iterable[object]:
+    """The first entries of a dict, list or tuple; of anything else, only itself."""
+    if type(value) is dict:
+        return list(value.values())[:MOST_ENTRIES]
+    return value[:MOST_ENTRIES] if type(value) in CONTAINERS else (value,)
