@@ -11,6 +11,7 @@ from ddp_equivalence.diagnosis.batch_parts import PartsByRank
 from ddp_equivalence.diagnosis.rows_read import ExamplesRead, NotKnown, examples_read
 from ddp_equivalence.diagnosis.setting import Setting
 from ddp_equivalence.diagnosis.step_calls import StepCalls
+from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.observation import Backward, Observation, Wrapper
 from ddp_equivalence.ranks.collectives import FORGOTTEN
 
@@ -46,6 +47,15 @@ class ObservedStep:
                 for rank, seen in self.by_rank.items()
             }
         )
+
+    @cached_property
+    def lines_run(self) -> Mapping[int, tuple[CodeLine, ...]]:
+        """Rank -> the lines of the user's code that it ran in this step, each once, in order."""
+        step = self.setting.step
+        return {
+            rank: tuple(line for number, line in seen.lines_run if number == step)
+            for rank, seen in self.by_rank.items()
+        }
 
     @cached_property
     def examples_read(self) -> PartsByRank | None:

@@ -27,6 +27,7 @@ from ddp_equivalence.measurement.calls import (
 )
 from ddp_equivalence.measurement.code_lines import line_that_named, lines_of
 from ddp_equivalence.measurement.collective_contents import contents_of, dtype_of
+from ddp_equivalence.measurement.further_calls import FurtherCalls
 from ddp_equivalence.measurement.gradient_watch import GradientWatch, factor_between
 from ddp_equivalence.measurement.line_tracer import Handler, LineTracer, code_of
 from ddp_equivalence.measurement.loss_watch import LossWatch
@@ -50,6 +51,7 @@ class CallWatch:
 
     ``sample``: the elements of each gradient that are kept to see what becomes of them. The caller
     says when the model is called and when backward runs, and sets ``step`` before each step.
+    ``further`` records where examples, weights and losses come from.
     """
 
     def __init__(self, model: nn.Module, sample: ElementSample[str]) -> None:
@@ -60,7 +62,9 @@ class CallWatch:
         self._gradients = GradientWatch(model, sample)
         self._losses = LossWatch(self._on_loss)
         self._synchronisation = SynchronisationWatch()
-        self._tracer = LineTracer(self._handlers(), self._after_line, self._losses.after_line)
+        self.further = FurtherCalls(model, self._gradients.parameters, self._append)
+        handlers = {**self.further.handlers(), **self._handlers()}
+        self._tracer = LineTracer(handlers, self._after_line, self._in_frame)
         self._backwards = 0
         self._in_backward = False
         self._process = os.getpid()
@@ -77,7 +81,13 @@ class CallWatch:
         frame = sys._getframe(1)
         chosen_at = line_that_named(module, frame)
         self._record(Kind.FORWARD, frame, what=type(module).__name__, chosen_at=chosen_at)
-        return self._tracer.suspend()  # no gradient changes in a forward pass
+        before = self._tracer.paused
+        self._tracer.paused = True
+
+        def ended() -> None:
+            self._tracer.paused = before
+
+        return ended
 
     def wrapped(self, ddp: DistributedDataParallel, frame: FrameType) -> None:
         """A wrapper was made."""
@@ -85,14 +95,17 @@ class CallWatch:
         self._synchronisation.add(ddp)
 
     @contextmanager
-    def backward(self, loss: float | None, own: Mapping[str, Tensor]) -> Iterator[None]:
-        """The block is one backward pass.
+    def backward(
+        self, roots: Sequence[Tensor], loss: float | None, own: Mapping[str, Tensor]
+    ) -> Iterator[None]:
+        """The block is one backward pass, from these tensors.
 
         ``own``: gets the gradients that it computes, by parameter; empty if they are not added to
         ``.grad``.
         """
         frame = sys._getframe(2)
         self._note_changes(frame, by_value=True)
+        self.further.backward(roots)
         self._record(Kind.BACKWARD, frame, value=loss)
         self._backwards += 1
         lines = lines_of(frame)
@@ -226,7 +239,10 @@ class CallWatch:
             factor=factor,
             asynchronous=issued.asynchronous,
             dtype=dtype_of(issued.tensors),
+            loses_gradient=torch.is_grad_enabled()
+            and any(one.requires_grad and not one.is_leaf for one in issued.tensors),
         )
+        self.further.parameters_go_out()
         if contents is Contents.GRADIENTS:
             self._gradients.accept_these(names, pending=True)
             issued.names = names
@@ -236,8 +252,14 @@ class CallWatch:
         if issued.names and self._is_recorded():
             self._gradients.accept_these(issued.names)
 
+    def _in_frame(self, frame: FrameType, line: CodeLine | None, returned: object) -> None:
+        self.further.values(frame, line, returned)
+        if line is not None and line.function != "<module>":
+            self._losses.after_line(line, frame, returned)
+
     def _after_line(self, line: CodeLine, by_value: bool) -> None:
         if not self._in_backward and self._is_recorded():
+            self.further.after_line(line, by_value)
             for change in self._gradients.changes(by_value):
                 self._append_change((line, line), change)
             for flag in self._synchronisation.changes():

@@ -37,6 +37,15 @@ class Kind(Enum):
     SYNCHRONISATION = "synchronisation"
     HOOK = "communication hook"
     CHANGE = "change"
+    READ = "read"
+    LOSS_FUNCTIONS = "functions of the loss"
+    MODULE = "module"
+    SAMPLER = "sampler"
+    LOADER = "loader"
+    TENSOR_HOOK = "tensor hook"
+    IGNORE = "ignore"
+    WEIGHTS = "weights"
+    REQUIRES_GRAD = "requires_grad"
 
 
 class Contents(Enum):
@@ -59,6 +68,7 @@ class CollectiveCall:
     floating-point numbers. ``names``: the parameters that ``contents`` is about. ``factor``: copies
     are this many times what they are copied from. ``asynchronous``: it returned a handle.
     ``dtype``: of its first tensor of floating-point numbers, such as ``bfloat16``; "" without one.
+    ``loses_gradient``: a tensor that went in required a gradient, and what comes out has none.
     """
 
     op: str
@@ -70,6 +80,7 @@ class CollectiveCall:
     factor: float = 1.0
     asynchronous: bool = False
     dtype: str = ""
+    loses_gradient: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,15 +107,20 @@ class Call:
     installed package made the call. ``step``: the number of the step, from 0. ``backwards``: how
     many calls of backward had begun before. ``value``: the loss of a backward, the norm or value of
     a clip, the seed, or the scale. ``what``: the class of a wrapper or module, the function that
-    clipped, or the class of an optimizer. ``names``: the parameters that a clip, a zero_grad or an
-    optimizer was given. ``collective`` and ``change``: of calls of these kinds. ``ranks``: of a new
-    group. ``in_backward``: the call was made while a backward pass ran. ``chosen_at``: of a forward
-    pass, the line of the user's that named the module; functions that were given it come below.
+    clipped, the class of an optimizer, the operation that made a loss or the functions that computed
+    one, a sampler, loader or hook as text, a digest of the weights, or what ``requires_grad`` was
+    set to. ``names``: the parameters that a clip, a zero_grad or an optimizer was given, or that
+    changed; the name of a module. ``collective`` and ``change``: of calls of these kinds.
+    ``ranks``: of a new group. ``in_backward``: the call was made while a backward pass ran.
+    ``chosen_at``: of a forward pass, the line of the user's that named the module; functions that
+    were given it come below. ``examples``: the positions, in the batch of all steps, that a forward
+    pass read; () if they are not known. ``line`` of these is the one that first held what was read.
 
-    A ``LOSS`` is a scalar with a gradient that a line has made: ``value`` is its value, and
-    ``what`` the operation that made it last. A ``SYNCHRONISATION`` is a line after which DDP's flag
-    ``require_backward_grad_sync`` had another ``value``, 0 or 1. A ``HOOK`` is a communication hook
-    that DDP was given; ``what`` is its name.
+    A ``LOSS`` is a scalar with a gradient that a line has made: ``value`` is its value. A
+    ``LOSS_FUNCTIONS`` is a line that computed a part of the loss at which backward begins. A
+    ``SYNCHRONISATION`` is a line after which DDP's flag ``require_backward_grad_sync`` had another
+    ``value``, 0 or 1. A ``HOOK`` is a communication hook that DDP was given, and ``what`` its name;
+    a ``TENSOR_HOOK`` is one on a parameter.
     """
 
     kind: Kind
@@ -120,3 +136,4 @@ class Call:
     ranks: tuple[int, ...] = ()
     in_backward: bool = False
     chosen_at: CodeLine | None = None
+    examples: tuple[int, ...] = ()

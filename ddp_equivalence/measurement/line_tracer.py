@@ -24,8 +24,8 @@ Handler = Callable[[FrameType], object]
 AfterLine = Callable[[CodeLine, bool], object]
 """Gets a line that has run, and whether it may have changed tensors without a new version."""
 
-InFrame = Callable[[CodeLine, FrameType, Any], object]
-"""Gets a line that has run, the frame that it ran in, and what the function returned there."""
+Values = Callable[[FrameType, CodeLine | None, object], object]
+"""Gets a frame, its line that has run, or None where it begins, and what it returns, if it does."""
 
 WITHOUT_VERSION = (".data", "numpy", "set_(", "memory")
 """Lines with these words may change a tensor in ways that its version does not count."""
@@ -35,19 +35,18 @@ class LineTracer:
     """``handlers``: the code of a function -> what to do when it is called.
 
     ``after_line`` is called after each line of the user's code, except in functions that are called
-    while ``paused`` is true. ``in_frame`` is called then too, but only once the next line of the
-    same function begins, or the function returns.
+    while ``paused`` is true. ``values`` is called then too, but only once the next line of the same
+    function begins, or the function returns; and where a function begins.
     """
 
     def __init__(
-        self, handlers: Mapping[CodeType, Handler], after_line: AfterLine, in_frame: InFrame
+        self, handlers: Mapping[CodeType, Handler], after_line: AfterLine, values: Values
     ) -> None:
         self._handlers = handlers
         self._after_line = after_line
-        self._in_frame = in_frame
+        self._values = values
         self._number_in: dict[int, int] = {}  # id of a frame -> its line that runs
         self._line: CodeLine | None = None
-        self._is_tracing = False
         self.paused = False
 
     @contextmanager
@@ -56,25 +55,12 @@ class LineTracer:
         if sys.gettrace() is not None:
             yield
             return
-        self._is_tracing = True
         sys.settrace(self._on_call)
         try:
             yield
         finally:
-            self._is_tracing = False
             sys.settrace(None)
             self._finish_line()
-
-    def suspend(self) -> Callable[[], None]:
-        """Trace nothing, which costs nothing, until the result is called."""
-        if not self._is_tracing or sys.gettrace() is None:
-            return lambda: None
-        sys.settrace(None)
-        return self._resume
-
-    def _resume(self) -> None:
-        if self._is_tracing:
-            sys.settrace(self._on_call)
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
@@ -86,6 +72,7 @@ class LineTracer:
         if self.paused or not is_users(code.co_filename):
             return None
         self._finish_line()
+        _without_failing(self._values, frame, None, None)
         return self._on_line
 
     def _on_line(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -105,9 +92,9 @@ class LineTracer:
         code = frame.f_code
         if not returns:
             self._number_in[id(frame)] = frame.f_lineno
-        if number is not None and not self.paused and code.co_name != "<module>":
+        if number is not None and not self.paused:
             line = CodeLine(code.co_filename, number, code.co_name)
-            _without_failing(self._in_frame, line, frame, returned)
+            _without_failing(self._values, frame, line, returned)
 
     def _finish_line(self) -> None:
         if self._line is not None and not self.paused:

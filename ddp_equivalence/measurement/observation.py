@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ddp_equivalence.case.steps import GradientKey
-from ddp_equivalence.measurement.calls import Call
+from ddp_equivalence.measurement.calls import Call, CodeLine
 from ddp_equivalence.ranks.collectives import Collective
 
 Indices = tuple[int, ...]
@@ -33,6 +33,11 @@ class RowsRead:
     def is_certain(self) -> bool:
         """True if every row can come from one position only."""
         return all(len(positions) == 1 for positions in self.candidates)
+
+    @property
+    def if_certain(self) -> Indices:
+        """The position of every row; () unless every row can come from one position only."""
+        return tuple(positions[0] for positions in self.candidates) if self.is_certain else ()
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,9 @@ class Observation:
     step left. ``clipped``: the norms that torch was told to clip gradients to. ``collectives``: all
     that the rank issued; None if torch has no flight recorder. ``equal_examples``: groups of
     examples of the big batch that are equal in every tensor. ``calls``: those that matter for the
-    gradients, in their order, with their lines.
+    gradients, in their order, with their lines. ``lines_run``: the steps and the lines of the
+    user's code that ran, each once, in the order of their first run, without those of the forward
+    pass.
     """
 
     forwards: tuple[Forward, ...]
@@ -111,6 +118,7 @@ class Observation:
     collectives: tuple[Collective, ...] | None = None
     equal_examples: tuple[Indices, ...] = ()
     calls: tuple[Call, ...] = ()
+    lines_run: tuple[tuple[int, CodeLine], ...] = ()
 
     def rows_read(self, step: int) -> tuple[tuple[RowsRead, ...], ...] | None:
         """The rows of each micro-batch of one step; None if they are not known.

@@ -77,7 +77,7 @@ class Observer:
 
     @step.setter
     def step(self, number: int) -> None:
-        self._step = self._calls.step = number
+        self._step = self._calls.step = self._calls.further.step = number
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -137,15 +137,19 @@ class Observer:
             collectives=collectives,
             equal_examples=self._lookup.equal_examples(),
             calls=tuple(self._calls.calls),
+            lines_run=tuple(self._calls.further.lines_run),
         )
 
     def _on_forward(self, arguments: tuple[Any, ...]) -> Heard:
         if not torch.is_grad_enabled():
             return None
+        rows = self._lookup.rows_of(arguments)
+        examples = rows.if_certain if rows is not None else ()
+        self._calls.further.forward(sys._getframe(), arguments, examples)
         ended = self._calls.forward(self._model)
         self._forwards.append(
             Forward(
-                rows=self._lookup.rows_of(arguments),
+                rows=rows,
                 weights=_digest_of_weights(self._model),
                 generator=torch.get_rng_state().numpy().tobytes(),
                 seed=torch.initial_seed(),
@@ -184,7 +188,7 @@ class Observer:
                 else {}
             )
             try:
-                with self._calls.backward(loss, own):
+                with self._calls.backward(roots, loss, own):
                     result = differentiate(tensors, *arguments, **named)
             finally:
                 self._inside = False

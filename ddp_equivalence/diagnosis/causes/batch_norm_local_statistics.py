@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
+from ddp_equivalence.diagnosis.lines_of_modules import BATCH_NORMS, module_lines
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -17,6 +19,16 @@ def predict(view: View) -> Sequence[Prediction]:
     return tuple(Prediction(view.on_every_rank(result)) for result in results)
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """The first batch norm in the forward pass."""
+    return module_lines(view, BATCH_NORMS, "normalises over the examples of one rank")
+
+
+def fix(view: View) -> str:
+    """Synchronise the statistics, or leave them out."""
+    return "none is needed; use SyncBatchNorm (on GPUs), or compare in eval mode."
+
+
 HYPOTHESIS = Hypothesis(
     name="batch_norm_local_statistics",
     sentence="Batch norm normalises with the statistics of each rank's shard. This is a property "
@@ -24,5 +36,8 @@ HYPOTHESIS = Hypothesis(
     look_at="the batch norm: use SyncBatchNorm, or a normalisation of each example by itself",
     predict=predict,
     tell_apart="Put the model in eval mode: this difference then goes away.",
+    headline="batch norm uses each rank's own statistics",
+    lines=lines,
+    fix=fix,
     limits_must_catch=True,
 )

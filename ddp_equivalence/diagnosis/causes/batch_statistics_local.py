@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.causes.contrastive_local_negatives import mean_of_local_losses
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
+from ddp_equivalence.diagnosis.lines_of_modules import STATISTICS, loss_lines
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 NAME = "batch_statistics_local"
@@ -14,6 +16,16 @@ NAME = "batch_statistics_local"
 def predict(view: View) -> Sequence[Prediction]:
     """The mean of the ranks' losses, where the loss is known to use statistics of the batch."""
     return mean_of_local_losses(view) if view.setting.batch_coupled == NAME else ()
+
+
+def lines(view: View) -> Sequence[PointedLine]:
+    """The line that takes the statistics."""
+    return loss_lines(view, STATISTICS, "statistics of one rank's examples")
+
+
+def fix(view: View) -> str:
+    """Gather what the statistics are of."""
+    return "none is needed; take statistics of all ranks' outputs, gathered with their gradient."
 
 
 HYPOTHESIS = Hypothesis(
@@ -25,4 +37,7 @@ HYPOTHESIS = Hypothesis(
     "statistics",
     predict=predict,
     tell_apart="Leave that term out of the loss: this difference then goes away.",
+    headline="batch statistics are of each rank alone",
+    lines=lines,
+    fix=fix,
 )

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.words_of_lines import counted, names_text
+from ddp_equivalence.measurement.calls import Kind
 
 NAMES_SHOWN = 4
 
@@ -55,6 +59,44 @@ def indication(view: View) -> Indication | None:
     return Indication(True, f"these parameters are {len(buckets)} whole bucket{plural} of DDP")
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """The communication hook and what it reduces; without one, where DDP was made."""
+    calls = view.observed.calls
+    hooks = communication_hooks(view)
+    if not hooks:
+        return [
+            place.pointed(f"DDP did not reduce {_concerned(view)}", is_fault=True)
+            for place in calls.places(Kind.WRAP)[-1:]
+        ]
+    reduces = calls.places(Kind.COLLECTIVE, where=lambda call: call.in_backward)
+    pointed = [
+        place.pointed(
+            f"reduced {counted(len(place.calls), 'bucket')}, and not {_concerned(view)}",
+            is_fault=True,
+        )
+        for place in reduces[-1:]
+    ]
+    hook = hooks[-1].pointed(hooks[-1].first.what, is_fault=not pointed)
+    return [hook, *pointed]
+
+
+def communication_hooks(view: View) -> list[Place]:
+    """The lines that gave DDP a communication hook."""
+    return view.observed.calls.places(Kind.HOOK)
+
+
+def _concerned(view: View) -> str:
+    return names_text(sorted(view.measured.differing))
+
+
+def fix(view: View) -> str:
+    """Reduce every bucket."""
+    left_out = _concerned(view)
+    if communication_hooks(view):
+        return f"let the communication hook reduce every bucket, also that of {left_out}."
+    return f"use {left_out} in every forward pass, or give DDP find_unused_parameters=True."
+
+
 HYPOTHESIS = Hypothesis(
     name="bucket_not_reduced",
     sentence="The gradients of a whole bucket of DDP were not reduced: every rank holds its own "
@@ -64,4 +106,7 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     indication=indication,
     tell_apart="Use buckets of several parameters (a larger bucket_cap_mb).",
+    headline="a bucket of DDP is not reduced",
+    lines=lines,
+    fix=fix,
 )

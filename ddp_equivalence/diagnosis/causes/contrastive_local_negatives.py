@@ -8,6 +8,8 @@ import torch
 
 from ddp_equivalence.diagnosis.causes.uneven_shards_weighted_equally import is_mean_over_examples
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
+from ddp_equivalence.diagnosis.lines_of_modules import COMPARISONS, loss_lines
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.view import View
 
@@ -59,6 +61,16 @@ def _compares_examples(view: View) -> bool:
     return max(norms, default=0.0) < NO_GRADIENT * float(view.expected.norm())
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """The line that compares examples with each other."""
+    return loss_lines(view, COMPARISONS, "compares the examples of one rank")
+
+
+def fix(view: View) -> str:
+    """Gather the outputs."""
+    return "none is needed; compare all ranks' outputs, gathered with their gradient."
+
+
 HYPOTHESIS = Hypothesis(
     name=NAME,
     sentence="The loss compares examples with each other, and every rank compares only those of "
@@ -68,4 +80,7 @@ HYPOTHESIS = Hypothesis(
     "(torch.distributed.nn.functional.all_gather)",
     predict=predict,
     tell_apart="Give each rank one example: it then has nothing to compare with and no gradient.",
+    headline="contrastive loss lacks other ranks' examples",
+    lines=lines,
+    fix=fix,
 )

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.lines_of_modules import DROPOUTS, module_lines
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -62,6 +64,16 @@ def indication(view: View) -> Indication | None:
     return None
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """The first dropout in the forward pass."""
+    return module_lines(view, DROPOUTS, "draws other masks for a shard than for the big batch")
+
+
+def fix(view: View) -> str:
+    """Turn dropout off while gradients are compared."""
+    return "none is needed; compare with dropout turned off (model.eval() or p=0)."
+
+
 HYPOTHESIS = Hypothesis(
     name="dropout_differs_from_reference",
     sentence="Dropout draws other masks for a shard than for the big batch. This is a property of "
@@ -70,5 +82,8 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     indication=indication,
     tell_apart="Put the model in eval mode: this difference then goes away.",
+    headline="dropout draws other masks than the batch",
+    lines=lines,
+    fix=fix,
     limits_must_catch=True,
 )

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ddp_equivalence.diagnosis.causes.dropout_differs_from_reference import (
     replayed,
     step_set_the_same_seed,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.lines_of_modules import DROPOUTS, module_lines
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Kind
 
 
 def predict(view: View) -> Sequence[Prediction]:
@@ -28,6 +33,34 @@ def indication(view: View) -> Indication | None:
     return Indication(False, "the step did not set the same seed on all ranks")
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where all ranks are given the same seed, and the first dropout after it."""
+    seeded = [
+        place.pointed(f"seeds every rank with {place.first.value:.0f}", is_fault=True)
+        for place in _same_seeds(view)[-1:]
+    ]
+    after = "drops the same positions on every rank"
+    modules = module_lines(view, DROPOUTS, after, is_property=False)
+    return [*seeded, *(replace(one, is_fault=not seeded) for one in modules)]
+
+
+def _same_seeds(view: View) -> list[Place]:
+    places = view.observed.calls.places(Kind.SEED, where=lambda call: call.backwards == 0)
+    return [
+        place
+        for place in places
+        if len(place.ranks) == view.world_size
+        and len({calls[-1].value for calls in place.by_rank.values()}) == 1
+    ]
+
+
+def fix(view: View) -> str:
+    """Add the rank to the seed."""
+    seeds = _same_seeds(view)
+    seed = f"{seeds[-1].first.value:.0f}" if seeds else "seed"
+    return f"torch.manual_seed({seed} + rank), after the weights are built alike on all ranks."
+
+
 HYPOTHESIS = Hypothesis(
     name="dropout_same_on_all_ranks",
     sentence="The step gives all ranks the same seed, so that dropout drops the same positions on "
@@ -36,4 +69,7 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     indication=indication,
     tell_apart="Gradients alone cannot decide: compare the states of the ranks' generators.",
+    headline="all ranks draw the same dropout masks",
+    lines=lines,
+    fix=fix,
 )

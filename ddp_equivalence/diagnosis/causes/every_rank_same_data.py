@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ddp_equivalence.diagnosis import lines_that_read
+from ddp_equivalence.diagnosis.causes.reduced_in_wrong_group import groups_text
 from ddp_equivalence.diagnosis.examples_read import (
     all_ranks_read_the_same,
+    example_numbers,
     examples_seen,
     predictions_from_examples_read,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -39,6 +44,55 @@ def indication(view: View) -> Indication | None:
     )
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """The sampler or loader that gives all ranks the same, and where this is read."""
+    pointed = [
+        place.pointed(f"{place.first.what} on every rank", is_fault=True)
+        for place in _samplers_of_one_rank(view)
+    ]
+    if not pointed and not lines_that_read.samplers(view):
+        pointed = [
+            place.pointed(f"no DistributedSampler: {place.first.what} on every rank", is_fault=True)
+            for place in lines_that_read.loaders(view)
+        ]
+    if not pointed:
+        pointed = [
+            place.pointed(f"{place.first.collective.op} in {groups_text(place.groups)}")
+            for place in lines_that_read.data_collectives(view)
+            if place.first.collective is not None
+        ]
+    note, known = _read_by_all(view), any(one.is_fault for one in pointed)
+    read = lines_that_read.reads(view)[:1]
+    return [*pointed[-2:], *(place.pointed(note, is_fault=not known) for place in read)]
+
+
+def _samplers_of_one_rank(view: View) -> list[Place]:
+    """The lines that made samplers which give all ranks the same examples."""
+    return [
+        place
+        for place in lines_that_read.samplers(view)
+        if len({calls[-1].what for calls in place.by_rank.values()}) == 1
+        and len(place.ranks) == view.world_size
+    ]
+
+
+def _read_by_all(view: View) -> str:
+    read = (view.observed.examples_read or ((),))[0]
+    numbers = example_numbers(sorted({index for part in read for index in part}), most=4)
+    return f"all {view.world_size} ranks read {numbers}" if read else ""
+
+
+def fix(view: View) -> str:
+    """Divide the examples among the ranks."""
+    size = view.world_size
+    if _samplers_of_one_rank(view):
+        return f"give DistributedSampler num_replicas={size} and the number of its own rank."
+    if lines_that_read.loaders(view) and not lines_that_read.samplers(view):
+        return f"give the DataLoader a DistributedSampler with num_replicas={size} and its rank."
+    count = view.setting.example_count
+    return f"let each of the {size} ranks read other ones of the {count} examples."
+
+
 HYPOTHESIS = Hypothesis(
     name="every_rank_same_data",
     sentence="All ranks read the same examples, so that the average is over copies of one shard.",
@@ -46,4 +100,7 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     indication=indication,
     tell_apart="Gradients alone cannot decide: compare the examples that the ranks read.",
+    headline="every rank reads the same examples",
+    lines=lines,
+    fix=fix,
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ddp_equivalence.diagnosis import lines_that_read
 from ddp_equivalence.diagnosis.examples_read import (
+    example_numbers,
     examples_seen,
     predictions_from_examples_read,
     read_by_no_rank,
@@ -12,6 +14,7 @@ from ddp_equivalence.diagnosis.examples_read import (
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -37,6 +40,31 @@ def indication(view: View) -> Indication | None:
     )
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """The sampler or loader that drops examples, or the lines where too few are read."""
+    drops = [
+        place.pointed(f"leaves out {lines_that_read.dropped_by(place)} examples", is_fault=True)
+        for place in lines_that_read.samplers(view)
+        if lines_that_read.dropped_by(place)
+    ]
+    drops += [
+        place.pointed("leaves out a last batch that is not full", is_fault=True)
+        for place in lines_that_read.loaders(view)
+        if "drop_last=True" in place.first.what
+    ]
+    read = [
+        place.pointed(lines_that_read.what_was_read(view, place), is_fault=not drops)
+        for place in lines_that_read.reads(view)
+    ]
+    return [*drops[:2], *read[-1:]]
+
+
+def fix(view: View) -> str:
+    """Read what was left out."""
+    dropped, count = read_by_no_rank(view), view.setting.example_count
+    return f"let a rank read {example_numbers(dropped, most=4)} too, and divide by {count}."
+
+
 HYPOTHESIS = Hypothesis(
     name="examples_dropped",
     sentence="Some examples of the big batch were read by no rank.",
@@ -45,4 +73,7 @@ HYPOTHESIS = Hypothesis(
     indication=indication,
     tell_apart="Use a multiple of the number of ranks as the number of examples: nothing is then "
     "dropped.",
+    headline="no rank reads some examples",
+    lines=lines,
+    fix=fix,
 )

@@ -10,7 +10,11 @@ from ddp_equivalence.diagnosis.indications import (
     indication_if,
     losses_of_backwards,
 )
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.words_of_lines import counted
+from ddp_equivalence.measurement.calls import Call, Contents, Kind
 
 
 def factors(view: View) -> Sequence[WrongFactor]:
@@ -35,6 +39,47 @@ def indication(view: View) -> Indication | None:
     )
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """The collective in the forward pass, and the loss that is computed from what it returns."""
+    gathers = _gathers(view)
+    losing = [place for place in gathers if any(_loses(call) for call in place.calls)]
+    pointed = []
+    for place in (losing or gathers)[-1:]:
+        collective = place.first.collective
+        if collective is not None:
+            op = collective.op
+            note = f"{op} of {counted(collective.elements, 'element')}"
+            note += ", which require a gradient; what it returns has none" if losing else ""
+            pointed.append(place.pointed(note, is_fault=True))
+    backward = view.observed.calls.backwards[-1:]
+    note = "begins at the loss of the whole batch on every rank"
+    return [*pointed, *(place.pointed(note, is_fault=not pointed) for place in backward)]
+
+
+def _gathers(view: View) -> list[Place]:
+    def is_in_forward(call: Call) -> bool:
+        collective = call.collective
+        return (
+            collective is not None
+            and not call.in_backward
+            and collective.contents is Contents.OTHER
+            and (collective.elements > 1 or collective.loses_gradient)
+        )
+
+    return view.observed.calls.places(Kind.COLLECTIVE, where=is_in_forward)
+
+
+def _loses(call: Call) -> bool:
+    return call.collective is not None and call.collective.loses_gradient
+
+
+def fix(view: View) -> str:
+    """Use a collective that passes the gradient on."""
+    ops = [place.first.collective.op for place in _gathers(view) if place.first.collective]
+    op = "all_reduce" if ops and "reduce" in ops[-1] else "all_gather"
+    return f"use torch.distributed.nn.functional.{op}, which passes the gradient on."
+
+
 HYPOTHESIS = Hypothesis(
     name="gather_without_gradient",
     sentence="Every rank computes the loss of the whole batch, but only the rank's own examples "
@@ -44,4 +89,7 @@ HYPOTHESIS = Hypothesis(
     factors=factors,
     indication=indication,
     tell_apart="Print the loss of each rank: here it is the loss of the whole batch.",
+    headline="gathered outputs carry no gradient",
+    lines=lines,
+    fix=fix,
 )

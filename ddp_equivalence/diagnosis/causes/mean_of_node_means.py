@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Kind
 
 
 def predict(view: View) -> Sequence[Prediction]:
@@ -37,6 +40,43 @@ def predict(view: View) -> Sequence[Prediction]:
     )
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where gradients are reduced inside the nodes, and between them."""
+    node_of = {
+        rank: node for node, ranks in enumerate(view.setting.ranks_by_node) for rank in ranks
+    }
+    between: list[Place] = []
+    inside: list[Place] = []
+    for place in view.observed.calls.reductions:
+        joins = any(len({node_of[rank] for rank in group}) > 1 for group in place.groups)
+        (between if joins else inside).append(place)
+    pointed = [place.pointed("reduces inside each node") for place in inside[-1:]]
+    note = f"joins the nodes, which hold {_sizes_text(view)} examples"
+    pointed += [place.pointed(note, is_fault=True) for place in between[-1:]]
+    if not between:
+        pointed += [
+            place.pointed(note, is_fault=True)
+            for place in view.observed.calls.places(Kind.WRAP)[:1]
+        ]
+    return pointed
+
+
+def _sizes_of_nodes(view: View) -> list[int]:
+    shards = view.parts.examples_by_rank
+    return [sum(len(shards[rank]) for rank in ranks) for ranks in view.setting.ranks_by_node]
+
+
+def _sizes_text(view: View) -> str:
+    return " and ".join(map(str, _sizes_of_nodes(view)))
+
+
+def fix(view: View) -> str:
+    """Weight the nodes."""
+    sizes = _sizes_of_nodes(view)
+    weights = " and ".join(f"{size}/{sum(sizes)}" for size in sizes)
+    return f"weight the nodes by their examples, {weights}, not by 1/{len(sizes)} each."
+
+
 HYPOTHESIS = Hypothesis(
     name="mean_of_node_means",
     sentence="The nodes hold different amounts of data, and the means of the nodes count equally.",
@@ -44,5 +84,8 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     tell_apart="Use nodes with several ranks, and equally many on each: only this difference then "
     "goes away.",
+    headline="node means count equally, nodes differ",
+    lines=lines,
+    fix=fix,
     limits_must_catch=True,
 )

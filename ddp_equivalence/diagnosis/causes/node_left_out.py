@@ -8,8 +8,11 @@ from dataclasses import replace
 from ddp_equivalence.diagnosis.causes.rank_left_out import (
     predictions_without,
     ranks_that_may_be_left_out,
+    ranks_without_weight,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
+from ddp_equivalence.diagnosis.lines_of_left_out import fix_of_left_out, lines_of_left_out
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -27,6 +30,16 @@ def predict(view: View) -> Sequence[Prediction]:
     )
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where these ranks' gradients are lost."""
+    return lines_of_left_out(view, ranks_without_weight(view))
+
+
+def fix(view: View) -> str:
+    """Reduce the gradients of all ranks."""
+    return fix_of_left_out(view, ranks_without_weight(view))
+
+
 HYPOTHESIS = Hypothesis(
     name="node_left_out",
     sentence="The gradients that the ranks of a node computed are missing from the gradients of "
@@ -34,4 +47,7 @@ HYPOTHESIS = Hypothesis(
     look_at="the process group between the nodes, and the rank of each node that belongs to it",
     predict=predict,
     tell_apart="Use more than one rank on every node.",
+    headline="a node's gradients are missing everywhere else",
+    lines=lines,
+    fix=fix,
 )

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if, ranks_by_number
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.words_of_lines import names_text
+from ddp_equivalence.measurement.calls import Kind
 
 NAMES_SHOWN = 4
 
@@ -67,6 +70,27 @@ def indication(view: View) -> Indication | None:
     )
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where the parameter was frozen."""
+    frozen = set(_ranks_with_frozen_parameters(view))
+    places = view.observed.calls.places(
+        Kind.REQUIRES_GRAD,
+        where=lambda call: "False" in call.what and bool(view.measured.differing & set(call.names)),
+    )
+    return [
+        place.pointed(
+            f"{ranks_by_number(place.ranks)} only: {names_text(place.names)}", is_fault=True
+        )
+        for place in places
+        if frozen >= set(place.ranks)
+    ][:2]
+
+
+def fix(view: View) -> str:
+    """Set requires_grad alike."""
+    return f"set requires_grad to the same value on all {view.world_size} ranks."
+
+
 HYPOTHESIS = Hypothesis(
     name="parameter_frozen_on_one_rank",
     sentence="A parameter requires no gradient on one rank, so that this rank adds nothing to its "
@@ -75,4 +99,7 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     indication=indication,
     tell_apart="Gradients alone cannot decide: compare requires_grad on all ranks.",
+    headline="requires_grad differs between ranks",
+    lines=lines,
+    fix=fix,
 )

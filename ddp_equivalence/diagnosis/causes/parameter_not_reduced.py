@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ddp_equivalence.diagnosis.causes import bucket_not_reduced
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.words_of_lines import counted, names_text
+from ddp_equivalence.measurement.calls import Kind
 
 
 def indication(view: View) -> Indication | None:
@@ -23,6 +28,42 @@ def indication(view: View) -> Indication | None:
     return None
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """The loop or buffer that reduces the others; under DDP, where it was told to ignore some."""
+    if bucket_not_reduced.communication_hooks(view):
+        return bucket_not_reduced.lines(view)
+    calls, differing = view.observed.calls, view.measured.differing
+    left_out = names_text(sorted(differing))
+    pointed = [
+        place.pointed(
+            f"reduces {counted(len(place.names), 'gradient')}, not that of {left_out}",
+            is_fault=True,
+        )
+        for place in calls.reductions
+        if not differing & set(place.names)
+    ]
+    if pointed:
+        return pointed[-1:]
+    told = [place.pointed("", is_fault=True) for place in calls.places(Kind.IGNORE)]
+    note = f"DDP did not reduce {left_out}"
+    return [
+        *told[-1:],
+        *(place.pointed(note, is_fault=not told) for place in calls.places(Kind.WRAP)[-1:]),
+    ]
+
+
+def fix(view: View) -> str:
+    """Reduce these too."""
+    left_out, count = names_text(sorted(view.measured.differing)), len(view.parameters.names)
+    if bucket_not_reduced.communication_hooks(view):
+        return bucket_not_reduced.fix(view)
+    if not view.observed.wrappers:
+        return f"all_reduce {left_out} too: go through all {count} parameters of the model."
+    if any(wrapper.ignored for wrapper in view.observed.wrappers):
+        return f"do not let DDP ignore {left_out}."
+    return f"wrap the model after {left_out} became a part of it, and use it in every iteration."
+
+
 HYPOTHESIS = Hypothesis(
     name="parameter_not_reduced",
     sentence="Some parameters were not reduced: every rank holds its own gradient of them.",
@@ -32,4 +73,7 @@ HYPOTHESIS = Hypothesis(
     predict=bucket_not_reduced.predict,
     indication=indication,
     tell_apart="Use buckets of several parameters (a larger bucket_cap_mb).",
+    headline="some parameters are not reduced",
+    lines=lines,
+    fix=fix,
 )

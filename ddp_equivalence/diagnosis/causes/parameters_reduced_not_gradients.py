@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ddp_equivalence.diagnosis.causes import no_all_reduce
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
 from ddp_equivalence.diagnosis.indications import indication_if
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.step_calls import REDUCING
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.words_of_lines import counted, names_text
+from ddp_equivalence.measurement.calls import Call, Contents, Kind
 
 
 def indication(view: View) -> Indication | None:
@@ -26,6 +32,33 @@ def indication(view: View) -> Indication | None:
     )
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where parameters are all-reduced."""
+    places = view.observed.calls.places(Kind.COLLECTIVE, where=_reduces_parameters)
+    return [
+        place.pointed(
+            f"reduces {counted(len(place.names), 'parameter')} ({names_text(place.names)}), "
+            "not their gradients",
+            is_fault=True,
+        )
+        for place in places[:2]
+    ]
+
+
+def _reduces_parameters(call: Call) -> bool:
+    collective = call.collective
+    return (
+        collective is not None
+        and collective.op in REDUCING
+        and collective.contents in (Contents.PARAMETERS, Contents.COPIES_OF_PARAMETERS)
+    )
+
+
+def fix(view: View) -> str:
+    """Reduce the gradients."""
+    return f"all_reduce parameter.grad, not parameter, and divide it by {view.world_size}."
+
+
 HYPOTHESIS = Hypothesis(
     name="parameters_reduced_not_gradients",
     sentence="Parameters were all-reduced where gradients were meant: every rank holds the "
@@ -34,4 +67,7 @@ HYPOTHESIS = Hypothesis(
     predict=no_all_reduce.predict,
     indication=indication,
     tell_apart=no_all_reduce.TELL_APART,
+    headline="parameters are all-reduced, not gradients",
+    lines=lines,
+    fix=fix,
 )

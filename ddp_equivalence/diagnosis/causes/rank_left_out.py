@@ -9,6 +9,12 @@ from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
 from ddp_equivalence.diagnosis.indications import ranks_by_number
+from ddp_equivalence.diagnosis.lines_of_left_out import (
+    fix_of_left_out,
+    lines_of_left_out,
+    ranks_without_gradient,
+)
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 NO_WEIGHT = 1e-3
@@ -70,10 +76,29 @@ def _predictions_without(
             yield Prediction(by_rank, f"{detail}; {names} hold their own gradient")
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where these ranks' gradients are lost."""
+    return lines_of_left_out(view, ranks_without_weight(view))
+
+
+def fix(view: View) -> str:
+    """Reduce the gradients of all ranks."""
+    return fix_of_left_out(view, ranks_without_weight(view))
+
+
+def ranks_without_weight(view: View) -> tuple[int, ...]:
+    """The ranks whose gradients are missing; () if that is not known."""
+    sets = ranks_that_may_be_left_out(view) if view.weights_of_ranks is not None else []
+    return sets[0] if sets else ranks_without_gradient(view)
+
+
 HYPOTHESIS = Hypothesis(
     name="rank_left_out",
     sentence="The gradient that a rank computed is missing from the gradients of all other ranks.",
     look_at="the process group that gradients are reduced in, and early returns before all_reduce",
     predict=predict,
     tell_apart="Use more than one rank on every node.",
+    headline="a rank's gradient is missing everywhere else",
+    lines=lines,
+    fix=fix,
 )

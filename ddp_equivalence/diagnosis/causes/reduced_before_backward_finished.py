@@ -8,7 +8,9 @@ from ddp_equivalence.diagnosis.causes import bucket_not_reduced
 from ddp_equivalence.diagnosis.causes.accumulation_boundary_off_by_one import reduced_early
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Kind
 
 
 def predict(view: View) -> Sequence[Prediction]:
@@ -43,6 +45,28 @@ def _collectives_ran_inside_backward(view: View) -> bool | None:
     return all(inside > 0 for inside in inside_by_rank)
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """The collective that came too early, and the backward pass that added more."""
+    calls = view.observed.calls
+    inside = calls.places(Kind.COLLECTIVE, where=lambda call: call.in_backward)
+    if inside:
+        hooks = [place.pointed() for place in calls.places(Kind.TENSOR_HOOK)[:1]]
+        note = f"{len(inside[-1].calls)} calls while backward was running"
+        return [*hooks, inside[-1].pointed(note, is_fault=True)]
+    last = max((call.backwards for call in calls.of(0)), default=0)
+    early = [
+        place.pointed("ran before the last backward", is_fault=True)
+        for place in calls.reductions
+        if place.first.backwards < last
+    ]
+    return [*early[:1], *(place.pointed() for place in calls.backwards[-1:])]
+
+
+def fix(view: View) -> str:
+    """Reduce later."""
+    return "reduce once after the last backward has returned, and wait for it."
+
+
 HYPOTHESIS = Hypothesis(
     name="reduced_before_backward_finished",
     sentence="Gradients were reduced before backward had finished adding to them.",
@@ -51,4 +75,7 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     indication=indication,
     tell_apart="Run the step again: a race seldom leaves the same bits twice.",
+    headline="gradients are reduced before backward ends",
+    lines=lines,
+    fix=fix,
 )

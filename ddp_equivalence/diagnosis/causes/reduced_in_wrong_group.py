@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.indications import ranks_by_number
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
@@ -60,7 +61,13 @@ def indication(view: View) -> Indication | None:
     groups = separate_groups(view)
     if not groups:
         return None
-    return Indication(True, f"gradients were reduced in {groups_text(groups)}; none joins them")
+    several = tuple(group for group in groups if len(group) > 1)
+    alone = [group[0] for group in groups if len(group) == 1]
+    because = f"gradients were reduced in {groups_text(several)}; none joins them"
+    if alone:
+        because = f"gradients were reduced in {groups_text(several)}; {ranks_by_number(alone)} "
+        because += f"reduced {'theirs' if len(alone) > 1 else 'its own'} with no other rank"
+    return Indication(True, because)
 
 
 def groups_text(groups: Groups) -> str:
@@ -68,7 +75,7 @@ def groups_text(groups: Groups) -> str:
     shown = [f"{{{', '.join(map(str, group))}}}" for group in groups[:MOST_GROUPS]]
     if len(groups) > MOST_GROUPS:
         shown.append(f"{len(groups) - MOST_GROUPS} more")
-    return f"groups {' and '.join(shown)}"
+    return f"group{'s' if len(groups) > 1 else ''} {' and '.join(shown)}"
 
 
 def lines(view: View) -> Sequence[PointedLine]:
@@ -79,7 +86,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     reduced = [
         place.pointed(
             f"{len(place.calls)} {place.first.collective.op}, in {groups_text(place.groups)}; "
-            "none joins them",
+            f"none has all {view.world_size} ranks",
             is_fault=True,
         )
         for place in calls.reductions

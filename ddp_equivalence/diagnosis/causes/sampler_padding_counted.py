@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ddp_equivalence.diagnosis import lines_that_read
 from ddp_equivalence.diagnosis.examples_read import (
     all_ranks_read_the_same,
+    example_numbers,
     examples_seen,
     predictions_from_examples_read,
     read_more_than_once,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.indications import indication_if
+from ddp_equivalence.diagnosis.indications import indication_if, ranks_by_number
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -37,6 +41,42 @@ def indication(view: View) -> Indication | None:
     )
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """The sampler that pads, or the lines where examples are read again."""
+    repeated = read_more_than_once(view)
+    pads = [
+        place.pointed(
+            f"pads {place.first.value:.0f} examples by {lines_that_read.padding_of(place)}",
+            is_fault=True,
+        )
+        for place in lines_that_read.samplers(view)
+        if lines_that_read.padding_of(place)
+    ]
+    pointed = []
+    for place in lines_that_read.reads(view):
+        if lines_that_read.ranks_that_read(view, place, repeated):
+            note = _who_read(view, place, repeated[:2])
+            pointed.append(place.pointed(note, is_fault=not pads))
+    return [*pads[:1], *pointed[:2]]
+
+
+def _who_read(view: View, place: Place, examples: Sequence[int]) -> str:
+    """Which ranks read each of these examples at this place."""
+    readers = {one: lines_that_read.ranks_that_read(view, place, [one]) for one in examples}
+    return "; ".join(
+        f"{ranks_by_number(ranks)} read{'s' if len(ranks) == 1 else ''} example {one}"
+        for one, ranks in readers.items()
+        if ranks
+    )
+
+
+def fix(view: View) -> str:
+    """Count every example once."""
+    repeated, count = read_more_than_once(view), view.setting.example_count
+    names = example_numbers(repeated, most=4)
+    return f"count {names} once: give the repetitions no weight, and divide by {count}."
+
+
 HYPOTHESIS = Hypothesis(
     name="sampler_padding_counted",
     sentence="Some examples were read more than once and counted each time. A sampler does this to "
@@ -48,4 +88,7 @@ HYPOTHESIS = Hypothesis(
     indication=indication,
     tell_apart="Use a multiple of the number of ranks as the number of examples: no padding is "
     "then needed.",
+    headline="some examples are counted twice",
+    lines=lines,
+    fix=fix,
 )

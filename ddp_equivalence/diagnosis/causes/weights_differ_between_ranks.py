@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from ddp_equivalence.diagnosis.causes.reduced_in_wrong_group import groups_text
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
 from ddp_equivalence.diagnosis.indications import ranks_by_number
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.words_of_lines import counted, names_text
+from ddp_equivalence.measurement.calls import Call, Contents, Kind
 
 
 def indication(view: View) -> Indication | None:
@@ -22,6 +29,64 @@ def indication(view: View) -> Indication | None:
     return Indication(True, because, conclusive=True)
 
 
+def lines(view: View) -> Sequence[PointedLine]:
+    """Where the weights came to differ, and a broadcast that has not made them equal."""
+    calls = view.observed.calls
+    broadcasts = calls.places(Kind.COLLECTIVE, where=_sends_weights)
+    parted = where_weights_part(view)
+    pointed = []
+    if parted is not None:
+        note = f"changes {names_text(parted.names)}; the weights differ between ranks from here on"
+        missing = "" if broadcasts else "a broadcast of all weights from rank 0"
+        pointed.append(parted.pointed(note, is_fault=not broadcasts, missing=missing))
+    for place in broadcasts[-1:]:
+        collective = place.first.collective
+        groups = groups_text(place.groups) if len(place.groups) > 1 else "one group"
+        if collective is not None:
+            note = f"{collective.op} of {names_text(place.names)} in {groups}"
+            pointed.append(place.pointed(f"{note}; weights differ after it", is_fault=True))
+    seeds = calls.places(Kind.SEED, where=lambda call: call.backwards == 0)
+    differ = [place for place in seeds if len(_first_values(place)) > 1]
+    shown = [place.pointed("seeds differ between ranks") for place in differ[-1:]]
+    return [*shown, *pointed]
+
+
+def _sends_weights(call: Call) -> bool:
+    collective = call.collective
+    return (
+        call.backwards == 0
+        and collective is not None
+        and collective.contents in (Contents.PARAMETERS, Contents.COPIES_OF_PARAMETERS)
+    )
+
+
+def _first_values(place: Place) -> set[float | None]:
+    return {calls[-1].value for calls in place.by_rank.values()}
+
+
+def where_weights_part(view: View) -> Place | None:
+    """The line after which the weights differed between ranks until the forward pass.
+
+    None if no line was seen to change them so.
+    """
+    places = view.observed.calls.places(Kind.WEIGHTS)
+    held = dict.fromkeys(view.observed.by_rank, "")  # the weights that the case gave to all ranks
+    parted = None
+    for place in places:
+        held |= {rank: calls[-1].what for rank, calls in place.by_rank.items()}
+        if len(set(held.values())) == 1:
+            parted = None
+        elif parted is None:
+            parted = place
+    return parted
+
+
+def fix(view: View) -> str:
+    """Broadcast the weights."""
+    count = len(view.parameters.names)
+    return f"broadcast all {counted(count, 'parameter')} from rank 0 before the first forward pass."
+
+
 HYPOTHESIS = Hypothesis(
     name="weights_differ_between_ranks",
     sentence="The ranks did not begin the forward pass with the same weights, so that gradients of "
@@ -31,4 +96,7 @@ HYPOTHESIS = Hypothesis(
     indication=indication,
     invalidates_gradients=True,
     tell_apart="Gradients alone cannot decide: compare the weights before the forward pass.",
+    headline="ranks begin with different weights",
+    lines=lines,
+    fix=fix,
 )

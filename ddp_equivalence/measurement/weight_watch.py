@@ -1,0 +1,73 @@
+"""Notices the lines of a step that change the weights, or whether these require a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+
+from torch import nn
+
+from ddp_equivalence.comparison.digest import digest
+from ddp_equivalence.measurement.plain_tensors import plain
+
+MOST_ELEMENTS = 20_000_000
+"""The weights of a larger model are not compared."""
+
+DIGITS = 16
+"""Digests are cut to so many digits."""
+
+
+class WeightWatch:
+    """Compares the weights of a model, and what requires a gradient, with what they were."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._flags = self._flags_now()
+        self._compares = sum(one.numel() for one in parameters.values()) <= MOST_ELEMENTS
+        self._versions = self._versions_now()
+        self._digests = self._digests_now() if self._compares else {}
+
+    def switched(self) -> dict[bool, tuple[str, ...]]:
+        """Whether a gradient is required now -> the parameters for which this is new."""
+        now = self._flags_now()
+        if now == self._flags:
+            return {}
+        before, self._flags = self._flags, now
+        changed = [
+            (name, flag)
+            for name, flag, old in zip(self._parameters, now, before, strict=True)
+            if flag != old
+        ]
+        return {
+            flag: tuple(name for name, its in changed if its is flag)
+            for flag in dict.fromkeys(flag for _, flag in changed)
+        }
+
+    def changed(self, by_value: bool) -> tuple[tuple[str, ...], str]:
+        """The parameters that have changed since the last call, and a digest of all weights.
+
+        ``by_value``: compare all values, and not only those whose version has changed.
+        """
+        if not self._compares:
+            return (), ""
+        versions = self._versions_now()
+        if versions == self._versions and not by_value:
+            return (), ""
+        before = self._digests
+        self._versions, self._digests = versions, self._digests_now()
+        names = tuple(name for name, one in self._digests.items() if one != before[name])
+        return names, digest_of(self._digests)
+
+    def _flags_now(self) -> list[bool]:
+        return [one.requires_grad for one in self._parameters.values()]
+
+    def _versions_now(self) -> list[int]:
+        return [one._version for one in self._parameters.values()]
+
+    def _digests_now(self) -> dict[str, str]:
+        return {name: digest({name: plain(one)}) for name, one in self._parameters.items()}
+
+
+def digest_of(digests: Mapping[str, str]) -> str:
+    """One digest of several."""
+    return sha256("".join(digests.values()).encode()).hexdigest()[:DIGITS]
