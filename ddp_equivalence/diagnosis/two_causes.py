@@ -10,6 +10,7 @@ from torch import Tensor
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from ddp_equivalence.diagnosis.finding import Finding, finding_without_prediction
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
+from ddp_equivalence.diagnosis.limits_by_parameter import LimitByName, explains_every_parameter
 from ddp_equivalence.diagnosis.ranking import without_rounding
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, nearly_equal, unexplained
 from ddp_equivalence.diagnosis.view import View
@@ -25,13 +26,13 @@ class ScaledPrediction:
     residual: float
 
 
-def two_causes_at_once(view: View, most_unexplained: float) -> list[Finding]:
+def two_causes_at_once(view: View, most_unexplained: float, limits: LimitByName) -> list[Finding]:
     """Every pair of causes that together leave at most this much unexplained.
 
     Raises OutOfTime.
     """
     findings: dict[tuple[str, ...], Finding] = {}
-    for scaled in _scaled_predictions(view, most_unexplained):
+    for scaled in _scaled_predictions(view, most_unexplained, limits):
         for hypothesis, factor in _wrong_factors(view):
             agrees = abs(scaled.factor / factor.value - 1) <= max(NEGLIGIBLE, most_unexplained)
             if agrees and hypothesis.name != scaled.hypothesis.name:
@@ -40,7 +41,9 @@ def two_causes_at_once(view: View, most_unexplained: float) -> list[Finding]:
     return list(findings.values())
 
 
-def _scaled_predictions(view: View, most_unexplained: float) -> Iterator[ScaledPrediction]:
+def _scaled_predictions(
+    view: View, most_unexplained: float, limits: LimitByName
+) -> Iterator[ScaledPrediction]:
     """The predictions that fit the measurement once they are multiplied by some factor."""
     for hypothesis in HYPOTHESES:
         view.time.require()
@@ -53,7 +56,8 @@ def _scaled_predictions(view: View, most_unexplained: float) -> Iterator[ScaledP
             if factor is None or _cancel_each_other(view, factor * prediction.by_rank):
                 continue
             residual = unexplained(view.measured.by_rank, factor * prediction.by_rank)
-            if residual <= most_unexplained:
+            both = factor * prediction.by_rank
+            if residual <= most_unexplained and explains_every_parameter(view, both, limits):
                 yield ScaledPrediction(hypothesis, prediction, factor, residual)
 
 

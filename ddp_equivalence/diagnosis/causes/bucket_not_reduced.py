@@ -11,8 +11,16 @@ NAMES_SHOWN = 4
 
 
 def predict(view: View) -> Sequence[Prediction]:
+    """Some parameters kept local, where DDP was seen to have several buckets."""
+    several = any(len(wrapper.buckets) > 1 for wrapper in view.observed.wrappers)
+    return kept_local_in_part(view) if several else ()
+
+
+def kept_local_in_part(view: View) -> Sequence[Prediction]:
     """Every rank's local gradient of the parameters that differ; the others are right."""
-    if not view.measured.only_some_parameters_differ or not view.setting.every_rank_reports:
+    if view.world_size == 1 or not view.setting.every_rank_reports:
+        return ()
+    if not view.measured.only_some_parameters_differ:
         return ()
     differing = view.measured.differing
     names = ", ".join(sorted(differing)[:NAMES_SHOWN])
