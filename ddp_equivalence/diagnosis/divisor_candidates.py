@@ -1,4 +1,4 @@
-"""The numbers that a mean over a batch may divide by: examples, elements, tokens, flags, weights."""
+"""What a mean over a batch may divide by: examples, elements, tokens, set flags, weights."""
 
 from __future__ import annotations
 

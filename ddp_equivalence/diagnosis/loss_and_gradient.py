@@ -40,7 +40,7 @@ class Drawn:
 
 
 def _numpy_position() -> tuple[bytes, Any]:
-    state = np.random.get_state()
+    state: Any = np.random.get_state()
     return np.asarray(state[1]).tobytes(), state[2:]
 
 

@@ -16,7 +16,7 @@ FEWEST = 2
 
 
 def gradients_were_reduced(view: View) -> bool | None:
-    """True unless it is certain that no gradient went through a reduction; None if nothing is known.
+    """True unless it is certain that no gradient was reduced; None if nothing is known.
 
     A reduction counts if its tensors are gradients or copies of them, or if C++ issued it, as
     DistributedDataParallel does. Temporary tensors of unknown contents count if they have as many

@@ -23,8 +23,8 @@ MOST_UNEXPLAINED = 1e-6
 MOST_LEFT = 0.3
 """If a fit leaves more of what a rank holds, its shares are noise."""
 
-SPARE_PART = 4
-"""There must be a quarter more elements than pieces, or any gradient would be a mixture of them."""
+SPARE_PART = 8
+"""There must be an eighth more elements than pieces, or any gradient would be a mixture of them."""
 
 NO_SHARE = 1e-9
 """A piece does not count in the big batch if its coefficient there is smaller than this, relative
@@ -81,7 +81,7 @@ def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | N
         return NoShares(f"none of the {name} has a gradient of its own")
     matrix = torch.stack([gradients[n] for n in usable], dim=1)
     condition = _condition(matrix)
-    if condition is None or len(positions) < len(usable) + max(1, len(usable) // SPARE_PART):
+    if condition is None or len(positions) < len(usable) + max(2, len(usable) // SPARE_PART):
         return NoShares(
             f"{len(usable)} {name} cannot be told apart by only {len(positions)} elements"
         )

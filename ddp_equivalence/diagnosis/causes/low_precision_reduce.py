@@ -1,4 +1,4 @@
-"""Gradients were reduced in a narrower type than their own."""
+"""Gradients passed through a narrower type than their own, as in a reduction in that type."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def indication(view: View) -> Indication | None:
 
 HYPOTHESIS = Hypothesis(
     name="low_precision_reduce",
-    sentence="Gradients were reduced in a narrower type than their own: the error is spread over "
-    "all elements and has the size of that type's rounding.",
+    sentence="Gradients passed through a narrower type than their own, as when they are reduced in "
+    "that type: the error is spread over all elements and has the size of that type's rounding.",
     look_at="a compression hook (fp16_compress_hook, bf16_compress_hook), mixed_precision's "
     "reduce_dtype, or a cast around all_reduce",
     predict=predict,

@@ -19,23 +19,24 @@ def predict(view: View) -> Sequence[Prediction]:
     if is_mean_over_examples(view):
         return ()
     predictions = mean_of_means(view)
-    count = counted(view) if predictions else None
-    return [replace(one, detail=f"the loss divides by {count}") for one in predictions if count]
+    divisor = counted(view) if predictions else None
+    return () if divisor is None else [replace(one, detail=divisor) for one in predictions]
 
 
 def counted(view: View) -> str | None:
-    """What the loss divides by, if each part's count of it gives the big batch; None if nothing.
+    """What the loss divides by, in words, if each part's count of it gives the big batch.
+
+    None if nothing does; "" for a loss that is known to divide by counts of its own.
 
     Parts with weights of their own would fit many a loss that is no mean, or that is random.
     """
-    if isinstance(view.setting.case.loss, str):
-        return f"the units of {view.setting.case.loss}"  # a mean over these, of one or more terms
     parts = [part for of_rank in view.parts.by_rank or () for part in of_rank]
     for unit, counts in counts_of_parts(view, parts).items():
         total = sum(counts)
         if total > 0 and min(counts) >= 0 and is_weighted_mean(view, parts, counts):
-            return unit
-    return None
+            return f"the loss divides by {unit}"
+    # A loss of the catalogue is a mean over its own counts, of one term or of several.
+    return "" if isinstance(view.setting.case.loss, str) else None
 
 
 HYPOTHESIS = Hypothesis(
