@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis.step_calls import REDUCING
+from ddp_equivalence.diagnosis.step_calls import REDUCING, reduces_gradients
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Contents, Kind
 
@@ -43,6 +43,17 @@ def gradients_were_reduced(view: View) -> bool | None:
             sum(one.elements for one in by_contents if one.contents in NOT_OF_GRADIENTS)
         )
     return reduced - max(accounted, default=0) >= min(FEWEST, total)
+
+
+def with_reduced_gradients(view: View) -> set[str]:
+    """The parameters of which a gradient, or a copy of it, was seen to be reduced on every rank."""
+    by_rank = []
+    for rank in view.observed.by_rank:
+        calls = [call for call in view.observed.calls.of(rank) if reduces_gradients(call)]
+        by_rank.append(
+            {name for call in calls if call.collective for name in call.collective.names}
+        )
+    return set.intersection(*by_rank) if by_rank else set()
 
 
 def reduced_parameters(view: View) -> Sequence[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.reduced import with_reduced_gradients
+from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.view import View
 
 NAMES_SHOWN = 4
@@ -13,7 +15,13 @@ NAMES_SHOWN = 4
 def predict(view: View) -> Sequence[Prediction]:
     """Some parameters kept local, where DDP was seen to have several buckets."""
     several = any(len(wrapper.buckets) > 1 for wrapper in view.observed.wrappers)
-    return kept_local_in_part(view) if several else ()
+    return unreduced_in_part(view) if several else ()
+
+
+def unreduced_in_part(view: View) -> Sequence[Prediction]:
+    """Some parameters kept local, unless a gradient of theirs was seen to be reduced."""
+    reduced = view.measured.differing & with_reduced_gradients(view)
+    return () if reduced else kept_local_in_part(view)
 
 
 def kept_local_in_part(view: View) -> Sequence[Prediction]:
@@ -25,7 +33,13 @@ def kept_local_in_part(view: View) -> Sequence[Prediction]:
     differing = view.measured.differing
     names = ", ".join(sorted(differing)[:NAMES_SHOWN])
     detail = names + (", ..." if len(differing) > NAMES_SHOWN else "")
-    candidates = [(view.on_reporting_ranks(local), False) for local in view.local_gradients]
+    places = view.parameters.positions_of(sorted(differing))
+    candidates = [
+        (view.on_reporting_ranks(local), False)
+        for local in view.local_gradients
+        # Where the ranks have computed the same, their mean is what each of them has.
+        if not nearly_equal(local[:, places], local[:, places].mean(0).expand(len(local), -1))
+    ]
     if view.observed_gradients is None and view.measured.ranks_differ:
         # The local gradients are unknown: take those whose mean is the big batch.
         measured = view.measured.by_rank
