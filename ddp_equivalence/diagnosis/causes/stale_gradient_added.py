@@ -13,7 +13,6 @@ from ddp_equivalence.diagnosis.hypothesis import (
     Prediction,
     WrongFactor,
 )
-from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.view import View
 
@@ -52,14 +51,11 @@ def indication(view: View) -> Indication | None:
     if not view.observed.by_rank or view.setting.step > 0:
         return None
     passes = max(len(view.observed.backwards(rank)) for rank in view.observed.by_rank)
-    return indication_if(
-        passes > 1
-        and (
-            bool(passes_of_read_examples(view)) or not (view.parts.micro_batches_per_rank or 1) > 1
-        ),
-        f"backward was called {passes} times in this step",
-        "backward was called once in this step",
-    )
+    if passes == 1:
+        return Indication(False, "backward was called once in this step")
+    if (view.parts.micro_batches_per_rank or 1) > 1 and not passes_of_read_examples(view):
+        return Indication(False, "every backward was that of another micro-batch")
+    return Indication(True, f"backward was called {passes} times in this step")
 
 
 HYPOTHESIS = Hypothesis(

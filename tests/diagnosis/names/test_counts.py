@@ -55,7 +55,7 @@ def token_mean_zero(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(outputs, labels, ignore_index=0)
 
 
-def safe_token_mean(model: nn.Module, batch: Any) -> Tensor:
+def safe_token_mean(model: nn.Module, batch: Any) -> Any:
     outputs, labels = model(batch["rows"]).flatten(0, 1), batch["labels"].flatten()
     total = F.cross_entropy(outputs, labels, reduction="sum")
     return total / (labels != -100).sum().clamp(min=1)
@@ -65,7 +65,7 @@ def with_weights(generator: torch.Generator) -> dict[str, Tensor]:
     return make_batch(generator) | {"weight": torch.rand(EXAMPLES, generator=generator)}
 
 
-def weighted_mean(model: nn.Module, batch: Any) -> Tensor:
+def weighted_mean(model: nn.Module, batch: Any) -> Any:
     errors = (model(batch["rows"]) - batch["targets"]).square().mean(1)
     return (errors * batch["weight"]).sum() / batch["weight"].sum()
 
@@ -75,7 +75,7 @@ def with_mask(generator: torch.Generator) -> dict[str, Tensor]:
     return make_batch(generator) | {"mask": mask}
 
 
-def masked_mean(model: nn.Module, batch: Any) -> Tensor:
+def masked_mean(model: nn.Module, batch: Any) -> Any:
     errors = (model(batch["rows"]) - batch["targets"]).square().mean(1)
     return (errors * batch["mask"]).sum() / batch["mask"].sum()
 
@@ -85,7 +85,7 @@ def with_classes(generator: torch.Generator) -> dict[str, Tensor]:
     return make_batch(generator) | {"classes": classes}
 
 
-def mean_of_positives(model: nn.Module, batch: Any) -> Tensor:
+def mean_of_positives(model: nn.Module, batch: Any) -> Any:
     positive = batch["classes"] > 0
     errors = (model(batch["rows"]) - batch["targets"]).square().mean(1)
     return errors[positive].sum() / positive.sum()

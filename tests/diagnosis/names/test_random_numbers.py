@@ -38,7 +38,7 @@ class Layers(nn.Module):
         self.first, self.middle = nn.Linear(5, 8), nn.Linear(8, 8)
         self.last = nn.Linear(8, 3)
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows: Tensor) -> Any:
         hidden = self.changed(torch.tanh(self.first(rows)))
         return self.last(hidden + torch.tanh(self.middle(hidden)))
 
@@ -52,7 +52,7 @@ class FunctionalDropout(Layers):
 
 
 class StochasticDepth(Layers):
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows: Tensor) -> Any:
         hidden = torch.tanh(self.first(rows))
         kept = (torch.rand(len(rows), 1) < 0.7).to(hidden.dtype)
         return self.last(hidden + kept * torch.tanh(self.middle(hidden)) / 0.7)
@@ -61,7 +61,7 @@ class StochasticDepth(Layers):
 class PythonsDepth(Layers):
     """Stochastic depth with the generator of Python's module random."""
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows: Tensor) -> Any:
         hidden = torch.tanh(self.first(rows))
         kept = hidden.new_tensor([[float(random.random() < 0.7)] for _ in rows])
         return self.last(hidden + kept * torch.tanh(self.middle(hidden)) / 0.7)
@@ -85,7 +85,7 @@ class Attention(nn.Module):
         self.attention = nn.MultiheadAttention(4, 2, dropout=0.3, batch_first=True)
         self.last = nn.Linear(4, 3)
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows: Tensor) -> Any:
         tokens = torch.stack([rows[:, :4], rows[:, 1:], rows[:, :4] * 2], dim=1)
         return self.last(self.attention(tokens, tokens, tokens, need_weights=False)[0].mean(1))
 
@@ -96,7 +96,7 @@ class Recurrent(nn.Module):
         self.layers = nn.LSTM(4, 5, 2, dropout=0.4, batch_first=True)
         self.last = nn.Linear(5, 3)
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows: Tensor) -> Any:
         tokens = torch.stack([rows[:, :4], rows[:, 1:], rows[:, :4] * 2], dim=1)
         return self.last(self.layers(tokens)[0][:, -1])
 
@@ -165,7 +165,7 @@ class Centred(Layers):
 
 
 class CentredOutputs(Layers):
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows: Tensor) -> Any:
         outputs = super().forward(rows)
         return outputs - outputs.mean(0)
 
@@ -192,7 +192,7 @@ def quantile(model: nn.Module, batch: Any) -> Tensor:
     return torch.quantile((model(batch["rows"]) - batch["targets"]).abs().mean(1), 0.7)
 
 
-def median(model: nn.Module, batch: Any) -> Tensor:
+def median(model: nn.Module, batch: Any) -> Any:
     return (model(batch["rows"]) - batch["targets"]).abs().mean(1).median()
 
 
