@@ -16,6 +16,11 @@ from ddp_equivalence.diagnosis.finding import (
     finding_without_prediction,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
+from ddp_equivalence.diagnosis.limits_by_parameter import (
+    LimitByName,
+    explains_every_parameter,
+    limits_by_name,
+)
 from ddp_equivalence.diagnosis.pointing import pointed
 from ddp_equivalence.diagnosis.ranking import LEAST_ACCEPTED, ROUNDING, ranked, without_rounding
 from ddp_equivalence.diagnosis.residual import nearly_equal, unexplained
@@ -48,7 +53,7 @@ def diagnose(view: View, comparison: Comparison, in_part: bool = False) -> tuple
     invalidating = _causes_that_invalidate_gradients(view)
     if invalidating:
         return pointed(invalidating, view)
-    most_unexplained = _most_unexplained(view, comparison)
+    most_unexplained, limits = _most_unexplained(view, comparison), limits_by_name(comparison)
     findings: list[Finding] = []
     tried = 0
     for hypothesis in HYPOTHESES:
@@ -57,14 +62,14 @@ def diagnose(view: View, comparison: Comparison, in_part: bool = False) -> tuple
             view.time.require()
             if in_part:
                 view.time.show(f"{tried} of {len(HYPOTHESES)} causes")
-            finding = _compared_with_predictions(hypothesis, view, most_unexplained)
+            finding = _compared_with_predictions(hypothesis, view, most_unexplained, limits)
             findings += [] if finding is None else [finding]
             tried += 1
     if tried < len(HYPOTHESES):
         view.time.leave_out(CAUSES, f"{tried} of {len(HYPOTHESES)} tried")
     if not any(finding.explains for finding in findings):
         with _noting_lack_of_time(view, TWO_CAUSES, in_part):
-            findings += two_causes_at_once(view, most_unexplained)
+            findings += two_causes_at_once(view, most_unexplained, limits)
     if not any(finding.explains for finding in findings):
         with _noting_lack_of_time(view, OBSERVED_CAUSES, in_part):
             believed = _observed_cause(view)
@@ -113,13 +118,22 @@ def _most_unexplained(view: View, comparison: Comparison) -> float:
 
 
 def _compared_with_predictions(
-    hypothesis: Hypothesis, view: View, most_unexplained: float
+    hypothesis: Hypothesis, view: View, most_unexplained: float, limits: LimitByName
 ) -> Finding | None:
     """The best of the hypothesis's predictions; None if it predicts nothing on this case."""
     predictions = [*hypothesis.predict(view), *_multiples(hypothesis.factors(view), view)]
     if not predictions:
         return None
     residuals = [unexplained(view.measured.by_rank, one.by_rank) for one in predictions]
+    fitting = [
+        number
+        for number, residual in enumerate(residuals)
+        if residual <= most_unexplained
+        and explains_every_parameter(view, predictions[number].by_rank, limits)
+    ]
+    if fitting:  # the others are set aside, also if they leave less of all elements together
+        predictions = [predictions[number] for number in fitting]
+        residuals = [residuals[number] for number in fitting]
     best = _index_of_best(predictions, residuals, most_unexplained)
     would_show = any(not nearly_equal(one.by_rank, view.expected_by_rank) for one in predictions)
     residual = without_rounding(residuals[best])
@@ -128,7 +142,7 @@ def _compared_with_predictions(
         finding_without_prediction(hypothesis),
         unexplained=residual,
         would_show=would_show,
-        fits=would_show and residual <= most_unexplained,
+        fits=would_show and bool(fitting),
         detail=predictions[best].detail,
         fitted=predictions[best].fitted,
         because=indication.because if indication else "",

@@ -1,4 +1,4 @@
-"""The numbers that a mean over a batch may divide by: examples, elements, tokens, set flags."""
+"""What a mean over a batch may divide by: examples, elements, tokens, set flags, weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from torch import Tensor
 
 from ddp_equivalence.case.batch_tree import leaves_of
 from ddp_equivalence.case.losses.token_mean import PADDING
+
+SUMMED = ("len", "num", "count", "size", "weight")
+"""Whole numbers are summed only in leaves with one of these in their names: labels never are."""
 
 
 def all_divisors(batch: Any, examples: int) -> Mapping[str, float]:
@@ -31,6 +34,25 @@ def all_divisors(batch: Any, examples: int) -> Mapping[str, float]:
             # A loss on the next token predicts every token of a row except the first.
             divisors[f"{unit}, without the first of each row"] = int(is_counted[:, 1:].sum())
     return divisors
+
+
+def all_weights(batch: Any) -> Mapping[str, float]:
+    """Sums and counts of leaves that may hold weights, lengths, positives, or labels with padding.
+
+    There are many of them, so one should be believed only if it fits several parts of a batch.
+    """
+    weights: dict[str, float] = {}
+    for path, leaf in leaves_of(batch):
+        if not isinstance(leaf, Tensor) or leaf.is_complex() or not leaf.numel():
+            continue
+        leaf, name = leaf.detach().to_dense(), path.strip("[]'.") or "the batch"
+        if not leaf.is_floating_point():
+            weights[f"elements of {name} above 0"] = int((leaf > 0).sum())
+            weights[f"elements of {name} that are not 0"] = int((leaf != 0).sum())
+        may_be_summed = leaf.is_floating_point() or any(word in name for word in SUMMED)
+        if may_be_summed and bool((leaf >= 0).all()):
+            weights[f"the sum of {name}"] = float(leaf.double().sum())
+    return weights
 
 
 def distinct_divisors(batch: Any, examples: int) -> Mapping[str, float]:

@@ -10,9 +10,10 @@ import torch
 
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.losses import LOSSES
-from ddp_equivalence.diagnosis.divisor_candidates import all_divisors
+from ddp_equivalence.diagnosis.divisor_candidates import all_divisors, all_weights
 from ddp_equivalence.diagnosis.residual import nearly_equal, unexplained
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.strategies.sharded_batch import Indices
 
 EQUAL = 1e-3
 """Two weights of ranks count as equal if they differ by less than this."""
@@ -49,34 +50,36 @@ def find_divisors(view: View) -> Divisors | None:
     if view.parts.add_up_to_the_big_batch:
         ones = (1.0,) * view.world_size
         return Divisors("sum", "", ones, 1.0, _divisor(weights), _right_factors(ones, weights))
-    for unit, counts in _candidates(view).items():
+    shards = view.parts.examples_by_rank
+    for unit, counts in counts_of_parts(view, shards).items():
         total = sum(counts)
-        if total <= 0 or not _is_big_batch(view, [count / total for count in counts]):
+        if total <= 0 or not is_weighted_mean(view, shards, counts):
             continue
         right_factors = _right_factors([count / total for count in counts], weights)
         return Divisors("mean", unit, tuple(counts), total, _divisor(weights), right_factors)
     return None
 
 
-def _is_big_batch(view: View, fractions: Sequence[float]) -> bool:
-    """True if the big batch is the sum of the shards' gradients times these fractions."""
-    mean = torch.zeros_like(view.expected)
-    for fraction, examples in zip(fractions, view.parts.examples_by_rank, strict=True):
-        if fraction:
-            mean = mean + fraction * view.examples.gradient(examples)
+def is_weighted_mean(view: View, parts: Sequence[Indices], counts: Sequence[float]) -> bool:
+    """True if the big batch is the mean of the parts' gradients, weighted by these counts."""
+    mean, total = torch.zeros_like(view.expected), sum(counts)
+    for count, examples in zip(counts, parts, strict=True):
+        if count:
+            mean = mean + count / total * view.examples.gradient(examples)
     return nearly_equal(mean, view.expected)
 
 
-def _candidates(view: View) -> Mapping[str, list[float]]:
-    """What each rank's loss may divide by: unit -> count on every rank, examples first."""
-    shards = view.parts.examples_by_rank
-    candidates: dict[str, list[float]] = {"examples": [float(len(shard)) for shard in shards]}
+def counts_of_parts(view: View, parts: Sequence[Indices]) -> Mapping[str, list[float]]:
+    """What the loss of each part may divide by: unit -> the count of every part, examples first."""
+    candidates: dict[str, list[float]] = {"examples": [float(len(part)) for part in parts]}
     setting = view.setting
-    batches = [take(setting.batch, shard, setting.case.batch_dims) for shard in shards]
+    batches = [take(setting.batch, part, setting.case.batch_dims) for part in parts]
     counts_by_rank = [
-        all_divisors(batch, len(shard)) for batch, shard in zip(batches, shards, strict=True)
+        {**all_divisors(batch, len(part)), **all_weights(batch)}
+        for batch, part in zip(batches, parts, strict=True)
     ]
-    for unit in all_divisors(setting.batch, setting.example_count):
+    whole = setting.batch
+    for unit in (*all_divisors(whole, setting.example_count), *all_weights(whole)):
         candidates.setdefault(unit, [counts.get(unit, 0.0) for counts in counts_by_rank])
     loss = view.setting.case.loss
     if isinstance(loss, str):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.diagnosis.loss_and_gradient import loss_and_gradient_of
+from ddp_equivalence.diagnosis.loss_and_gradient import Drawn, loss_and_gradient_of
 from ddp_equivalence.diagnosis.parameter_elements import ParameterElements
+from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.setting import Setting
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.faults.plant import without_planted_faults
@@ -22,10 +25,14 @@ from ddp_equivalence.strategies.sharded_batch import Indices
 
 @dataclass(frozen=True)
 class LossAndGradient:
-    """The loss of some examples, and its gradient, shape (elements,)."""
+    """The loss of some examples, and its gradient, shape (elements,).
+
+    ``drew``: the forward pass drew random numbers.
+    """
 
     loss: float
     gradient: Tensor
+    drew: bool = False
 
 
 GradientCache = dict[tuple[Indices, bytes], LossAndGradient]
@@ -74,6 +81,22 @@ class ExampleGradients:
     def big_batch_loss(self) -> float:
         return self.loss(tuple(range(self.setting.example_count)))
 
+    @cached_property
+    def draws_random_numbers(self) -> bool:
+        """True if the big batch has another gradient with other random numbers.
+
+        Raises OutOfTime.
+        """
+        if self.whole is not None:
+            return self.whole.draws_random_numbers
+        everything = tuple(range(self.setting.example_count))
+        known = [one for (part, _), one in self.cache.items() if part and one.loss == one.loss]
+        if not (known or [self.compute(everything)])[0].drew:
+            return False
+        with self._computing(everything):
+            other = self._compute(everything, b"", other_numbers=True)
+        return not nearly_equal(other.gradient, self.compute(everything).gradient)
+
     def data_independent_gradient(self) -> Tensor | None:
         """The gradient of the loss's terms that do not depend on the data; None if it has none."""
         gradient = self.gradient(())
@@ -89,21 +112,28 @@ class ExampleGradients:
         if key not in self.cache and self.whole is not None:
             whole = self.whole.compute(examples, generator)
             positions = self.whole.parameters.positions_of(self.parameters.names)
-            self.cache[key] = LossAndGradient(whole.loss, whole.gradient[positions])
+            self.cache[key] = LossAndGradient(whole.loss, whole.gradient[positions], whole.drew)
         if key not in self.cache:
-            # The report that asks for a gradient may be printed while a fault is planted.
-            with (
-                self.time.gradient(len(examples)),
-                warnings.catch_warnings(),
-                threads_for(self.parameters.total),
-                without_planted_faults(),
-            ):
-                warnings.simplefilter("ignore")  # a single example may be too few for the loss
+            with self._computing(examples):
                 self.cache[key] = self._compute(examples, generator)
         return self.cache[key]
 
-    def _compute(self, examples: Indices, generator: bytes) -> LossAndGradient:
-        setting, sample = self.setting, self.parameters.sample
+    @contextmanager
+    def _computing(self, examples: Indices) -> Iterator[None]:
+        """The block computes a gradient. It may do so while a report is printed."""
+        with (
+            self.time.gradient(len(examples)),
+            warnings.catch_warnings(),
+            threads_for(self.parameters.total),
+            without_planted_faults(),
+        ):
+            warnings.simplefilter("ignore")  # a single example may be too few for the loss
+            yield
+
+    def _compute(
+        self, examples: Indices, generator: bytes, other_numbers: bool = False
+    ) -> LossAndGradient:
+        setting, sample, drawn = self.setting, self.parameters.sample, Drawn()
         try:
             loss, gradients = loss_and_gradient_of(
                 setting.case,
@@ -111,8 +141,10 @@ class ExampleGradients:
                 setting.earlier_batches,
                 setting.lr,
                 generator,
+                other_numbers,
+                drawn,
             )
         except BadCase:
             return LossAndGradient(float("nan"), torch.full_like(self.expected, torch.nan))
         compared = {name: value for name, value in gradients.items() if name in sample.sizes}
-        return LossAndGradient(loss, setting.scale * sample.of(compared))
+        return LossAndGradient(loss, setting.scale * sample.of(compared), drawn.anything)

@@ -63,6 +63,29 @@ def read_by_no_rank(view: View) -> list[int]:
     return [index for index in range(view.setting.example_count) if not times_read[index]]
 
 
+def passes_of_read_examples(view: View) -> list[tuple[int, ...]]:
+    """For every rank, the micro-batches whose examples another of its micro-batches has too.
+
+    Empty unless every rank has one. Each is given as its number on its rank, from 0.
+    """
+    by_rank = []
+    for parts in view.observed.examples_read or ():
+        again = tuple(
+            number
+            for number, part in enumerate(parts)
+            if part
+            and any(
+                set(part) < set(other) or (set(part) == set(other) and number < place)
+                for place, other in enumerate(parts)
+                if place != number
+            )
+        )
+        if not again:
+            return []
+        by_rank.append(again)
+    return by_rank
+
+
 def all_ranks_read_the_same(view: View) -> bool:
     """True if every rank read the same examples."""
     read = view.observed.examples_read or ()

@@ -62,11 +62,23 @@ def common_loss_factor(view: View) -> float | None:
     return sum(factors) / len(factors)
 
 
+def _every_rank_begins_at(view: View, loss: float) -> bool:
+    """True if every backward of every rank began at this loss, and there are several ranks."""
+    begun_at = [
+        call.loss for rank in view.observed.by_rank for call in view.observed.backwards(rank)
+    ]
+    if view.world_size == 1 or not view.observed.covers_every_rank:
+        return False
+    return bool(begun_at) and all(
+        value is not None and losses_close(value, loss) for value in begun_at
+    )
+
+
 def every_loss_is_the_big_batch_loss(view: View) -> bool:
     """True if every backward began at the loss of the whole batch, not of the examples it read."""
     pairs = losses_of_backwards(view)
     if pairs is None:
-        return False
+        return _every_rank_begins_at(view, view.examples.big_batch_loss)
     big_batch_loss = view.examples.big_batch_loss
     return all(losses_close(value, big_batch_loss) for value, _ in pairs) and not all(
         losses_close(own, big_batch_loss) for _, own in pairs

@@ -107,6 +107,9 @@ def multiples_of_weights(
 def _wrong_half(view: View) -> Half | None:
     if view.observed_gradients is None or view.world_size == 1 or not view.local_gradients:
         return None
+    seen = [one for of_rank in view.observed_gradients for one in of_rank]
+    if not view.measured.is_finite or not all(bool(one.isfinite().all()) for one in seen):
+        return None
     most = max(EQUAL, ROUNDING * torch.finfo(view.setting.dtype).eps)
     local = view.local_gradients[0]
     reduced = (local.mean(0), local.sum(0))

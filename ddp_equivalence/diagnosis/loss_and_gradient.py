@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.reference import in_dtype, loss_of_the_case, train
+
+OTHER_SEED = 7_919
+"""Added to a seed, it gives the seed of other random numbers."""
+
+
+@dataclass
+class Drawn:
+    """``anything``: a forward pass drew numbers from a generator of torch, numpy or random."""
+
+    anything: bool = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Notice inside the block whether the states of the generators change."""
+        torch_state, numpy_state = torch.get_rng_state(), _numpy_position()
+        python_state = random.getstate()
+        yield
+        self.anything |= (
+            numpy_state != _numpy_position()
+            or python_state != random.getstate()
+            or not torch.equal(torch_state, torch.get_rng_state())
+        )
+
+
+def _numpy_position() -> tuple[bytes, Any]:
+    state: Any = np.random.get_state()
+    return np.asarray(state[1]).tobytes(), state[2:]
 
 
 def loss_and_gradient_of(
@@ -19,18 +50,29 @@ def loss_and_gradient_of(
     earlier_batches: Sequence[Any] = (),
     lr: float = 0.1,
     generator: bytes = b"",
+    other_numbers: bool = False,
+    drawn: Drawn | None = None,
 ) -> tuple[float, dict[str, Tensor | None]]:
     """The float64 loss of ``batch`` alone and its gradient by parameter name.
 
     The weights are those that plain SGD on the ``earlier_batches`` leaves. ``generator`` is the
     state that torch's generator gets before each forward pass; empty means the usual state.
+    ``other_numbers``: let all generators draw others than usual. ``drawn`` is told whether anything
+    was drawn.
     Raises BadCase as the reference does, for instance if the loss needs more examples.
     """
     loss = loss_of_the_case(case)
 
-    def with_generator(model: nn.Module, batch: Any) -> Any:
-        torch.set_rng_state(torch.frombuffer(bytearray(generator), dtype=torch.uint8))
-        return loss(model, batch)
+    def with_generators(model: nn.Module, batch: Any) -> Any:
+        if generator:
+            torch.set_rng_state(torch.frombuffer(bytearray(generator), dtype=torch.uint8))
+        if other_numbers:
+            seed = torch.initial_seed() + OTHER_SEED
+            torch.default_generator.manual_seed(seed)
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
+        with (drawn or Drawn()).watching():
+            return loss(model, batch)
 
     batches = [in_dtype(one, torch.float64) for one in (*earlier_batches, batch)]
     gradients, losses = train(
@@ -39,7 +81,7 @@ def loss_and_gradient_of(
         batches,
         "gradients",
         lr,
-        with_generator if generator else loss,
+        with_generators,
     )
     last = len(batches) - 1
     return losses[-1], {

@@ -36,7 +36,12 @@ def with_measurement(
         by_rank=torch.stack([_joined(view, measurement.measured[rank], step) for rank in ranks]),
         differing=frozenset(name for name in view.parameters.names if (step, name) in differing),
     )
-    observed_step = replace(view.observed, by_rank=observed, left_other_bits=left_other_bits)
+    observed_step = replace(
+        view.observed,
+        by_rank=observed,
+        left_other_bits=left_other_bits,
+        first_run={rank: one.collectives for rank, one in measurement.evidence.items()},
+    )
     with_both = replace(view, measured=measured, observed=observed_step)
     read = observed_step.examples_read
     if not view.setting.case.is_catalogue and read is not None and _read_own_shards(view, read):

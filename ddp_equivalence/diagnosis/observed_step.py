@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+from torch import Tensor
 
 from ddp_equivalence.diagnosis.batch_parts import PartsByRank
 from ddp_equivalence.diagnosis.rows_read import ExamplesRead, NotKnown, examples_read
@@ -13,7 +15,10 @@ from ddp_equivalence.diagnosis.setting import Setting
 from ddp_equivalence.diagnosis.step_calls import StepCalls
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.observation import Backward, Observation, Wrapper
-from ddp_equivalence.ranks.collectives import FORGOTTEN
+from ddp_equivalence.ranks.collectives import FORGOTTEN, Collective
+
+WHOLE_NUMBERS = ("Bool", "Byte", "Char", "Short", "Int", "Long")
+"""The names of types without fractions in torch's flight recorder: no gradient has one."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +26,25 @@ class ObservedStep:
     """The observations of the ranks.
 
     ``by_rank``: rank -> what was seen of it; empty where the step did not run a second time.
-    ``left_other_bits``: the second run left other gradients than the first.
+    ``left_other_bits``: the second run left other gradients than the first. ``first_run``: rank ->
+    the collectives of the first run, which are used where nothing was seen of a second one.
     """
 
     setting: Setting
     by_rank: Mapping[int, Observation]
     left_other_bits: bool = False
+    first_run: Mapping[int, tuple[Collective, ...] | None] = field(default_factory=dict)
+
+    def only(self, positions: Tensor) -> ObservedStep:
+        """The same observations, with these elements of the gradients that were computed."""
+        by_rank = {}
+        for rank, seen in self.by_rank.items():
+            backwards = tuple(
+                one if one.gradient is None else replace(one, gradient=one.gradient[positions])
+                for one in seen.backwards
+            )
+            by_rank[rank] = replace(seen, backwards=backwards)
+        return replace(self, by_rank=by_rank)
 
     @property
     def covers_every_rank(self) -> bool:
@@ -108,13 +126,34 @@ class ObservedStep:
 
         None if that is not known, because torch's flight recorder is missing or has lost entries.
         """
-        logs = [seen.collectives for seen in self.by_rank.values()]
+        known = self._known_logs
+        if known is None:
+            return None
+        return min(sum(entry.elements for entry in log if "reduce" in entry.op) for log in known)
+
+    @property
+    def reduced_floats(self) -> int | None:
+        """The same number without tensors of whole numbers. The first run is used if need be."""
+        known = self._known_logs
+        if known is None:
+            return None
+        return min(
+            sum(
+                entry.elements
+                for entry in log
+                if "reduce" in entry.op and entry.dtype.rpartition(":")[2] not in WHOLE_NUMBERS
+            )
+            for log in known
+        )
+
+    @property
+    def _known_logs(self) -> list[tuple[Collective, ...]] | None:
+        """What each rank issued; None unless it is known of every rank."""
+        logs = [seen.collectives for seen in self.by_rank.values()] or [*self.first_run.values()]
         known = [
             log for log in logs if log is not None and all(entry.op != FORGOTTEN for entry in log)
         ]
-        if not logs or len(known) != len(logs):
-            return None
-        return min(sum(entry.elements for entry in log if "reduce" in entry.op) for log in known)
+        return known if known and len(known) == len(logs) else None
 
     @property
     def a_rank_gathered(self) -> bool:

@@ -17,9 +17,16 @@ class ParameterElements:
     """All parameters, flattened and joined to one vector of shape (elements,).
 
     If the model is too large, ``sample`` keeps only every n-th element of each parameter.
+    ``of_model``: the number of elements of the whole model, if these are some parameters only.
     """
 
     sample: ElementSample[str]
+    of_model: int = 0
+
+    @property
+    def whole_total(self) -> int:
+        """The number of elements of the whole model, also where these are some parameters only."""
+        return self.of_model or self.total
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,7 +58,7 @@ class ParameterElements:
 
     def only(self, names: Sequence[str]) -> ParameterElements:
         """The elements of these parameters alone."""
-        return ParameterElements(self.sample.only(names))
+        return ParameterElements(self.sample.only(names), self.whole_total)
 
     def combined(self, inside: Tensor, outside: Tensor, names: frozenset[str]) -> Tensor:
         """The values of ``inside`` for these parameters, and of ``outside`` for all others."""

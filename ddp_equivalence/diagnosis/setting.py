@@ -50,7 +50,6 @@ class Setting:
     dtype: torch.dtype
     seed: int
     has_batch_norm: bool
-    has_dropout: bool
     batch_coupled: str | None = None
     sums_in_nodes: bool = False
     scale: float = 1.0
@@ -91,7 +90,6 @@ def setting_of(
     shards = None
     if case.shards != OWN:
         shards = split(case.shards, examples, case.ranks.world_size).indices
-    has_dropout = _trains_with(model, nn.modules.dropout._DropoutNd)
     return Setting(
         case=case,
         layout=case.ranks,
@@ -103,7 +101,6 @@ def setting_of(
         reporting_ranks=tuple(range(request.processes.world_size)),
         lr=request.lr,
         has_batch_norm=_trains_with(model, nn.modules.batchnorm._BatchNorm),
-        has_dropout=has_dropout and expected.rounding.order_matters,
         dtype=reference.lowest_dtype,
         seed=step_seed(case, step),
         batch_coupled=LOSSES[case.loss].batch_coupled if isinstance(case.loss, str) else None,

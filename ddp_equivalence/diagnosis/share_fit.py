@@ -20,6 +20,12 @@ from ddp_equivalence.strategies.sharded_batch import Indices
 MOST_UNEXPLAINED = 1e-6
 """The part of the big batch's gradient that rounding may leave unexplained by its own pieces."""
 
+MOST_LEFT = 0.3
+"""If a fit leaves more of what a rank holds, its shares are noise."""
+
+SPARE_PART = 8
+"""There must be an eighth more elements than pieces, or any gradient would be a mixture of them."""
+
 NO_SHARE = 1e-9
 """A piece does not count in the big batch if its coefficient there is smaller than this, relative
 to the largest coefficient."""
@@ -50,11 +56,13 @@ class NoShares:
     """The shares cannot be determined; ``reason`` says why, in words.
 
     ``loss_is_no_sum``: True if the big batch's gradient is not a sum over its pieces, because the
-    loss or the model compares examples with each other.
+    loss or the model compares examples with each other. ``no_mixture``: what a rank holds is far
+    from every mixture of the pieces, and so of larger pieces too.
     """
 
     reason: str
     loss_is_no_sum: bool = False
+    no_mixture: bool = False
 
 
 def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | NoShares:
@@ -75,11 +83,11 @@ def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | N
         return NoShares(f"none of the {name} has a gradient of its own")
     matrix = torch.stack([gradients[n] for n in usable], dim=1)
     condition = _condition(matrix)
-    if condition is None:
+    if condition is None or len(positions) < len(usable) + max(2, len(usable) // SPARE_PART):
         return NoShares(
             f"{len(usable)} {name} cannot be told apart by only {len(positions)} elements"
         )
-    if condition > WORST_CONDITION:
+    if condition > min(WORST_CONDITION, 0.5 / torch.finfo(view.setting.dtype).eps):
         return NoShares(
             f"the gradients of the {name} are too alike (condition number {condition:.1e})"
         )
@@ -103,6 +111,13 @@ def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | N
         by_rank[rank] = tuple(shares.get(n) for n in range(len(pieces)))
         residual = measured[row] - matrix @ in_ranks[row]
         unexplained[rank] = _relative_norm(residual, measured[row])
+    worst = max(unexplained.values())
+    if worst > MOST_LEFT:
+        words = "the ranks' shards" if name == "ranks" else name
+        return NoShares(
+            f"no mixture of {words} comes near: {worst:.2g} of the norm is left over",
+            no_mixture=True,
+        )
     return ShareFit(by_rank, unexplained, condition)
 
 

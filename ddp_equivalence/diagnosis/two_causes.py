@@ -10,9 +10,13 @@ from torch import Tensor
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from ddp_equivalence.diagnosis.finding import Finding, finding_without_prediction
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
+from ddp_equivalence.diagnosis.limits_by_parameter import LimitByName, explains_every_parameter
 from ddp_equivalence.diagnosis.ranking import without_rounding
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, nearly_equal, unexplained
 from ddp_equivalence.diagnosis.view import View
+
+WHOLE = 1e-6
+"""A divisor is a whole number if it is as near as this, relative to itself."""
 
 
 @dataclass(frozen=True)
@@ -25,22 +29,26 @@ class ScaledPrediction:
     residual: float
 
 
-def two_causes_at_once(view: View, most_unexplained: float) -> list[Finding]:
+def two_causes_at_once(view: View, most_unexplained: float, limits: LimitByName) -> list[Finding]:
     """Every pair of causes that together leave at most this much unexplained.
 
     Raises OutOfTime.
     """
     findings: dict[tuple[str, ...], Finding] = {}
-    for scaled in _scaled_predictions(view, most_unexplained):
+    for scaled in _scaled_predictions(view, most_unexplained, limits):
         for hypothesis, factor in _wrong_factors(view):
             agrees = abs(scaled.factor / factor.value - 1) <= max(NEGLIGIBLE, most_unexplained)
             if agrees and hypothesis.name != scaled.hypothesis.name:
+                if _is_one_wrong_divisor(view, scaled):
+                    continue
                 finding = _finding(view, scaled, hypothesis, factor)
                 findings.setdefault(finding.causes, finding)
     return list(findings.values())
 
 
-def _scaled_predictions(view: View, most_unexplained: float) -> Iterator[ScaledPrediction]:
+def _scaled_predictions(
+    view: View, most_unexplained: float, limits: LimitByName
+) -> Iterator[ScaledPrediction]:
     """The predictions that fit the measurement once they are multiplied by some factor."""
     for hypothesis in HYPOTHESES:
         view.time.require()
@@ -53,8 +61,24 @@ def _scaled_predictions(view: View, most_unexplained: float) -> Iterator[ScaledP
             if factor is None or _cancel_each_other(view, factor * prediction.by_rank):
                 continue
             residual = unexplained(view.measured.by_rank, factor * prediction.by_rank)
-            if residual <= most_unexplained:
+            both = factor * prediction.by_rank
+            if residual <= most_unexplained and explains_every_parameter(view, both, limits):
                 yield ScaledPrediction(hypothesis, prediction, factor, residual)
+
+
+def _is_one_wrong_divisor(view: View, scaled: ScaledPrediction) -> bool:
+    """True if dividing the sum over the ranks by one wrong number explains as much as two causes.
+
+    So it is where both causes are factors, and nothing was observed of the first one.
+    """
+    both = scaled.factor * scaled.prediction.by_rank
+    square = float((view.expected_by_rank * view.expected_by_rank).sum())
+    factor = float((both * view.expected_by_rank).sum()) / square if square > 0 else 0.0
+    if factor <= 0 or not nearly_equal(both, factor * view.expected_by_rank):
+        return False
+    indication = scaled.hypothesis.indication(view)
+    divisor = view.world_size / factor
+    return indication is None and abs(divisor - round(divisor)) < WHOLE * divisor
 
 
 def _cancel_each_other(view: View, both: Tensor) -> bool:

@@ -149,5 +149,5 @@ class View:
                 examples.expected,
                 examples.parameters,
             ),
-            observed=self.observed,
+            observed=self.observed.only(positions),
         )

@@ -107,8 +107,8 @@ class Call:
     installed package made the call. ``step``: the number of the step, from 0. ``backwards``: how
     many calls of backward had begun before. ``value``: the loss of a backward, the norm or value of
     a clip, the seed, or the scale. ``what``: the class of a wrapper or module, the function that
-    clipped, the class of an optimizer, the operation that made a loss or the functions that computed
-    one, a sampler, loader or hook as text, a digest of the weights, or what ``requires_grad`` was
+    clipped, the class of an optimizer, the operation that made a loss, the functions that computed
+    it, a sampler, loader or hook as text, a digest of the weights, or what ``requires_grad`` was
     set to. ``names``: the parameters that a clip, a zero_grad or an optimizer was given, or that
     changed; the name of a module. ``collective`` and ``change``: of calls of these kinds.
     ``ranks``: of a new group. ``in_backward``: the call was made while a backward pass ran.

@@ -28,6 +28,9 @@ WRONG_DIVISORS = frozenset(
 NO_MULTIPLE = 0.01
 """A rank holds no multiple of g if the nearest multiple leaves more than this unexplained."""
 
+NOT_NEAR = 0.5
+"""If the nearest multiple leaves more than this, it says nothing."""
+
 ROUNDING = 1e-7
 """An unexplained part below this is rounding: it is computed as a difference of two squares."""
 
@@ -73,8 +76,8 @@ def _divisors_lines(verdict: Verdict) -> list[Line]:
             f"The loss of a rank's own shard is a mean over {counts} {divisors.unit}; "
             f"the loss of the big batch is a mean over {divisors.big_batch:g}"
         )
-    if divisors.reduction is not None:
-        divisor = "nothing" if abs(divisors.reduction - 1) < 1e-3 else f"{divisors.reduction:.4g}"
+    if divisors.reduction is not None and _is_whole(divisors.reduction):
+        divisor = "nothing" if round(divisors.reduction) == 1 else f"{round(divisors.reduction)}"
         text += f"; altogether the ranks' gradients were divided by {divisor}"
     if divisors.right_factors is not None and verdict.cause is not None:
         factors = _of_every_rank(divisors.right_factors, ".4g")
@@ -84,6 +87,11 @@ def _divisors_lines(verdict: Verdict) -> list[Line]:
     question = "  Whose mean is it?"
     first, *more = wrapped(f"{question} {text}.", "    ", first="")
     return [Line(first, Style.LABEL, styled=len(question)), *map(Line, more)]
+
+
+def _is_whole(number: float) -> bool:
+    """True for a number of ranks, examples or micro-batches, up to rounding."""
+    return round(number) >= 1 and abs(number - round(number)) < 1e-3 * number
 
 
 def _of_every_rank(numbers: tuple[float, ...], number_format: str) -> str:
@@ -125,6 +133,8 @@ def _held_by_rank(comparison: Comparison, rank: int) -> str | None:
     unexplained = max(0.0, 1 - factor**2 * expected / held) ** 0.5 if held > 0 else 0.0
     if isnan(factor):
         return "NaN: not a number"
+    if unexplained > NOT_NEAR:
+        return "no multiple of g, and nothing near one"
     if unexplained > NO_MULTIPLE:
         return (
             f"no multiple of g (nearest: {factor:.2f} g, {unexplained:.2g} of the norm unexplained)"

@@ -79,7 +79,7 @@ def fix(view: View) -> str:
 
 HYPOTHESIS = Hypothesis(
     name="averaged_twice",
-    sentence="Gradients were divided by the number of ranks twice.",
+    sentence="Gradients were divided by the number of ranks once too often.",
     look_at="a division by the world size in the loss or after backward: DDP already averages",
     predict=predict,
     factors=factors,

@@ -31,8 +31,8 @@ def fix(view: View) -> str:
 
 HYPOTHESIS = Hypothesis(
     name="batch_norm_local_statistics",
-    sentence="Batch norm normalises with the statistics of each rank's shard. This is a property "
-    "of the model, not a fault of the reduction.",
+    sentence="Batch norm normalises with the statistics of each rank's shard or micro-batch. This "
+    "is a property of the model, not a fault of the reduction.",
     look_at="the batch norm: use SyncBatchNorm, or a normalisation of each example by itself",
     predict=predict,
     tell_apart="Put the model in eval mode: this difference then goes away.",

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.reduced import with_reduced_gradients
+from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.words_of_lines import counted, names_text
@@ -15,13 +17,33 @@ NAMES_SHOWN = 4
 
 
 def predict(view: View) -> Sequence[Prediction]:
+    """Some parameters kept local, where DDP was seen to have several buckets."""
+    several = any(len(wrapper.buckets) > 1 for wrapper in view.observed.wrappers)
+    return unreduced_in_part(view) if several else ()
+
+
+def unreduced_in_part(view: View) -> Sequence[Prediction]:
+    """Some parameters kept local, unless a gradient of theirs was seen to be reduced."""
+    reduced = view.measured.differing & with_reduced_gradients(view)
+    return () if reduced else kept_local_in_part(view)
+
+
+def kept_local_in_part(view: View) -> Sequence[Prediction]:
     """Every rank's local gradient of the parameters that differ; the others are right."""
-    if not view.measured.only_some_parameters_differ or not view.setting.every_rank_reports:
+    if view.world_size == 1 or not view.setting.every_rank_reports:
+        return ()
+    if not view.measured.only_some_parameters_differ:
         return ()
     differing = view.measured.differing
     names = ", ".join(sorted(differing)[:NAMES_SHOWN])
     detail = names + (", ..." if len(differing) > NAMES_SHOWN else "")
-    candidates = [(view.on_reporting_ranks(local), False) for local in view.local_gradients]
+    places = view.parameters.positions_of(sorted(differing))
+    candidates = [
+        (view.on_reporting_ranks(local), False)
+        for local in view.local_gradients
+        # Where the ranks have computed the same, their mean is what each of them has.
+        if not nearly_equal(local[:, places], local[:, places].mean(0).expand(len(local), -1))
+    ]
     if view.observed_gradients is None and view.measured.ranks_differ:
         # The local gradients are unknown: take those whose mean is the big batch.
         measured = view.measured.by_rank
@@ -76,7 +98,7 @@ def lines(view: View) -> Sequence[PointedLine]:
         )
         for place in reduces[-1:]
     ]
-    hook = hooks[-1].pointed(hooks[-1].first.what, is_fault=not pointed)
+    hook = hooks[-1].pointed(f"register_comm_hook({hooks[-1].first.what})", is_fault=not pointed)
     return [hook, *pointed]
 
 

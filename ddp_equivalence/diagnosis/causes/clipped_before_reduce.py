@@ -33,12 +33,33 @@ def predict(view: View) -> Sequence[Prediction]:
     weights = view.weights_of_ranks
     if weights is None or view.world_size == 1 or not view.parameters.sample.is_whole:
         return ()
+    if view.observed.by_rank and not _may_have_clipped(view):
+        return ()
     predictions = []
     for divisor, added in product((view.world_size, 1), ADDED_TO_NORM):
         prediction = _clipped(view, weights[0] * divisor, divisor, added)
         if prediction is not None:
             predictions.append(prediction)
     return tuple(predictions)
+
+
+def _may_have_clipped(view: View) -> bool:
+    """True if a rank was seen to clip, or to make gradients smaller by itself.
+
+    Without that, a single rank that counts less than the others may have any other reason.
+    """
+    if any(seen.clipped for seen in view.observed.by_rank.values()):
+        return True
+    calls = (call for rank in view.observed.by_rank for call in view.observed.calls.of(rank))
+    return any(
+        call.kind is Kind.CLIP
+        or (
+            call.change is not None
+            and not call.change.cleared
+            and (call.change.factor is None or 0 < abs(call.change.factor) < 1)
+        )
+        for call in calls
+    )
 
 
 def _clipped(view: View, kept: Tensor, divisor: int, added: float) -> Prediction | None:

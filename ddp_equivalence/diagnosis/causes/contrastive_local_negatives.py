@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 
 import torch
 
@@ -35,7 +36,11 @@ def mean_of_local_losses(view: View) -> Sequence[Prediction]:
     contributions = view.parts.contributions()
     if contributions is None or view.parts.count == 1 or view.parts.add_up_to_the_big_batch:
         return ()
-    if view.setting.has_batch_norm or view.setting.has_dropout or not _compares_examples(view):
+    if (
+        view.setting.has_batch_norm
+        or view.examples.draws_random_numbers
+        or not _compares_examples(view)
+    ):
         return ()
     means = [contributions.mean(0), *view.averages_of_node_sums()]
     # A loss that divides by a global count weights the ranks by their examples instead.
@@ -58,7 +63,12 @@ def _compares_examples(view: View) -> bool:
         return False
     tried = range(min(view.setting.example_count, EXAMPLES_TRIED))
     norms = [float(view.examples.gradient((index,)).nan_to_num(0.0).norm()) for index in tried]
-    return max(norms, default=0.0) < NO_GRADIENT * float(view.expected.norm())
+    if max(norms, default=0.0) >= NO_GRADIENT * float(view.expected.norm()):
+        return False
+    # Where outputs are centred over the batch, a single example has no gradient, but a loss.
+    losses = [abs(view.examples.loss((index,))) for index in tried]
+    most = NO_GRADIENT * abs(view.examples.big_batch_loss)
+    return all(isnan(loss) or loss <= most for loss in losses)
 
 
 def lines(view: View) -> Sequence[PointedLine]:

@@ -1,4 +1,4 @@
-"""Dropout draws other masks on the ranks than for the big batch."""
+"""Dropout, or whatever else draws random numbers, draws others than for the big batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddp_equivalence.diagnosis.view import View
 def predict(view: View) -> Sequence[Prediction]:
     """The mean of gradients that were each computed with one part's own masks."""
     contributions = view.parts.contributions()
-    if contributions is None or not view.setting.has_dropout:
+    if contributions is None or not view.examples.draws_random_numbers:
         return ()
     # The gradients that the ranks were seen to compute already contain the masks that they drew.
     observed = [Prediction(view.on_every_rank(one)) for one in view.averages_of_node_sums()]
@@ -66,7 +66,7 @@ def indication(view: View) -> Indication | None:
 
 def lines(view: View) -> Sequence[PointedLine]:
     """The first dropout in the forward pass."""
-    return module_lines(view, DROPOUTS, "draws other masks for a shard than for the big batch")
+    return module_lines(view, DROPOUTS, "draws other numbers for a shard than for the big batch")
 
 
 def fix(view: View) -> str:
@@ -76,14 +76,16 @@ def fix(view: View) -> str:
 
 HYPOTHESIS = Hypothesis(
     name="dropout_differs_from_reference",
-    sentence="Dropout draws other masks for a shard than for the big batch. This is a property of "
-    "the model, not a fault of the reduction.",
-    look_at="dropout: turn it off while gradients are compared (model.eval() or p=0)",
+    sentence="The forward pass draws random numbers (dropout, noise), and draws others for a shard "
+    "than for the big batch. This is a property of the model or loss, not a fault of the "
+    "reduction.",
+    look_at="what draws: turn dropout off while gradients are compared (model.eval() or p=0), and "
+    "make other random numbers a part of the batch",
     predict=predict,
     indication=indication,
-    tell_apart="Put the model in eval mode: this difference then goes away.",
-    headline="dropout draws other masks than the batch",
+    headline="a shard draws other random numbers",
     lines=lines,
     fix=fix,
+    tell_apart="Let the forward pass draw nothing (eval mode): this difference then goes away.",
     limits_must_catch=True,
 )

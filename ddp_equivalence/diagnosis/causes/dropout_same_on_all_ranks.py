@@ -1,4 +1,4 @@
-"""The step gives all ranks the same seed, so that dropout drops the same positions on each."""
+"""The step gives all ranks the same seed, so that they draw the same random numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddp_equivalence.measurement.calls import Kind
 
 def predict(view: View) -> Sequence[Prediction]:
     """The mean of gradients that were computed with the masks that the ranks drew."""
-    if not view.setting.has_dropout or view.parts.count == 1:
+    if view.parts.count == 1 or not view.examples.draws_random_numbers:
         return ()
     observed = [Prediction(view.on_every_rank(one)) for one in view.averages_of_node_sums()]
     return (*observed, *replayed(view))
@@ -63,8 +63,8 @@ def fix(view: View) -> str:
 
 HYPOTHESIS = Hypothesis(
     name="dropout_same_on_all_ranks",
-    sentence="The step gives all ranks the same seed, so that dropout drops the same positions on "
-    "every rank: the masks of different examples are not independent.",
+    sentence="The step gives all ranks the same seed, so that every rank draws the same random "
+    "numbers (dropout, noise): those of different examples are not independent.",
     look_at="torch.manual_seed on every rank: add the rank to the seed once the weights are built",
     predict=predict,
     indication=indication,

@@ -33,8 +33,7 @@ def indication(view: View) -> Indication | None:
         return None
     return indication_if(
         every_loss_is_the_big_batch_loss(view),
-        "backward began at the loss of the whole batch on every rank, and gathered values carry no "
-        "gradient",
+        "backward began at the loss of the whole batch on every rank",
         "backward did not begin at the loss of the whole batch",
     )
 

@@ -1,4 +1,4 @@
-"""Gradients were reduced in a narrower type than their own."""
+"""Gradients passed through a narrower type than their own, as in a reduction in that type."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ LARGEST_ERROR = 8.0
 """The largest relative error that rounding to the narrower type leaves, in eps of that type, for
 each rank."""
 
+LARGEST_FACTOR = 2.0
+"""The largest factor that rounding leaves on all elements together, less 1, in eps of that type."""
+
+NARROWER_BY = 64.0
+"""A type is narrower if its eps is this many times that of the case's type."""
+
 ENOUGH = 0.99
 """The part of the elements that must be values of the narrower type."""
 
@@ -39,8 +45,12 @@ def predict(view: View) -> Sequence[Prediction]:
     error = float((measured - view.expected).norm() / measured.norm())
     for narrow in NARROWER:
         narrow_eps = torch.finfo(narrow).eps
-        if narrow_eps <= eps or error > LARGEST_ERROR * narrow_eps * view.world_size:
+        if narrow_eps < NARROWER_BY * eps:
+            continue  # every value of the case's type would count as one of the narrower type
+        if error > LARGEST_ERROR * narrow_eps * view.world_size:
             continue
+        if abs((view.measured.factor or 0.0) - 1) > LARGEST_FACTOR * narrow_eps:
+            continue  # rounding moves single elements, and not all of them alike
         # The sum may have been divided by the world size after it had been rounded.
         for multiple in (measured, measured * view.world_size):
             if _values_of_type(multiple, narrow, eps) >= ENOUGH:
@@ -100,8 +110,8 @@ def fix(view: View) -> str:
 
 HYPOTHESIS = Hypothesis(
     name="low_precision_reduce",
-    sentence="Gradients were reduced in a narrower type than their own: the error is spread over "
-    "all elements and has the size of that type's rounding.",
+    sentence="Gradients passed through a narrower type than their own, as when they are reduced in "
+    "that type: the error is spread over all elements and has the size of that type's rounding.",
     look_at="a compression hook (fp16_compress_hook, bf16_compress_hook), mixed_precision's "
     "reduce_dtype, or a cast around all_reduce",
     predict=predict,

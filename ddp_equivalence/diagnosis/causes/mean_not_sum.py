@@ -30,7 +30,7 @@ def predict(view: View) -> Sequence[Prediction]:
     data = total if constant is None else total - view.parts.count * constant
     big_batch = data if constant is None else data + constant
     # Unlike add_up_to_the_big_batch, this also holds if one part has all the data.
-    adds_up = nearly_equal(total, view.expected)
+    adds_up = nearly_equal(total, view.expected) and _is_a_sum(view)
     adds_up_but_for_constant = constant is not None and nearly_equal(big_batch, view.expected)
     if not adds_up and not adds_up_but_for_constant:
         return ()
@@ -43,6 +43,26 @@ def predict(view: View) -> Sequence[Prediction]:
         view.on_every_rank(summed_in_nodes), "averaged only between the nodes"
     )
     return mean_of_ranks, averaged_between_nodes
+
+
+def _is_a_sum(view: View) -> bool:
+    """True if the parts add up because the loss is a sum, not because only one part has any data.
+
+    Of a mean, a part that has all the data is the big batch too; but its halves do not add up.
+    """
+    if view.parts.add_up_to_the_big_batch:
+        return True
+    parts = [part for of_rank in view.parts.by_rank or () for part in of_rank]
+    with_data = [part for part in parts if bool(view.examples.gradient(part).any())]
+    return all(
+        len(part) < 2
+        or nearly_equal(
+            view.examples.gradient(part[: len(part) // 2])
+            + view.examples.gradient(part[len(part) // 2 :]),
+            view.examples.gradient(part),
+        )
+        for part in with_data
+    )
 
 
 def factors(view: View) -> Sequence[WrongFactor]:

@@ -70,7 +70,7 @@ HYPOTHESIS = Hypothesis(
     look_at="the loop, list or hand-written bucket that feeds all_reduce; under DDP, parameters "
     "that were replaced or added after the model was wrapped, that DDP was told to ignore, or that "
     "were unused in the first iteration",
-    predict=bucket_not_reduced.predict,
+    predict=bucket_not_reduced.unreduced_in_part,
     indication=indication,
     tell_apart="Use buckets of several parameters (a larger bucket_cap_mb).",
     headline="some parameters are not reduced",

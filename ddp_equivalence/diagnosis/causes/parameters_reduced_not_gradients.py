@@ -1,13 +1,14 @@
-"""As many elements were all-reduced as the parameters have, but no gradient."""
+"""Parameters were all-reduced, and no gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.causes import no_all_reduce
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.reduced import gradients_were_reduced, reduced_parameters
 from ddp_equivalence.diagnosis.step_calls import REDUCING
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.words_of_lines import counted, names_text
@@ -15,20 +16,18 @@ from ddp_equivalence.measurement.calls import Call, Contents, Kind
 
 
 def indication(view: View) -> Indication | None:
-    """Counts the elements that were reduced, unless DDP reduced gradients itself."""
-    reduced, elements = view.observed.reduced_elements, view.parameters.total
-    if reduced is None:
+    """Looks for parameters among the tensors that were reduced."""
+    if not view.observed.by_rank:
         return None
-    if any(
-        any(wrapper.synchronised) and "comm_hook" not in wrapper.logged
-        for wrapper in view.observed.wrappers
-    ):
-        return Indication(False, "DistributedDataParallel reduced gradients")
+    if gradients_were_reduced(view):
+        return Indication(False, "gradients, or copies of them, were reduced")
+    names = reduced_parameters(view)
+    count = len(names)
     return indication_if(
-        reduced >= elements,
-        f"{reduced} elements were all-reduced, enough for the {elements} of the parameters, but no "
+        bool(names),
+        f"{count} {'parameter was' if count == 1 else 'parameters were'} all-reduced, and no "
         "gradient",
-        f"only {reduced} elements were all-reduced, too few for the {elements} of the parameters",
+        "no parameter was all-reduced",
     )
 
 
@@ -59,12 +58,17 @@ def fix(view: View) -> str:
     return f"all_reduce parameter.grad, not parameter, and divide it by {view.world_size}."
 
 
+def predict(view: View) -> Sequence[Prediction]:
+    """Every rank's local gradient."""
+    return () if gradients_were_reduced(view) else no_all_reduce.kept_local(view)
+
+
 HYPOTHESIS = Hypothesis(
     name="parameters_reduced_not_gradients",
     sentence="Parameters were all-reduced where gradients were meant: every rank holds the "
     "gradient of its own shard.",
     look_at="what is given to all_reduce: parameter.grad, not parameter or parameter.data",
-    predict=no_all_reduce.predict,
+    predict=predict,
     indication=indication,
     tell_apart=no_all_reduce.TELL_APART,
     headline="parameters are all-reduced, not gradients",

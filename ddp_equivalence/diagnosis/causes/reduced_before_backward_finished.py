@@ -15,7 +15,7 @@ from ddp_equivalence.measurement.calls import Kind
 
 def predict(view: View) -> Sequence[Prediction]:
     """Some parameters, or the later micro-batches, were not reduced."""
-    return (*bucket_not_reduced.predict(view), *reduced_early(view))
+    return (*bucket_not_reduced.kept_local_in_part(view), *reduced_early(view))
 
 
 def indication(view: View) -> Indication | None:

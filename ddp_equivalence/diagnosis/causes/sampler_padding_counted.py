@@ -9,7 +9,9 @@ from ddp_equivalence.diagnosis.examples_read import (
     all_ranks_read_the_same,
     example_numbers,
     examples_seen,
+    passes_of_read_examples,
     predictions_from_examples_read,
+    read_by_no_rank,
     read_more_than_once,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
@@ -22,11 +24,16 @@ from ddp_equivalence.diagnosis.view import View
 def predict(view: View) -> Sequence[Prediction]:
     """The gradient of all examples that were read, if some examples were read more than once."""
     repeated = read_more_than_once(view)
-    if not repeated or all_ranks_read_the_same(view):
+    if not repeated or all_ranks_read_the_same(view) or not may_be_padding(view):
         return ()
     return predictions_from_examples_read(
         view, f"{examples_seen(view, repeated)} read more than once"
     )
+
+
+def may_be_padding(view: View) -> bool:
+    """True unless examples are missing, or a rank went twice over its own: padding does neither."""
+    return not read_by_no_rank(view) and not passes_of_read_examples(view)
 
 
 def indication(view: View) -> Indication | None:
@@ -34,6 +41,10 @@ def indication(view: View) -> Indication | None:
     if view.observed.examples_read is None:
         return None
     repeated = read_more_than_once(view)
+    if repeated and read_by_no_rank(view):
+        return Indication(False, "some examples were read twice, but others by no rank")
+    if repeated and passes_of_read_examples(view):
+        return Indication(False, "ranks read a micro-batch of their own once more")
     return indication_if(
         bool(repeated),
         f"{examples_seen(view, repeated)} (of {view.setting.example_count}) read more than once",

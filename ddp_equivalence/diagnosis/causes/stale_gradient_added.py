@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from ddp_equivalence.diagnosis.examples_read import passes_of_read_examples
 from ddp_equivalence.diagnosis.hypothesis import (
     Hypothesis,
     Indication,
     Prediction,
     WrongFactor,
 )
-from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.lines_between_backwards import backward_count
 from ddp_equivalence.diagnosis.lines_in_order import in_order
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 
@@ -30,7 +31,18 @@ def predict(view: View) -> Sequence[Prediction]:
         if count > 1:
             detail = f"the gradients of the {count} steps before are included"
         predictions.append(Prediction(view.on_every_rank(total), detail))
-    return tuple(predictions)
+    return (*predictions, *_of_earlier_passes(view))
+
+
+def _of_earlier_passes(view: View) -> Iterator[Prediction]:
+    """The mean of all that the ranks computed, where each went twice over some of its examples."""
+    if view.observed_gradients is None or not passes_of_read_examples(view):
+        return
+    for local in view.local_gradients[:1]:
+        mean = local.mean(0)
+        if not nearly_equal(mean, view.expected):
+            detail = "a backward over some of the same examples came before"
+            yield Prediction(view.on_every_rank(mean), detail)
 
 
 def factors(view: View) -> Sequence[WrongFactor]:
@@ -43,11 +55,11 @@ def indication(view: View) -> Indication | None:
     if not view.observed.by_rank or view.setting.step > 0:
         return None
     passes = max(len(view.observed.backwards(rank)) for rank in view.observed.by_rank)
-    return indication_if(
-        passes > 1 and not (view.parts.micro_batches_per_rank or 1) > 1,
-        f"backward was called {passes} times in this step",
-        "backward was called once in this step",
-    )
+    if passes == 1:
+        return Indication(False, "backward was called once in this step")
+    if (view.parts.micro_batches_per_rank or 1) > 1 and not passes_of_read_examples(view):
+        return Indication(False, "every backward was that of another micro-batch")
+    return Indication(True, f"backward was called {passes} times in this step")
 
 
 def lines(view: View) -> Sequence[PointedLine]:

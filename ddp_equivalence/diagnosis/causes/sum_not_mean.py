@@ -1,4 +1,4 @@
-"""Gradients were added over the ranks but never divided by their number."""
+"""The ranks hold the sum of their gradients, where they should hold the mean."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def fix(view: View) -> str:
 
 HYPOTHESIS = Hypothesis(
     name="sum_not_mean",
-    sentence="Gradients were added over the ranks but never divided by their number.",
+    sentence="The ranks hold the sum of their gradients, not the mean: too large by the factor "
+    "of their number.",
     look_at="a loss that is multiplied by the world size under DDP, which averages by itself; the "
     "factor after the last all_reduce; a communication hook that sums and does not average",
     predict=predict,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ddp_equivalence.diagnosis.causes.uneven_shards_weighted_equally import (
     is_mean_over_examples,
     mean_of_means,
 )
+from ddp_equivalence.diagnosis.divisors import counts_of_parts, is_weighted_mean
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
 from ddp_equivalence.diagnosis.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines_of_reduction import averages, is_unseen, line_of_reduction
@@ -17,8 +19,28 @@ from ddp_equivalence.diagnosis.view import View
 
 
 def predict(view: View) -> Sequence[Prediction]:
-    """The mean of the ranks' means, where the big batch does not weight by examples."""
-    return () if is_mean_over_examples(view) else mean_of_means(view)
+    """The mean of the ranks' means, where a count of the batch makes their mean the big batch."""
+    if is_mean_over_examples(view):
+        return ()
+    predictions = mean_of_means(view)
+    divisor = counted(view) if predictions else None
+    return () if divisor is None else [replace(one, detail=divisor) for one in predictions]
+
+
+def counted(view: View) -> str | None:
+    """What the loss divides by, in words, if each part's count of it gives the big batch.
+
+    None if nothing does; "" for a loss that is known to divide by counts of its own.
+
+    Parts with weights of their own would fit many a loss that is no mean, or that is random.
+    """
+    parts = [part for of_rank in view.parts.by_rank or () for part in of_rank]
+    for unit, counts in counts_of_parts(view, parts).items():
+        total = sum(counts)
+        if total > 0 and min(counts) >= 0 and is_weighted_mean(view, parts, counts):
+            return f"the loss divides by {unit}"
+    # A loss of the catalogue is a mean over its own counts, of one term or of several.
+    return "" if isinstance(view.setting.case.loss, str) else None
 
 
 def lines(view: View) -> Sequence[PointedLine]:

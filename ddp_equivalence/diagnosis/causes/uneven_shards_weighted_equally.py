@@ -28,10 +28,12 @@ def mean_of_means(view: View) -> Sequence[Prediction]:
     contributions, setting = view.parts.contributions(), view.setting
     if contributions is None or view.parts.add_up_to_the_big_batch:
         return ()
-    if setting.has_batch_norm or setting.has_dropout or setting.batch_coupled:
+    if setting.has_batch_norm or setting.batch_coupled:
         return ()
     mean = contributions.mean(0)
-    return () if nearly_equal(mean, view.expected) else (Prediction(view.on_every_rank(mean)),)
+    if nearly_equal(mean, view.expected) or view.examples.draws_random_numbers:
+        return ()
+    return (Prediction(view.on_every_rank(mean)),)
 
 
 def is_mean_over_examples(view: View) -> bool:

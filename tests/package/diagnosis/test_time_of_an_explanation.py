@@ -143,4 +143,5 @@ def test_a_debugged_step_has_no_deadline_for_its_explanation(slow_gradients: Clo
     slow_gradients.seconds = 100.0
     verdict = check(own_case(model=six_layers), noise_on_every_gradient, in_process=True)
     assert verdict.not_tried == ()
-    assert verdict.shares is not None
+    assert verdict.why_no_shares is not None
+    assert "no mixture" in verdict.why_no_shares.reason  # noise is none

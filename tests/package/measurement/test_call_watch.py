@@ -94,11 +94,19 @@ def compiled(model: nn.Module, shard: Any, rank: Rank) -> None:
     loss(faster, shard).backward()
 
 
+OF_GRADIENTS = frozenset(
+    (
+        *(Kind.WRAP, Kind.FORWARD, Kind.BACKWARD, Kind.COLLECTIVE, Kind.CHANGE, Kind.CLIP),
+        *(Kind.ZERO_GRAD, Kind.NEW_GROUP),
+    )
+)
+
+
 def calls_of(step: Any) -> tuple[Call, ...]:
     verdict = check(own_case(), step)
     assert verdict.outcome == "different", str(verdict)
     assert len(verdict.observed) == 2, verdict.why_not_watched
-    return verdict.observed[0].calls
+    return tuple(call for call in verdict.observed[0].calls if call.kind in OF_GRADIENTS)
 
 
 def text(call: Call) -> str:

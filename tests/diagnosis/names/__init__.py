@@ -1,0 +1,1 @@
+"""Steps that leave a difference, and the names that they must have, or must not have."""

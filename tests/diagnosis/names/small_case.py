@@ -1,0 +1,76 @@
+"""A small regression on twelve examples, and what the steps of these tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_equivalence import Case, Rank, check
+from ddp_equivalence.case import settings
+from ddp_equivalence.report.verdict import Verdict
+
+EXAMPLES = 12
+
+Step = Callable[[nn.Module, Any, Rank], None]
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def make_batch(generator: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "rows": torch.randn(EXAMPLES, 5, generator=generator),
+        "targets": torch.randn(EXAMPLES, 3, generator=generator),
+    }
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch["rows"]), batch["targets"])
+
+
+def case(layout: str = "1x2", **changes: Any) -> Case:
+    fields: dict[str, Any] = {"model": build_model, "batch": make_batch, "loss": squares}
+    return Case(**(fields | {"layout": layout} | changes))
+
+
+def average(model: nn.Module, divisor: float) -> None:
+    """All-reduce every gradient by hand."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= divisor
+
+
+def by_hand(loss: Loss) -> Step:
+    def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+        loss(model, shard).backward()
+        average(model, rank.world_size)
+
+    return step
+
+
+def under_ddp(loss: Loss) -> Step:
+    def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        loss(ddp, shard).backward()
+
+    return step
+
+
+def checked(case: Case, step: Step, second_look: bool) -> Verdict:
+    """The verdict of a check, with or without the watched second run."""
+    with settings.using(settings.replaced(second_look=second_look)):
+        return check(case, step)
+
+
+def report_of(verdict: Verdict) -> str:
+    """Everything that the report says, on one line."""
+    return " ".join(str(verdict).split())

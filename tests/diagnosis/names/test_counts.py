@@ -1,0 +1,112 @@
+"""Means over different counts are named where a count of the batch explains the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ddp_equivalence import check
+from tests.diagnosis.names.small_case import (
+    EXAMPLES,
+    Loss,
+    by_hand,
+    case,
+    make_batch,
+    report_of,
+    under_ddp,
+)
+
+pytestmark = pytest.mark.self_check
+
+TOKENS = 6
+
+
+def with_labels(generator: torch.Generator, padding: int) -> dict[str, Tensor]:
+    labels = torch.randint(1, 3, (EXAMPLES, TOKENS), generator=generator)
+    for row in range(EXAMPLES):
+        labels[row, 1 + row % 4 + row // 6 :] = padding
+    return {"rows": torch.randn(EXAMPLES, TOKENS, 5, generator=generator), "labels": labels}
+
+
+def padded(generator: torch.Generator) -> dict[str, Tensor]:
+    return with_labels(generator, -100)
+
+
+def padded_with_zero(generator: torch.Generator) -> dict[str, Tensor]:
+    return with_labels(generator, 0)
+
+
+def without_tokens_in_the_second_half(generator: torch.Generator) -> dict[str, Tensor]:
+    batch = padded(generator)
+    batch["labels"][EXAMPLES // 2 :] = -100
+    return batch
+
+
+def token_mean(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch["rows"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def token_mean_zero(model: nn.Module, batch: Any) -> Tensor:
+    outputs, labels = model(batch["rows"]).flatten(0, 1), batch["labels"].flatten()
+    return F.cross_entropy(outputs, labels, ignore_index=0)
+
+
+def safe_token_mean(model: nn.Module, batch: Any) -> Any:
+    outputs, labels = model(batch["rows"]).flatten(0, 1), batch["labels"].flatten()
+    total = F.cross_entropy(outputs, labels, reduction="sum")
+    return total / (labels != -100).sum().clamp(min=1)
+
+
+def with_weights(generator: torch.Generator) -> dict[str, Tensor]:
+    return make_batch(generator) | {"weight": torch.rand(EXAMPLES, generator=generator)}
+
+
+def weighted_mean(model: nn.Module, batch: Any) -> Any:
+    errors = (model(batch["rows"]) - batch["targets"]).square().mean(1)
+    return (errors * batch["weight"]).sum() / batch["weight"].sum()
+
+
+def with_mask(generator: torch.Generator) -> dict[str, Tensor]:
+    mask = torch.arange(EXAMPLES) % 5 < torch.tensor([1] * 4 + [3] * 4 + [4] * 4)
+    return make_batch(generator) | {"mask": mask}
+
+
+def masked_mean(model: nn.Module, batch: Any) -> Any:
+    errors = (model(batch["rows"]) - batch["targets"]).square().mean(1)
+    return (errors * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def with_classes(generator: torch.Generator) -> dict[str, Tensor]:
+    classes = torch.tensor([0, 0, 1, 2, 0, 0, 1, 1, 2, 2, 0, 1])
+    return make_batch(generator) | {"classes": classes}
+
+
+def mean_of_positives(model: nn.Module, batch: Any) -> Any:
+    positive = batch["classes"] > 0
+    errors = (model(batch["rows"]) - batch["targets"]).square().mean(1)
+    return errors[positive].sum() / positive.sum()
+
+
+COUNTED: list[tuple[Any, Loss, str]] = [
+    (padded, token_mean, "elements of labels that are not -100"),
+    (padded_with_zero, token_mean_zero, "elements of labels above 0"),
+    (without_tokens_in_the_second_half, safe_token_mean, "elements of labels that are not -100"),
+    (with_weights, weighted_mean, "the sum of weight"),
+    (with_mask, masked_mean, "elements of mask that are set"),
+    (with_classes, mean_of_positives, "elements of classes above 0"),
+]
+
+
+@pytest.mark.parametrize("layout", ["1x2", "1x4"])
+@pytest.mark.parametrize("reduced", [by_hand, under_ddp])
+@pytest.mark.parametrize(("batch", "loss", "unit"), COUNTED)
+def test_the_count_that_a_loss_divides_by_is_named(
+    batch: Any, loss: Loss, unit: str, reduced: Any, layout: str
+) -> None:
+    verdict = check(case(layout, batch=batch, loss=loss), reduced(loss))
+    assert verdict.causes == ("token_counts_weighted_equally",), verdict
+    assert f"the loss divides by {unit}" in report_of(verdict)

@@ -1,0 +1,121 @@
+"""What a report says of the examples that were read, and of gradients of earlier passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from ddp_equivalence import Rank, check
+from tests.diagnosis.names.small_case import Step, average, case, report_of, squares
+
+pytestmark = pytest.mark.self_check
+
+
+def trains_on_a_sampler(model: nn.Module, batch: Any, rank: Rank, **options: Any) -> None:
+    data = TensorDataset(batch["rows"], batch["targets"])
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        data, rank.world_size, rank.rank, **options
+    )
+    for rows, targets in DataLoader(data, batch_size=len(data), sampler=sampler):
+        F.mse_loss(model(rows), targets).backward()
+    average(model, rank.world_size)
+
+
+def shuffles_apart(model: nn.Module, batch: Any, rank: Rank) -> None:
+    trains_on_a_sampler(model, batch, rank, seed=rank.rank)
+
+
+def pads(model: nn.Module, batch: Any, rank: Rank) -> None:
+    trains_on_a_sampler(model, batch, rank, shuffle=False)
+
+
+def test_ranks_that_shuffle_apart_pad_nothing() -> None:
+    verdict = check(case(shards="own"), shuffles_apart)
+    assert verdict.outcome == "different"
+    assert "sampler_padding_counted" not in verdict.causes, verdict
+
+
+def test_a_sampler_that_pads_is_named() -> None:
+    verdict = check(case("1x5", shards="own"), pads)
+    assert verdict.causes == ("sampler_padding_counted",), verdict
+
+
+def probes_by_hand(model: nn.Module, shard: Any, rank: Rank) -> None:
+    few = {name: leaf[: len(leaf) // 2] for name, leaf in shard.items()}
+    squares(model, few).backward()
+    squares(model, shard).backward()
+    average(model, rank.world_size)
+
+
+def probes_under_ddp(model: nn.Module, shard: Any, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    few = {name: leaf[: len(leaf) // 2] for name, leaf in shard.items()}
+    squares(ddp, few).backward()
+    squares(ddp, shard).backward()
+
+
+@pytest.mark.parametrize("step", [probes_by_hand, probes_under_ddp])
+@pytest.mark.parametrize("layout", ["1x2", "1x4"])
+def test_an_earlier_backward_over_a_part_is_stale_and_no_padding(step: Step, layout: str) -> None:
+    verdict = check(case(layout), step)
+    assert verdict.causes == ("stale_gradient_added",), verdict
+    assert "backward was called 2 times in this step" in report_of(verdict)
+
+
+def gathered(own: Tensor, world_size: int) -> Tensor:
+    """What all ranks hold; only the own part carries a gradient."""
+    parts = [torch.zeros_like(own) for _ in range(world_size)]
+    dist.all_gather(parts, own.detach())
+    parts[dist.get_rank()] = own
+    return torch.cat(parts)
+
+
+def puts_its_own_slice_back(model: nn.Module, shard: Any, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    outputs = gathered(ddp(shard["rows"]), rank.world_size)
+    F.mse_loss(outputs, gathered(shard["targets"], rank.world_size)).backward()
+
+
+def puts_its_own_slice_back_of_noisy_rows(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """The model is called with something else than rows of the batch."""
+    ddp = DistributedDataParallel(model)
+    outputs = gathered(ddp(shard["rows"] * 2 + 1), rank.world_size)
+    F.mse_loss(outputs, gathered(shard["targets"], rank.world_size)).backward()
+
+
+def of_other_rows(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch["rows"] * 2 + 1), batch["targets"])
+
+
+@pytest.mark.parametrize("layout", ["1x2", "1x4"])
+@pytest.mark.parametrize(
+    ("step", "loss"),
+    [
+        (puts_its_own_slice_back, squares),
+        (puts_its_own_slice_back_of_noisy_rows, of_other_rows),
+    ],
+)
+def test_outputs_gathered_without_a_gradient_are_not_averaged_twice(
+    step: Step, loss: Any, layout: str
+) -> None:
+    verdict = check(case(layout, loss=loss), step)
+    assert verdict.causes == ("gather_without_gradient",), verdict
+
+
+def adds_up_halves(model: nn.Module, shard: Any, rank: Rank) -> None:
+    dist.new_group([0, 1])
+    for rows, targets in zip(shard["rows"].chunk(2), shard["targets"].chunk(2), strict=True):
+        F.mse_loss(model(rows), targets).backward()
+    average(model, rank.world_size)
+
+
+def test_undivided_accumulation_in_a_step_that_makes_a_group_is_no_sum_over_ranks() -> None:
+    verdict = check(case(), adds_up_halves)
+    assert verdict.causes == ("accumulation_not_divided",), verdict
