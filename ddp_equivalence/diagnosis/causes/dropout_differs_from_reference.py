@@ -66,7 +66,7 @@ def indication(view: View) -> Indication | None:
 
 def lines(view: View) -> Sequence[PointedLine]:
     """The first dropout in the forward pass."""
-    return module_lines(view, DROPOUTS, "draws other numbers for a shard than for the big batch")
+    return module_lines(view, DROPOUTS, "draws other masks for a shard than for the big batch")
 
 
 def fix(view: View) -> str:
