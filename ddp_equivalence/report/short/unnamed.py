@@ -1,0 +1,47 @@
+"""A difference without a known cause: what is known about where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ddp_equivalence.report.line import Line
+from ddp_equivalence.report.short.headline import what_happened
+from ddp_equivalence.report.short.text import cut
+
+if TYPE_CHECKING:
+    from ddp_equivalence.report.verdict import Verdict
+
+HALVES = {
+    "reduction": "The gradients that backward computes are right; what is done with them is not.",
+    "local gradients": "The gradients are reduced correctly; what each rank's backward computes is "
+    "not right.",
+}
+"""By ``Localisation.wrong_half``."""
+
+MOST_MODULES = 2
+MOST_NAMES = 3
+
+
+def unnamed_lines(verdict: Verdict, width: int) -> list[Line]:
+    """Where the difference lies, one line each; nothing if it has a cause."""
+    if verdict.causes:
+        return []
+    return [Line(cut(f"  {text}", width)) for text in _where(verdict)]
+
+
+def _where(verdict: Verdict) -> Iterator[str]:
+    localisation = verdict.localisation
+    if localisation.wrong_half:
+        yield HALVES[localisation.wrong_half]
+    by_module = list((localisation.findings_by_module or {}).items())
+    for module, finding in by_module[:MOST_MODULES]:
+        name = module or "the model itself"
+        yield f"On the parameters of {name} alone: {what_happened(finding)} [{finding.cause}]"
+    multiples = localisation.weight_multiples
+    if multiples:
+        names = ", ".join(list(multiples)[:MOST_NAMES])
+        more = ", ..." if len(multiples) > MOST_NAMES else ""
+        factors = ", ".join(dict.fromkeys(f"{one:.2g}" for one in multiples.values()))
+        error = f"The error of {names}{more} is {factors} times the weights"
+        yield f"{error}: look at weight decay and penalties."
