@@ -242,7 +242,12 @@ def repeat_line(request: Request) -> str:
         return repeating_command(request)
     case = request.case
     fields = [f"model={case.model!r}", f"loss={case.loss!r}", f"layout={case.layout!r}"]
-    fields += [f"shards={case.shards!r}", f"dtype={case.dtype}", f"seed={case.seed}"]
+    if case.shards != "equal":
+        fields.append(f"shards={case.shards!r}")
+    if case.dtype is not torch.float64:
+        fields.append(f"dtype={case.dtype}")
+    if case.seed:
+        fields.append(f"seed={case.seed}")
     if case.exact:
         fields.append("exact=True")
     if case.examples is not None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ddp_equivalence.diagnosis.finding import Finding
     from ddp_equivalence.report.verdict import Verdict
 
-END_OF_CLAUSE = re.compile(r"[,;:.](?= |$)")
+END_OF_CLAUSE = re.compile(r"[,;:.](?= |$)| \(")
 
 GAP = 2
 """Columns that stand at least between the sentence and the name."""
@@ -47,8 +47,9 @@ def what_happened(finding: Finding) -> str:
     if finding.headline:
         return finding.headline
     clause = END_OF_CLAUSE.split(finding.sentence, maxsplit=1)[0]
-    lower = clause[1:2].islower() or clause[1:2] == " "
-    return f"{clause[:1].lower()}{clause[1:]}" if lower else clause
+    first_word = clause.partition(" ")[0]
+    is_a_name = first_word[1:] != first_word[1:].lower()
+    return clause if is_a_name else f"{clause[:1].lower()}{clause[1:]}"
 
 
 def _sentence(verdict: Verdict) -> str:
@@ -61,6 +62,8 @@ def _what(verdict: Verdict) -> str:
     if best is None or not best.accepted:
         if not verdict.tried_every_cause:
             return "no cause found, because not all known causes were tried"
+        if verdict.comparison is not None and verdict.comparison.structure:
+            return "names, shapes or types are not those of the big batch"
         return "no known cause fits"
     return ", and ".join(what_happened(one) for one in (best, *best.more))
 

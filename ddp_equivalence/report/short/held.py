@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from math import isfinite, isnan
 from typing import TYPE_CHECKING
@@ -15,11 +16,16 @@ if TYPE_CHECKING:
     from ddp_equivalence.comparison.comparison import Comparison
     from ddp_equivalence.report.verdict import Verdict
 
+OF_ONE_RANK = re.compile(r"rank (?P<rank>\d+): (?P<what>.*)", re.DOTALL)
+
 MOST_STRUCTURE = 3
 MOST_GROUPS = 4
 
 MULTIPLE = 1e-6
 """A rank holds a multiple of the big batch's gradient if this much of it at most is left over."""
+
+MOST_LEFT = 0.001
+"""If more than this part of the error is left over, the multiple is not what is wrong."""
 
 ALIKE = 0.005
 """Ranks that are off by amounts that differ by less are off by the same amount."""
@@ -29,18 +35,37 @@ def held_lines(verdict: Verdict, most_rows: int, width: int) -> list[Line]:
     """What should be there and what is there. ``most_rows`` = 0: in words, without a table."""
     comparison = verdict.comparison
     assert comparison is not None
-    structure = comparison.structure
-    if structure:
-        shown = [Line(cut(f"  {text}", width)) for text in structure[:MOST_STRUCTURE]]
-        more = len(structure) - len(shown)
-        return [*shown, *([Line(f"  ... and {more} more of this kind")] if more > 0 else [])]
+    if comparison.structure:
+        texts = _structure(comparison)
+        shown = [Line(cut(f"  {text}", width)) for text in texts[:MOST_STRUCTURE]]
+        more = len(texts) - len(shown)
+        return [*shown, *([Line(f"  ... and {more} more")] if more > 0 else [])]
     if not comparison.differing:
         return [Line(cut(f"  {text}", width)) for text in _only_bits(comparison)]
     shares = verdict.shares
-    if shares is not None and table.can_be_shown(shares) and most_rows:
+    is_shown = shares is not None and table.can_be_shown(shares)
+    if is_shown and most_rows and not table.all_are_right(shares):
         lines = table.table_lines(verdict, shares, most_rows, width)
         return [*lines, *table.detail_lines(shares, width)]
     return [line for text in _in_words(verdict, comparison) for line in paragraph(text, "  ")]
+
+
+def _structure(comparison: Comparison) -> list[str]:
+    """What is not as in the big batch, with the ranks of which it is true."""
+    ranks_by_text: dict[str, list[int]] = {}
+    for text in comparison.structure:
+        match = OF_ONE_RANK.match(text)
+        rank, what = (int(match["rank"]), match["what"]) if match else (-1, text)
+        ranks_by_text.setdefault(what, []).append(rank)
+    return [
+        what if ranks == [-1] else f"{_on(ranks, comparison)}: {what}"
+        for what, ranks in ranks_by_text.items()
+    ]
+
+
+def _on(ranks: list[int], comparison: Comparison) -> str:
+    everyone = len(ranks) == len(comparison.ranks) > 1
+    return "every rank" if everyone else range_of_ranks(ranks)
 
 
 def _in_words(verdict: Verdict, comparison: Comparison) -> Iterator[str]:
@@ -51,13 +76,18 @@ def _in_words(verdict: Verdict, comparison: Comparison) -> Iterator[str]:
     multiples = _multiples(comparison)
     if multiples is not None:
         for text, ranks in list(multiples.items())[:MOST_GROUPS]:
-            yield f"{_hold(ranks, comparison)} {text} times the big batch's gradient."
+            yield f"{_hold(ranks, comparison)} {text} times what the big batch gives."
         return
+    of = f"the {'updates' if verdict.compare == 'update' else 'gradients'} of the "
     shares = verdict.shares
-    if shares is not None and table.has_too_few_elements(shares):
+    if shares is None:
+        pass
+    elif table.has_too_few_elements(shares):
         yield f"Too few elements differ to tell how often each of the {shares.pieces} counts."
-    elif shares is not None and not table.can_be_shown(shares):
-        yield f"What the ranks hold is no mixture of the gradients of the {shares.pieces}."
+    elif not table.can_be_shown(shares):
+        yield f"What the ranks hold is no mixture of {of}{shares.pieces}."
+    elif table.all_are_right(shares):
+        yield f"To two digits, all {shares.pieces} count as often as they should."
     yield from _off_by(comparison)
 
 
@@ -87,10 +117,12 @@ def _multiples(comparison: Comparison) -> dict[str, list[int]] | None:
     """Multiple -> the ranks that hold it; None if a rank holds no multiple of the big batch."""
     found: dict[str, list[int]] = {}
     for rank in comparison.ranks:
-        factor, rest, _ = _nearest(comparison, rank)
-        if rest > MULTIPLE:
+        factor, rest, off = _nearest(comparison, rank)
+        if rest > MULTIPLE or (off > MULTIPLE and rest > MOST_LEFT * off):
             return None
-        found.setdefault(ratio_text(factor), []).append(rank)
+        text = ratio_text(factor)
+        text = text.rstrip("0").rstrip(".") if "." in text else text
+        found.setdefault(text, []).append(rank)
     return found
 
 
@@ -104,11 +136,14 @@ def _off_by(comparison: Comparison) -> Iterator[str]:
         else:
             groups.append((off, [rank]))
     texts = [
-        f"{_amount(off)} on {'every rank' if len(groups) == 1 else range_of_ranks(ranks)}"
-        for off, ranks in groups[:MOST_GROUPS]
+        f"{_on(ranks, comparison)} {'is off ' if number == 0 else ''}by {_amount(off)}"
+        for number, (off, ranks) in enumerate(groups[:MOST_GROUPS])
     ]
-    more = ", ..." if len(groups) > MOST_GROUPS else ""
-    yield f"Off by this part of the big batch's norm: {', '.join(texts)}{more}."
+    texts[0] += " of the big batch's norm"
+    if len(groups[0][1]) > 1 and len(groups) > 1:
+        texts[0] = texts[0].replace(" is off", " are off", 1)
+    text = ", ".join(texts) + (", ..." if len(groups) > MOST_GROUPS else ".")
+    yield f"{text[:1].upper()}{text[1:]}"
 
 
 def _nearest(comparison: Comparison, rank: int) -> tuple[float, float, float]:
@@ -133,7 +168,7 @@ def _nearest(comparison: Comparison, rank: int) -> tuple[float, float, float]:
 
 
 def _amount(part: float) -> str:
-    return f"{part:.2f}" if part >= 0.01 else f"{part:.1e}"
+    return f"{part:.2f}" if part >= 0.01 else f"{part:.2g}"
 
 
 def _hold(ranks: list[int], comparison: Comparison) -> str:

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
-from ddp_equivalence.report.line import Line, labelled
+from ddp_equivalence.report.line import Line
 from ddp_equivalence.report.short.ending import again_lines, fix_lines, note_lines
 from ddp_equivalence.report.short.headline import headline_lines
 from ddp_equivalence.report.short.held import held_lines
 from ddp_equivalence.report.short.lines_of_code import MOST_LINES, code_lines, pointed_lines
 from ddp_equivalence.report.short.shares import MOST_ROWS
 from ddp_equivalence.report.short.sure import sure_lines
-from ddp_equivalence.report.short.text import cut
+from ddp_equivalence.report.short.text import wrapped_lines
 from ddp_equivalence.report.short.unnamed import unnamed_lines
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def short_lines(verdict: Verdict) -> list[Line]:
         blocks = [
             headline_lines(verdict, width),
             [
-                *_details(verdict, width)[:details],
-                *unnamed_lines(verdict, width)[: details + 1],
+                *_details(verdict, width, details),
+                *unnamed_lines(verdict, width, details),
                 *code_lines(pointed_lines(verdict, code), width),
             ],
             held_lines(verdict, rows, width),
@@ -57,24 +57,29 @@ def short_lines(verdict: Verdict) -> list[Line]:
 
 
 def _shapes() -> Iterator[tuple[int, int, int]]:
-    """How many lines of code, of details and of the table's rows are tried, the most first."""
+    """How many lines of code, of each detail and of the table's rows are tried, the most first."""
     for code in range(MOST_LINES, 0, -1):
         for details in (2, 1):
             for rows in range(MOST_ROWS, 1, -1):
                 yield code, details, rows
     yield 1, 1, 0
-    yield 1, 0, 0
 
 
-def _details(verdict: Verdict, width: int) -> Block:
-    """Which ranks or numbers it is about, and what was seen, if no line of code says it."""
+def _details(verdict: Verdict, width: int, most: int) -> Block:
+    """Which ranks or numbers it is about, and what was seen, if no line of code says it.
+
+    ``most``: the lines that each of the two may take.
+    """
     best = verdict.findings[0] if verdict.findings else None
     if best is None or not best.accepted:
         return []
-    texts = [("Namely: ", best.detail)]
-    if not pointed_lines(verdict):
-        texts.append(("Seen: ", best.because))
-    return [labelled(label, cut(text, width - len(label) - 2))[0] for label, text in texts if text]
+    seen = "" if pointed_lines(verdict) else best.because
+    lines = []
+    if best.detail and not set(best.detail.split()) <= set(seen.split()):
+        lines += wrapped_lines(f"Namely: {best.detail}", width, most)
+    if seen:
+        lines += wrapped_lines(f"Seen: {seen}", width, most)
+    return lines
 
 
 def _joined(blocks: Sequence[Block]) -> Iterator[Line]:

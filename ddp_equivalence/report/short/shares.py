@@ -61,20 +61,55 @@ def table_lines(verdict: Verdict, shares: Shares, most_rows: int, width: int) ->
         rows.setdefault(tuple(share_text(row[ranks[0]]) for ranks in columns), []).append(rank)
     held = [(_holders(ranks, shares), cells) for cells, ranks in rows.items()]
     if len(held) > most_rows:
-        left_out = sum(map(len, list(rows.values())[most_rows - 1 :]))
-        held = [*held[: most_rows - 1], (f"{left_out} more ranks hold others", ())]
-    label = max(len(name) for name in ["examples of", "should count", *(one for one, _ in held)])
-    widths = [max(6, len(name)) + 2 for name in names]
-
-    def line(name: str, cells: Sequence[str]) -> Line:
-        texts = "".join(f"{cell:>{w}}" for cell, w in zip(cells, widths, strict=False))
-        return Line(cut(f"  {name:<{label}}{texts}", width))
-
-    lines = [line("examples of", names), line("should count", ["1.00"] * len(names))]
-    lines += [line(name, cells) for name, cells in held]
+        own = _own_and_others(shares)
+        if own:
+            return [Line(cut(f"  {text}", width)) for text in own]
+        held = held[: most_rows - 1]
+    expected = ["-" if _is_empty(shares, ranks) else "1.00" for ranks in columns]
+    labels = ["examples of", "should count", *(name for name, _ in held)]
+    label = max(map(len, labels))
+    table = [names, expected, *(cells for _, cells in held)]
+    widths = [max(6, *map(len, column)) + 2 for column in zip(*table, strict=True)]
+    lines = []
+    for name, cells in zip(labels, table, strict=True):
+        texts = "".join(f"{cell:>{w}}" for cell, w in zip(cells, widths, strict=True))
+        lines.append(Line(cut(f"  {name:<{label}}{texts}", width)))
     if sum(map(len, columns)) < verdict.case.ranks.world_size:
-        lines[0] = Line(f"{lines[0].text}  ...")
+        lines[0] = Line(cut(f"{lines[0].text}  ...", width))
+    if len(held) < len(rows):
+        others = sorted(rank for ranks in list(rows.values())[len(held) :] for rank in ranks)
+        verb = "holds" if len(others) == 1 else "hold"
+        lines.append(Line(cut(f"  {range_of_ranks(others)} {verb} other shares", width)))
     return lines
+
+
+def all_are_right(shares: Shares) -> bool:
+    """True if every example counts as often as it should, to two digits."""
+    rows = _finest_rows(shares)
+    return all(share_text(share) in ("1.00", "-") for row in rows for share in row)
+
+
+def _own_and_others(shares: Shares) -> list[str]:
+    """Where every rank holds one share of its own examples and another of all others: both."""
+    own = {share_text(row[rank]) for rank, row in shares.by_rank.items()}
+    others = {
+        share_text(share)
+        for rank, row in shares.by_rank.items()
+        for source, share in enumerate(row)
+        if source != rank
+    }
+    if len(own) != 1 or len(others) != 1:
+        return []
+    return [
+        "Every example should count 1.00 on every rank.",
+        f"Each rank holds its own examples {own.pop()} times, and those of others {others.pop()} "
+        "times.",
+    ]
+
+
+def _is_empty(shares: Shares, ranks: Sequence[int]) -> bool:
+    """True if these ranks have no examples that could be told apart."""
+    return all(row[rank] is None for row in shares.by_rank.values() for rank in ranks)
 
 
 def detail_lines(shares: Shares, width: int) -> Iterator[Line]:
@@ -82,7 +117,7 @@ def detail_lines(shares: Shares, width: int) -> Iterator[Line]:
     if shares.only:
         more = ", ..." if len(shares.only) > MOST_NAMES else ""
         names = ", ".join(shortened(name, LONGEST_NAME) for name in shares.only[:MOST_NAMES])
-        yield Line(cut(f"  this is in {names}{more} only; all other parameters are right", width))
+        yield Line(cut(f"  (in {names}{more}; all other parameters are right)", width))
     micro_batches = _micro_batches(shares)
     if micro_batches:
         yield Line(cut(f"  {micro_batches}", width))
@@ -133,8 +168,11 @@ def _examples(shares: Shares) -> str:
         return ""
     row = next(iter(held))
     wrong = [f"{index}: {share}" for index, share in enumerate(row) if share not in ("1.00", "-")]
+    means = {share_text(share) for mean in shares.by_rank.values() for share in mean}
     if not wrong or len(wrong) > 8 or 2 * len(wrong) > len(row):
         return ""
+    if {row[index] for index, share in enumerate(row) if share not in ("1.00", "-")} <= means:
+        return ""  # they are all examples of some ranks, which the table shows
     return f"example{'s' if len(wrong) > 1 else ''} {', '.join(wrong)}; all others 1.00"
 
 

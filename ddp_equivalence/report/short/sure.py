@@ -22,6 +22,8 @@ ALL = 1e-3
 def sure_lines(verdict: Verdict, width: int) -> list[Line]:
     """How sure, and the counts: on one line if they fit."""
     texts = [text for text in (_how_sure(verdict), _counts(verdict)) if text]
+    if not texts:
+        return []
     together = "  " + " ".join(texts)
     if len(together) <= width:
         return [Line(together)]
@@ -40,7 +42,8 @@ def _how_sure(verdict: Verdict) -> str:
     if not best.fits:
         return "Seen happening; the numbers have other reasons too."
     if not _was_seen(best):
-        return "Fits the numbers; not seen happening."
+        taken = " (one was taken from the result itself)" if best.fitted else ""
+        return f"Fits the numbers{taken}; not seen happening."
     if best.unexplained > ALL:
         return f"Explains all but {100 * best.unexplained:.2g} % of the norm."
     return f"Explains {_elements(verdict)}."

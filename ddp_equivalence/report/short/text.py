@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ddp_equivalence.report.line import Line, paragraph
+
 CUT = "..."
 
 
@@ -34,3 +36,13 @@ def range_of_ranks(ranks: Sequence[int]) -> str:
         return f"ranks {numbers[0]} to {numbers[-1]}"
     shown = ", ".join(map(str, numbers[:6]))
     return f"ranks {shown}{', ...' if len(numbers) > 6 else ''}"
+
+
+def wrapped_lines(text: str, width: int, most: int) -> list[Line]:
+    """The text in at most so many lines; the last one is cut if more would be needed."""
+    lines = paragraph(text, "  ")
+    if len(lines) <= most:
+        return lines
+    rest = " ".join(line.text.strip() for line in lines[most - 1 :])
+    indent = "  " if most == 1 else "    "
+    return [*lines[: most - 1], Line(cut(f"{indent}{rest}", width))]

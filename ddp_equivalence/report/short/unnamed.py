@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.report.line import Line
 from ddp_equivalence.report.short.headline import what_happened
-from ddp_equivalence.report.short.text import cut
+from ddp_equivalence.report.short.text import wrapped_lines
 
 if TYPE_CHECKING:
     from ddp_equivalence.report.verdict import Verdict
@@ -23,11 +23,11 @@ MOST_MODULES = 2
 MOST_NAMES = 3
 
 
-def unnamed_lines(verdict: Verdict, width: int) -> list[Line]:
-    """Where the difference lies, one line each; nothing if it has a cause."""
+def unnamed_lines(verdict: Verdict, width: int, most: int) -> list[Line]:
+    """Where the difference lies, at most so many lines for each fact; nothing with a cause."""
     if verdict.causes:
         return []
-    return [Line(cut(f"  {text}", width)) for text in _where(verdict)]
+    return [line for text in _where(verdict) for line in wrapped_lines(text, width, most)]
 
 
 def _where(verdict: Verdict) -> Iterator[str]:

@@ -53,7 +53,7 @@ def test_the_same_error_at_another_line_is_another_error() -> None:
 def test_an_error_with_the_number_of_each_rank_is_printed_once() -> None:
     text = text_of(*(raised(rank, f"ValueError: rank {rank}: oh -1.5e-{rank}") for rank in (1, 0)))
     assert text.count("oh") == 2, "once as the cause, once in its traceback"
-    assert text.endswith("  Rank 0 raised the same, with other numbers.")
+    assert text.endswith("  Rank 1 raised the same, with other numbers.")
 
 
 def test_ranks_that_end_alike_without_an_error_share_an_entry() -> None:
