@@ -51,6 +51,8 @@ def _notes(verdict: Verdict) -> Iterator[str]:
     if verdict.not_tried and verdict.analysis is not None:
         deadline = verdict.analysis.time.deadline
         yield f"The deadline of {deadline:g} s left no time for {', '.join(verdict.not_tried)}."
+    if any(text.strip() for text in verdict.output.values()):
+        yield "The ranks printed something, which the whole report shows."
     if verdict.lane.name not in ORDINARY_LANES:
         reason = f": {verdict.lane.reason}" if verdict.lane.reason else ""
         yield f"Lane {verdict.lane.name}{reason}."

@@ -64,7 +64,7 @@ def in_shell(folder: Path, line: str, more: dict[str, str] | None = None) -> tup
 
 @pytest.mark.parametrize("ascii_only", ASCII, ids=["PYTHONIOENCODING", "LC_ALL"])
 @pytest.mark.parametrize(
-    ("line", "code"), [("ddp-equivalence check mine.py:chatty", 1), ("python script.py", 0)]
+    ("line", "code"), [("ddp-equivalence check mine.py:chatty --full", 1), ("python script.py", 0)]
 )
 def test_characters_that_the_output_lacks_are_replaced(
     folder: Path, ascii_only: dict[str, str], line: str, code: int

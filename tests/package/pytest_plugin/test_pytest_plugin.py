@@ -121,8 +121,10 @@ def test_a_failure_shows_the_report_the_ranks_output_and_how_to_repeat_it(
     results = their_repository / "results.json"
     code, text = run(their_repository, f"--ddp-json={results}", "-k", "fails", "--tb=short")
     assert code == 1
-    assert "wrong_step is not big_batch: averaged_twice" in text
-    assert 'Repeat:   pytest "tests/test_training.py::test_fails"' in text
+    assert "different: wrong_step (training.py:" in text
+    assert "[averaged_twice]" in text
+    assert 'Again: pytest "tests/test_training.py::test_fails"' in text
+    assert "More: --ddp-full" in text
     assert "output of rank 1 (node 0)" in text
     assert "rank 1 was here" in text
     assert re.search(r"^wrong_step +1 +1 DIFFER$", text, re.MULTILINE), text
