@@ -23,7 +23,7 @@ def chatty(model, rows, rank):
 SCRIPT = """
 from ddp_equivalence import check
 from mine import case, chatty
-print(check(case, chatty))
+print(check(case, chatty).full_report())
 """
 
 ASCII = [
@@ -86,7 +86,7 @@ def test_an_error_on_stderr_is_replaced_too(folder: Path) -> None:
 
 def test_output_that_has_the_characters_keeps_them(folder: Path) -> None:
     more = {"PYTHONIOENCODING": "utf-8"}
-    for line in ("ddp-equivalence check mine.py:chatty", "python script.py"):
+    for line in ("ddp-equivalence check mine.py:chatty --full", "python script.py"):
         assert "| caf\u00e9 \u2013 \u00d7 \u2026" in in_shell(folder, line, more)[1]
 
 

@@ -193,9 +193,8 @@ def test_zeros_on_some_ranks_and_none_on_others_are_a_difference(
 def test_the_report_says_which_ranks_an_optimizer_would_move_apart() -> None:
     verdict = check(own_case(model=WithAnUnusedHead), fills_in_zeros_on_one_rank)
     assert verdict.outcome == "different"
-    assert "rank 0: unused.weight has a gradient of zeros" in " ".join(
-        verdict.full_report().split()
-    )
+    report = " ".join(verdict.full_report().split())
+    assert "rank 0: unused.weight has a gradient of zeros" in report
 
 
 def test_an_unused_parameter_with_a_gradient_is_different() -> None:
