@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.report.line import Line, Style
-from ddp_equivalence.report.short.text import cut, ended
+from ddp_equivalence.report.short.text import cut, ended, wrapped_lines
 
 if TYPE_CHECKING:
     from ddp_equivalence.report.verdict import Verdict
@@ -29,9 +29,9 @@ def fix_lines(verdict: Verdict, width: int) -> list[Line]:
     ]
 
 
-def note_lines(verdict: Verdict, width: int) -> list[Line]:
-    """What is not as a reader expects it, one line each."""
-    return [Line(cut(f"  {text}", width)) for text in _notes(verdict)]
+def note_lines(verdict: Verdict, width: int, most: int) -> list[Line]:
+    """What is not as a reader expects it, at most so many lines for each."""
+    return [line for text in _notes(verdict) for line in wrapped_lines(text, width, most)]
 
 
 def _notes(verdict: Verdict) -> Iterator[str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from ddp_equivalence.report.line import Line, Style, paragraph
+from ddp_equivalence.report.line import Line, Style
 from ddp_equivalence.report.short.definition import link_to, place_name
+from ddp_equivalence.report.short.text import wrapped_lines
 
 if TYPE_CHECKING:
     from ddp_equivalence.diagnosis.finding import Finding
@@ -18,15 +19,18 @@ GAP = 2
 """Columns that stand at least between the sentence and the name."""
 
 
-def headline_lines(verdict: Verdict, width: int) -> list[Line]:
-    """The headline; the name of the cause stands at the right, on a line of its own if it must."""
+def headline_lines(verdict: Verdict, width: int, most: int) -> list[Line]:
+    """The headline; the name of the cause stands at the right, on a line of its own if it must.
+
+    ``most``: the lines that the sentence may take.
+    """
     text, name = _sentence(verdict), _name(verdict)
     link = None if verdict.defined_at is None else link_to(verdict.defined_at)
     if len(text) + len(name) + GAP <= width:
         spaces = width - len(text) - len(name)
         lines = [f"{text}{' ' * spaces if name else ''}{name}"]
     else:
-        lines = [line.text for line in paragraph(text, "")]
+        lines = [line.text for line in wrapped_lines(text, width, most, "")]
         if len(lines[-1]) + len(name) + GAP <= width:
             lines[-1] += " " * (width - len(lines[-1]) - len(name)) + name
         else:

@@ -1,11 +1,13 @@
 """Puts the parts of a short report together, so that they fit on one screen.
 
-Where they do not fit, the table gives up rows first, then the code gives up lines.
+Where they do not fit, the table gives up rows first, then texts are cut, then the code gives up
+lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
@@ -29,40 +31,62 @@ MOST_NOTES = 3
 Block = list[Line]
 
 
+@dataclass(frozen=True)
+class _Shape:
+    """How much of everything is shown. ``texts``: the lines that one text may take.
+
+    ``tight``: without empty lines between the parts.
+    """
+
+    code: int = MOST_LINES
+    texts: int = 2
+    rows: int = MOST_ROWS
+    notes: int = MOST_NOTES
+    tight: bool = False
+
+
 def short_lines(verdict: Verdict) -> list[Line]:
     """The report of a difference, at most 16 lines of 100 columns."""
     width = min(settings.current().width, WIDEST)
-    ends = [
-        *fix_lines(verdict, width),
-        *sure_lines(verdict, width),
-        *note_lines(verdict, width)[:MOST_NOTES],
-        *again_lines(verdict, width),
-    ]
     lines: list[Line] = []
-    for code, details, rows in _shapes():
-        blocks = [
-            headline_lines(verdict, width),
-            [
-                *_details(verdict, width, details),
-                *unnamed_lines(verdict, width, details),
-                *code_lines(pointed_lines(verdict, code), width),
-            ],
-            held_lines(verdict, rows, width),
-            ends,
-        ]
-        lines = list(_joined(blocks))
+    for shape in _shapes():
+        lines = list(_lines(verdict, shape, width))
         if sum(_rows(line, width) for line in lines) <= MOST_ROWS_OF_SCREEN:
-            return lines
+            break
     return lines
 
 
-def _shapes() -> Iterator[tuple[int, int, int]]:
-    """How many lines of code, of each detail and of the table's rows are tried, the most first."""
+def _shapes() -> Iterator[_Shape]:
+    """All shapes that are tried, the largest first."""
     for code in range(MOST_LINES, 0, -1):
-        for details in (2, 1):
+        for texts in (2, 1):
             for rows in range(MOST_ROWS, 1, -1):
-                yield code, details, rows
-    yield 1, 1, 0
+                yield _Shape(code, texts, rows)
+    yield _Shape(1, 1, 0)
+    yield _Shape(1, 1, 0, notes=1)
+    yield _Shape(1, 1, 0, notes=1, tight=True)
+
+
+def _lines(verdict: Verdict, shape: _Shape, width: int) -> Iterator[Line]:
+    blocks = [
+        headline_lines(verdict, width, 1 + shape.texts),
+        [
+            *_details(verdict, width, shape.texts),
+            *unnamed_lines(verdict, width, shape.texts),
+            *code_lines(pointed_lines(verdict, shape.code), width),
+        ],
+        held_lines(verdict, shape.rows, width),
+        [
+            *fix_lines(verdict, width),
+            *sure_lines(verdict, width, shape.texts),
+            *note_lines(verdict, width, shape.texts)[: shape.notes],
+            *again_lines(verdict, width),
+        ],
+    ]
+    for number, block in enumerate(block for block in blocks if block):
+        if number and not shape.tight:
+            yield Line("")
+        yield from block
 
 
 def _details(verdict: Verdict, width: int, most: int) -> Block:
@@ -80,14 +104,6 @@ def _details(verdict: Verdict, width: int, most: int) -> Block:
     if seen:
         lines += wrapped_lines(f"Seen: {seen}", width, most)
     return lines
-
-
-def _joined(blocks: Sequence[Block]) -> Iterator[Line]:
-    """The blocks, with an empty line between two of them."""
-    for number, block in enumerate(block for block in blocks if block):
-        if number:
-            yield Line("")
-        yield from block
 
 
 def _rows(line: Line, width: int) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ddp_equivalence.report.line import Line, paragraph
-from ddp_equivalence.report.short.text import shortened
+from ddp_equivalence.report.line import Line
+from ddp_equivalence.report.short.text import shortened, wrapped_lines
 from ddp_equivalence.report.wrapping import plural
 
 if TYPE_CHECKING:
@@ -19,15 +19,15 @@ ALL = 1e-3
 """A cause that leaves less than this unexplained, which rounding may do, explains everything."""
 
 
-def sure_lines(verdict: Verdict, width: int) -> list[Line]:
-    """How sure, and the counts: on one line if they fit."""
+def sure_lines(verdict: Verdict, width: int, most: int) -> list[Line]:
+    """How sure, and the counts: on one line if they fit, else at most so many lines for each."""
     texts = [text for text in (_how_sure(verdict), _counts(verdict)) if text]
     if not texts:
         return []
     together = "  " + " ".join(texts)
     if len(together) <= width:
         return [Line(together)]
-    return [line for text in texts for line in paragraph(text, "  ")]
+    return [line for text in texts for line in wrapped_lines(text, width, most)]
 
 
 def _how_sure(verdict: Verdict) -> str:

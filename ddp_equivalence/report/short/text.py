@@ -38,11 +38,11 @@ def range_of_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {shown}{', ...' if len(numbers) > 6 else ''}"
 
 
-def wrapped_lines(text: str, width: int, most: int) -> list[Line]:
+def wrapped_lines(text: str, width: int, most: int, indent: str = "  ") -> list[Line]:
     """The text in at most so many lines; the last one is cut if more would be needed."""
-    lines = paragraph(text, "  ")
+    lines = paragraph(text, indent)
     if len(lines) <= most:
         return lines
     rest = " ".join(line.text.strip() for line in lines[most - 1 :])
-    indent = "  " if most == 1 else "    "
-    return [*lines[: most - 1], Line(cut(f"{indent}{rest}", width))]
+    begin = indent if most == 1 else f"{indent}  "
+    return [*lines[: most - 1], Line(cut(f"{begin}{rest}", width))]

@@ -22,7 +22,8 @@ case = Case(
 
 
 def step(model, shard, rank):
-    case.loss(nn.parallel.DistributedDataParallel(model), shard).backward()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    case.loss(ddp, shard).backward()
 
 
 def twice(model, shard, rank):
