@@ -41,7 +41,7 @@ class Settings:
     """The width of reports, in columns."""
     full_report: bool = False
     """Reports of differences hold everything that is known, and not one screen of it."""
-    full_report_with: str = "print(verdict.full_report())"
+    full_report_with: str = "verdict.full_report()"
     """What to write to get that. Short reports print it."""
 
 

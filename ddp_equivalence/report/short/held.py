@@ -43,11 +43,19 @@ def held_lines(verdict: Verdict, most_rows: int, width: int) -> list[Line]:
     if not comparison.differing:
         return [Line(cut(f"  {text}", width)) for text in _only_bits(comparison)]
     shares = verdict.shares
-    is_shown = shares is not None and table.can_be_shown(shares)
-    if is_shown and most_rows and not table.all_are_right(shares):
-        lines = table.table_lines(verdict, shares, most_rows, width)
-        return [*lines, *table.detail_lines(shares, width)]
-    return [line for text in _in_words(verdict, comparison) for line in paragraph(text, "  ")]
+    if (
+        shares is not None
+        and most_rows
+        and table.can_be_shown(shares)
+        and not table.all_are_right(shares)
+    ):
+        table_lines = table.table_lines(verdict, shares, most_rows, width)
+        return [*table_lines, *table.detail_lines(shares, width)]
+    lines = [line for text in _in_words(verdict, comparison) for line in paragraph(text, "  ")]
+    right = [one for one in comparison.parameters if one.same]
+    if right and all(one.ranks_agree for one in right):
+        lines.append(table.only_in([one.name for one in comparison.differing], width))
+    return lines
 
 
 def _structure(comparison: Comparison) -> list[str]:

@@ -24,6 +24,10 @@ ROUNDING = 1e-6
 MOST_NAMES = 3
 LONGEST_NAME = 30
 
+MOST_GROUPS = 3
+MOST_EXAMPLES = 8
+"""So many examples with a share of their own are listed."""
+
 Cells = tuple[str, ...]
 
 
@@ -115,15 +119,20 @@ def _is_empty(shares: Shares, ranks: Sequence[int]) -> bool:
 def detail_lines(shares: Shares, width: int) -> Iterator[Line]:
     """What the means over a rank's examples hide, one line each."""
     if shares.only:
-        more = ", ..." if len(shares.only) > MOST_NAMES else ""
-        names = ", ".join(shortened(name, LONGEST_NAME) for name in shares.only[:MOST_NAMES])
-        yield Line(cut(f"  (in {names}{more}; all other parameters are right)", width))
+        yield only_in(shares.only, width)
     micro_batches = _micro_batches(shares)
     if micro_batches:
         yield Line(cut(f"  {micro_batches}", width))
     examples = _examples(shares)
     if examples:
         yield Line(cut(f"  {examples}", width))
+
+
+def only_in(names: Sequence[str], width: int) -> Line:
+    """Says that these parameters differ, and no others."""
+    more = ", ..." if len(names) > MOST_NAMES else ""
+    shown = ", ".join(shortened(name, LONGEST_NAME) for name in names[:MOST_NAMES])
+    return Line(cut(f"  (in {shown}{more}; all other parameters are right)", width))
 
 
 def _columns(verdict: Verdict, shares: Shares) -> list[list[int]]:
@@ -167,13 +176,19 @@ def _examples(shares: Shares) -> str:
     if len(held) != 1:
         return ""
     row = next(iter(held))
-    wrong = [f"{index}: {share}" for index, share in enumerate(row) if share not in ("1.00", "-")]
+    wrong: dict[str, list[int]] = {}
+    for index, share in enumerate(row):
+        if share not in ("1.00", "-"):
+            wrong.setdefault(share, []).append(index)
+    count = sum(map(len, wrong.values()))
     means = {share_text(share) for mean in shares.by_rank.values() for share in mean}
-    if not wrong or len(wrong) > 8 or 2 * len(wrong) > len(row):
+    # If the shares are those of whole ranks, the table shows them.
+    if not wrong or 2 * count > len(row) or wrong.keys() <= means:
         return ""
-    if {row[index] for index, share in enumerate(row) if share not in ("1.00", "-")} <= means:
-        return ""  # they are all examples of some ranks, which the table shows
-    return f"example{'s' if len(wrong) > 1 else ''} {', '.join(wrong)}; all others 1.00"
+    if len(wrong) > MOST_GROUPS or max(map(len, wrong.values())) > MOST_EXAMPLES:
+        return ""
+    texts = [f"{', '.join(map(str, indices))}: {share}" for share, indices in wrong.items()]
+    return f"example{'s' if count > 1 else ''} {'; '.join(texts)}; all others 1.00"
 
 
 def share_text(share: float | None) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.report.line import Line
-from ddp_equivalence.report.short.headline import what_happened
 from ddp_equivalence.report.short.text import wrapped_lines
 
 if TYPE_CHECKING:
@@ -34,14 +33,23 @@ def _where(verdict: Verdict) -> Iterator[str]:
     localisation = verdict.localisation
     if localisation.wrong_half:
         yield HALVES[localisation.wrong_half]
-    by_module = list((localisation.findings_by_module or {}).items())
-    for module, finding in by_module[:MOST_MODULES]:
+    by_module = (localisation.findings_by_module or {}).items()
+    certain = [(module, one.cause) for module, one in by_module if not one.fitted]
+    for module, cause in certain[:MOST_MODULES]:
         name = module or "the model itself"
-        yield f"On the parameters of {name} alone: {what_happened(finding)} [{finding.cause}]"
-    multiples = localisation.weight_multiples
-    if multiples:
-        names = ", ".join(list(multiples)[:MOST_NAMES])
-        more = ", ..." if len(multiples) > MOST_NAMES else ""
-        factors = ", ".join(dict.fromkeys(f"{one:.2g}" for one in multiples.values()))
-        error = f"The error of {names}{more} is {factors} times the weights"
-        yield f"{error}: look at weight decay and penalties."
+        yield f"On the parameters of {name} alone, the numbers fit {cause}."
+    yield from _weights(verdict)
+
+
+def _weights(verdict: Verdict) -> Iterator[str]:
+    """Says so if all that is wrong is a multiple of the weights: of a few, it may be chance."""
+    multiples, comparison = verdict.localisation.weight_multiples, verdict.comparison
+    assert comparison is not None
+    differing = [one.name for one in comparison.differing]
+    if not multiples or not differing or not multiples.keys() >= set(differing):
+        return
+    names = ", ".join(differing[:MOST_NAMES])
+    more = ", ..." if len(differing) > MOST_NAMES else ""
+    factors = ", ".join(dict.fromkeys(f"{multiples[name]:.2g}" for name in differing))
+    error = f"The error of {names}{more} is {factors} times the weights"
+    yield f"{error}: look at weight decay and penalties."
