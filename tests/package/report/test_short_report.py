@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
 import re
 import sys
 from collections.abc import Mapping
@@ -187,37 +189,42 @@ def test_a_negative_share_that_may_be_noise_is_not_shown(unexplained: float, sho
     assert table.can_be_shown(found) is shown
 
 
-def test_the_largest_report_fits_on_one_screen(verdict: Verdict) -> None:
-    here = CodeLine(__file__, 1, "f")
-    notes = "this note is far too long to stand at the side of the line that it is about, " * 2
-    lines = tuple(
-        PointedLine(replace(here, number=number), notes, number == 60, "divide by the number")
-        for number in (20, 40, 60)
-    )
+LONG = "this note is far too long to stand at the side of the line that it is about, " * 2
+
+
+def crowded(verdict: Verdict, lines: int, detail: str, notes: str, repeat: int) -> Verdict:
+    """The verdict with more to say than any real one."""
     best: Finding = verdict.findings[0]
-    largest = replace(
-        best,
-        detail=notes,
-        headline=notes.strip(),
-        fix=notes,
-        lines=lines,
-        more=(replace(best, fix=f"also {notes}"),),
+    pointed = tuple(
+        PointedLine(CodeLine(__file__, number, "f"), notes, number == 20, "divide by the number")
+        for number in range(20, 20 + lines)
     )
-    other = replace(best, cause="another_cause", tell_apart=notes)
-    found = replace(
+    headline = detail.strip() or "short"
+    first = replace(best, detail=detail, headline=headline, fix=LONG, lines=pointed)
+    first = replace(first, more=(replace(best, fix=f"also {LONG}"),) if detail else ())
+    return replace(
         verdict,
-        findings=(largest, other),
+        findings=(first, replace(best, cause="another_cause", tell_apart=LONG)),
         planted="sum_not_mean",
         repeated=False,
-        output={0: "hello"},
-        repeat=f'pytest "{"a" * 180}"',
+        repeat="x" * repeat,
         observed={},
         why_not_watched="of a reason",
     )
-    texts = [line.text for line in short_lines(found)]
-    assert sum(max(1, -(-len(text) // 100)) for text in texts) <= 16, "\n".join(texts)
-    assert any(text.startswith("> ") for text in texts)
-    assert any("  Again: pytest" in text for text in texts)
+
+
+def test_every_report_fits_on_one_screen(verdict: Verdict) -> None:
+    sizes = set()
+    for lines, detail, notes, repeat in itertools.product(
+        (0, 1, 2, 3), ("", LONG), ("", LONG), (0, 40, 180)
+    ):
+        found = crowded(verdict, lines, detail, notes, repeat)
+        texts = [line.text for line in short_lines(found)]
+        sizes.add(sum(max(1, -(-len(text) // 100)) for text in texts))
+        assert any(text.startswith("> ") for text in texts) is bool(lines)
+        assert any(text.startswith(f"  Again: {'x' * repeat}") for text in texts) is bool(repeat)
+        assert any(text.startswith("  Fix: ") for text in texts)
+    assert max(sizes) == 16
 
 
 def test_a_difference_that_was_not_watched_says_so_and_why() -> None:
@@ -263,6 +270,12 @@ def test_ranks_in_a_row_are_named_as_a_range(ranks: tuple[int, ...], text: str) 
     assert range_of_ranks(ranks) == text
 
 
+@functools.cache
+@functools.lru_cache
+def decorated(model: Any, shard: Any, rank: Any) -> None:
+    raise NotImplementedError
+
+
 class Callable:
     def __call__(self, model: Any, shard: Any, rank: Any) -> None:
         raise NotImplementedError
@@ -274,8 +287,9 @@ class Callable:
         (right_step, "def right_step("),
         (Callable(), "def __call__("),
         (Callable().__call__, "def __call__("),
+        (decorated, "def decorated("),
     ],
-    ids=["function", "object", "method"],
+    ids=["function", "object", "method", "decorated"],
 )
 def test_the_line_that_defines_a_step_is_found(step: Any, text: str) -> None:
     found = defined_at(step)
