@@ -44,7 +44,8 @@ from ddp_equivalence.reference import Reference, big_batch
 from ddp_equivalence.report import listeners, readings
 from ddp_equivalence.report.errors import NotEquivalent, NothingCompared
 from ddp_equivalence.report.judged_again import judged_again
-from ddp_equivalence.report.render import render
+from ddp_equivalence.report.render import render, render_full
+from ddp_equivalence.report.short.definition import defined_at
 from ddp_equivalence.report.unknown_verdicts import failed, unknown
 from ddp_equivalence.report.verdict import Verdict
 
@@ -107,7 +108,9 @@ def _judge(request: Request) -> Verdict:
         promise=request.strategy.promise if request.strategy else "",
         lane=request.lane,
         outcome="unknown",
+        defined_at=defined_at(request.step),
         render=render,
+        render_full=render_full,
         compare=request.compare,
         lr=request.lr,
         planted=request.plant,

@@ -39,6 +39,10 @@ class Settings:
     """The name of the fault that is planted in every step; "" for none."""
     width: int = 96
     """The width of reports, in columns."""
+    full_report: bool = False
+    """Reports of differences hold everything that is known, and not one screen of it."""
+    full_report_with: str = "verdict.full_report()"
+    """What to write to get that. Short reports print it."""
 
 
 _settings: list[Settings] = [Settings()]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import EXIT_CODE_OF_OUTCOME
+from ddp_equivalence.commands.repeat_check import repeating_command
 from ddp_equivalence.commands.results import require_writable_folder
 from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.report.terminal import painted, width_of
@@ -65,6 +66,16 @@ def add(commands: Commands) -> None:
         metavar="DIR",
         help="if the step differs, write one plain torch script to DIR that shows the difference, "
         "for a bug report",
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="print all that is known of a difference, also the causes that were ruled out",
+    )
+    parser.add_argument(
+        "--github",
+        action="store_true",
+        help="if the step is not the same, print an annotation for GitHub Actions as well",
     )
 
 
@@ -132,6 +143,12 @@ def run(arguments: argparse.Namespace) -> int:
     require_writable_folder("export_repro", arguments.export_repro)
     _check_exploration(arguments)
     start_early()  # the ranks' server imports torch while this process does
+    reports = settings.replaced(full_report=arguments.full, full_report_with="--full")
+    with settings.using(replace(reports, repeat=repeating_command(arguments))):
+        return _run(arguments, path, name)
+
+
+def _run(arguments: argparse.Namespace, path: Path, name: str) -> int:
     from ddp_equivalence.case import example_subset
     from ddp_equivalence.check_equivalence import check
     from ddp_equivalence.commands.user_file import load
@@ -157,6 +174,8 @@ def run(arguments: argparse.Namespace) -> int:
     case = case if examples is None else example_subset.with_examples(case, examples)
     verdict = check(case, user_check.step, **options)
     _print_report(verdict)
+    if arguments.github and verdict.outcome != "same":
+        print(_annotation(verdict))
     if arguments.export_repro is not None:
         print(_reproduction(verdict, user_check.step, options, arguments.export_repro))
     return EXIT_CODE_OF_OUTCOME[verdict.outcome]
@@ -225,17 +244,29 @@ def _print_report(verdict: Verdict) -> None:
         print(painted(report_lines(verdict), sys.stdout), end="")
 
 
+def _annotation(verdict: Verdict) -> str:
+    """The line for GitHub Actions. The message is the report, without the file's name on top."""
+    from ddp_equivalence.report.github import annotation
+    from ddp_equivalence.report.short.fault_line import line_to_look_at
+    from ddp_equivalence.report.short.headline import headline_text
+
+    line = line_to_look_at(verdict)
+    file, number = ("", 0) if line is None else (line.file, line.number)
+    return annotation(file, number, headline_text(verdict), str(verdict))
+
+
 def _reproduction(verdict: Verdict, step: Any, options: dict[str, Any], folder: Path) -> str:
     """Write the script if there is a difference to show.
 
     Returns the line to print: where the script is, or why there is none.
     """
     from ddp_equivalence.report.script import command_of, export
+    from ddp_equivalence.report.short.headline import headline_text
 
     if verdict.outcome != "different" and verdict.failure is None:
         return f"reproduction: none, there is nothing to reproduce ({verdict.outcome})"
     options = {name: value for name, value in options.items() if name in EXPORT_OPTIONS}
-    headline = str(verdict).partition("\n")[0]
+    headline = headline_text(verdict)
     try:
         path = export(verdict.case, step, folder, headline=headline, **options)
     except (BadCase, OSError) as error:

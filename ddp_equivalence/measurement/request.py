@@ -17,6 +17,7 @@ from ddp_equivalence.case.numbers import is_number, whole_number, whole_numbers
 from ddp_equivalence.case.shards import OWN
 from ddp_equivalence.case.steps import Compare, Steps, step_count
 from ddp_equivalence.measurement.lane_of_case import lane_of
+from ddp_equivalence.measurement.repeat import repeating_command
 from ddp_equivalence.measurement.step_signature import why_not_a_step
 from ddp_equivalence.measurement.work import Step
 from ddp_equivalence.ranks.lanes import Lane
@@ -238,10 +239,15 @@ def repeat_line(request: Request) -> str:
     if settings.current().repeat:
         return settings.current().repeat
     if not request.case.is_catalogue or not isinstance(request.step, str):
-        return ""
+        return repeating_command(request)
     case = request.case
     fields = [f"model={case.model!r}", f"loss={case.loss!r}", f"layout={case.layout!r}"]
-    fields += [f"shards={case.shards!r}", f"dtype={case.dtype}", f"seed={case.seed}"]
+    if case.shards != "equal":
+        fields.append(f"shards={case.shards!r}")
+    if case.dtype is not torch.float64:
+        fields.append(f"dtype={case.dtype}")
+    if case.seed:
+        fields.append(f"seed={case.seed}")
     if case.exact:
         fields.append("exact=True")
     if case.examples is not None:

@@ -15,6 +15,7 @@ from ddp_equivalence.case import settings
 from ddp_equivalence.pytest_plugin import (
     early_start,
     exported_scripts,
+    github,
     json_results,
     markers,
     options,
@@ -119,6 +120,8 @@ def pytest_terminal_summary(
         return
     results, must_run = config.stash[_results], config.getoption("--must-run")
     json_results.say_if_not_written(config, terminalreporter)
+    if config.getoption("--ddp-github"):
+        github.write(terminalreporter, results)
     if results.is_empty and not must_run and not config.getoption("--ddp-require-comparison"):
         return  # a run that has nothing to do with this package
     terminalreporter.section("compared with one big batch", "=")

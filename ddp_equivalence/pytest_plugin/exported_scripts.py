@@ -28,8 +28,9 @@ def requests_kept(item: pytest.Item) -> Iterator[None]:
 
     def keep(verdict: Verdict, request: Request) -> None:
         if verdict.outcome == "different" or verdict.failure is not None:
-            headline = str(verdict).partition("\n")[0]
-            item.stash[_requests].append((request, headline))
+            from ddp_equivalence.report.short.headline import headline_text
+
+            item.stash[_requests].append((request, headline_text(verdict)))
 
     with listeners.listening(keep):
         yield

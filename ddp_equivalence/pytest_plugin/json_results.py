@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from ddp_equivalence.pytest_plugin.run_results import RunResults
+from ddp_equivalence.report.record import Record
 from ddp_equivalence.report.versions import versions
+
+OF_A_REPORT = frozenset(("report", "full_report", "headline", "file", "line"))
 
 _error = pytest.StashKey[OSError]()
 
@@ -44,7 +47,7 @@ def say_if_not_written(config: pytest.Config, terminal: pytest.TerminalReporter)
 def _write(path: Path, results: RunResults, must_run: Sequence[str]) -> None:
     content = {
         "environment": versions(),
-        "cases": [asdict(record) for record in results.records],
+        "cases": [_case(record) for record in results.records],
         "not_run": [
             {"what": f"{trial.strategy} on {trial.layout} ({trial.lane})", "reason": trial.reason}
             for trial in results.trials_not_run
@@ -52,6 +55,14 @@ def _write(path: Path, results: RunResults, must_run: Sequence[str]) -> None:
         "summary": _summary(results, must_run),
     }
     path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def _case(record: Record) -> Mapping[str, object]:
+    """The fields of a record; those of a report only where there is one."""
+    fields = asdict(record)
+    if record.report:
+        return fields
+    return {name: value for name, value in fields.items() if name not in OF_A_REPORT}
 
 
 def _summary(results: RunResults, must_run: Sequence[str]) -> Mapping[str, object]:

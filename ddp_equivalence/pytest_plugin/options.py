@@ -112,6 +112,18 @@ def _add_options_of_results(group: pytest.OptionGroup) -> None:
         help="for every check that differs in a failing test, write one plain torch script that "
         "shows the difference without this package, for a bug report",
     )
+    group.addoption(
+        "--ddp-full",
+        action="store_true",
+        help="report all that is known of a difference, also the causes that were ruled out; by "
+        "default a report fits on one screen",
+    )
+    group.addoption(
+        "--ddp-github",
+        action="store_true",
+        help="print an annotation for GitHub Actions for every failing check, at the line of the "
+        "code that its report points at",
+    )
     # For ``ddp-equivalence run``: the run fails if it compares nothing.
     group.addoption("--ddp-require-comparison", action="store_true", help=argparse.SUPPRESS)
     group.addoption("--ddp-repeat-with", default="pytest", help=argparse.SUPPRESS)
@@ -172,6 +184,8 @@ def settings_of_run(config: pytest.Config, run_until: float | None) -> settings.
         second_look=not option("--ddp-no-second-look"),
         must_run=tuple(option("--must-run")),
         width=width_of(sys.stdout, widest) - MARGIN_OF_PYTEST,
+        full_report=option("--ddp-full"),
+        full_report_with="--ddp-full",
     )
 
 

@@ -29,11 +29,16 @@ def checks_recorded(item: pytest.Item) -> Iterator[None]:
         return
     planted = item.get_closest_marker("planted_fault")
     expected = "different" if _is_known_to_differ(item) else "same"
-    with_floor = item.config.getoption("--ddp-json") is not None
+    to_json = item.config.getoption("--ddp-json") is not None
+    with_report = to_json or item.config.getoption("--ddp-github")
 
     def record(verdict: Verdict, request: Request) -> None:
         fault = planted.args[0] if planted else ""
-        item.stash[_records].append(record_of(verdict, item.nodeid, expected, fault, with_floor))
+        made = record_of(verdict, item.nodeid, expected, fault, to_json, with_report)
+        if made.report and not made.file:  # nothing of it is the user's code but the test
+            file, line, _ = item.location
+            made = replace(made, file=str(item.config.rootpath / file), line=(line or 0) + 1)
+        item.stash[_records].append(made)
 
     with listeners.listening(record):
         yield

@@ -24,6 +24,8 @@ CHANGED = (
     "allow_changes=True, --ddp-allow-changes, or @pytest.mark.ddp(allow_changes=True)."
 )
 
+NUMBER = re.compile(r"-?\d+(\.\d+)?(e[-+]?\d+)?")
+
 MOST_WIDTHS = 5
 """A message of torch is cut after this many times the width of the report."""
 
@@ -58,7 +60,9 @@ def _that_ended_alike(ends: Sequence[RankEnd]) -> list[list[RankEnd]]:
     """The ends, with those together that a reader could not tell apart but for their rank."""
     groups: dict[object, list[RankEnd]] = {}
     for end in ends:
-        key = (end.kind, end.what, end.line, str(end.last))
+        key: object = (end.kind, end.what, end.line, str(end.last))
+        if end.kind == "exception":  # the message may have the rank or a number of its data
+            key = (NUMBER.sub("0", end.what), end.line)
         groups.setdefault(key, []).append(end)
     return [sorted(group, key=lambda end: end.rank) for group in groups.values()]
 
@@ -68,9 +72,12 @@ def _others_lines(end: RankEnd, others: Sequence[RankEnd]) -> list[Line]:
     if not others:
         return []
     names = rank_names([other.rank for other in others])
-    raised = end.kind == "exception"
-    text = f"R{names[1:]} raised the same." if raised else f"The same is true of {names}."
-    return paragraph(text, "  ")
+    if end.kind != "exception":
+        return paragraph(f"The same is true of {names}.", "  ")
+    alike = all(other.what == end.what for other in others)
+    return paragraph(
+        f"R{names[1:]} raised the same{'' if alike else ', with other numbers'}.", "  "
+    )
 
 
 def _rank_end_lines(end: RankEnd, role: str, lane: Lane | None) -> list[Line]:

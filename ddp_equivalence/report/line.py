@@ -19,12 +19,25 @@ class Style(Enum):
 
 
 @dataclass(frozen=True)
+class Link:
+    """A part of a line that names a line of code. ``text``: that part, as it is printed."""
+
+    text: str
+    file: str
+    number: int
+
+
+@dataclass(frozen=True)
 class Line:
-    """``style`` applies to the first ``styled`` characters of the text; if None, to all of it."""
+    """``style`` applies to the first ``styled`` characters of the text; if None, to all of it.
+
+    ``link``: a part of the text that a terminal can open.
+    """
 
     text: str
     style: Style = Style.PLAIN
     styled: int | None = None
+    link: Link | None = None
 
 
 def paragraph(text: str, indent: str, first: str | None = None) -> list[Line]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddp_equivalence.report.verdict import Verdict
@@ -22,6 +22,10 @@ class Record:
     planted on purpose, or "". ``known``: the case is known to differ. ``confirmed``: its test found
     that it differs in the known way. ``gpu``: the
     physical GPUs of all ranks in their order, with ", " between ranks; "" on the CPU.
+
+    ``report``, ``full_report``, ``headline`` (the first line of the report), ``file`` and ``line``
+    (of the code to look at): only where the outcome is not "same", and only in a run that asks for
+    them.
     """
 
     id: str
@@ -47,6 +51,11 @@ class Record:
     known: bool = False
     confirmed: bool = False
     gpu: str = ""
+    report: str = ""
+    full_report: str = ""
+    headline: str = ""
+    file: str = ""
+    line: int = 0
 
     @property
     def was_compared(self) -> bool:
@@ -55,13 +64,20 @@ class Record:
 
 
 def record_of(
-    verdict: Verdict, test_id: str, expected: str, planted: str, with_floor: bool
+    verdict: Verdict,
+    test_id: str,
+    expected: str,
+    planted: str,
+    with_floor: bool,
+    with_report: bool = False,
 ) -> Record:
     """The record of one verdict. Errors that are not finite become None, since JSON has none.
 
     ``with_floor``: include the rounding floor, which may have to be measured first.
+    ``with_report``: include the texts of a verdict that is not "same".
     """
     comparison = verdict.comparison
+    texts = _texts(verdict) if with_report and verdict.outcome != "same" else {}
     return Record(
         id=test_id,
         strategy=verdict.subject,
@@ -86,7 +102,23 @@ def record_of(
         ranks=len(comparison.ranks) if comparison else 0,
         planted=planted,
         gpu=", ".join(one.gpu for one in verdict.evidence.values() if one.gpu),
+        **texts,
     )
+
+
+def _texts(verdict: Verdict) -> dict[str, Any]:
+    """What the report says, and the line that it points at."""
+    from ddp_equivalence.report.short.fault_line import line_to_look_at
+    from ddp_equivalence.report.short.headline import headline_text
+
+    line = line_to_look_at(verdict)
+    return {
+        "report": str(verdict),
+        "full_report": verdict.full_report(),
+        "headline": headline_text(verdict),
+        "file": "" if line is None else line.file,
+        "line": 0 if line is None else line.number,
+    }
 
 
 def _finite(number: float | None) -> float | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ddp_equivalence.case import settings
 from ddp_equivalence.report.cause import cause_lines
 from ddp_equivalence.report.evidence import evidence_lines
 from ddp_equivalence.report.expected_and_held import expected_and_held_lines
@@ -17,6 +18,7 @@ from ddp_equivalence.report.other_causes import other_causes_lines
 from ddp_equivalence.report.parameters import parameters_lines, structure_lines
 from ddp_equivalence.report.precision import precision_lines
 from ddp_equivalence.report.shares import shares_lines
+from ddp_equivalence.report.short.screen import short_lines
 from ddp_equivalence.report.without_dropout import without_dropout_lines
 from ddp_equivalence.report.wrapping import rank_names
 
@@ -27,12 +29,31 @@ OUTPUT_LINES = 30
 
 
 def render(verdict: Verdict) -> str:
-    """The whole report as plain text."""
+    """The report as plain text: of a difference one screen, unless the run asks for everything."""
     return "".join(f"{line.text}\n" for line in report_lines(verdict))
 
 
+def render_full(verdict: Verdict) -> str:
+    """All that is known, as plain text."""
+    return "".join(f"{line.text}\n" for line in full_lines(verdict))
+
+
 def report_lines(verdict: Verdict) -> Iterator[Line]:
-    """The whole report, line by line, with an empty line between two blocks."""
+    """The report, line by line."""
+    if verdict.outcome == "different" and not settings.current().full_report:
+        yield from (replace(line, text=line.text.rstrip()) for line in short_lines(verdict))
+    else:
+        yield from full_lines(verdict)
+
+
+def full_lines(verdict: Verdict) -> Iterator[Line]:
+    """All that is known, line by line, with an empty line between two blocks.
+
+    Of a difference, the short report comes first.
+    """
+    if verdict.outcome == "different":
+        yield from (replace(line, text=line.text.rstrip()) for line in short_lines(verdict))
+        yield Line("")
     blocks = {
         "same": _same,
         "different": _different,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Iterable
 from typing import TextIO
+from urllib.parse import quote
 
-from ddp_equivalence.report.line import Line, Style
+from ddp_equivalence.report.line import Line, Link, Style
 
 NARROWEST, WIDEST = 72, 140
 """Columns between which a report reads well."""
@@ -33,17 +35,29 @@ def width_of(stream: TextIO | None, otherwise: int) -> int:
 
 
 def painted(lines: Iterable[Line], stream: TextIO) -> str:
-    """The text of the lines, in colours if the stream writes to a terminal that shows them.
+    """The text of the lines, with colours and links if the stream writes to a terminal.
 
     Source of ``NO_COLOR``: no-color.org.
     """
-    no_colours = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    colours = {} if no_colours or not stream.isatty() else COLOURS
+    if not stream.isatty() or os.environ.get("TERM") == "dumb":
+        return "".join(f"{line.text}\n" for line in lines)
+    colours = {} if os.environ.get("NO_COLOR") else COLOURS
     return "".join(f"{_painted(line, colours.get(line.style))}\n" for line in lines)
 
 
 def _painted(line: Line, colour: str | None) -> str:
-    if colour is None:
-        return line.text
     end = len(line.text) if line.styled is None else line.styled
-    return f"{colour}{line.text[:end]}{PLAIN}{line.text[end:]}"
+    head, rest = line.text[:end], line.text[end:]
+    if line.link is not None:  # before the colours, which the text of the link does not hold
+        link = line.link
+        if link.text in head:
+            head = head.replace(link.text, _linked(link), 1)
+        else:
+            rest = rest.replace(link.text, _linked(link), 1)
+    return f"{head}{rest}" if colour is None else f"{colour}{head}{PLAIN}{rest}"
+
+
+def _linked(link: Link) -> str:
+    """The text as a hyperlink to the line of the file, as the sequence OSC 8 writes it."""
+    address = f"file://{socket.gethostname()}{quote(os.path.abspath(link.file))}#{link.number}"
+    return f"\033]8;;{address}\033\\{link.text}\033]8;;\033\\"

@@ -22,6 +22,7 @@ from ddp_equivalence.diagnosis.shares import Shares
 from ddp_equivalence.diagnosis.time_left import CAUSES
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.measure import autocast_of
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.rerun import Rerun
@@ -34,7 +35,10 @@ from ddp_equivalence.report.readings import OF_A_VERDICT
 Outcome = Literal["same", "different", "unknown"]
 
 GIVEN = frozenset(
-    ("case", "subject", "promise", "lane", "compare", "lr", "planted", "repeat", "render")
+    (
+        *("case", "subject", "defined_at", "promise", "lane", "compare", "lr", "planted"),
+        *("repeat", "render", "render_full"),
+    )
 )
 """Attributes of a verdict that are known before the check runs. To read them is not to read what
 the check found out."""
@@ -62,7 +66,8 @@ class Verdict:
     this one is in the model's own. ``masks_unpredictable``: the step differs and drops something on
     a GPU; ``without_dropout``: the verdict on the same step with dropout turned off, if it could
     run again. ``analysis``: computes the rest when it is asked for; None if there was nothing to
-    analyse. ``render``: writes the report.
+    analyse. ``render``: writes the report, and ``render_full`` the one that holds everything.
+    ``defined_at``: where the step is defined; None for a strategy of the catalogue.
     """
 
     case: Case
@@ -71,6 +76,8 @@ class Verdict:
     lane: Lane
     outcome: Outcome
     render: Callable[[Verdict], str] = field(repr=False, compare=False)
+    render_full: Callable[[Verdict], str] = field(repr=False, compare=False)
+    defined_at: CodeLine | None = field(default=None, repr=False, compare=False)
     reason: str = ""
     unknown_because: UnknownBecause | None = None
     cause: str | None = None
@@ -98,6 +105,10 @@ class Verdict:
 
     def __str__(self) -> str:
         return encodable(self.render(self), sys.stdout)  # print(verdict) must not fail
+
+    def full_report(self) -> str:
+        """Everything that is known: also the causes that were ruled out, and the evidence."""
+        return encodable(self.render_full(self), sys.stdout)
 
     def __repr__(self) -> str:
         # Pytest shows the repr of a value that a test returns, and nobody has read it by that.

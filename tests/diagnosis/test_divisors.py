@@ -19,7 +19,7 @@ def test_tokens_are_counted_and_the_right_factor_makes_it_the_big_batch() -> Non
     # The world size times the rank's tokens over those of all ranks.
     right = [2 * count / divisors.big_batch for count in divisors.counts]
     assert divisors.right_factors == pytest.approx(right)
-    assert "Whose mean is it?" in str(verdict)
+    assert "Whose mean is it?" in verdict.full_report()
 
 
 def test_a_sum_divided_by_the_ranks_has_the_world_size_as_factor() -> None:

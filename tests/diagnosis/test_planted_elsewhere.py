@@ -91,7 +91,7 @@ def test_plant_lists_the_tests_that_do_not_notice(tmp_path: Path) -> None:
     (tmp_path / "test_theirs.py").write_text(THEIRS)
     code, text = run(tmp_path, "--plant", "sum_not_mean")
     assert code == 1
-    assert "step is not big_batch: sum_not_mean" in text
+    assert "[sum_not_mean]" in text
     assert "planted: sum_not_mean" in text
     assert "noticed by 1 tests" in text
     assert "NOT NOTICED by 1 tests" in text

@@ -55,7 +55,7 @@ def test_a_fault_that_cannot_show_is_no_pass() -> None:
     with planted("sum_not_mean") as plant:
         verdict = check(fault_trial.trial.case, fault_trial.trial.strategy)
     assert plant.fired == 0  # it fires on the ranks, not here
-    assert (verdict.outcome, "cannot show" in verdict.reason) == ("unknown", True), verdict
+    assert (verdict.outcome, "cannot show" in verdict.reason) == ("unknown", True), str(verdict)
 
 
 @pytest.mark.self_check
@@ -63,7 +63,7 @@ def test_a_fault_that_never_fires_is_no_pass() -> None:
     fault_trial = next(iter(fault_trials(["only_last_micro_batch"], ["1x2"], every=False)))
     with planted("only_last_micro_batch"):
         verdict = check(fault_trial.trial.case, "manual_all_reduce_mean")
-    assert (verdict.outcome, "never reached" in verdict.reason) == ("unknown", True), verdict
+    assert (verdict.outcome, "never reached" in verdict.reason) == ("unknown", True), str(verdict)
 
 
 @pytest.mark.self_check

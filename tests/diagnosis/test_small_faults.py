@@ -27,14 +27,14 @@ def mlp(layout: str, dtype: torch.dtype = torch.float64) -> Case:
 def test_a_small_factor_is_caught_and_printed(dtype: torch.dtype, delta: float, shown: str) -> None:
     verdict = check(mlp("2x2", dtype), off_by_a_factor(delta))
     assert verdict.outcome == "different"
-    assert shown in str(verdict)
+    assert shown in verdict.full_report()
 
 
 @pytest.mark.parametrize(("dtype", "delta"), [(torch.float64, 1e-9), (torch.float32, 1e-3)])
 def test_one_wrong_element_is_caught_and_its_place_told(dtype: torch.dtype, delta: float) -> None:
     verdict = check(mlp("1x2", dtype), one_element(delta))
     assert verdict.outcome == "different"
-    assert "element [1, 2] on rank" in str(verdict)
+    assert "element [1, 2] on rank" in verdict.full_report()
 
 
 def last_parameter_is_off(model: nn.Module, shard: Any, rank: Rank) -> None:
@@ -81,7 +81,7 @@ def test_one_example_in_a_thousand_is_told_by_its_share() -> None:
     of_all = verdict.shares.by_example[0]
     odd = [index for index, share in enumerate(of_all) if share is None or abs(share - 1) > 0.01]
     assert odd == [17]
-    assert "17: 0.00" in str(verdict)
+    assert "17: 0.00" in verdict.full_report()
 
 
 def loses_one_example(model: nn.Module, shard: Any, rank: Rank) -> None:
@@ -94,4 +94,4 @@ def test_one_example_in_a_thousand_that_is_never_read_is_told_by_number() -> Non
     case = Case(model=lambda: nn.Linear(40, 30), batch=rows, loss=squares, layout="1x2")
     verdict = check(case, loses_one_example)
     assert verdict.cause == "examples_dropped", verdict
-    assert "example 999" in str(verdict)
+    assert "example 999" in verdict.full_report()

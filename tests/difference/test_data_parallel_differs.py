@@ -13,7 +13,7 @@ pytestmark = pytest.mark.difference
 @pytest.mark.known_differences_of("data_parallel")
 def test_data_parallel_differs_from_one_big_batch_under_its_known_name(trial: Trial) -> None:
     verdict = check(trial.case, trial.strategy, **trial.options)
-    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), verdict
+    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), str(verdict)
 
 
 @pytest.mark.known_differences_of("emulated_data_parallel")
@@ -21,7 +21,7 @@ def test_emulated_data_parallel_differs_from_one_big_batch_under_its_known_name(
     trial: Trial,
 ) -> None:
     verdict = check(trial.case, trial.strategy, **trial.options)
-    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), verdict
+    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), str(verdict)
 
 
 @pytest.mark.known_differences_of("emulated_data_parallel_loss_inside")
@@ -29,4 +29,4 @@ def test_emulated_data_parallel_loss_inside_differs_from_one_big_batch_under_its
     trial: Trial,
 ) -> None:
     verdict = check(trial.case, trial.strategy, **trial.options)
-    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), verdict
+    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), str(verdict)

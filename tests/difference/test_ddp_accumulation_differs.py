@@ -13,4 +13,4 @@ pytestmark = pytest.mark.difference
 @pytest.mark.known_differences_of("ddp_accumulation")
 def test_ddp_accumulation_differs_from_one_big_batch_under_its_known_name(trial: Trial) -> None:
     verdict = check(trial.case, trial.strategy, **trial.options)
-    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), verdict
+    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), str(verdict)

@@ -13,22 +13,22 @@ pytestmark = pytest.mark.difference
 @pytest.mark.known_differences_of("ddp_mean")
 def test_ddp_mean_differs_from_one_big_batch_under_its_known_name(trial: Trial) -> None:
     verdict = check(trial.case, trial.strategy, **trial.options)
-    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), verdict
+    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), str(verdict)
 
 
 @pytest.mark.known_differences_of("ddp_sum")
 def test_ddp_sum_differs_from_one_big_batch_under_its_known_name(trial: Trial) -> None:
     verdict = check(trial.case, trial.strategy, **trial.options)
-    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), verdict
+    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), str(verdict)
 
 
 @pytest.mark.known_differences_of("ddp_sum_hook")
 def test_ddp_sum_hook_differs_from_one_big_batch_under_its_known_name(trial: Trial) -> None:
     verdict = check(trial.case, trial.strategy, **trial.options)
-    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), verdict
+    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), str(verdict)
 
 
 @pytest.mark.known_differences_of("ddp_global_mean")
 def test_ddp_global_mean_differs_from_one_big_batch_under_its_known_name(trial: Trial) -> None:
     verdict = check(trial.case, trial.strategy, **trial.options)
-    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), verdict
+    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), str(verdict)

@@ -13,10 +13,10 @@ pytestmark = pytest.mark.difference
 @pytest.mark.known_differences_of("hybrid")
 def test_hybrid_differs_from_one_big_batch_under_its_known_name(trial: Trial) -> None:
     verdict = check(trial.case, trial.strategy, **trial.options)
-    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), verdict
+    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), str(verdict)
 
 
 @pytest.mark.known_differences_of("hybrid_data_parallel")
 def test_data_parallel_inside_each_rank_differs_under_its_known_name(trial: Trial) -> None:
     verdict = check(trial.case, trial.strategy, **trial.options)
-    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), verdict
+    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), str(verdict)

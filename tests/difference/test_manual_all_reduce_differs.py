@@ -15,7 +15,7 @@ def test_manual_all_reduce_mean_differs_from_one_big_batch_under_its_known_name(
     trial: Trial,
 ) -> None:
     verdict = check(trial.case, trial.strategy, **trial.options)
-    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), verdict
+    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), str(verdict)
 
 
 @pytest.mark.known_differences_of("manual_all_reduce_sum")
@@ -23,4 +23,4 @@ def test_manual_all_reduce_sum_differs_from_one_big_batch_under_its_known_name(
     trial: Trial,
 ) -> None:
     verdict = check(trial.case, trial.strategy, **trial.options)
-    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), verdict
+    assert (verdict.outcome, verdict.cause) == ("different", trial.cause), str(verdict)

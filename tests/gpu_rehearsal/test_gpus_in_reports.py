@@ -21,7 +21,7 @@ def test_every_rank_names_its_own_gpu_and_the_precision():
     gpus = [verdict.evidence[rank].gpu for rank in range(4)]
     assert len(set(gpus)) == 4
     assert all(gpu.startswith("GPU-") for gpu in gpus)
-    report = " ".join(str(verdict).split())
+    report = " ".join(verdict.full_report().split())
     assert f"rank 3 on {gpus[3][:12]}" in report
     assert "TF32 off for products and convolutions of float32" in report
 

@@ -193,12 +193,11 @@ def _single_run(problem: Problem, as_published: bool) -> int:
 def _print_named(problem: Problem) -> bool:
     """Print how the suite names the published script's mistake. True if it names the right one."""
     from ddp_equivalence.check_equivalence import check
-    from ddp_equivalence.commands.sandbox import text
     from ddp_equivalence.commands.sandbox.as_published import as_published, case_of
 
     verdict = check(case_of(problem), as_published, backend="gloo")
-    print("\nThe beginning of the suite's report on the first step of this run, with noise:\n")
-    print("\n".join(str(verdict).splitlines()[: text.REPORT_LINES]))
+    print("\nThe suite's report on the first step of this run, with noise:\n")
+    print(str(verdict), end="")
     return verdict.cause == "raw_module_called"
 
 

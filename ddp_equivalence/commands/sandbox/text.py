@@ -12,9 +12,6 @@ from ddp_equivalence.commands.sandbox.problem import SAMPLES, Problem
 from ddp_equivalence.commands.sandbox.training_result import TrainingResult
 from ddp_equivalence.report.wrapping import plural
 
-REPORT_LINES = 13
-"""The number of lines of the suite's report that are printed: the verdict and its reasons."""
-
 
 def title(problem: Problem, as_published: bool) -> str:
     """What is run, in two lines."""

@@ -74,7 +74,8 @@ def assert_judged_right(case: Case, options: dict[str, Any]) -> None:
     assert str(right).splitlines()[0].endswith("is big_batch: same")
     wrong = check(case, step_of(case, options, factor=2.0), **options)
     assert wrong.outcome == "different", wrong
-    assert " is not big_batch" in str(wrong).splitlines()[0]
+    assert str(wrong).startswith("different: ")
+    assert " is not big_batch" in wrong.full_report()
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["one step", "two steps", "update"])

@@ -64,4 +64,4 @@ def test_faults_that_cannot_show_on_the_layout_show_nothing(
 
 def test_a_step_may_be_named_as_pytest_names_tests(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "mine.py::doubled"]) == 1
-    assert "doubled is not big_batch" in capsys.readouterr().out
+    assert "different: doubled (mine.py:" in capsys.readouterr().out

@@ -23,7 +23,7 @@ def chatty(model, rows, rank):
 SCRIPT = """
 from ddp_equivalence import check
 from mine import case, chatty
-print(check(case, chatty))
+print(check(case, chatty).full_report())
 """
 
 ASCII = [
@@ -64,7 +64,7 @@ def in_shell(folder: Path, line: str, more: dict[str, str] | None = None) -> tup
 
 @pytest.mark.parametrize("ascii_only", ASCII, ids=["PYTHONIOENCODING", "LC_ALL"])
 @pytest.mark.parametrize(
-    ("line", "code"), [("ddp-equivalence check mine.py:chatty", 1), ("python script.py", 0)]
+    ("line", "code"), [("ddp-equivalence check mine.py:chatty --full", 1), ("python script.py", 0)]
 )
 def test_characters_that_the_output_lacks_are_replaced(
     folder: Path, ascii_only: dict[str, str], line: str, code: int
@@ -86,7 +86,7 @@ def test_an_error_on_stderr_is_replaced_too(folder: Path) -> None:
 
 def test_output_that_has_the_characters_keeps_them(folder: Path) -> None:
     more = {"PYTHONIOENCODING": "utf-8"}
-    for line in ("ddp-equivalence check mine.py:chatty", "python script.py"):
+    for line in ("ddp-equivalence check mine.py:chatty --full", "python script.py"):
         assert "| caf\u00e9 \u2013 \u00d7 \u2026" in in_shell(folder, line, more)[1]
 
 

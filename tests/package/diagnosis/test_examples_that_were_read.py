@@ -71,7 +71,7 @@ def report_of(batch: Any, step: Any, **changes: Any) -> str:
     case = Case(model=linear, batch=batch, loss=loss, layout="1x2", **changes)
     verdict = check(case, step)
     assert verdict.outcome == "different"
-    return " ".join(str(verdict).split())
+    return " ".join(verdict.full_report().split())
 
 
 @pytest.mark.parametrize("batch", [equal_rows, equal_examples])
@@ -126,7 +126,7 @@ def test_a_language_model_that_gets_all_tokens_but_the_last_shows_which_rows_it_
     case = Case(model=language_model, batch=tokens, loss=next_token, layout="1x2", shards="own")
     verdict = check(case, next_token_of_every_other)
     assert verdict.cause == "examples_dropped"
-    assert "no rank read examples 10, 11 (of 12)" in " ".join(str(verdict).split())
+    assert "no rank read examples 10, 11 (of 12)" in " ".join(verdict.full_report().split())
 
 
 def seen(*micro_batches: RowsRead, equal: tuple[Indices, ...] = ()) -> Observation:

@@ -20,7 +20,7 @@ from tests.package.own_cases import loss, own_case
 
 
 def on_one_line(verdict: Verdict) -> str:
-    return " ".join(str(verdict).split())
+    return " ".join(verdict.full_report().split())
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

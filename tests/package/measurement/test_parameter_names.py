@@ -321,7 +321,7 @@ def test_names_that_fit_two_parameters_are_an_error() -> None:
 
     verdict = check(own_case(model=NamedLikeAWrapper), returns_wrapped_names)
     assert verdict.outcome == "unknown"
-    assert "could be weight or module.weight" in " ".join(str(verdict).split())
+    assert "could be weight or module.weight" in " ".join(verdict.full_report().split())
 
 
 def test_a_parameter_replaced_after_wrapping_is_still_seen() -> None:

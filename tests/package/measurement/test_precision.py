@@ -115,7 +115,7 @@ def test_the_report_says_that_autocast_does_nothing_in_float64_and_what_it_does(
     verdict = check(case(), with_autocast)
     assert verdict.other_precision is not None
     assert verdict.other_precision.outcome == "same"
-    text = " ".join(str(verdict).split())
+    text = " ".join(verdict.full_report().split())
     assert "enters autocast (bfloat16), which does nothing in float64" in text
     assert "In float32 with autocast (bfloat16) it was checked as well: same, error" in text
 
@@ -124,7 +124,7 @@ def test_a_fault_that_only_autocast_brings_out_is_different() -> None:
     verdict = check(case(), wrong_only_under_autocast)
     assert (verdict.outcome, verdict.cause) == ("different", "sum_not_mean"), verdict
     assert "In float64, where autocast (bfloat16) does nothing, the outcome is same." in " ".join(
-        str(verdict).split()
+        verdict.full_report().split()
     )
 
 
@@ -143,14 +143,14 @@ def test_autocast_around_a_model_in_float64_is_said_to_do_nothing() -> None:
     verdict = check(case(model=lambda: build_model().double()), with_autocast)
     assert verdict.outcome == "same"
     assert verdict.other_precision is None
-    assert "the step was checked in no other precision" in " ".join(str(verdict).split())
+    assert "the step was checked in no other precision" in " ".join(verdict.full_report().split())
 
 
 @pytest.mark.parametrize("step", [with_a_float32_constant, with_a_float32_all_reduce])
 def test_float32_inside_a_check_in_float64_is_judged_in_float32(step: Any) -> None:
     verdict = check(case(), step)
     assert verdict.outcome == "same", verdict
-    text = " ".join(str(verdict).split())
+    text = " ".join(verdict.full_report().split())
     assert "the rounding of float32, because the step computes in float32:" in text
     assert "test_precision.py:" in text
 
@@ -169,7 +169,7 @@ def test_a_small_fault_without_float32_is_different() -> None:
 def test_float32_in_a_model_that_is_built_in_float64_is_told_and_is_different() -> None:
     verdict = check(case(model=lambda: build_model().double()), with_a_float32_constant)
     assert verdict.outcome == "different"
-    text = " ".join(str(verdict).split())
+    text = " ".join(verdict.full_report().split())
     assert "the step computes in float32 inside this check in float64" in text
     assert "other weights" not in text
 
@@ -198,7 +198,7 @@ def test_autocast_elsewhere_hides_no_wrong_factor() -> None:
     verdict = check(case(torch.float32), autocast_elsewhere_and_a_wrong_factor)
     assert verdict.outcome == "different", verdict
     assert "In float32 with autocast (bfloat16) it was checked as well: same" in " ".join(
-        str(verdict).split()
+        verdict.full_report().split()
     )
 
 

@@ -201,7 +201,7 @@ def test_other_parameters_than_the_big_batch_has_are_named(
 ) -> None:
     verdict = check(own_case(model=model), step)
     assert verdict.outcome == "different"
-    assert says in str(verdict)
+    assert says in verdict.full_report()
 
 
 @pytest.mark.parametrize("step", [unfreezes, freezes_the_head, injects_low_rank])
@@ -246,5 +246,5 @@ def test_weight_norm_that_the_step_applies_is_named() -> None:
 
     verdict = check(own_case(model=build_model), applies)
     assert verdict.outcome == "different"
-    assert "0.weight is missing" in str(verdict)
-    assert "(added by the step) is not a parameter of the model" in str(verdict)
+    assert "0.weight is missing" in verdict.full_report()
+    assert "(added by the step) is not a parameter of the model" in verdict.full_report()

@@ -121,16 +121,38 @@ def test_a_failure_shows_the_report_the_ranks_output_and_how_to_repeat_it(
     results = their_repository / "results.json"
     code, text = run(their_repository, f"--ddp-json={results}", "-k", "fails", "--tb=short")
     assert code == 1
-    assert "wrong_step is not big_batch: averaged_twice" in text
-    assert 'Repeat:   pytest "tests/test_training.py::test_fails"' in text
+    assert "different: wrong_step (tests/test_training.py:" in text
+    assert "[averaged_twice]" in text
+    assert 'Again: pytest "tests/test_training.py::test_fails"' in text
+    assert "More: --ddp-full" in text
     assert "output of rank 1 (node 0)" in text
     assert "rank 1 was here" in text
     assert re.search(r"^wrong_step +1 +1 DIFFER$", text, re.MULTILINE), text
     (case,) = json.loads(results.read_text())["cases"]
     assert case["outcome"] == "different"
+    assert case["report"].startswith("different: wrong_step (tests/test_training.py:")
+    assert "wrong_step is not big_batch: averaged_twice" in case["full_report"]
+    assert case["headline"].endswith("[averaged_twice]")
+    assert case["file"] == str(path)
     assert case["cause"] == "averaged_twice"
     assert case["expected"] == "same"
     assert case["error"] == pytest.approx(0.5)
+
+
+def test_annotations_and_full_reports_come_only_if_they_are_asked_for(
+    their_repository: Path,
+) -> None:
+    path = their_repository / "tests" / "test_training.py"
+    path.write_text(THEIR_TEST + THEIR_FAILURE)
+    code, text = run(their_repository, "--ddp-github", "--ddp-full", "--tb=short")
+    assert code == 1
+    (annotation,) = [line for line in text.splitlines() if line.startswith("::error ")]
+    assert re.match(r"::error file=tests/test_training.py,line=\d+,title=different%3A ", annotation)
+    assert "wrong_step is not big_batch: averaged_twice" in text
+    code, text = run(their_repository, "--tb=short")
+    assert code == 1
+    assert "::error" not in text
+    assert "is not big_batch" not in text
 
 
 def test_a_check_that_fails_in_a_fixture_is_in_the_table_too(their_repository: Path) -> None:

@@ -50,6 +50,12 @@ def test_the_same_error_at_another_line_is_another_error() -> None:
     assert "the same" not in text
 
 
+def test_an_error_with_the_number_of_each_rank_is_printed_once() -> None:
+    text = text_of(*(raised(rank, f"ValueError: rank {rank}: oh -1.5e-{rank}") for rank in (1, 0)))
+    assert text.count("oh") == 2, "once as the cause, once in its traceback"
+    assert text.endswith("  Rank 1 raised the same, with other numbers.")
+
+
 def test_ranks_that_end_alike_without_an_error_share_an_entry() -> None:
     killed = [
         RankEnd(rank, 0, rank, "signal", "killed by SIGKILL", signal_number=9) for rank in range(3)
@@ -60,7 +66,7 @@ def test_ranks_that_end_alike_without_an_error_share_an_entry() -> None:
 
 
 def test_more_ranks_than_are_shown_are_counted() -> None:
-    text = text_of(*(raised(rank, f"ValueError: {rank // 2}") for rank in range(20)))
+    text = text_of(*(raised(rank, f"ValueError: {chr(65 + rank // 2)}") for rank in range(20)))
     assert text.count("Then: rank") == 7
     assert "  Then: 4 more ranks" in text
 

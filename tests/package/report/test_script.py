@@ -17,6 +17,7 @@ from ddp_equivalence.report.script import export
 from ddp_equivalence.report.script.render import COMPARING_MODULES
 from ddp_equivalence.report.script.slicing.sliceable import PACKAGE, SLICEABLE
 from ddp_equivalence.report.script.template_filler import CASE_ATTRIBUTES
+from ddp_equivalence.report.short.headline import headline_text
 from ddp_equivalence.strategies import STRATEGIES, catalogue
 from ddp_equivalence.strategies.strategy import Task
 from tests.package.own_cases import own_case, right_step
@@ -43,7 +44,7 @@ def test_the_script_of_a_users_file_shows_the_difference_under_torchrun(
     assert code == 1, shown
     assert "different: 1 of 4 parameters, the worst is 2.bias" in shown
     assert re.search(r"^2\.bias +\S+  7\.5e-01 7\.5e-01 \| 1\.750 1\.750$", shown, re.MULTILINE)
-    assert "7.5e-01" in text, "the report says the same"
+    assert "differs: 2.bias, error 0.75" in text, "the report says the same"
 
 
 def test_where_a_strategy_is_right_the_script_ends_with_same(tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_where_a_strategy_is_right_the_script_ends_with_same(tmp_path: Path) -> 
 def test_uneven_shards_on_two_nodes_differ_as_the_verdict_says(tmp_path: Path) -> None:
     case = own_case(layout="2x2", shards="6+3+2+1")
     verdict = check(case, right_step)
-    path = export(case, right_step, tmp_path, headline=str(verdict).splitlines()[0])
+    path = export(case, right_step, tmp_path, headline=headline_text(verdict))
     code, shown = torchrun(path, ranks=4)
     assert code == 1, shown
     assert verdict.comparison is not None
@@ -66,7 +67,9 @@ def test_uneven_shards_on_two_nodes_differ_as_the_verdict_says(tmp_path: Path) -
         assert re.search(rf"^{one.name} +\S+  {re.escape(f'{errors} | {ratios}')}$", shown, re.M)
     assert verdict.comparison.worst is not None
     assert f"the worst is {verdict.comparison.worst.name}" in shown
-    assert "right_step is not big_batch: uneven_shards_weighted_equally" in path.read_text()
+    docstring = " ".join(path.read_text().split())
+    assert "different: right_step (" in docstring
+    assert "[uneven_shards_weighted_equally]" in docstring
 
 
 @pytest.mark.parametrize(("backend", "gpus", "needed"), [("gloo_cuda", 0, 1), ("nccl", 1, 2)])

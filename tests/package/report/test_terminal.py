@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import socket
 
 import pytest
 
-from ddp_equivalence.report.line import Line, Style, labelled
+from ddp_equivalence.report.line import Line, Link, Style, labelled
 from ddp_equivalence.report.terminal import GREEN, RED, painted, width_of
 
 REPORT = [
@@ -40,6 +41,21 @@ def test_a_user_who_wants_no_colours_gets_none(
 ) -> None:
     monkeypatch.setenv(variable, value)
     assert painted(REPORT, Terminal()) == PLAIN_TEXT
+
+
+@pytest.mark.parametrize(("no_color", "end"), [("", "\033[0m\n"), ("1", "\033]8;;\033\\): oh\n")])
+def test_a_terminal_can_open_the_line_that_a_report_names(
+    no_color: str, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    line = Line("step (mine.py:3): oh", Style.BAD, link=Link("mine.py:3", "/a folder/mine.py", 3))
+    text = painted([line], Terminal())
+    host = socket.gethostname()
+    address = f"\033]8;;file://{host}/a%20folder/mine.py#3\033\\mine.py:3\033]8;;\033\\"
+    assert address in text
+    assert text.endswith(end)
+    assert painted([line], io.StringIO()) == "step (mine.py:3): oh\n"
 
 
 def test_a_file_gets_no_colours_and_the_width_that_is_given() -> None:

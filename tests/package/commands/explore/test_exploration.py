@@ -130,7 +130,7 @@ def test_a_false_alarm_is_shrunk_to_its_smallest_case(monkeypatch: pytest.Monkey
     assert (mistake.trial.compare, mistake.trial.steps) == ("gradients", 1)
     assert "sum_not_mean" in report
     text = "\n".join(suite_report.report_lines(search))
-    assert f"Repeat:   {mistake.repeat}" in text
+    assert f"Again: {mistake.repeat}" in text
     assert suite_report.as_json(search)["false_alarms"] == len(search.false_alarms)
 
 
@@ -202,9 +202,9 @@ def test_the_line_of_the_smallest_case_repeats_it(
     arguments = [f"{user_file}:right_step", "--explore", "20", "--layout", "1x2"]
     assert main(["check", *arguments]) == 1
     report = capsys.readouterr().out.partition("The smallest case that is different")[2]
-    line = report.partition("Repeat:")[2].strip()
+    line = report.partition("Again: ")[2].partition("More: ")[0].strip()
     assert line.endswith("mine.py:right_step --layout 1x2 --shards 1+2 --examples 3 --seed 0")
-    assert main(shlex.split(line)[1:]) == 1
+    assert main([*shlex.split(line)[1:], "--full"]) == 1
     again = capsys.readouterr().out
     assert "uneven_shards_weighted_equally" in again
     assert "3 of 3 examples given" in again

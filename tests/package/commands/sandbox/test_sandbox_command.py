@@ -68,7 +68,8 @@ def test_as_published_the_ranks_differ_and_the_suite_names_it(
     assert of_variance.endswith("   agree")
     assert of_deviation.endswith("DO NOT AGREE")
     assert "DIFFERENT weights at the end, in 100.0% of the experiments" in text
-    assert "as_published is not big_batch: raw_module_called" in text
+    assert "different: as_published" in text
+    assert "[raw_module_called]" in text
 
 
 def test_with_the_wrapper_called_the_same_step_is_the_big_batch() -> None:

@@ -1,0 +1,74 @@
+"""The end of a report: the fix, what else a reader must know, and how to repeat the check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ddp_equivalence.case import settings
+from ddp_equivalence.report.line import Line, Style
+from ddp_equivalence.report.short.text import cut, ended, wrapped_lines
+
+if TYPE_CHECKING:
+    from ddp_equivalence.report.verdict import Verdict
+
+GAP = "     "
+
+ORDINARY_LANES = ("gloo", "gloo_fallback")
+"""On any other lane the report says which it was."""
+
+
+def fix_lines(verdict: Verdict, width: int) -> list[Line]:
+    """What to write instead, one line for each cause."""
+    best = verdict.findings[0] if verdict.findings else None
+    if best is None or not best.accepted:
+        return []
+    fixes = dict.fromkeys(one.fix for one in (best, *best.more) if one.fix)
+    return [
+        Line(cut(f"  Fix: {ended(fix)}", width), Style.LABEL, styled=len("  Fix:")) for fix in fixes
+    ]
+
+
+def note_lines(verdict: Verdict, width: int, most: int) -> list[Line]:
+    """What is not as a reader expects it, at most so many lines for each."""
+    return [line for text in _notes(verdict) for line in wrapped_lines(text, width, most)]
+
+
+def _notes(verdict: Verdict) -> Iterator[str]:
+    if verdict.planted:
+        yield f"The fault {verdict.planted} was planted on purpose."
+    if verdict.compare == "update":
+        yield f"Compared with plain SGD, learning rate {verdict.lr:g}: is that what the step does?"
+    if verdict.repeated is False:
+        yield "The same step left other bits when it ran again: a race, or an unseeded generator."
+    if verdict.float32_at:
+        yield f"Off by float32's rounding; the step computes in float32: {verdict.float32_at}"
+    if verdict.masks_unpredictable:
+        again = verdict.without_dropout
+        yield f"Without dropout: {'not judged' if again is None else again.outcome}."
+    if not verdict.observed and verdict.why_not_watched:
+        yield f"No lines of code are known, because {verdict.why_not_watched}."
+    if verdict.not_tried and verdict.analysis is not None:
+        deadline = verdict.analysis.time.deadline
+        yield f"The deadline of {deadline:g} s left no time for {', '.join(verdict.not_tried)}."
+    if any(text.strip() for text in verdict.output.values()):
+        yield "The ranks printed something, which the whole report shows."
+    if verdict.lane.name not in ORDINARY_LANES:
+        reason = f": {verdict.lane.reason}" if verdict.lane.reason else ""
+        yield f"Lane {verdict.lane.name}{reason}."
+
+
+def again_lines(verdict: Verdict, width: int) -> list[Line]:
+    """The command that repeats the check, never broken, and how to get the whole report."""
+    more = f"More: {settings.current().full_report_with}"
+    if not verdict.repeat:
+        return [_label(more)]
+    again = f"Again: {verdict.repeat}"
+    together = f"{again}{GAP}{more}"
+    if len(together) + 2 <= width:
+        return [_label(together)]
+    return [_label(again), _label(more)]
+
+
+def _label(text: str) -> Line:
+    return Line(f"  {text}", Style.LABEL, styled=2 + text.index(":") + 1)

@@ -1,0 +1,65 @@
+"""The lines of the user's code that a cause points at, each with what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ddp_equivalence.report.line import Line
+from ddp_equivalence.report.short.definition import link_to, source_of
+from ddp_equivalence.report.short.text import cut
+
+if TYPE_CHECKING:
+    from ddp_equivalence.diagnosis.pointed_line import PointedLine
+    from ddp_equivalence.report.verdict import Verdict
+
+MOST_LINES = 3
+LONGEST_SOURCE = 60
+"""Longer source is cut where a note is to stand at its side."""
+
+
+def pointed_lines(verdict: Verdict, most: int = MOST_LINES) -> list[PointedLine]:
+    """The lines that the causes point at, each once; the line of the fault is always among them."""
+    best = verdict.findings[0] if verdict.findings else None
+    if best is None or not best.accepted:
+        return []
+    found: dict[tuple[str, int], PointedLine] = {}
+    for finding in (best, *best.more):
+        for pointed in finding.lines:
+            place = pointed.line.file, pointed.line.number
+            if place not in found or (pointed.is_fault and not found[place].is_fault):
+                found[place] = pointed
+    pointed_at = list(found.values())
+    while len(pointed_at) > most:
+        innocent = [one for one in pointed_at if not one.is_fault]
+        pointed_at.remove(innocent[0] if innocent else pointed_at[-1])
+    return pointed_at
+
+
+def code_lines(pointed_at: Sequence[PointedLine], width: int) -> list[Line]:
+    """Place, source and note of every line. Notes stand at the side if all of them fit there."""
+    if not pointed_at:
+        return []
+    links = [link_to(one.line) for one in pointed_at]
+    indent = 2 + max(len(link.text) for link in links) + 2
+    sources = [cut(source_of(one.line), width - indent) for one in pointed_at]
+    noted = [source for source, one in zip(sources, pointed_at, strict=True) if one.note]
+    column = indent + max(map(len, noted), default=0) + 2
+    at_the_side = all(column + len(one.note) <= width for one in pointed_at)
+    lines = []
+    for one, link, source in zip(pointed_at, links, sources, strict=True):
+        mark = ">" if one.is_fault else " "
+        head = f"{mark} {link.text:<{indent - 4}}  {source}"
+        if one.note and at_the_side:
+            head = f"{head:<{column}}{one.note}"
+        lines.append(Line(head.rstrip(), link=link))
+        if one.note and not at_the_side:
+            lines.append(Line(cut(f"{'':<{indent}}{one.note}", width)))
+        lines += _missing(one, indent, width)
+    return lines
+
+
+def _missing(pointed: PointedLine, indent: int, width: int) -> Iterator[Line]:
+    if pointed.missing:
+        label = "missing after it:"
+        yield Line(cut(f"{'':<{indent}}{label} {pointed.missing}", width))

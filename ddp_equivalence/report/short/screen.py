@@ -1,0 +1,111 @@
+"""Puts the parts of a short report together, so that they fit on one screen.
+
+Where they do not fit, the table gives up rows first, then texts are cut, then the code gives up
+lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ddp_equivalence.case import settings
+from ddp_equivalence.report.line import Line
+from ddp_equivalence.report.short.ending import again_lines, fix_lines, note_lines
+from ddp_equivalence.report.short.headline import headline_lines
+from ddp_equivalence.report.short.held import held_lines
+from ddp_equivalence.report.short.lines_of_code import MOST_LINES, code_lines, pointed_lines
+from ddp_equivalence.report.short.shares import MOST_ROWS
+from ddp_equivalence.report.short.sure import sure_lines
+from ddp_equivalence.report.short.text import wrapped_lines
+from ddp_equivalence.report.short.unnamed import unnamed_lines
+
+if TYPE_CHECKING:
+    from ddp_equivalence.report.verdict import Verdict
+
+MOST_ROWS_OF_SCREEN = 16
+WIDEST = 100
+MOST_NOTES = 3
+
+Block = list[Line]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """How much of everything is shown. ``texts``: the lines that one text may take.
+
+    ``tight``: without empty lines between the parts.
+    """
+
+    code: int = MOST_LINES
+    texts: int = 2
+    rows: int = MOST_ROWS
+    notes: int = MOST_NOTES
+    tight: bool = False
+
+
+def short_lines(verdict: Verdict) -> list[Line]:
+    """The report of a difference, at most 16 lines of 100 columns."""
+    width = min(settings.current().width, WIDEST)
+    lines: list[Line] = []
+    for shape in _shapes():
+        lines = list(_lines(verdict, shape, width))
+        if sum(_rows(line, width) for line in lines) <= MOST_ROWS_OF_SCREEN:
+            break
+    return lines
+
+
+def _shapes() -> Iterator[_Shape]:
+    """All shapes that are tried, the largest first."""
+    for code in range(MOST_LINES, 0, -1):
+        for texts in (2, 1):
+            for rows in range(MOST_ROWS, 1, -1):
+                yield _Shape(code, texts, rows)
+    yield _Shape(1, 1, 0)
+    yield _Shape(1, 1, 0, notes=1)
+    yield _Shape(1, 1, 0, notes=1, tight=True)
+
+
+def _lines(verdict: Verdict, shape: _Shape, width: int) -> Iterator[Line]:
+    blocks = [
+        headline_lines(verdict, width, 1 + shape.texts),
+        [
+            *_details(verdict, width, shape.texts),
+            *unnamed_lines(verdict, width, shape.texts),
+            *code_lines(pointed_lines(verdict, shape.code), width),
+        ],
+        held_lines(verdict, shape.rows, width),
+        [
+            *fix_lines(verdict, width),
+            *sure_lines(verdict, width, shape.texts),
+            *note_lines(verdict, width, shape.texts)[: shape.notes],
+            *again_lines(verdict, width),
+        ],
+    ]
+    for number, block in enumerate(block for block in blocks if block):
+        if number and not shape.tight:
+            yield Line("")
+        yield from block
+
+
+def _details(verdict: Verdict, width: int, most: int) -> Block:
+    """Which ranks or numbers it is about, and what was seen, if no line of code says it.
+
+    ``most``: the lines that each of the two may take.
+    """
+    best = verdict.findings[0] if verdict.findings else None
+    if best is None or not best.accepted:
+        return []
+    seen = "" if pointed_lines(verdict) else best.because
+    lines = []
+    if best.detail and not set(best.detail.split()) <= set(seen.split()):
+        lines += wrapped_lines(f"Namely: {best.detail}", width, most)
+    if seen:
+        lines += wrapped_lines(f"Seen: {seen}", width, most)
+    return lines
+
+
+def _rows(line: Line, width: int) -> int:
+    """The rows that a terminal of this width needs: a command may be longer than one."""
+    return max(1, -(-len(line.text) // max(width, WIDEST)))

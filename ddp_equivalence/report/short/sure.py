@@ -1,0 +1,90 @@
+"""How sure the cause is, and by how much the result is off."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ddp_equivalence.report.line import Line
+from ddp_equivalence.report.short.text import shortened, wrapped_lines
+from ddp_equivalence.report.wrapping import plural
+
+if TYPE_CHECKING:
+    from ddp_equivalence.diagnosis.finding import Finding
+    from ddp_equivalence.report.verdict import Verdict
+
+LONGEST_NAME = 45
+MOST_OTHERS = 2
+
+ALL = 1e-3
+"""A cause that leaves less than this unexplained, which rounding may do, explains everything."""
+
+
+def sure_lines(verdict: Verdict, width: int, most: int) -> list[Line]:
+    """How sure, and the counts: on one line if they fit, else at most so many lines for each."""
+    texts = [text for text in (_how_sure(verdict), _counts(verdict)) if text]
+    if not texts:
+        return []
+    together = "  " + " ".join(texts)
+    if len(together) <= width:
+        return [Line(together)]
+    return [line for text in texts for line in wrapped_lines(text, width, most)]
+
+
+def _how_sure(verdict: Verdict) -> str:
+    accepted = [finding for finding in verdict.findings if finding.accepted]
+    if not accepted:
+        return ""
+    best, *others = accepted
+    if others:
+        return _not_told_apart(best, others)
+    if best.unexplained is None:
+        return "Seen happening; its numbers cannot be predicted." if _was_seen(best) else ""
+    if not best.fits:
+        return "Seen happening; the numbers have other reasons too."
+    if not _was_seen(best):
+        taken = " (one was taken from the result itself)" if best.fitted else ""
+        return f"Fits the numbers{taken}; not seen happening."
+    if best.unexplained > ALL:
+        return f"Explains all but {100 * best.unexplained:.2g} % of the norm."
+    return f"Explains {_elements(verdict)}."
+
+
+def _not_told_apart(best: Finding, others: list[Finding]) -> str:
+    names = [" and ".join(finding.causes) for finding in others]
+    shown = " or ".join(names[:MOST_OTHERS])
+    more = f" (or {len(names) - MOST_OTHERS} more)" if len(names) > MOST_OTHERS else ""
+    advice = next((one.tell_apart for one in (best, *others) if one.tell_apart), "")
+    end = f"; {advice[:1].lower()}{advice[1:]}" if advice else "."
+    return f"Fits, but {shown}{more} would leave the same numbers{end}"
+
+
+def _was_seen(finding: Finding) -> bool:
+    return any(one.lines or one.because for one in (finding, *finding.more))
+
+
+def _elements(verdict: Verdict) -> str:
+    view = verdict.view
+    whole = view is None or view.parameters.sample.is_whole
+    return "every element" if whole else "every element that was looked at"
+
+
+def _counts(verdict: Verdict) -> str:
+    comparison = verdict.comparison
+    assert comparison is not None
+    differing = comparison.differing
+    if not differing:
+        return ""
+    worst, count = differing[0], len(comparison.parameters)
+    error = worst.worst
+    text = (
+        f"{len(differing)} of {count} {plural(count, 'parameter')} "
+        f"{plural(len(differing), 'differs', 'differ')}"
+    )
+    text += f"{', most' if len(differing) > 1 else ':'} {shortened(worst.name, LONGEST_NAME)}"
+    if error.alone or error.error <= worst.limit.relative:
+        return (
+            f"{text}, element {list(error.place)} on rank {error.rank}: error {error.element:.2g}, "
+            f"limit {worst.limit.element:.2g}."
+        )
+    separator = ":" if len(differing) > 1 else ","
+    return f"{text}{separator} error {error.error:.2g}, limit {worst.limit.relative:.2g}."

@@ -1,0 +1,55 @@
+"""A difference without a known cause: what is known about where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ddp_equivalence.report.line import Line
+from ddp_equivalence.report.short.text import wrapped_lines
+
+if TYPE_CHECKING:
+    from ddp_equivalence.report.verdict import Verdict
+
+HALVES = {
+    "reduction": "The gradients that backward computes are right; what is done with them is not.",
+    "local gradients": "The gradients are reduced correctly; what each rank's backward computes is "
+    "not right.",
+}
+"""By ``Localisation.wrong_half``."""
+
+MOST_MODULES = 2
+MOST_NAMES = 3
+
+
+def unnamed_lines(verdict: Verdict, width: int, most: int) -> list[Line]:
+    """Where the difference lies, at most so many lines for each fact; nothing with a cause."""
+    if verdict.causes:
+        return []
+    return [line for text in _where(verdict) for line in wrapped_lines(text, width, most)]
+
+
+def _where(verdict: Verdict) -> Iterator[str]:
+    localisation = verdict.localisation
+    if localisation.wrong_half:
+        yield HALVES[localisation.wrong_half]
+    by_module = (localisation.findings_by_module or {}).items()
+    certain = [(module, one.cause) for module, one in by_module if not one.fitted]
+    for module, cause in certain[:MOST_MODULES]:
+        name = module or "the model itself"
+        yield f"On the parameters of {name} alone, the numbers fit {cause}."
+    yield from _weights(verdict)
+
+
+def _weights(verdict: Verdict) -> Iterator[str]:
+    """Says so if all that is wrong is a multiple of the weights: of a few, it may be chance."""
+    multiples, comparison = verdict.localisation.weight_multiples, verdict.comparison
+    assert comparison is not None
+    differing = [one.name for one in comparison.differing]
+    if not multiples or not differing or not multiples.keys() >= set(differing):
+        return
+    names = ", ".join(differing[:MOST_NAMES])
+    more = ", ..." if len(differing) > MOST_NAMES else ""
+    factors = ", ".join(dict.fromkeys(f"{multiples[name]:.2g}" for name in differing))
+    error = f"The error of {names}{more} is {factors} times the weights"
+    yield f"{error}: look at weight decay and penalties."
