@@ -11,6 +11,9 @@ from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 
+SAME = 1e-3
+"""Gradients have a common factor if this much of them, relative to their norm, has not."""
+
 
 def by_hand(view: View) -> list[Place]:
     """The lines of the user's own code that reduce gradients outside a backward pass."""
@@ -33,8 +36,8 @@ def in_hook(view: View) -> list[Place]:
 
 
 def ddp_reduces(view: View) -> bool:
-    """True if DDP was to reduce gradients in a backward pass of this step, without a hook."""
-    synchronises = any(any(wrapper.synchronised) for wrapper in view.observed.wrappers)
+    """True if DDP was to reduce gradients in the last backward pass, without a hook."""
+    synchronises = any(wrapper.synchronised[-1:] == (True,) for wrapper in view.observed.wrappers)
     return synchronises and not view.observed.calls.places(Kind.HOOK)
 
 
@@ -50,7 +53,6 @@ def line_of_reduction(
 
     ``note`` gets what was seen to happen there, and returns what the report says of it.
     """
-    ranks = view.world_size
     for place in reversed(by_hand(view)):
         seen = f"{len(place.calls)} {_operation(place)}, over {_ranks(place)} ranks"
         return place.pointed(note(seen), is_fault, missing)
@@ -61,7 +63,8 @@ def line_of_reduction(
         return place.pointed(note(seen), is_fault, missing)
     if ddp_reduces(view):
         for place in reversed(view.observed.calls.backwards):
-            return place.pointed(note(f"DDP averages over {ranks} ranks here"), is_fault, missing)
+            seen = f"DDP averages over {_ranks_of_ddp(view)} ranks here"
+            return place.pointed(note(seen), is_fault, missing)
     return None
 
 
@@ -84,6 +87,22 @@ def averages(view: View) -> bool:
     if by_hand(view):
         return _operation(by_hand(view)[-1]).endswith("AVG")
     return ddp_reduces(view)
+
+
+def common_factor(view: View) -> float | None:
+    """The number that all gradients on all ranks are multiplied by; None if it is not the same."""
+    factor = view.measured.factor
+    if not factor:
+        return None
+    rest = (view.measured.by_rank - factor * view.expected_by_rank).norm()
+    is_common = float(rest) <= SAME * float(view.measured.by_rank.norm())
+    return factor if is_common else None
+
+
+def _ranks_of_ddp(view: View) -> int:
+    """The number of ranks that DDP averages over; fewer than all if it was given a group."""
+    logged = [wrapper.logged.get("world_size") for wrapper in view.observed.wrappers]
+    return min([size for size in logged if isinstance(size, int)], default=view.world_size)
 
 
 def hook_text(place: Place) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,6 +57,12 @@ def halves(rows: Rows) -> list[Rows]:
 def quarters(rows: Rows) -> list[Rows]:
     """The rows as four micro-batches."""
     return [quarter for half in halves(rows) for quarter in halves(half)]
+
+
+def when_done(work: Any, change: Callable[[Any], Tensor]) -> torch.futures.Future[Tensor]:
+    """What a communication hook returns: its collective's result, once it is there, changed."""
+    future: torch.futures.Future[Tensor] = work.get_future().then(change)
+    return future
 
 
 def faulty_lines(verdict: Verdict) -> list[str]:

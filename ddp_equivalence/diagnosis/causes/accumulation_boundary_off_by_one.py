@@ -81,7 +81,7 @@ def lines(view: View) -> Sequence[PointedLine]:
         return in_order(view, early[0].pointed(note, True), *last)
     off = calls.places(Kind.SYNCHRONISATION, where=lambda call: not call.value)
     switched = [place.pointed("switches synchronisation off", True) for place in off[-1:]]
-    note = "DDP does not reduce in the last backward"
+    note = "DDP does not reduce in the last backward" if view.observed.wrappers else ""
     return in_order(
         view,
         *switched,

@@ -15,8 +15,9 @@ from ddp_equivalence.diagnosis.hypothesis import (
 )
 from ddp_equivalence.diagnosis.indications import common_loss_factor, losses_close
 from ddp_equivalence.diagnosis.lines_in_order import in_order
-from ddp_equivalence.diagnosis.loss_lines import line_of_loss
+from ddp_equivalence.diagnosis.loss_lines import line_of_loss, line_that_scales_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
 
 SURELY_DIVIDED = 0.9
@@ -59,12 +60,18 @@ def lines(view: View) -> Sequence[PointedLine]:
     """Where the loss of a micro-batch is made, and backward, which adds it up."""
     count = _micro_batches(view)
     missing = f"a division by {count}"
+    if count > 1 and line_that_scales_loss(view, 1 / count) is not None:
+        return [place.pointed(f"adds up {count} micro-batches") for place in _last_backward(view)]
     loss = line_of_loss(view, "the loss of one micro-batch, not divided", True, missing, True)
-    backwards = view.observed.calls.backwards[-1:]
+    backwards = _last_backward(view)
     note = f"adds up {count} micro-batches"
     if loss is not None and backwards and loss.line == backwards[-1].line:
         return [replace(loss, note=f"{note}, not divided")]
     return in_order(view, loss, *(place.pointed(note) for place in backwards))
+
+
+def _last_backward(view: View) -> list[Place]:
+    return view.observed.calls.backwards[-1:]
 
 
 def _micro_batches(view: View) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import ranks_by_number
 from ddp_equivalence.diagnosis.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines_of_reduction import line_of_reduction
+from ddp_equivalence.diagnosis.lines_of_reduction import by_hand, line_of_reduction
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
@@ -98,6 +98,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     clips = [
         place.pointed(f"clips each rank's own gradients{_to(place)}", True)
         for place in calls.places(Kind.CLIP)
+        if _is_before_reduction(place, view)
     ]
     if not clips:  # by hand: the same line multiplies by another number on another rank
         clips = [
@@ -106,6 +107,14 @@ def lines(view: View) -> Sequence[PointedLine]:
             if len({_factor(place, rank) for rank in place.ranks}) > 1
         ]
     return in_order(view, *clips[:1], line_of_reduction(view, is_fault=not clips))
+
+
+def _is_before_reduction(place: Place, view: View) -> bool:
+    """True if gradients were reduced by hand after the first clip of this place."""
+    calls = view.observed.calls.of(place.ranks[0])
+    after = calls[calls.index(place.first) :]
+    reducing = {id(call) for one in by_hand(view) for call in one.by_rank.get(place.ranks[0], ())}
+    return any(id(call) in reducing for call in after)
 
 
 def _to(place: Place) -> str:

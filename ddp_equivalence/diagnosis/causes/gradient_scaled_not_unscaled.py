@@ -13,6 +13,7 @@ from ddp_equivalence.diagnosis.indications import (
 )
 from ddp_equivalence.diagnosis.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines_of_reduction import (
+    common_factor,
     line_that_scales,
     line_that_scales_gradients,
 )
@@ -67,7 +68,8 @@ def lines(view: View) -> Sequence[PointedLine]:
         scaling = [replace(scaled, is_fault=False)]
     missing = "scaler.unscale_(optimizer)" if calls.places(Kind.SCALE) else "a division by it"
     backwards = calls.backwards[-1:]
-    note = "leaves scaled gradients; nothing unscales them"
+    unscaled = calls.places(Kind.UNSCALE)
+    note = "leaves scaled gradients" + ("" if unscaled else "; nothing unscales them")
     if backwards and scaling and scaling[0].line == backwards[0].line:
         return [replace(scaling[0], is_fault=True, missing=missing)]
     return in_order(view, *scaling, *(place.pointed(note, True, missing) for place in backwards))
@@ -75,7 +77,7 @@ def lines(view: View) -> Sequence[PointedLine]:
 
 def _scale(view: View) -> float:
     """The number that all gradients are multiplied by; 0 if it is not known."""
-    return view.measured.factor or 0.0
+    return common_factor(view) or 0.0
 
 
 def fix(view: View) -> str:

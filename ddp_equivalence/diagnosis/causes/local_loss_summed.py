@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, WrongFactor
 from ddp_equivalence.diagnosis.indications import losses_close, losses_of_backwards
 from ddp_equivalence.diagnosis.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines_of_reduction import line_of_reduction
+from ddp_equivalence.diagnosis.lines_of_reduction import common_factor, line_of_reduction
 from ddp_equivalence.diagnosis.loss_lines import line_of_unscaled_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
@@ -38,7 +38,7 @@ def indication(view: View) -> Indication | None:
 
 def lines(view: View) -> Sequence[PointedLine]:
     """Where the loss is made, and where its gradients are reduced."""
-    factor = view.measured.factor
+    factor = common_factor(view)
     note = "a sum, not a mean" + (f": {factor:.6g} times too large" if factor else "")
     return in_order(view, line_of_unscaled_loss(view, note, True), line_of_reduction(view))
 

@@ -67,7 +67,10 @@ def lines(view: View) -> Sequence[PointedLine]:
     calls = view.observed.calls
     hooks = calls.places(Kind.HOOK)
     if hooks:
-        return [hooks[-1].pointed("no collective was seen in this hook", True)]
+        of_all = (call for of_rank in calls.by_rank.values() for call in of_rank)
+        reduces = any(call.collective is not None and call.in_backward for call in of_all)
+        note = "" if reduces else "no collective was seen in this hook"
+        return [hooks[-1].pointed(note, True)]
     missing = f"an all_reduce of every gradient over {view.world_size} ranks"
     note = "no collective reduces its gradients"
     return [

@@ -13,7 +13,7 @@ from ddp_equivalence.diagnosis.hypothesis import (
     Prediction,
     WrongFactor,
 )
-from ddp_equivalence.diagnosis.lines_between_backwards import backward_count
+from ddp_equivalence.diagnosis.lines_between_backwards import backward_count, lines_that_clear
 from ddp_equivalence.diagnosis.lines_in_order import in_order
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal
@@ -68,7 +68,8 @@ def lines(view: View) -> Sequence[PointedLine]:
     missing = "zero_grad()"
     if view.setting.step == 0 and backward_count(view) > 1:
         places = calls.backwards
-        note = "leaves its gradients; nothing clears them"
+        cleared = lines_that_clear(view)
+        note = "leaves its gradients" + ("" if cleared else "; nothing clears them")
         if len(places) == 1:
             return [places[0].pointed(f"runs {backward_count(view)} times; {note}", True, missing)]
         return [places[0].pointed(note, True, missing), places[-1].pointed("adds to them")]

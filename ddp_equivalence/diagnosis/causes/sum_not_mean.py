@@ -19,6 +19,7 @@ from ddp_equivalence.diagnosis.lines_of_reduction import (
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Contents
 
 
 def predict(view: View) -> Sequence[Prediction]:
@@ -57,11 +58,15 @@ def lines(view: View) -> Sequence[PointedLine]:
     if divided is not None:
         return in_order(view, line_of_reduction(view), replace(divided, is_fault=False))
     missing = f"a division of the gradients by {count}"
+    # What becomes of a copy of the gradients is not watched.
+    in_place = all(
+        place.first.collective is not None and place.first.collective.contents is Contents.GRADIENTS
+        for place in by_hand(view)
+    )
+    undivided = "; no line divides them" if in_place else ""
     if not by_hand(view):
         return in_order(view, line_of_reduction(view, is_fault=True, missing=missing))
-    return in_order(
-        view, line_of_reduction(view, lambda seen: f"{seen}; no line divides", True, missing)
-    )
+    return in_order(view, line_of_reduction(view, lambda seen: f"{seen}{undivided}", True, missing))
 
 
 def _reduced_again(view: View) -> list[Place]:

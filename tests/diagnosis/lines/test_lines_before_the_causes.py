@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank
@@ -14,7 +15,7 @@ from tests.package.pointed_at import Rows, faulty_lines, judged, mean_loss, show
 pytestmark = pytest.mark.self_check
 
 
-def reduce(model: nn.Module, wait: bool) -> None:
+def reduce(model: Any, wait: bool) -> None:
     handles = []
     for parameter in model.parameters():
         handle = dist.all_reduce(parameter.grad, async_op=True)  # the fault
@@ -23,7 +24,7 @@ def reduce(model: nn.Module, wait: bool) -> None:
         handle.wait()
 
 
-def nobody_waits(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def nobody_waits(model: Any, rows: Rows, rank: Rank) -> None:
     mean_loss(model, rows).backward()
     for parameter in model.parameters():
         parameter.grad /= 3 * rank.world_size
@@ -46,13 +47,13 @@ def test_wrong_collectives_have_a_fix_and_no_line() -> None:
     assert "ddp-equivalence doctor" in finding.fix
 
 
-def summed(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def summed(model: Any, rows: Rows, rank: Rank) -> None:
     mean_loss(model, rows).backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
 
 
-def averaged_sum(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def averaged_sum(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     sum_loss(ddp, rows).backward()
 

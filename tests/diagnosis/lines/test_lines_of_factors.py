@@ -19,7 +19,7 @@ pytestmark = pytest.mark.self_check
 MARK = "# the fault"
 
 
-def summed_by_hand(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def summed_by_hand(model: Any, rows: Rows, rank: Rank) -> None:
     mean_loss(model, rows).backward()
     total = torch.zeros(1)
     dist.all_reduce(total)
@@ -28,7 +28,7 @@ def summed_by_hand(model: nn.Module, rows: Rows, rank: Rank) -> None:
     clip_grad_norm_(model.parameters(), 1e9)
 
 
-def loss_times_ranks(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def loss_times_ranks(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     outputs = ddp(rows["x"])
     loss = nn.functional.mse_loss(outputs, rows["y"])
@@ -36,7 +36,7 @@ def loss_times_ranks(model: nn.Module, rows: Rows, rank: Rank) -> None:
     scaled.backward()
 
 
-def reduced_twice(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def reduced_twice(model: Any, rows: Rows, rank: Rank) -> None:
     mean_loss(model, rows).backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
@@ -46,28 +46,28 @@ def reduced_twice(model: nn.Module, rows: Rows, rank: Rank) -> None:
         dist.all_reduce(parameter.grad)  # the fault
 
 
-def gradients_times_ranks(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def gradients_times_ranks(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     mean_loss(ddp, rows).backward()
     for parameter in model.parameters():
         parameter.grad *= dist.get_world_size()  # the fault
 
 
-def sum_under_ddp(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def sum_under_ddp(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     outputs = ddp(rows["x"])
     loss = nn.functional.mse_loss(outputs, rows["y"], reduction="sum")  # the fault
     loss.backward()
 
 
-def sum_divided_by_hand(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def sum_divided_by_hand(model: Any, rows: Rows, rank: Rank) -> None:
     sum_loss(model, rows).backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad.div_(rank.world_size)  # the fault
 
 
-def sum_with_avg(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def sum_with_avg(model: Any, rows: Rows, rank: Rank) -> None:
     sum_loss(model, rows).backward()
     flat = torch.cat([one.grad.reshape(-1) for one in model.parameters()])
     gathered = [torch.empty_like(flat) for _ in range(rank.world_size)]
@@ -80,29 +80,29 @@ def sum_with_avg(model: nn.Module, rows: Rows, rank: Rank) -> None:
         at += size
 
 
-def divided_after_ddp(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def divided_after_ddp(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     mean_loss(ddp, rows).backward()
     clip_grad_norm_(model.parameters(), 1e9)
-    for parameter in ddp.parameters():
+    for parameter in model.parameters():
         parameter.grad /= rank.world_size  # the fault
 
 
-def loss_divided_under_ddp(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def loss_divided_under_ddp(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     loss = mean_loss(ddp, rows)
     loss = loss / dist.get_world_size()  # the fault
     loss.backward()
 
 
-def divided_in_backward_and_by_hand(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def divided_in_backward_and_by_hand(model: Any, rows: Rows, rank: Rank) -> None:
     (mean_loss(model, rows) / rank.world_size).backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad.data /= rank.world_size  # the fault
 
 
-def divided_by_ranks_of_a_node(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def divided_by_ranks_of_a_node(model: Any, rows: Rows, rank: Rank) -> None:
     mean_loss(model, rows).backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
@@ -110,7 +110,7 @@ def divided_by_ranks_of_a_node(model: nn.Module, rows: Rows, rank: Rank) -> None
         parameter.grad.div_(rank.local_world_size)  # the fault
 
 
-def summed_in_the_loss(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def summed_in_the_loss(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     difference = ddp(rows["x"]) - rows["y"]
     loss = (difference**2).sum()  # the fault
@@ -121,7 +121,7 @@ def sum_loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(outputs, targets, reduction="sum")  # the fault
 
 
-def summed_in_a_helper(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def summed_in_a_helper(model: Any, rows: Rows, rank: Rank) -> None:
     outputs = model(rows["x"])
     loss = sum_loss_of(outputs, rows["y"])
     loss.backward()

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # no stubs
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank
-from tests.package.pointed_at import Rows, faulty_lines, judged, mean_loss, shown
+from tests.package.pointed_at import Rows, faulty_lines, judged, mean_loss, shown, when_done
 
 pytestmark = pytest.mark.self_check
 
@@ -23,89 +24,89 @@ Future = torch.futures.Future[torch.Tensor]
 class SumsInAHook:
     """A trainer whose communication hook adds up and does not divide."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.ddp = DistributedDataParallel(model)
         self.ddp.register_comm_hook(None, self.hook)
 
     @staticmethod
-    def hook(state: object, bucket: dist.GradBucket) -> Future:
+    def hook(state: object, bucket: GradBucket) -> Future:
         values = bucket.buffer()
-        work = dist.all_reduce(values, async_op=True)  # the fault
-        return work.get_future().then(lambda future: future.value()[0])
+        work: Any = dist.all_reduce(values, async_op=True)  # the fault
+        return when_done(work, lambda future: future.value()[0])
 
     def step(self, rows: Rows) -> None:
         mean_loss(self.ddp, rows).backward()
 
 
-def summed_in_a_hook(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def summed_in_a_hook(model: Any, rows: Rows, rank: Rank) -> None:
     SumsInAHook(model).step(rows)
 
 
-def averaged_twice_in_a_hook(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def averaged_twice_in_a_hook(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model, bucket_cap_mb=1)
     ddp.register_comm_hook(rank.world_size, divide_again)
     outputs = ddp(rows["x"])
     nn.functional.mse_loss(outputs, rows["y"]).backward()
 
 
-def divide_again(world_size: int, bucket: dist.GradBucket) -> Future:
+def divide_again(world_size: int, bucket: GradBucket) -> Future:
     values = bucket.buffer().div_(world_size)
-    work = dist.all_reduce(values, async_op=True)  # the fault
-    return work.get_future().then(lambda future: future.value()[0] / world_size)
+    work: Any = dist.all_reduce(values, async_op=True)  # the fault
+    return when_done(work, lambda future: future.value()[0] / world_size)
 
 
-def divided_in_a_hook(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def divided_in_a_hook(model: Any, rows: Rows, rank: Rank) -> None:
     local = rank.local_world_size
 
-    def hook(state: object, bucket: dist.GradBucket) -> Future:
+    def hook(state: object, bucket: GradBucket) -> Future:
         values = bucket.buffer().div_(local)
-        work = dist.all_reduce(values, async_op=True)  # the fault
-        return work.get_future().then(lambda future: future.value()[0])
+        work: Any = dist.all_reduce(values, async_op=True)  # the fault
+        return when_done(work, lambda future: future.value()[0])
 
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(None, hook)
     mean_loss(ddp, rows).backward()
 
 
-def keep(state: object, bucket: dist.GradBucket) -> Future:
+def keep(state: object, bucket: GradBucket) -> Future:
     done: Future = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 
 
-def a_hook_that_keeps(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def a_hook_that_keeps(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(None, keep)  # the fault
     mean_loss(ddp, rows).backward()
 
 
-def compressed(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def compressed(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(None, fp16_compress_hook)  # the fault
     outputs = ddp(rows["x"])
     nn.functional.mse_loss(outputs, rows["y"]).backward()
 
 
-def in_half(state: object, bucket: dist.GradBucket) -> Future:
+def in_half(state: object, bucket: GradBucket) -> Future:
     half = bucket.buffer().to(torch.bfloat16)
     half.div_(dist.get_world_size())
-    work = dist.all_reduce(half, async_op=True)  # the fault
-    return work.get_future().then(lambda future: future.value()[0].to(bucket.buffer().dtype))
+    work: Any = dist.all_reduce(half, async_op=True)  # the fault
+    return when_done(work, lambda future: future.value()[0].to(bucket.buffer().dtype))
 
 
-def compressed_by_hand(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def compressed_by_hand(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(None, in_half)
     mean_loss(ddp, rows).backward()
 
 
-def scale_by_rank(rank: int, bucket: dist.GradBucket) -> Future:
+def scale_by_rank(rank: int, bucket: GradBucket) -> Future:
     scale = 2.0**rank
-    work = dist.all_reduce(bucket.buffer().mul_(scale / 4), async_op=True)  # the fault
-    return work.get_future().then(lambda future: future.value()[0] / scale)
+    work: Any = dist.all_reduce(bucket.buffer().mul_(scale / 4), async_op=True)  # the fault
+    return when_done(work, lambda future: future.value()[0] / scale)
 
 
-def scales_differ_in_a_hook(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def scales_differ_in_a_hook(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(rank.rank, scale_by_rank)
     mean_loss(ddp, rows).backward()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
@@ -18,13 +18,13 @@ from tests.package.pointed_at import Rows, faulty_lines, halves, judged, mean_lo
 pytestmark = pytest.mark.self_check
 
 
-def average(model: nn.Module, rank: Rank) -> None:
+def average(model: Any, rank: Rank) -> None:
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= rank.world_size
 
 
-def cleared_in_the_loop(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def cleared_in_the_loop(model: Any, rows: Rows, rank: Rank) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer.zero_grad()
     parts = quarters(rows)
@@ -35,7 +35,7 @@ def cleared_in_the_loop(model: nn.Module, rows: Rows, rank: Rank) -> None:
     average(model, rank)
 
 
-def set_to_none_in_the_loop(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def set_to_none_in_the_loop(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     first, second = halves(rows)
     with ddp.no_sync():
@@ -45,7 +45,7 @@ def set_to_none_in_the_loop(model: nn.Module, rows: Rows, rank: Rank) -> None:
     (mean_loss(ddp, second) / 2).backward()
 
 
-def not_divided(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def not_divided(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     parts = quarters(rows)
     for number, part in enumerate(parts, start=1):
@@ -58,7 +58,7 @@ def not_divided(model: nn.Module, rows: Rows, rank: Rank) -> None:
 class Accumulator:
     """Adds up micro-batches by hand."""
 
-    def __init__(self, model: nn.Module, rank: Rank) -> None:
+    def __init__(self, model: Any, rank: Rank) -> None:
         self.model, self.rank = model, rank
 
     def backward(self, part: Rows) -> None:
@@ -70,11 +70,11 @@ class Accumulator:
         average(self.model, self.rank)
 
 
-def not_divided_by_hand(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def not_divided_by_hand(model: Any, rows: Rows, rank: Rank) -> None:
     Accumulator(model, rank).window(rows)
 
 
-def synchronised_one_too_early(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def synchronised_one_too_early(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     parts = quarters(rows)
     for number, part in enumerate(parts):
@@ -83,7 +83,7 @@ def synchronised_one_too_early(model: nn.Module, rows: Rows, rank: Rank) -> None
             (mean_loss(ddp, part) / len(parts)).backward()
 
 
-def reduced_before_the_last(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def reduced_before_the_last(model: Any, rows: Rows, rank: Rank) -> None:
     parts = quarters(rows)
     for number, part in enumerate(parts):
         (mean_loss(model, part) / len(parts)).backward()
@@ -94,14 +94,14 @@ def reduced_before_the_last(model: nn.Module, rows: Rows, rank: Rank) -> None:
                 dist.all_reduce(gradient)  # the fault
 
 
-def own_mean_under_ddp(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def own_mean_under_ddp(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     outputs = ddp(rows["x"])
     loss = (outputs - rows["y"]).square().mean()  # the fault
     loss.backward()
 
 
-def own_mean_by_hand(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def own_mean_by_hand(model: Any, rows: Rows, rank: Rank) -> None:
     error = nn.functional.mse_loss(model(rows["x"]), rows["y"])  # the fault
     error.backward()
     average(model, rank)
@@ -116,19 +116,19 @@ def tokens(generator: torch.Generator) -> Rows:
     }
 
 
-def token_mean(model: nn.Module, rows: Rows) -> Tensor:
+def token_mean(model: Any, rows: Rows) -> Any:
     errors = (model(rows["x"]) - rows["y"]).square().mean(1) * rows["valid"]
     total = errors.sum()
     return total / rows["valid"].sum()
 
 
-def own_tokens(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def own_tokens(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     loss = token_mean(ddp, rows)  # the fault
     loss.backward()
 
 
-def two_passes(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def two_passes(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     probe = mean_loss(ddp, rows)
     probe.backward()  # the fault
@@ -136,7 +136,7 @@ def two_passes(model: nn.Module, rows: Rows, rank: Rank) -> None:
     mean_loss(ddp, rows).backward()
 
 
-def scaled(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def scaled(model: Any, rows: Rows, rank: Rank) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     ddp = DistributedDataParallel(model)
     loss = mean_loss(ddp, rows)
@@ -144,7 +144,7 @@ def scaled(model: nn.Module, rows: Rows, rank: Rank) -> None:
     scaled_loss.backward()  # the fault
 
 
-def scaled_by_hand(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def scaled_by_hand(model: Any, rows: Rows, rank: Rank) -> None:
     scale = 2.0**12
     loss = mean_loss(model, rows)
     larger = loss * scale
@@ -152,7 +152,7 @@ def scaled_by_hand(model: nn.Module, rows: Rows, rank: Rank) -> None:
     average(model, rank)
 
 
-def scaled_by_rank(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def scaled_by_rank(model: Any, rows: Rows, rank: Rank) -> None:
     scale = 64.0 * 2**rank.rank
     loss = mean_loss(model, rows)
     (loss * scale).backward()
@@ -161,7 +161,7 @@ def scaled_by_rank(model: nn.Module, rows: Rows, rank: Rank) -> None:
         parameter.grad.div_(scale)  # the fault
 
 
-def scaler_by_rank(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def scaler_by_rank(model: Any, rows: Rows, rank: Rank) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0 * 2**rank.rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler.scale(mean_loss(model, rows)).backward()  # the fault
@@ -169,14 +169,14 @@ def scaler_by_rank(model: nn.Module, rows: Rows, rank: Rank) -> None:
     scaler.unscale_(optimizer)
 
 
-def clipped_first(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def clipped_first(model: Any, rows: Rows, rank: Rank) -> None:
     mean_loss(model, rows).backward()
     clip_grad_norm_(model.parameters(), 0.3)  # the fault
     average(model, rank)
     clip_grad_norm_(model.parameters(), 1e9)
 
 
-def clipped_by_hand(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def clipped_by_hand(model: Any, rows: Rows, rank: Rank) -> None:
     mean_loss(model, rows).backward()
     norm = torch.stack([one.grad.norm() for one in model.parameters()]).norm()
     for parameter in model.parameters():
@@ -184,7 +184,7 @@ def clipped_by_hand(model: nn.Module, rows: Rows, rank: Rank) -> None:
     average(model, rank)
 
 
-def reduced_in_half(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def reduced_in_half(model: Any, rows: Rows, rank: Rank) -> None:
     mean_loss(model, rows).backward()
     for parameter in model.parameters():
         half = (parameter.grad / rank.world_size).to(torch.bfloat16)

@@ -19,7 +19,7 @@ from tests.package.pointed_at import Rows, faulty_lines, halves, judged, mean_lo
 pytestmark = pytest.mark.self_check
 
 
-def nothing_reduces(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def nothing_reduces(model: Any, rows: Rows, rank: Rank) -> None:
     loss = mean_loss(model, rows)
     logged = loss.detach().clone()
     dist.all_reduce(logged)
@@ -30,11 +30,11 @@ def nothing_reduces(model: nn.Module, rows: Rows, rank: Rank) -> None:
 class Trainer:
     """A trainer that wraps its model, and forgets to use the wrapper."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         self.wrapper = DistributedDataParallel(model)
 
-    def outputs(self, rows: Rows) -> Tensor:
+    def outputs(self, rows: Rows) -> Any:
         return self.model(rows["x"])  # the fault
 
     def train(self, rows: Rows) -> None:
@@ -43,11 +43,11 @@ class Trainer:
         clip_grad_norm_(self.wrapper.parameters(), 1e9)
 
 
-def module_in_a_class(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def module_in_a_class(model: Any, rows: Rows, rank: Rank) -> None:
     Trainer(model).train(rows)
 
 
-def module_given_to_the_loss(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def module_given_to_the_loss(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     with torch.no_grad():
         ddp(rows["x"])
@@ -55,7 +55,7 @@ def module_given_to_the_loss(model: nn.Module, rows: Rows, rank: Rank) -> None:
     loss.backward()
 
 
-def all_under_no_sync(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def all_under_no_sync(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     parts = halves(rows)
     with ddp.no_sync():  # the fault
@@ -64,7 +64,7 @@ def all_under_no_sync(model: nn.Module, rows: Rows, rank: Rank) -> None:
             loss.backward()
 
 
-def flag_left_off(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def flag_left_off(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     prepare(ddp, rank)
     mean_loss(ddp, rows).backward()
@@ -81,25 +81,25 @@ def without_sync(ddp: DistributedDataParallel, last: bool) -> Iterator[None]:
         yield
 
 
-def flag_read_in_forward(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def flag_read_in_forward(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     with without_sync(ddp, last=False):
         loss = mean_loss(ddp, rows)
     loss.backward()
 
 
-def wrapper_without_a_name(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def wrapper_without_a_name(model: Any, rows: Rows, rank: Rank) -> None:
     dist.barrier()
     outputs = DistributedDataParallel(model)(rows["x"])  # the fault
     nn.functional.mse_loss(outputs, rows["y"]).backward()
 
 
-def through_a_wrapper(model: nn.Module, inputs: Tensor) -> Tensor:
+def through_a_wrapper(model: Any, inputs: Tensor) -> Any:
     ddp = DistributedDataParallel(model)  # the fault
     return ddp(inputs)
 
 
-def wrapper_of_a_helper(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def wrapper_of_a_helper(model: Any, rows: Rows, rank: Rank) -> None:
     kept = DistributedDataParallel(model)
     loss = nn.functional.mse_loss(through_a_wrapper(kept.module, rows["x"]), rows["y"])
     loss.backward()

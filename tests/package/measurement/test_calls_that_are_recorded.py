@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]  # no stubs
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
-from tests.package.pointed_at import Rows, judged, mean_loss
+from tests.package.pointed_at import Rows, judged, mean_loss, when_done
 
 pytestmark = pytest.mark.self_check
 
@@ -31,7 +32,7 @@ def text(line: CodeLine | None) -> str:
     return linecache.getline(line.file, line.number).strip()
 
 
-def in_place(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def in_place(model: Any, rows: Rows, rank: Rank) -> None:
     loss = mean_loss(model, rows)
     loss *= 3
     loss.backward()
@@ -48,7 +49,7 @@ def test_each_value_of_a_loss_is_recorded_with_the_line_and_the_operation_that_m
     assert losses[2].value == pytest.approx(3 * (losses[0].value or 0.0))
 
 
-def switching(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def switching(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     with ddp.no_sync():
         mean_loss(ddp, rows).backward()
@@ -68,12 +69,12 @@ def test_no_sync_is_recorded_when_it_is_entered_and_not_when_it_is_left() -> Non
     assert len(recorded(switching, Kind.NO_SYNC)) == 1
 
 
-def in_half(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    work = dist.all_reduce(bucket.buffer().half(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0].to(bucket.buffer().dtype))
+def in_half(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    work: Any = dist.all_reduce(bucket.buffer().half(), async_op=True)
+    return when_done(work, lambda future: future.value()[0].to(bucket.buffer().dtype))
 
 
-def hooked(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def hooked(model: Any, rows: Rows, rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(None, in_half)
     mean_loss(ddp, rows).backward()
@@ -92,7 +93,7 @@ def test_a_hook_and_the_type_and_contents_of_its_collective_are_recorded() -> No
 class Trainer:
     """Calls its model by itself, and gives it to functions."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
 
     def train(self, rows: Rows) -> None:
@@ -100,15 +101,16 @@ class Trainer:
         (through(self.model, rows).mean() + outputs.mean()).backward()
 
 
-def through(model: nn.Module, rows: Rows) -> Tensor:
+def through(model: Any, rows: Rows) -> Tensor:
     return inner(rows["x"], model)
 
 
 def inner(inputs: Tensor, module: nn.Module) -> Tensor:
-    return module(inputs)
+    outputs: Tensor = module(inputs)
+    return outputs
 
 
-def trained(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def trained(model: Any, rows: Rows, rank: Rank) -> None:
     Trainer(model).train(rows)
 
 
@@ -119,7 +121,7 @@ def test_the_line_that_named_a_module_is_that_of_the_function_that_was_not_given
     ]
 
 
-def without_weight(model: nn.Module, rows: Rows, rank: Rank) -> None:
+def without_weight(model: Any, rows: Rows, rank: Rank) -> None:
     mean_loss(model, rows).backward()
     (mean_loss(model, rows) * 0).backward()
 
