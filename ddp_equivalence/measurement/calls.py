@@ -100,15 +100,15 @@ class Call:
     ``line``: the innermost line outside torch and this package; None if it is not known.
     ``users_line``: the innermost line of the user's own code; it differs from ``line`` where an
     installed package made the call. ``step``: the number of the step, from 0. ``backwards``: how
-    many calls of backward had begun before. ``value``: the loss of a backward, the norm or value of
-    a clip, the seed, or the scale. ``what``: the class of a wrapper or module, the function that
-    clipped, the class of an optimizer, the functions that computed a loss, a sampler, loader or
-    hook as text, a digest of the weights, or what ``requires_grad`` was set to. ``names``: the
-    parameters that a clip, a zero_grad or an optimizer was given, or that changed; the name of a
-    module. ``collective`` and ``change``: of calls of these kinds. ``ranks``: of a new group.
-    ``in_backward``: the call was made while a backward pass ran. ``examples``: the positions, in
-    the batch of all steps, that a forward pass read; () if they are not known. ``line`` of these is
-    the one that first held what was read.
+    many calls of backward had begun before in this step. ``value``: the loss of a backward, the
+    norm or value of a clip, the seed, or the scale. ``what``: the class of a wrapper or module, the
+    function that clipped, the class of an optimizer, the functions that computed a loss, a sampler,
+    loader or hook as text, a digest of the weights, or what ``requires_grad`` was set to.
+    ``names``: the parameters that a clip, a zero_grad or an optimizer was given, or that changed;
+    the name of a module. ``collective`` and ``change``: of calls of these kinds. ``ranks``: of a
+    new group. ``in_backward``: the call was made while a backward pass ran. ``examples``: the
+    positions, in the batch of all steps, that a forward pass read; () if they are not known.
+    ``line`` of these is the one that first held what was read.
     """
 
     kind: Kind
