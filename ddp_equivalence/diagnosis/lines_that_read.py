@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.examples_read import example_numbers
-from ddp_equivalence.diagnosis.indications import ranks_by_number
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Contents, Kind
@@ -64,21 +62,38 @@ def dropped_by(place: Place) -> int:
     return length % ranks
 
 
+def last_batch_of(view: View, place: Place) -> int:
+    """How many examples the loaders of this line leave out, since they do not fill a batch.
+
+    0 if that is not known.
+    """
+    text, length = place.first.what, int(place.first.value or 0)
+    size = _number_after("batch_size=", text)
+    if "drop_last=True" not in text or not size:
+        return 0
+    if "sampler=DistributedSampler" in text:
+        for sampler in samplers(view)[-1:]:
+            ranks = _replicas(sampler)
+            length = (length + padding_of(sampler) - dropped_by(sampler)) // max(1, ranks)
+    elif "sampler=" in text:
+        return 0
+    return length % size
+
+
 def _replicas(place: Place) -> int:
-    _, _, after = place.first.what.partition("num_replicas=")
-    digits = after.partition(",")[0]
+    return _number_after("num_replicas=", place.first.what)
+
+
+def _number_after(word: str, text: str) -> int:
+    """The whole number that follows a word; 0 if there is none."""
+    _, _, after = text.partition(word)
+    digits = after.partition(",")[0].rstrip(")")
     return int(digits) if digits.isdigit() else 0
 
 
 def ranks_that_read(view: View, place: Place, examples: Sequence[int]) -> list[int]:
     """The ranks that read one of these examples at this place."""
     return [rank for rank in place.ranks if set(examples) & set(read_at(view, place, rank))]
-
-
-def pointed_reads(view: View, most: int = 2) -> Iterator[PointedLine]:
-    """What each of the lines that read gave to its ranks."""
-    for place in reads(view)[:most]:
-        yield place.pointed(what_was_read(view, place), is_fault=True)
 
 
 def what_was_read(view: View, place: Place, most: int = 3) -> str:
@@ -96,8 +111,3 @@ def _short(examples: Sequence[int]) -> str:
     if len(examples) > 2 and list(examples) == list(range(examples[0], examples[-1] + 1)):
         return f"{examples[0]} to {examples[-1]}"
     return example_numbers(examples, most=4).partition(" ")[2]
-
-
-def shared_by(ranks: Sequence[int], world_size: int) -> str:
-    """Ranks as text: ``all 4 ranks`` or their numbers."""
-    return f"all {world_size} ranks" if len(ranks) == world_size else ranks_by_number(ranks)

@@ -14,6 +14,7 @@ from ddp_equivalence.diagnosis.rows_read import ExamplesRead, NotKnown, examples
 from ddp_equivalence.diagnosis.setting import Setting
 from ddp_equivalence.diagnosis.step_calls import StepCalls
 from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.measurement.further_calls import MOST_LINES
 from ddp_equivalence.measurement.observation import Backward, Observation, Wrapper
 from ddp_equivalence.ranks.collectives import FORGOTTEN, Collective
 
@@ -68,8 +69,13 @@ class ObservedStep:
 
     @cached_property
     def lines_run(self) -> Mapping[int, tuple[CodeLine, ...]]:
-        """Rank -> the lines of the user's code that it ran in this step, each once, in order."""
+        """Rank -> the lines of the user's code that it ran in this step, each once, in order.
+
+        Empty if a rank ran more lines than are remembered.
+        """
         step = self.setting.step
+        if any(len(seen.lines_run) >= MOST_LINES for seen in self.by_rank.values()):
+            return {}
         return {
             rank: tuple(line for number, line in seen.lines_run if number == step)
             for rank, seen in self.by_rank.items()

@@ -50,7 +50,7 @@ class CallWatch:
     """Records what one rank's step does with the gradients of ``model``.
 
     ``sample``: the elements of each gradient that are kept to see what becomes of them. The caller
-    says when the model is called and when backward runs, and sets ``step`` before each step.
+    says when the model is called and when backward runs, and when a step begins.
     ``further`` records where examples, weights and losses come from.
     """
 
@@ -68,6 +68,11 @@ class CallWatch:
         self._backwards = 0
         self._in_backward = False
         self._process = os.getpid()
+
+    def begin_step(self, number: int) -> None:
+        """What is recorded from now on belongs to this step."""
+        self.step = self.further.step = number
+        self._backwards = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -77,7 +77,8 @@ class Observer:
 
     @step.setter
     def step(self, number: int) -> None:
-        self._step = self._calls.step = self._calls.further.step = number
+        self._step = number
+        self._calls.begin_step(number)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -54,6 +54,7 @@ def lines(view: View) -> Sequence[PointedLine]:
         pointed = [
             place.pointed(f"no DistributedSampler: {place.first.what} on every rank", is_fault=True)
             for place in lines_that_read.loaders(view)
+            if len(place.ranks) == view.world_size
         ]
     if not pointed:
         pointed = [

@@ -50,7 +50,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     drops += [
         place.pointed("leaves out a last batch that is not full", is_fault=True)
         for place in lines_that_read.loaders(view)
-        if "drop_last=True" in place.first.what
+        if lines_that_read.last_batch_of(view, place)
     ]
     read = [
         place.pointed(lines_that_read.what_was_read(view, place), is_fault=not drops)

@@ -61,6 +61,8 @@ def _gathers(view: View) -> list[Place]:
         return (
             collective is not None
             and not call.in_backward
+            and call.backwards < len(view.observed.backwards(0))
+            and ("gather" in collective.op or collective.op == "all_reduce")
             and collective.contents is Contents.OTHER
             and (collective.elements > 1 or collective.loses_gradient)
         )

@@ -79,7 +79,9 @@ def lines(view: View) -> Sequence[PointedLine]:
     )
     return [
         place.pointed(
-            f"{ranks_by_number(place.ranks)} only: {names_text(place.names)}", is_fault=True
+            f"requires_grad = False for {names_text(place.names)} on "
+            f"{ranks_by_number(place.ranks)}",
+            is_fault=True,
         )
         for place in places
         if frozen >= set(place.ranks)

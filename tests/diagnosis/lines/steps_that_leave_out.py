@@ -113,6 +113,19 @@ def ddp_in_a_smaller_group(model: nn.Module, batch: Batch, rank: Any) -> None:
         dist.broadcast(parameter.grad, 0, group=everybody)
 
 
+def node_group_lacks_a_rank(model: nn.Module, batch: Batch, rank: Any) -> None:
+    loss_of(model, batch).backward()
+    leaders = dist.new_group([0, 2])
+    inside = [dist.new_group(ranks) for ranks in ([0, 1], [2])]
+    for parameter in model.parameters():
+        if rank.rank != 3:
+            dist.all_reduce(parameter.grad, group=inside[rank.node])
+        if rank.local_rank == 0:
+            dist.all_reduce(parameter.grad, group=leaders)
+        dist.broadcast(parameter.grad, 0)
+        parameter.grad /= rank.world_size
+
+
 def a_node_clears(model: nn.Module, batch: Batch, rank: Any) -> None:
     loss_of(model, batch).backward()
     if rank.node == 1:

@@ -96,7 +96,7 @@ def sampler_that_pads(model: nn.Module, batch: Batch, rank: Any) -> None:
 def sampler_that_drops(model: nn.Module, batch: Batch, rank: Any) -> None:
     data = TensorDataset(batch["x"], batch["y"])
     sampler = DistributedSampler(data, shuffle=False, drop_last=True)
-    for part in loaded(batch, sampler, len(sampler)):
+    for part in loaded(batch, sampler, len(sampler), drop_last=True):
         loss_of(model, part).backward()
     all_reduce_gradients(model, rank.world_size)
 

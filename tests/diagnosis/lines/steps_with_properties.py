@@ -135,7 +135,8 @@ def catalogue_loss(model: nn.Module, batch: Batch) -> Tensor:
     error = F.mse_loss(outputs, batch["targets"])
     variance = outputs.var(dim=0, unbiased=False)
     penalty = 0.25 * (1 - variance).square().mean()
-    return error + penalty
+    total: Tensor = error + penalty
+    return total
 
 
 def penalises_the_variance(model: nn.Module, batch: Batch, rank: Any) -> None:

@@ -60,6 +60,14 @@ LEFT_OUT = [
     ),
     (
         TWO_NODES,
+        steps.node_group_lacks_a_rank,
+        "rank_left_out",
+        "inside = [dist.new_group(ranks) for ranks in ([0, 1], [2])]",
+        "dist.all_reduce(parameter.grad, group=inside[rank.node])  reduces without rank 3",
+        "let rank 3 take part in an all_reduce of all 4 ranks, and divide by 4.",
+    ),
+    (
+        TWO_NODES,
         steps.a_node_clears,
         "node_left_out",
         "parameter.grad.zero_()",

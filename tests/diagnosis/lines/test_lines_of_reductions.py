@@ -56,14 +56,14 @@ REDUCTIONS = [
         steps.frozen_on_rank_1,
         "parameter_frozen_on_one_rank",
         "layer.weight.requires_grad_(False)",
-        "rank 1 only: 2.weight",
+        "requires_grad = False for 2.weight on rank 1",
         "set requires_grad to the same value on all 4 ranks.",
     ),
     (
         steps.frozen_before_ddp,
         "parameter_frozen_on_one_rank",
         "parameter.requires_grad = trains",
-        "rank 2 only: 4.bias",
+        "requires_grad = False for 4.bias on rank 2",
         "set requires_grad to the same value on all 4 ranks.",
     ),
     (
