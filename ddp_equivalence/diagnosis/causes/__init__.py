@@ -12,6 +12,7 @@ from ddp_equivalence.diagnosis.causes import (
     clipped_before_reduce,
     contrastive_local_negatives,
     divided_by_local_world_size,
+    divided_by_wrong_number,
     dropout_differs_from_reference,
     dropout_same_on_all_ranks,
     every_rank_same_data,
@@ -86,6 +87,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     # On most cases other causes leave the same numbers as these, and are believed first.
     averaged_twice.HYPOTHESIS,
     divided_by_local_world_size.HYPOTHESIS,
+    divided_by_wrong_number.HYPOTHESIS,
     stale_gradient_added.HYPOTHESIS,
     local_loss_summed.HYPOTHESIS,
     gradient_scaled_not_unscaled.HYPOTHESIS,

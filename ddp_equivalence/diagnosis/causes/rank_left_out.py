@@ -73,7 +73,8 @@ def _predictions_without(
         if view.setting.every_rank_reports and len(others) > 1:
             by_rank = held.expand(view.world_size, -1).clone()
             by_rank[list(left_out)] = local[list(left_out)]
-            yield Prediction(by_rank, f"{detail}; {names} hold their own gradient")
+            own = "holds its own gradient" if len(left_out) == 1 else "hold their own gradients"
+            yield Prediction(by_rank, f"{detail}; {names} {own}")
 
 
 def lines(view: View) -> Sequence[PointedLine]:

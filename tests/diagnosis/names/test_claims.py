@@ -15,11 +15,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence import Rank, check
+from ddp_equivalence import Case, Rank, check
 from ddp_equivalence.faults import FAULTS
 from ddp_equivalence.faults.plant import planted
+from ddp_equivalence.faults.trials import fault_trials
 from ddp_equivalence.report.verdict import Verdict
-from tests.diagnosis.names import test_data, test_numbers, test_reductions
+from tests.diagnosis.names import test_data, test_numbers, test_random_numbers, test_reductions
 from tests.diagnosis.names.claims import CLAIMS, false_claims
 from tests.diagnosis.names.small_case import Step, average, case, squares
 
@@ -77,6 +78,40 @@ def test_a_report_on_a_planted_fault_says_only_what_was_seen(
     with planted(fault):
         verdict = check(shown, step)
         text = report(verdict)
+    assert false_claims(verdict, text) == [], text
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_report_on_a_fault_in_its_own_strategy_says_only_what_was_seen(fault: str) -> None:
+    """Where the fault is one of the model, the loss or the data, no step of a user's has it."""
+    trials = fault_trials([fault], ["2x2", "1+3"], every=False)
+    trial = next(one.trial for one in trials if one.why_it_cannot_show is None)
+    with planted(fault):
+        verdict = check(trial.case, trial.strategy, **trial.options)
+        text = report(verdict)
+    assert verdict.outcome == "different"
+    assert false_claims(verdict, text) == [], text
+
+
+CASES_WITH_STEPS: list[tuple[Case, Step]] = [
+    (case(shards="own"), test_data.shuffles_apart),
+    (case("1x5", shards="own"), test_data.pads),
+    (case("2x2"), test_reductions.wraps_in_the_group_of_the_node),
+    (case("2x2"), test_reductions.reduces_in_the_group_of_the_node),
+    (case(model=test_random_numbers.Latent), reduces_each_gradient),
+    (case(model=test_random_numbers.Centred), wraps_with_several_buckets),
+    (
+        case(model=test_numbers.TwoHeads, loss=test_numbers.with_small_head),
+        test_numbers.forgets_the_small_head,
+    ),
+]
+
+
+@pytest.mark.parametrize(("shown", "step"), CASES_WITH_STEPS)
+def test_a_report_on_an_unusual_case_says_only_what_was_seen(shown: Case, step: Step) -> None:
+    verdict = check(shown, step)
+    text = report(verdict)
+    assert verdict.outcome == "different"
     assert false_claims(verdict, text) == [], text
 
 

@@ -46,8 +46,28 @@ def test_a_reduction_in_bfloat16_is_still_named() -> None:
 
 
 @pytest.mark.parametrize("layout", ["1x4", "2x2"])
-def test_a_world_size_of_eight_on_four_ranks_is_not_two_causes(layout: str) -> None:
-    verdict = check(case(layout), divides_by(8))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("divisor", [3, 8])
+def test_a_world_size_of_another_run_is_one_cause(
+    layout: str, dtype: torch.dtype, divisor: int
+) -> None:
+    verdict = check(case(layout, dtype=dtype), divides_by(divisor))
+    assert verdict.causes == ("divided_by_wrong_number",), verdict
+    assert f"every rank divided its gradients by {divisor}" in report_of(verdict)
+
+
+def divides_a_buffer_by_eight(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """The division is not seen: it is not made on the gradients."""
+    squares(model, shard).backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = nn.utils.parameters_to_vector(gradients)
+    dist.all_reduce(flat)
+    nn.utils.vector_to_parameters(flat / 8, gradients)
+
+
+@pytest.mark.parametrize("layout", ["1x4", "2x2"])
+def test_a_number_that_was_not_seen_is_not_two_causes(layout: str) -> None:
+    verdict = check(case(layout), divides_a_buffer_by_eight)
     assert len(verdict.causes) < 2, verdict
     assert "every rank holds 0.500 g" in report_of(verdict)
 

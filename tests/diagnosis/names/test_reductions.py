@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_value_
@@ -108,6 +110,44 @@ def nothing_is_reduced(model: nn.Module, shard: Any, rank: Rank) -> None:
 def test_a_count_that_is_reduced_is_no_gradient() -> None:
     verdict = check(case(), nothing_is_reduced)
     assert verdict.causes == ("no_all_reduce",), verdict
+
+
+def wraps_in_the_group_of_the_node(model: nn.Module, shard: Any, rank: Rank) -> None:
+    groups = [dist.new_group([2 * node, 2 * node + 1]) for node in range(2)]
+    ddp = DistributedDataParallel(model, process_group=groups[rank.node])
+    squares(ddp, shard).backward()
+
+
+def shards_in_the_group_of_the_node(model: nn.Module, shard: Any, rank: Rank) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    fully_shard(model, mesh=mesh["inside"])
+    squares(model, shard).backward()
+    sharded: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()}
+    return {name: gradient.full_tensor() for name, gradient in sharded.items()}
+
+
+def reduces_in_the_group_of_the_node(model: nn.Module, shard: Any, rank: Rank) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    squares(model, shard).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad, group=mesh["inside"].get_group())
+        parameter.grad /= 2
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        wraps_in_the_group_of_the_node,
+        shards_in_the_group_of_the_node,
+        reduces_in_the_group_of_the_node,
+    ],
+)
+def test_gradients_that_stay_in_their_node_were_reduced(step: Any) -> None:
+    verdict = check(case("2x2"), step)
+    assert verdict.outcome == "different"
+    assert not set(verdict.causes) & set(WITHOUT_REDUCTION), verdict
+    assert "No gradient was reduced" not in report_of(verdict)
 
 
 class AfterwardsOnTheirOwn:
