@@ -8,31 +8,18 @@ import torch
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.reduction_groups import Groups, groups_text, separate_groups
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 
-MOST_GROUPS = 3
-
-Groups = tuple[tuple[int, ...], ...]
-
-
-def separate_groups(view: View) -> Groups:
-    """The groups of ranks that exchanged gradients, directly or over others; () if all did."""
-    if not view.observed.covers_every_rank or view.observed.wrappers:
-        return ()
-    joined = {rank: {rank} for rank in range(view.world_size)}
-    for place in view.observed.calls.reductions:
-        for group in place.groups:
-            together = set().union(*(joined[rank] for rank in group))
-            for rank in together:
-                joined[rank] = together
-    groups = tuple(sorted({tuple(sorted(ranks)) for ranks in joined.values()}))
-    return groups if len(groups) > 1 and max(map(len, groups)) > 1 else ()
-
 
 def predict(view: View) -> Sequence[Prediction]:
-    """The mean or the sum of the gradients of each rank's own group."""
-    groups = separate_groups(view)
+    """The mean or the sum of the gradients of each rank's own group, where groups were seen."""
+    return means_of_groups(view, separate_groups(view))
+
+
+def means_of_groups(view: View, groups: Groups) -> Sequence[Prediction]:
+    """The mean or the sum of the gradients of the ranks in each rank's own group."""
     if not groups or not view.setting.every_rank_reports:
         return ()
     predictions = []
@@ -63,18 +50,10 @@ def indication(view: View) -> Indication | None:
     return Indication(True, f"gradients were reduced in {groups_text(groups)}; none joins them")
 
 
-def groups_text(groups: Groups) -> str:
-    """The groups as text: ``groups {0, 1} and {2, 3}``."""
-    shown = [f"{{{', '.join(map(str, group))}}}" for group in groups[:MOST_GROUPS]]
-    if len(groups) > MOST_GROUPS:
-        shown.append(f"{len(groups) - MOST_GROUPS} more")
-    return f"groups {' and '.join(shown)}"
-
-
 def lines(view: View) -> Sequence[PointedLine]:
     """Where the groups are made, and where gradients are reduced in them."""
     calls = view.observed.calls
-    used = {group for place in calls.reductions for group in place.groups}
+    used = {tuple(sorted(group)) for place in calls.reductions for group in place.groups}
     made = calls.places(Kind.NEW_GROUP, where=lambda call: tuple(sorted(call.ranks)) in used)
     reduced = [
         place.pointed(
