@@ -32,6 +32,7 @@ from ddp_equivalence.diagnosis.causes import (
     rank_left_out,
     raw_module_called,
     reduced_before_backward_finished,
+    reduced_buffer_not_used,
     reduced_in_wrong_group,
     sampler_padding_counted,
     scaler_differs_between_ranks,
@@ -63,6 +64,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     accumulation_not_divided.HYPOTHESIS,
     # Ranks or micro-batches are missing in the sum, or have a wrong weight.
     reduced_in_wrong_group.HYPOTHESIS,
+    reduced_buffer_not_used.HYPOTHESIS,
     no_all_reduce.HYPOTHESIS,
     raw_module_called.HYPOTHESIS,
     no_sync_left_on.HYPOTHESIS,
