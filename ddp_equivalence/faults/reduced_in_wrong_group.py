@@ -31,9 +31,7 @@ def reduce_in_pairs(task: Task, step: TrainStep, record_firing: RecordFiring) ->
 @cache
 def _pairs(world_size: int, _: object) -> tuple[tuple[range, dist.ProcessGroup], ...]:
     """The groups, made once for each world group: torch 2.13 hangs if a loop makes them anew."""
-    ranks_of_pairs = [
-        range(first, min(first + 2, world_size)) for first in range(0, world_size, 2)
-    ]
+    ranks_of_pairs = [range(first, min(first + 2, world_size)) for first in range(0, world_size, 2)]
     pairs = tuple((ranks, dist.new_group(list(ranks))) for ranks in ranks_of_pairs)
     for _, group in pairs:
         process_state.keep_group(group)

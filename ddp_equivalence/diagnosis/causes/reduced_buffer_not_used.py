@@ -95,7 +95,9 @@ def fix(view: View) -> str:
     """Copy the result back."""
     places = _reductions(view)
     where = f"after line {places[-1].line.number} " if places else ""
-    return f"{where}copy the reduced tensor back into each .grad, divided by {view.world_size} once."
+    return (
+        f"{where}copy the reduced tensor back into each .grad, divided by {view.world_size} once."
+    )
 
 
 HYPOTHESIS = Hypothesis(

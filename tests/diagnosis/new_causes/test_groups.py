@@ -97,9 +97,9 @@ def test_groups_that_nothing_joins_are_named_with_their_reduction(
     verdict = different(case_of(), step)
     finding = first_finding(verdict)
     assert finding.cause == "reduced_in_wrong_group", verdict
-    assert faulty_lines(verdict) == [
-        f"dist.all_reduce(parameter.grad, group=group)  # {text}"
-    ], verdict
+    assert faulty_lines(verdict) == [f"dist.all_reduce(parameter.grad, group=group)  # {text}"], (
+        verdict
+    )
     assert lines_shown(verdict)[0] == "group = dist.new_group(ranks)"
     assert groups in finding.because
     assert finding.fix == "all_reduce over all 4 ranks, and divide by 4."
