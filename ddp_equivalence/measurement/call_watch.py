@@ -29,6 +29,7 @@ from ddp_equivalence.measurement.code_lines import lines_of
 from ddp_equivalence.measurement.collective_contents import contents_of
 from ddp_equivalence.measurement.gradient_watch import GradientWatch, factor_between
 from ddp_equivalence.measurement.line_tracer import Handler, LineTracer
+from ddp_equivalence.measurement.shuffles import randperm_recorded, shuffle_handlers
 from ddp_equivalence.ranks import missed_waits
 from ddp_equivalence.ranks.collectives import issued_so_far
 from ddp_equivalence.ranks.missed_waits import Issued
@@ -58,7 +59,11 @@ class CallWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Record inside the block."""
-        with missed_waits.listening(self._on_issue, self._on_wait), self._tracer.tracing():
+        with (
+            missed_waits.listening(self._on_issue, self._on_wait),
+            randperm_recorded(self._on_shuffle),
+            self._tracer.tracing(),
+        ):
             yield
         self._note_changes(None, by_value=True)
 
@@ -135,6 +140,7 @@ class CallWatch:
             torch.amp.GradScaler.scale: lambda frame: self._on_scale(Kind.SCALE, frame),
             torch.amp.GradScaler.unscale_: lambda frame: self._on_scale(Kind.UNSCALE, frame),
         }
+        functions |= shuffle_handlers(self._on_shuffle)
         for name in dir(torch.optim):
             kind = getattr(torch.optim, name)
             if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
@@ -176,6 +182,9 @@ class CallWatch:
 
     def _on_seed(self, frame: FrameType) -> None:
         self._record(Kind.SEED, frame, value=float(int(frame.f_locals["seed"])))
+
+    def _on_shuffle(self, frame: FrameType, what: str, seed: float | None) -> None:
+        self._record(Kind.SHUFFLE, frame, value=seed, what=what)
 
     def _on_scale(self, kind: Kind, frame: FrameType) -> None:
         scaler = frame.f_locals["self"]

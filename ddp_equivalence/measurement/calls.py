@@ -31,6 +31,7 @@ class Kind(Enum):
     OPTIMIZER_STEP = "optimizer step"
     NEW_GROUP = "new group"
     SEED = "seed"
+    SHUFFLE = "shuffle"
     SCALE = "scale"
     UNSCALE = "unscale"
     CHANGE = "change"
@@ -90,10 +91,11 @@ class Call:
     ``users_line``: the innermost line of the user's own code; it differs from ``line`` where an
     installed package made the call. ``step``: the number of the step, from 0. ``backwards``: how
     many calls of backward had begun before. ``value``: the loss of a backward, the norm or value of
-    a clip, the seed, or the scale. ``what``: the class of a wrapper or module, the function that
-    clipped, or the class of an optimizer. ``names``: the parameters that a clip, a zero_grad or an
-    optimizer was given. ``collective`` and ``change``: of calls of these kinds. ``ranks``: of a new
-    group. ``in_backward``: the call was made while a backward pass ran.
+    a clip, the seed (also of a sampler), or the scale. ``what``: the class of a wrapper or module,
+    the function that clipped or shuffled, or the class of an optimizer or a sampler. ``names``: the
+    parameters that a clip, a zero_grad or an optimizer was given. ``collective`` and ``change``: of
+    calls of these kinds. ``ranks``: of a new group. ``in_backward``: the call was made while a
+    backward pass ran.
     """
 
     kind: Kind

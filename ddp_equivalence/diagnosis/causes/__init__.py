@@ -31,6 +31,7 @@ from ddp_equivalence.diagnosis.causes import (
     parameter_not_reduced,
     parameters_reduced_not_gradients,
     rank_left_out,
+    ranks_shuffle_apart,
     raw_module_called,
     reduced_before_backward_finished,
     reduced_buffer_not_used,
@@ -50,6 +51,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     # Weights or examples of the ranks are wrong: the causes below then explain nothing.
     weights_differ_between_ranks.HYPOTHESIS,
     every_rank_same_data.HYPOTHESIS,
+    ranks_shuffle_apart.HYPOTHESIS,
     sampler_padding_counted.HYPOTHESIS,
     examples_dropped.HYPOTHESIS,
     # The model or the loss makes the difference, not the reduction.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ddp_equivalence.diagnosis.causes.ranks_shuffle_apart import ranks_shuffled_apart
 from ddp_equivalence.diagnosis.examples_read import (
     all_ranks_read_the_same,
     examples_seen,
@@ -18,7 +19,7 @@ from ddp_equivalence.diagnosis.view import View
 def predict(view: View) -> Sequence[Prediction]:
     """The gradient of all examples that were read, if some examples were read more than once."""
     repeated = read_more_than_once(view)
-    if not repeated or all_ranks_read_the_same(view):
+    if not repeated or all_ranks_read_the_same(view) or ranks_shuffled_apart(view):
         return ()
     return predictions_from_examples_read(
         view, f"{examples_seen(view, repeated)} read more than once"
