@@ -19,6 +19,7 @@ from ddp_equivalence.diagnosis.causes import (
     examples_dropped,
     gather_without_gradient,
     gradient_scaled_not_unscaled,
+    last_window_divided_by_full,
     local_loss_summed,
     low_precision_reduce,
     mean_not_sum,
@@ -90,6 +91,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     reduced_before_backward_finished.HYPOTHESIS,
     # On most cases other causes leave the same numbers as these, and are believed first.
     averaged_twice.HYPOTHESIS,
+    last_window_divided_by_full.HYPOTHESIS,
     divided_by_local_world_size.HYPOTHESIS,
     stale_gradient_added.HYPOTHESIS,
     local_loss_summed.HYPOTHESIS,
