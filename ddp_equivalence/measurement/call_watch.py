@@ -149,6 +149,8 @@ class CallWatch:
 
     def _on_clip(self, frame: FrameType) -> None:
         values = frame.f_locals
+        if isinstance(values.get("parameters"), Sequence) and not values["parameters"]:
+            return  # nothing is clipped
         most = values.get("max_norm", values.get("clip_value"))
         self._record(
             Kind.CLIP,

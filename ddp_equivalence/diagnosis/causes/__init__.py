@@ -11,6 +11,8 @@ from ddp_equivalence.diagnosis.causes import (
     batch_statistics_local,
     bucket_not_reduced,
     clipped_before_reduce,
+    clipped_per_micro_batch,
+    clipped_per_parameter,
     contrastive_local_negatives,
     divided_by_local_world_size,
     dropout_differs_from_reference,
@@ -83,6 +85,8 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     rank_left_out.HYPOTHESIS,
     node_left_out.HYPOTHESIS,
     clipped_before_reduce.HYPOTHESIS,
+    clipped_per_micro_batch.HYPOTHESIS,
+    clipped_per_parameter.HYPOTHESIS,
     scaler_differs_between_ranks.HYPOTHESIS,
     # Only some parameters are wrong.
     parameter_frozen_on_one_rank.HYPOTHESIS,
