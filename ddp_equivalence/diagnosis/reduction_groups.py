@@ -37,6 +37,40 @@ def separate_groups(view: View) -> Groups:
     return groups if len(groups) > 1 else ()
 
 
+def wrapped_groups(view: View) -> Groups:
+    """The groups in which DDP reduced, as the step has made them; () unless that is certain."""
+    if not _ddp_reduced(view) or not reduced_only_in_subgroups(view):
+        return ()
+    made = [
+        {
+            tuple(sorted(call.ranks))
+            for call in seen.calls
+            if call.kind is Kind.NEW_GROUP and rank in call.ranks
+        }
+        for rank, seen in sorted(view.observed.by_rank.items())
+    ]
+    if any(len(of_rank) != 1 for of_rank in made):
+        return ()
+    groups = tuple(sorted(set().union(*made)))
+    return groups if sum(map(len, groups)) == view.world_size and len(groups) > 1 else ()
+
+
+def reduced_only_in_subgroups(view: View) -> bool:
+    """True if torch's flight recorder shows reductions on every rank, and none among all ranks.
+
+    Collectives of single numbers do not count.
+    """
+    if not view.observed.covers_every_rank or view.observed.reduced_elements is None:
+        return False
+    for seen in view.observed.by_rank.values():
+        reductions = [
+            one for one in seen.collectives or () if "reduce" in one.op and one.elements > 1
+        ]
+        if not reductions or any(not one.group for one in reductions):
+            return False
+    return True
+
+
 def groups_text(groups: Groups) -> str:
     """The groups as text: ``groups {0, 1} and {2, 3}``."""
     shown = [f"{{{', '.join(map(str, group))}}}" for group in groups[:MOST_GROUPS]]

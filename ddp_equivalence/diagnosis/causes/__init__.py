@@ -29,6 +29,7 @@ from ddp_equivalence.diagnosis.causes import (
     no_all_reduce,
     no_sync_left_on,
     node_left_out,
+    nodes_not_reduced,
     only_last_micro_batch,
     parameter_frozen_on_one_rank,
     parameter_not_reduced,
@@ -70,6 +71,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     accumulation_not_divided.HYPOTHESIS,
     # Ranks or micro-batches are missing in the sum, or have a wrong weight.
     reduced_in_wrong_group.HYPOTHESIS,
+    nodes_not_reduced.HYPOTHESIS,
     reduced_buffer_not_used.HYPOTHESIS,
     no_all_reduce.HYPOTHESIS,
     raw_module_called.HYPOTHESIS,

@@ -8,14 +8,30 @@ import torch
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.reduction_groups import Groups, groups_text, separate_groups
+from ddp_equivalence.diagnosis.reduction_groups import (
+    Groups,
+    groups_text,
+    separate_groups,
+    wrapped_groups,
+)
+from ddp_equivalence.diagnosis.step_calls import StepCalls
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 
 
 def predict(view: View) -> Sequence[Prediction]:
     """The mean or the sum of the gradients of each rank's own group, where groups were seen."""
-    return means_of_groups(view, separate_groups(view))
+    return means_of_groups(view, groups_seen(view))
+
+
+def groups_seen(view: View) -> Groups:
+    """The groups of the step's own reductions, or those of DDP unless these are the nodes.
+
+    What DDP reduces in each node alone is another cause.
+    """
+    of_ddp = wrapped_groups(view)
+    nodes = tuple(sorted(view.setting.ranks_by_node))
+    return separate_groups(view) or (() if of_ddp == nodes else of_ddp)
 
 
 def means_of_groups(view: View, groups: Groups) -> Sequence[Prediction]:
@@ -44,7 +60,7 @@ def means_of_groups(view: View, groups: Groups) -> Sequence[Prediction]:
 
 def indication(view: View) -> Indication | None:
     """Looks at the groups in which gradients were seen to be reduced."""
-    groups = separate_groups(view)
+    groups = groups_seen(view)
     if not groups:
         return None
     return Indication(True, f"gradients were reduced in {groups_text(groups)}; none joins them")
@@ -64,11 +80,25 @@ def lines(view: View) -> Sequence[PointedLine]:
         for place in calls.reductions
         if place.first.collective is not None
     ]
+    if not reduced:
+        return lines_of_wrapper(view)
     return [*(place.pointed() for place in made[:1]), *reduced[:2]]
+
+
+def lines_of_wrapper(view: View) -> Sequence[PointedLine]:
+    """Where the groups are made, and where DDP is given one."""
+    calls = view.observed.calls
+    of_step = StepCalls({rank: seen.calls for rank, seen in view.observed.by_rank.items()})
+    made = [place.pointed() for place in of_step.places(Kind.NEW_GROUP)[:1]]
+    wrapped = of_step.places(Kind.WRAP) or calls.backwards
+    note = "DDP reduces in a group of some ranks"
+    return [*made, *(place.pointed(note, is_fault=True) for place in wrapped[-1:])]
 
 
 def fix(view: View) -> str:
     """Reduce over all ranks."""
+    if not view.observed.calls.reductions:
+        return "give DistributedDataParallel no process_group, or one of all ranks."
     return f"all_reduce over all {view.world_size} ranks, and divide by {view.world_size}."
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank, check
 from tests.diagnosis.new_causes.named import (
@@ -52,6 +53,28 @@ def average_with_itself(model: nn.Module, shard: Shard, rank: Rank) -> None:
     loss(model, shard).backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=group)  # in a group of one
+
+
+def ddp_of_its_node(model: nn.Module, shard: Shard, rank: Rank) -> None:
+    group = own_group([[0, 1], [2, 3]], rank.rank)
+    ddp = DistributedDataParallel(model, process_group=group)  # of some ranks
+    loss(ddp, shard).backward()
+
+
+def ddp_of_equal_local_ranks(model: nn.Module, shard: Shard, rank: Rank) -> None:
+    group = own_group([[0, 2], [1, 3]], rank.rank)
+    ddp = DistributedDataParallel(model, process_group=group)  # of some ranks
+    loss(ddp, shard).backward()
+
+
+def ddp_of_its_node_and_a_mean_between_nodes(model: nn.Module, shard: Shard, rank: Rank) -> None:
+    group = own_group([[0, 1], [2, 3]], rank.rank)
+    between = own_group([[0, 2], [1, 3]], rank.rank)
+    ddp = DistributedDataParallel(model, process_group=group)
+    loss(ddp, shard).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=between)
+        parameter.grad /= 2
 
 
 def average_within_and_between_nodes(model: nn.Module, shard: Shard, rank: Rank) -> None:
@@ -105,8 +128,37 @@ def test_groups_that_nothing_joins_are_named_with_their_reduction(
     assert finding.fix == "all_reduce over all 4 ranks, and divide by 4."
 
 
-def test_a_mean_within_nodes_and_then_between_them_is_right() -> None:
-    verdict = check(case_of(), average_within_and_between_nodes)
+@pytest.mark.parametrize(
+    ("step", "cause"),
+    [
+        (ddp_of_its_node, "nodes_not_reduced"),
+        (ddp_of_equal_local_ranks, "reduced_in_wrong_group"),
+    ],
+)
+def test_a_group_that_ddp_is_given_is_named_by_whether_it_is_the_node(
+    step: Any, cause: str
+) -> None:
+    verdict = different(case_of(), step)
+    finding = first_finding(verdict)
+    assert accepted(verdict) == {cause}, verdict
+    assert faulty_lines(verdict) == [
+        "ddp = DistributedDataParallel(model, process_group=group)  # of some ranks"
+    ], verdict
+    assert finding.fix.startswith("give DistributedDataParallel no process_group")
+
+
+@pytest.mark.ddp(second_look=False)
+def test_without_a_second_run_the_means_of_nodes_are_named_by_their_numbers() -> None:
+    verdict = different(case_of(), average_over_node)
+    assert accepted(verdict) == {"nodes_not_reduced"}, verdict
+    assert first_finding(verdict).because == ""
+
+
+@pytest.mark.parametrize(
+    "step", [average_within_and_between_nodes, ddp_of_its_node_and_a_mean_between_nodes]
+)
+def test_a_mean_within_nodes_and_then_between_them_is_right(step: Any) -> None:
+    verdict = check(case_of(), step)
     assert verdict.outcome == "same", verdict
 
 
