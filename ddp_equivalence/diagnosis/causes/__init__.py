@@ -43,6 +43,7 @@ from ddp_equivalence.diagnosis.causes import (
     sampler_padding_counted,
     scaler_differs_between_ranks,
     stale_gradient_added,
+    statistic_not_additive,
     sum_not_mean,
     token_counts_weighted_equally,
     uneven_shards_weighted_equally,
@@ -64,6 +65,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     dropout_same_on_all_ranks.HYPOTHESIS,
     contrastive_local_negatives.HYPOTHESIS,
     batch_statistics_local.HYPOTHESIS,
+    statistic_not_additive.HYPOTHESIS,
     # One factor is wrong, for all parameters.
     mean_not_sum.HYPOTHESIS,
     sum_not_mean.HYPOTHESIS,

@@ -18,8 +18,8 @@ from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
 def predict(view: View) -> Sequence[Prediction]:
     """The mean of what was computed before the reduction, plus the rank's own later gradients."""
     reduced = _backwards_reduced(view)
-    gradients = _gradients_by_backward(view)
-    if not reduced or gradients is None or not view.setting.every_rank_reports:
+    gradients = _gradients_by_backward(view) if reduced else None
+    if gradients is None or not view.setting.every_rank_reports:
         return ()
     zero = torch.zeros_like(view.expected)
     early = torch.stack(
