@@ -21,6 +21,7 @@ from ddp_equivalence.diagnosis.causes import (
     examples_dropped,
     gather_without_gradient,
     gradient_scaled_not_unscaled,
+    graph_changed,
     last_window_divided_by_full,
     local_loss_summed,
     low_precision_reduce,
@@ -31,6 +32,7 @@ from ddp_equivalence.diagnosis.causes import (
     node_left_out,
     nodes_not_reduced,
     only_last_micro_batch,
+    overflow_in_reduction,
     parameter_frozen_on_one_rank,
     parameter_not_reduced,
     parameters_reduced_not_gradients,
@@ -94,6 +96,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     scaler_differs_between_ranks.HYPOTHESIS,
     # Only some parameters are wrong.
     parameter_frozen_on_one_rank.HYPOTHESIS,
+    graph_changed.HYPOTHESIS,
     bucket_not_reduced.HYPOTHESIS,
     parameter_not_reduced.HYPOTHESIS,
     reduced_before_backward_finished.HYPOTHESIS,
@@ -104,5 +107,6 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     stale_gradient_added.HYPOTHESIS,
     local_loss_summed.HYPOTHESIS,
     gradient_scaled_not_unscaled.HYPOTHESIS,
+    overflow_in_reduction.HYPOTHESIS,
     low_precision_reduce.HYPOTHESIS,
 )

@@ -38,6 +38,7 @@ def each_layer_before_reducing(model: nn.Module, shard: Shard, rank: Rank) -> No
     for layer in model.children():
         clip_grad_norm_(list(layer.parameters()), MAX_NORM)  # of a layer
     for parameter in model.parameters():
+        assert parameter.grad is not None
         dist.all_reduce(parameter.grad)
         parameter.grad /= rank.world_size
 

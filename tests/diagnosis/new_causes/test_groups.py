@@ -36,6 +36,7 @@ def average_over_node(model: nn.Module, shard: Shard, rank: Rank) -> None:
     group = own_group([[0, 1], [2, 3]], rank.rank)
     loss(model, shard).backward()
     for parameter in model.parameters():
+        assert parameter.grad is not None
         dist.all_reduce(parameter.grad, group=group)  # in its node only
         parameter.grad /= 2
 
@@ -44,6 +45,7 @@ def average_over_equal_local_ranks(model: nn.Module, shard: Shard, rank: Rank) -
     group = own_group([[0, 2], [1, 3]], rank.rank)
     loss(model, shard).backward()
     for parameter in model.parameters():
+        assert parameter.grad is not None
         parameter.grad /= rank.world_size
         dist.all_reduce(parameter.grad, group=group)  # across nodes only
 
@@ -73,6 +75,7 @@ def ddp_of_its_node_and_a_mean_between_nodes(model: nn.Module, shard: Shard, ran
     ddp = DistributedDataParallel(model, process_group=group)
     loss(ddp, shard).backward()
     for parameter in model.parameters():
+        assert parameter.grad is not None
         dist.all_reduce(parameter.grad, group=between)
         parameter.grad /= 2
 
@@ -82,6 +85,7 @@ def average_within_and_between_nodes(model: nn.Module, shard: Shard, rank: Rank)
     between = own_group([[0, 2], [1, 3]], rank.rank)
     loss(model, shard).backward()
     for parameter in model.parameters():
+        assert parameter.grad is not None
         dist.all_reduce(parameter.grad, group=in_node)
         dist.all_reduce(parameter.grad, group=between)
         parameter.grad /= 4
@@ -102,6 +106,7 @@ def without_the_last_rank(model: nn.Module, shard: Shard, rank: Rank) -> None:
     if rank.rank == 3:
         return
     for parameter in model.parameters():
+        assert parameter.grad is not None
         dist.all_reduce(parameter.grad, group=group)
         parameter.grad /= 3
 

@@ -48,6 +48,7 @@ def aux_after_reducing_by_hand(model: nn.Module, shard: Shard, rank: Rank) -> No
     loss, _ = both_losses(model, shard)
     loss.backward()
     for parameter in model.parameters():
+        assert parameter.grad is not None
         dist.all_reduce(parameter.grad)
         parameter.grad /= rank.world_size
     _, aux = both_losses(model, shard)
@@ -72,6 +73,7 @@ def aux_before_reducing(model: nn.Module, shard: Shard, rank: Rank) -> None:
     loss.backward(retain_graph=True)
     aux.backward()
     for parameter in model.parameters():
+        assert parameter.grad is not None
         dist.all_reduce(parameter.grad)
         parameter.grad /= rank.world_size
 
@@ -90,6 +92,7 @@ def reduced_in_the_middle_of_a_loop(model: nn.Module, shard: Shard, rank: Rank) 
         (sum_of_losses(model, micro_batch) / 3).backward()
         if number == 1:
             for parameter in model.parameters():
+                assert parameter.grad is not None
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= rank.world_size
 

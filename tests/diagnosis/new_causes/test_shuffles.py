@@ -52,7 +52,7 @@ def shuffled_list(model: nn.Module, batch: Batch, rank: Rank) -> None:
 
 def sampler_seeded_by_rank(model: nn.Module, batch: Batch, rank: Rank) -> None:
     dataset = TensorDataset(batch["rows"], batch["targets"])
-    sampler = DistributedSampler(dataset, rank.world_size, rank.rank, seed=rank.rank)
+    sampler: Any = DistributedSampler(dataset, 4, rank.rank, seed=rank.rank)
     rows, targets = next(iter(DataLoader(dataset, batch_size=6, sampler=sampler)))
     ddp = DistributedDataParallel(model)
     loss(ddp, {"rows": rows, "targets": targets}).backward()
@@ -92,7 +92,7 @@ def padded(model: nn.Module, batch: Batch, rank: Rank) -> None:
         (shuffled_list, "random.Random(rank.rank).shuffle(order)"),
         (
             sampler_seeded_by_rank,
-            "sampler = DistributedSampler(dataset, rank.world_size, rank.rank, seed=rank.rank)",
+            "sampler: Any = DistributedSampler(dataset, 4, rank.rank, seed=rank.rank)",
         ),
     ],
 )

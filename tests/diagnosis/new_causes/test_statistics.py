@@ -26,7 +26,8 @@ Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 def squares(model: nn.Module, batch: Batch) -> Tensor:
-    return (model(batch["rows"]) - batch["targets"]).square()
+    outputs: Tensor = model(batch["rows"])
+    return (outputs - batch["targets"]).square()
 
 
 def root(model: nn.Module, batch: Batch) -> Tensor:
