@@ -40,7 +40,7 @@ def losses_of_backwards(view: View) -> list[tuple[float, float]] | None:
         return None
     pairs = []
     for rank, micro_batches in enumerate(view.observed.examples_read):
-        begun_at = [call.loss for call in view.observed.by_rank[rank].backwards]
+        begun_at = [call.loss for call in view.observed.backwards(rank)]
         if len(begun_at) != len(micro_batches):
             return None
         for value, examples in zip(begun_at, micro_batches, strict=True):

@@ -87,3 +87,27 @@ def loss_and_gradient_of(
     return losses[-1], {
         name: gradient for (step, name), gradient in gradients.items() if step == last
     }
+
+
+def gradient_of_outputs(case: Case, batch: Any) -> tuple[Tensor, Tensor] | None:
+    """What the model returns for ``batch``, and the gradient of the loss with respect to it.
+
+    None unless the loss calls the model once, and the model returns one tensor. Raises BadCase as
+    the reference does.
+    """
+    outputs: list[Any] = []
+    model = build_model(case).double()
+
+    def keep(module: nn.Module, arguments: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.retain_grad()
+        outputs.append(output)
+
+    handle = model.register_forward_hook(keep)
+    try:
+        train(case, model, [in_dtype(batch, torch.float64)], "gradients", lr=0.0)
+    finally:
+        handle.remove()
+    if len(outputs) != 1 or not isinstance(outputs[0], Tensor) or outputs[0].grad is None:
+        return None
+    return outputs[0].detach(), outputs[0].grad

@@ -31,6 +31,7 @@ from ddp_equivalence.measurement.further_calls import FurtherCalls
 from ddp_equivalence.measurement.gradient_watch import GradientWatch, factor_between
 from ddp_equivalence.measurement.line_tracer import Handler, LineTracer, code_of
 from ddp_equivalence.measurement.loss_watch import LossWatch
+from ddp_equivalence.measurement.shuffles import randperm_recorded, shuffle_handlers
 from ddp_equivalence.measurement.synchronisation_watch import SynchronisationWatch
 from ddp_equivalence.ranks import missed_waits
 from ddp_equivalence.ranks.collectives import issued_so_far
@@ -77,7 +78,11 @@ class CallWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Record inside the block."""
-        with missed_waits.listening(self._on_issue, self._on_wait), self._tracer.tracing():
+        with (
+            missed_waits.listening(self._on_issue, self._on_wait),
+            randperm_recorded(self._on_shuffle),
+            self._tracer.tracing(),
+        ):
             yield
         self._note_changes(None, by_value=True)
 
@@ -160,6 +165,7 @@ class CallWatch:
             torch.amp.GradScaler.unscale_: lambda frame: self._on_scale(Kind.UNSCALE, frame),
         }
         functions |= dict.fromkeys(REGISTERING, self._on_hook)
+        functions |= shuffle_handlers(self._on_shuffle)
         for name in dir(torch.optim):
             kind = getattr(torch.optim, name)
             if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
@@ -168,6 +174,8 @@ class CallWatch:
 
     def _on_clip(self, frame: FrameType) -> None:
         values = frame.f_locals
+        if isinstance(values.get("parameters"), Sequence) and not values["parameters"]:
+            return  # nothing is clipped
         most = values.get("max_norm", values.get("clip_value"))
         self._record(
             Kind.CLIP,
@@ -213,6 +221,9 @@ class CallWatch:
     def _on_loss(self, line: CodeLine, value: float, what: str) -> None:
         if self._is_recorded():
             self._append(Kind.LOSS, (line, line), value=value, what=what)
+
+    def _on_shuffle(self, frame: FrameType, what: str, seed: float | None) -> None:
+        self._record(Kind.SHUFFLE, frame, value=seed, what=what)
 
     def _on_scale(self, kind: Kind, frame: FrameType) -> None:
         scaler = frame.f_locals["self"]

@@ -31,6 +31,7 @@ class Kind(Enum):
     OPTIMIZER_STEP = "optimizer step"
     NEW_GROUP = "new group"
     SEED = "seed"
+    SHUFFLE = "shuffle"
     SCALE = "scale"
     UNSCALE = "unscale"
     LOSS = "loss"
@@ -106,8 +107,8 @@ class Call:
     ``users_line``: the innermost line of the user's own code; it differs from ``line`` where an
     installed package made the call. ``step``: the number of the step, from 0. ``backwards``: how
     many calls of backward had begun before in this step. ``value``: the loss of a backward, the
-    norm or value of a clip, the seed, or the scale. ``what``: the class of a wrapper or module, the function that
-    clipped, the class of an optimizer, the operation that made a loss, the functions that computed
+    norm or value of a clip, the seed (also of a sampler), or the scale. ``what``: the class of a
+    wrapper or module, the function that clipped or shuffled, the class of an optimizer, the operation that made a loss, the functions that computed
     it, a sampler, loader or hook as text, a digest of the weights, or what ``requires_grad`` was
     set to. ``names``: the parameters that a clip, a zero_grad or an optimizer was given, or that
     changed; the name of a module. ``collective`` and ``change``: of calls of these kinds.

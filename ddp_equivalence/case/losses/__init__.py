@@ -8,6 +8,7 @@ from ddp_equivalence.case.losses import (
     cross_entropy,
     mse,
     penalty,
+    root_mean_square,
     token_mean,
     two_normalisers,
 )
@@ -30,5 +31,6 @@ LOSSES: dict[str, CatalogueLoss] = {
         penalty.SUM_WITH_PENALTY,
         contrastive.LOSS,
         batch_statistics.LOSS,
+        root_mean_square.LOSS,
     )
 }

@@ -9,31 +9,34 @@ import torch
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import ranks_by_number
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.reduction_groups import (
+    Groups,
+    groups_text,
+    separate_groups,
+    wrapped_groups,
+)
+from ddp_equivalence.diagnosis.step_calls import StepCalls
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 
-MOST_GROUPS = 3
-
-Groups = tuple[tuple[int, ...], ...]
-
-
-def separate_groups(view: View) -> Groups:
-    """The groups of ranks that exchanged gradients, directly or over others; () if all did."""
-    if not view.observed.covers_every_rank or view.observed.wrappers:
-        return ()
-    joined = {rank: {rank} for rank in range(view.world_size)}
-    for place in view.observed.calls.reductions:
-        for group in place.groups:
-            together = set().union(*(joined[rank] for rank in group))
-            for rank in together:
-                joined[rank] = together
-    groups = tuple(sorted({tuple(sorted(ranks)) for ranks in joined.values()}))
-    return groups if len(groups) > 1 and max(map(len, groups)) > 1 else ()
-
 
 def predict(view: View) -> Sequence[Prediction]:
-    """The mean or the sum of the gradients of each rank's own group."""
-    groups = separate_groups(view)
+    """The mean or the sum of the gradients of each rank's own group, where groups were seen."""
+    return means_of_groups(view, groups_seen(view))
+
+
+def groups_seen(view: View) -> Groups:
+    """The groups of the step's own reductions, or those of DDP unless these are the nodes.
+
+    What DDP reduces in each node alone is another cause.
+    """
+    of_ddp = wrapped_groups(view)
+    nodes = tuple(sorted(view.setting.ranks_by_node))
+    return separate_groups(view) or (() if of_ddp == nodes else of_ddp)
+
+
+def means_of_groups(view: View, groups: Groups) -> Sequence[Prediction]:
+    """The mean or the sum of the gradients of the ranks in each rank's own group."""
     if not groups or not view.setting.every_rank_reports:
         return ()
     predictions = []
@@ -58,7 +61,7 @@ def predict(view: View) -> Sequence[Prediction]:
 
 def indication(view: View) -> Indication | None:
     """Looks at the groups in which gradients were seen to be reduced."""
-    groups = separate_groups(view)
+    groups = groups_seen(view)
     if not groups:
         return None
     several = tuple(group for group in groups if len(group) > 1)
@@ -70,18 +73,10 @@ def indication(view: View) -> Indication | None:
     return Indication(True, because)
 
 
-def groups_text(groups: Groups) -> str:
-    """The groups as text: ``groups {0, 1} and {2, 3}``."""
-    shown = [f"{{{', '.join(map(str, group))}}}" for group in groups[:MOST_GROUPS]]
-    if len(groups) > MOST_GROUPS:
-        shown.append(f"{len(groups) - MOST_GROUPS} more")
-    return f"group{'s' if len(groups) > 1 else ''} {' and '.join(shown)}"
-
-
 def lines(view: View) -> Sequence[PointedLine]:
     """Where the groups are made, and where gradients are reduced in them."""
     calls = view.observed.calls
-    used = {group for place in calls.reductions for group in place.groups}
+    used = {tuple(sorted(group)) for place in calls.reductions for group in place.groups}
     made = calls.places(Kind.NEW_GROUP, where=lambda call: tuple(sorted(call.ranks)) in used)
     reduced = [
         place.pointed(
@@ -92,11 +87,25 @@ def lines(view: View) -> Sequence[PointedLine]:
         for place in calls.reductions
         if place.first.collective is not None
     ]
+    if not reduced:
+        return lines_of_wrapper(view)
     return [*(place.pointed() for place in made[:1]), *reduced[:2]]
+
+
+def lines_of_wrapper(view: View) -> Sequence[PointedLine]:
+    """Where the groups are made, and where DDP is given one."""
+    calls = view.observed.calls
+    of_step = StepCalls({rank: seen.calls for rank, seen in view.observed.by_rank.items()})
+    made = [place.pointed() for place in of_step.places(Kind.NEW_GROUP)[:1]]
+    wrapped = of_step.places(Kind.WRAP) or calls.backwards
+    note = "DDP reduces in a group of some ranks"
+    return [*made, *(place.pointed(note, is_fault=True) for place in wrapped[-1:])]
 
 
 def fix(view: View) -> str:
     """Reduce over all ranks."""
+    if not view.observed.calls.reductions:
+        return "give DistributedDataParallel no process_group, or one of all ranks."
     return f"all_reduce over all {view.world_size} ranks, and divide by {view.world_size}."
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis import lines_that_read
+from ddp_equivalence.diagnosis.causes.ranks_shuffle_apart import ranks_shuffled_apart
 from ddp_equivalence.diagnosis.examples_read import (
     all_ranks_read_the_same,
     example_numbers,
@@ -25,6 +26,8 @@ def predict(view: View) -> Sequence[Prediction]:
     """The gradient of all examples that were read, if some examples were read more than once."""
     repeated = read_more_than_once(view)
     if not repeated or all_ranks_read_the_same(view) or not may_be_padding(view):
+        return ()
+    if ranks_shuffled_apart(view):
         return ()
     return predictions_from_examples_read(
         view, f"{examples_seen(view, repeated)} read more than once"

@@ -1,0 +1,111 @@
+"""Replays the calls of ``clip_grad_norm_`` that were seen, on predicted gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.diagnosis.step_calls import reduces_gradients
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.calls import Call, Kind
+
+ADDED_TO_NORM = 1e-6
+"""torch's clip_grad_norm_ adds this to the norm that it divides by.
+
+Source: torch 2.13, torch/nn/utils/clip_grad.py.
+"""
+
+BY_NORM = "clip_grad_norm_"
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One clipping of a norm. ``names``: of the parameters that it was given; () if not known.
+
+    ``added``: to the norm that is divided by.
+    """
+
+    max_norm: float
+    names: tuple[str, ...] = ()
+    added: float = ADDED_TO_NORM
+
+
+Event = Clip | int | None
+"""What happened to a rank's gradients: clipped, added to by this backward, or (None) reduced."""
+
+
+def clips_norm(call: Call) -> bool:
+    """True for a call of clip_grad_norm_ with a norm that is known."""
+    return call.kind is Kind.CLIP and call.what == BY_NORM and call.value is not None
+
+
+def clipped(view: View, rows: Tensor, clip: Clip) -> Tensor:
+    """Each of the rows, shape (rows, elements), clipped as ``clip_grad_norm_`` does it."""
+    names = clip.names or view.parameters.names
+    positions = view.parameters.positions_of(
+        [one for one in names if one in view.parameters.places]
+    )
+    norms = rows[:, positions].norm(dim=1, keepdim=True)
+    result = rows.clone()
+    result[:, positions] *= torch.clamp(clip.max_norm / (norms + clip.added), max=1.0)
+    return result
+
+
+def events_of(view: View, rank: int) -> list[Event]:
+    """What happened to the gradients of this rank in the step, in its order."""
+    events: list[Event] = []
+    by_ddp = any(any(wrapper.synchronised) for wrapper in view.observed.wrappers)
+    backwards = view.observed.backwards(rank)
+    number = 0
+    for call in view.observed.calls.of(rank):
+        if call.kind is Kind.BACKWARD and number < len(backwards):
+            events.append(number)
+            before, after = backwards[number].issued
+            if by_ddp and before is not None and after is not None and after > before:
+                events.append(None)
+            number += 1
+        elif reduces_gradients(call) and events and events[-1] is not None:
+            events.append(None)
+        elif clips_norm(call):
+            assert call.value is not None
+            events.append(Clip(call.value, call.names))
+    return events
+
+
+def replayed(view: View, events: Sequence[Event], gradients: Sequence[Tensor]) -> Tensor:
+    """What the ranks hold after these events, each reduction being a mean.
+
+    ``gradients``: what each backward added on the ranks, shape (world size, elements) each.
+    """
+    held = torch.zeros_like(gradients[0])
+    for event in events:
+        if event is None:
+            held = held.mean(0).expand_as(held).clone()
+        elif isinstance(event, Clip):
+            held = clipped(view, held, event)
+        else:
+            held = held + gradients[event]
+    return held
+
+
+def gradients_by_backward(view: View) -> list[Tensor] | None:
+    """What each backward of the step added on the ranks, shape (world size, elements) each.
+
+    None if the ranks did not call backward equally often, or if a gradient is not known.
+    """
+    if not view.observed.covers_every_rank:
+        return None
+    by_rank = [view.observed.backwards(rank) for rank in range(view.world_size)]
+    if len(set(map(len, by_rank))) != 1 or not by_rank[0]:
+        return None
+    rows = []
+    for calls in zip(*by_rank, strict=True):
+        gradients = [call.gradient for call in calls]
+        known = [one for one in gradients if one is not None and len(one) == len(view.expected)]
+        if len(known) != len(gradients):
+            return None
+        rows.append(view.setting.scale * torch.stack(known))
+    return rows

@@ -1,0 +1,139 @@
+"""Gradients that are clipped in parts: each parameter, or each micro-batch, by itself."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from ddp_equivalence import Rank
+from tests.diagnosis.new_causes.named import (
+    accepted,
+    case_of,
+    different,
+    faulty_lines,
+    first_finding,
+    loss,
+)
+
+Shard = dict[str, Tensor]
+
+MAX_NORM = 0.1
+
+
+def each_parameter(model: nn.Module, shard: Shard, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    loss(ddp, shard).backward()
+    for parameter in model.parameters():
+        clip_grad_norm_(parameter, MAX_NORM)
+
+
+def each_layer_before_reducing(model: nn.Module, shard: Shard, rank: Rank) -> None:
+    loss(model, shard).backward()
+    for layer in model.children():
+        clip_grad_norm_(list(layer.parameters()), MAX_NORM)  # of a layer
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= rank.world_size
+
+
+def each_by_hand(model: nn.Module, shard: Shard, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    loss(ddp, shard).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad *= min(1.0, MAX_NORM / float(parameter.grad.norm()))
+
+
+def each_micro_batch(model: nn.Module, shard: Shard, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    for number in range(3):
+        micro_batch = {name: leaf[number::3] for name, leaf in shard.items()}
+        with nullcontext() if number == 2 else ddp.no_sync():
+            (loss(ddp, micro_batch) / 3).backward()
+        clip_grad_norm_(model.parameters(), MAX_NORM)  # in the loop
+
+
+def each_micro_batch_by_hand(model: nn.Module, shard: Shard, rank: Rank) -> None:
+    for number in range(3):
+        micro_batch = {name: leaf[number::3] for name, leaf in shard.items()}
+        (loss(model, micro_batch) / 3).backward()
+        clip_grad_norm_(model.parameters(), MAX_NORM)  # in the loop
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= rank.world_size
+
+
+def all_at_once_after_ddp(model: nn.Module, shard: Shard, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    loss(ddp, shard).backward()
+    clip_grad_norm_(model.parameters(), MAX_NORM)
+
+
+def before_reducing(model: nn.Module, shard: Shard, rank: Rank) -> None:
+    loss(model, shard).backward()
+    clip_grad_norm_(model.parameters(), MAX_NORM)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= rank.world_size
+
+
+def norms_that_nothing_exceeds(model: nn.Module, shard: Shard, rank: Rank) -> None:
+    loss(model, shard).backward()
+    for parameter in model.parameters():
+        clip_grad_norm_(parameter, 1e6)
+        dist.all_reduce(parameter.grad)
+
+
+@pytest.mark.parametrize(
+    ("step", "line"),
+    [
+        (each_parameter, "clip_grad_norm_(parameter, MAX_NORM)"),
+        (
+            each_layer_before_reducing,
+            "clip_grad_norm_(list(layer.parameters()), MAX_NORM)  # of a layer",
+        ),
+        (each_by_hand, "parameter.grad *= min(1.0, MAX_NORM / float(parameter.grad.norm()))"),
+    ],
+)
+def test_parameters_that_are_clipped_one_by_one_are_named(step: Any, line: str) -> None:
+    verdict = different(case_of(), step)
+    finding = first_finding(verdict)
+    assert finding.cause == "clipped_per_parameter", verdict
+    assert faulty_lines(verdict) == [line], verdict
+    assert finding.fix.startswith("call clip_grad_norm_(model.parameters(), max_norm) once")
+
+
+@pytest.mark.parametrize("step", [each_micro_batch, each_micro_batch_by_hand])
+def test_a_clipping_in_the_loop_over_micro_batches_is_named(step: Any) -> None:
+    verdict = different(case_of(), step)
+    finding = first_finding(verdict)
+    assert finding.cause == "clipped_per_micro_batch", verdict
+    assert faulty_lines(verdict) == [
+        "clip_grad_norm_(model.parameters(), MAX_NORM)  # in the loop"
+    ], verdict
+    assert "called 3 times" in finding.because
+    assert finding.fix.startswith("clip once")
+
+
+@pytest.mark.parametrize(
+    ("step", "names"),
+    [
+        (all_at_once_after_ddp, set()),
+        (before_reducing, {"clipped_before_reduce"}),
+        (norms_that_nothing_exceeds, {"sum_not_mean"}),
+    ],
+)
+def test_one_clipping_and_one_without_effect_are_not_called_clipped_in_parts(
+    step: Any, names: set[str]
+) -> None:
+    verdict = different(case_of(), step)
+    assert accepted(verdict) == names, verdict
