@@ -108,14 +108,15 @@ class Call:
     installed package made the call. ``step``: the number of the step, from 0. ``backwards``: how
     many calls of backward had begun before in this step. ``value``: the loss of a backward, the
     norm or value of a clip, the seed (also of a sampler), or the scale. ``what``: the class of a
-    wrapper or module, the function that clipped or shuffled, the class of an optimizer, the operation that made a loss, the functions that computed
-    it, a sampler, loader or hook as text, a digest of the weights, or what ``requires_grad`` was
-    set to. ``names``: the parameters that a clip, a zero_grad or an optimizer was given, or that
-    changed; the name of a module. ``collective`` and ``change``: of calls of these kinds.
-    ``ranks``: of a new group. ``in_backward``: the call was made while a backward pass ran.
-    ``chosen_at``: of a forward pass, the line of the user's that named the module; functions that
-    were given it come below. ``examples``: the positions, in the batch of all steps, that a forward
-    pass read; () if they are not known. ``line`` of these is the one that first held what was read.
+    wrapper or module, the function that clipped or shuffled, the class of an optimizer, the
+    operation that made a loss, the functions that computed it, a sampler, loader or hook as text, a
+    digest of the weights, or what ``requires_grad`` was set to. ``names``: the parameters that a
+    clip, a zero_grad or an optimizer was given, or that changed; the name of a module.
+    ``collective`` and ``change``: of calls of these kinds. ``ranks``: of a new group.
+    ``in_backward``: the call was made while a backward pass ran. ``chosen_at``: of a forward pass,
+    the line of the user's that named the module; functions that were given it come below.
+    ``examples``: the positions, in the batch of all steps, that a forward pass read; () if they are
+    not known. ``line`` of these is the one that first held what was read.
 
     A ``LOSS`` is a scalar with a gradient that a line has made: ``value`` is its value. A
     ``LOSS_FUNCTIONS`` is a line that computed a part of the loss at which backward begins. A

@@ -28,7 +28,7 @@ def _means(view: View) -> list[Tensor]:
     contributions, setting = view.parts.contributions(), view.setting
     if contributions is None or view.parts.count == 1 or not view.measured.is_known:
         return []
-    if setting.has_batch_norm or setting.has_dropout or setting.batch_coupled not in (NAME, None):
+    if setting.has_batch_norm or setting.batch_coupled not in (NAME, None):
         return []
     weighted = [
         len(shard) * row
@@ -40,12 +40,13 @@ def _means(view: View) -> list[Tensor]:
         sum(weighted, 0 * view.expected) / max(1, setting.example_count),
         *view.averages_of_node_sums(),
     ]
-    return [
+    near = [
         mean
         for mean in means
         if unexplained(view.measured.by_rank, view.on_every_rank(mean)) < NEAR
         and not nearly_equal(mean, view.expected)
     ]
+    return near if near and not view.examples.draws_random_numbers else []
 
 
 def _why(view: View) -> str:
