@@ -58,7 +58,7 @@ class Analysis:
     """Everything about a check that is costly to compute. Each part is computed once, if asked for.
 
     ``check`` makes it from the request and the reference. If something differs, ``check`` adds the
-    ``measurement`` of the ranks, and what was ``observed`` in a second run. Without a difference
+    ``measurement`` of the ranks, and what was ``observed`` in a second run, or ``why_not_watched``. Without a difference
     only the nearest fault and the rounding floor can be asked for. ``time``: what all of this may
     take together; parts that there is no time for are left out and noted there.
     """
@@ -68,6 +68,7 @@ class Analysis:
         self._expected = expected
         self.measurement: Measurement | None = None
         self.observed: Mapping[int, Observation] = {}
+        self.why_not_watched = ""
         self.time = TimeLeft()
 
     @property
@@ -200,7 +201,7 @@ class Analysis:
             return Localisation(weight_multiples=self._multiples_of_weights())
         has_cause = bool(self.findings) and self.findings[0].accepted
         with self.time.counted(LOSS):
-            return localise(self.view, self.measurement.comparison, has_cause=has_cause)
+            return localise(self.view, self.measurement.comparison, has_cause, self.why_not_watched)
 
     @property
     def _later_weights_are_wrong(self) -> bool:

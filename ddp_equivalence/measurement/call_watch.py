@@ -29,6 +29,9 @@ from ddp_equivalence.measurement.code_lines import lines_of
 from ddp_equivalence.measurement.collective_contents import contents_of
 from ddp_equivalence.measurement.gradient_watch import GradientWatch, factor_between
 from ddp_equivalence.measurement.line_tracer import Handler, LineTracer
+from ddp_equivalence.measurement.module_watch import ModuleWatch
+from ddp_equivalence.measurement.state_log import StateLog
+from ddp_equivalence.measurement.trace import Trace
 from ddp_equivalence.ranks import missed_waits
 from ddp_equivalence.ranks.collectives import issued_so_far
 from ddp_equivalence.ranks.missed_waits import Issued
@@ -50,10 +53,26 @@ class CallWatch:
         self._model = model
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._gradients = GradientWatch(model, sample)
+        self._states = StateLog(self._gradients)
         self._tracer = LineTracer(self._handlers(), self._after_line)
         self._backwards = 0
         self._in_backward = False
         self._process = os.getpid()
+
+    @property
+    def backwards(self) -> int:
+        """How many calls of backward have begun."""
+        return self._backwards
+
+    def trace(self, modules: ModuleWatch) -> Trace:
+        """The values on the way. ``modules``: has watched the modules of the same model."""
+        return Trace(
+            module_calls=tuple(modules.calls),
+            states=tuple(self._states.states),
+            each=self._states.each,
+            complete=modules.complete and self._states.complete,
+            lines_run=self._tracer.lines_run,
+        )
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -81,16 +100,20 @@ class CallWatch:
         self._record(Kind.WRAP, frame, what=what)
 
     @contextmanager
-    def backward(self, loss: float | None, own: Mapping[str, Tensor]) -> Iterator[None]:
-        """The block is one backward pass.
+    def backward(
+        self, loss: float | None, own: Mapping[str, Tensor], roots: Sequence[Tensor] = ()
+    ) -> Iterator[None]:
+        """The block is one backward pass from ``roots``.
 
         ``own``: gets the gradients that it computes, by parameter; empty if they are not added to
         ``.grad``.
         """
         frame = sys._getframe(2)
         self._note_changes(frame, by_value=True)
-        self._record(Kind.BACKWARD, frame, value=loss)
+        made_at = self._tracer.line_that_made(roots[0], frame) if len(roots) == 1 else None
+        self._record(Kind.BACKWARD, frame, value=loss, made_at=made_at)
         self._backwards += 1
+        call = len(self.calls) - 1
         lines = lines_of(frame)
         paused, self._tracer.paused = self._tracer.paused, True
         self._in_backward = True
@@ -103,6 +126,7 @@ class CallWatch:
         if issued is not None and issued_so_far() == issued:
             self._compare_with_own(own, lines)
         self._gradients.accept()
+        self._states.note(call, tuple(self._gradients.parameters))
 
     def _compare_with_own(
         self, own: Mapping[str, Tensor], lines: tuple[CodeLine | None, CodeLine | None]
@@ -132,6 +156,11 @@ class CallWatch:
             DistributedDataParallel.no_sync: lambda frame: self._record(Kind.NO_SYNC, frame.f_back),
             dist.new_group: lambda frame: self._on_new_group(frame),
             torch.random.manual_seed: self._on_seed,
+            Tensor.register_hook: self._on_hook,
+            Tensor.register_post_accumulate_grad_hook: self._on_hook,
+            nn.Module.register_full_backward_hook: self._on_hook,
+            nn.Module.register_forward_hook: self._on_hook,
+            DistributedDataParallel.register_comm_hook: self._on_hook,
             torch.amp.GradScaler.scale: lambda frame: self._on_scale(Kind.SCALE, frame),
             torch.amp.GradScaler.unscale_: lambda frame: self._on_scale(Kind.UNSCALE, frame),
         }
@@ -177,6 +206,14 @@ class CallWatch:
     def _on_seed(self, frame: FrameType) -> None:
         self._record(Kind.SEED, frame, value=float(int(frame.f_locals["seed"])))
 
+    def _on_hook(self, frame: FrameType) -> None:
+        self._record(
+            Kind.HOOK,
+            frame,
+            what=frame.f_code.co_name,
+            names=self._names_of(frame.f_locals.get("self")),
+        )
+
     def _on_scale(self, kind: Kind, frame: FrameType) -> None:
         scaler = frame.f_locals["self"]
         self._record(kind, frame, value=float(scaler.get_scale()))
@@ -185,6 +222,8 @@ class CallWatch:
         """The names of the model's parameters among these. An iterator is left as it is."""
         if isinstance(parameters, Tensor):
             parameters = [parameters]
+        if isinstance(parameters, nn.Module):
+            parameters = list(parameters.parameters())
         if not isinstance(parameters, Sequence):
             return ()
         return tuple(self._names[id(one)] for one in parameters if id(one) in self._names)
@@ -211,10 +250,12 @@ class CallWatch:
             self._gradients.accept_these(names, pending=True)
             issued.names = names
         self._record(Kind.COLLECTIVE, issued.frame, collective=collective)
+        issued.call = len(self.calls) - 1
 
     def _on_wait(self, issued: Issued) -> None:
         if issued.names and self._is_recorded():
             self._gradients.accept_these(issued.names)
+            self._states.note(issued.call, issued.names)
 
     def _after_line(self, line: CodeLine, by_value: bool) -> None:
         if not self._in_backward and self._is_recorded():
@@ -233,6 +274,7 @@ class CallWatch:
         self, lines: tuple[CodeLine | None, CodeLine | None], change: GradientChange
     ) -> None:
         """Record the change, together with the last one if the same line has made both."""
+        names_now = change.names
         last = self.calls[-1] if self.calls else None
         if last is not None and last.change is not None and last.line == lines[0]:
             known = last.change
@@ -246,6 +288,7 @@ class CallWatch:
                 names = known.names + change.names
                 change = GradientChange(names, change.factor, change.cleared, change.exact)
         self._append(Kind.CHANGE, lines, change=change)
+        self._states.note(len(self.calls) - 1, names_now)
 
     def _is_recorded(self) -> bool:
         return os.getpid() == self._process and len(self.calls) < MOST_CALLS

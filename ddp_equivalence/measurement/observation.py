@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.measurement.calls import Call
+from ddp_equivalence.measurement.trace import Trace
 from ddp_equivalence.ranks.collectives import Collective
 
 Indices = tuple[int, ...]
@@ -98,7 +99,7 @@ class Observation:
     step left. ``clipped``: the norms that torch was told to clip gradients to. ``collectives``: all
     that the rank issued; None if torch has no flight recorder. ``equal_examples``: groups of
     examples of the big batch that are equal in every tensor. ``calls``: those that matter for the
-    gradients, in their order, with their lines.
+    gradients, in their order, with their lines. ``trace``: values on the way.
     """
 
     forwards: tuple[Forward, ...]
@@ -111,6 +112,7 @@ class Observation:
     collectives: tuple[Collective, ...] | None = None
     equal_examples: tuple[Indices, ...] = ()
     calls: tuple[Call, ...] = ()
+    trace: Trace = Trace()
 
     def rows_read(self, step: int) -> tuple[tuple[RowsRead, ...], ...] | None:
         """The rows of each micro-batch of one step; None if they are not known.

@@ -113,7 +113,7 @@ class Issued:
 
     ``reduce_op``: such as ``SUM``; "" if it reduces nothing. ``ranks``: of its group. ``tensors``:
     what goes in. ``frame``: of the function that issued it. ``asynchronous``: a handle is returned
-    to the caller. ``names`` is the listener's own.
+    to the caller. ``names`` and ``call`` are the listener's own.
     """
 
     op: str
@@ -123,6 +123,7 @@ class Issued:
     frame: FrameType
     asynchronous: bool
     names: tuple[str, ...] = ()
+    call: int = -1
 
 
 Listeners = tuple[Callable[[Issued], object], Callable[[Issued], object]]
