@@ -108,7 +108,7 @@ def _from_where(pieces: Pieces, one: Compared, found: FirstDifference | None) ->
     names = _names(pieces, one)
     backward = _backward_line(one)
     if found is None:
-        text = "the forward pass could not be compared with its rows alone. " + _loss_text(one)
+        text = f"the forward pass could not be compared with its rows alone; {_loss_text(one)}"
         return "another gradient than its rows give", text, names, [_loss_line(one), backward]
     if found.what == "none":
         return _after_the_model(pieces, one, found)
@@ -116,7 +116,7 @@ def _from_where(pieces: Pieces, one: Compared, found: FirstDifference | None) ->
     line = call.line if call else None
     module = _module(found.call or found.alone)
     if found.what == "missing":
-        text = f"{module} is never called, though the loss of its rows calls it."
+        text = f"the module {module} is never called, though the loss of its rows calls it."
         return "a module is not called", text, names, [_at(line, "the last that is"), backward]
     if found.what == "input":
         return _wrong_input(one, found, module, names)
@@ -131,7 +131,7 @@ def _from_where(pieces: Pieces, one: Compared, found: FirstDifference | None) ->
     if here.returned and alone.returned and here.returned.shape != alone.returned.shape:
         notes.append(f"the shape is {here.returned.shape}, not {alone.returned.shape}")
     note = f" ({'; '.join(notes)})" if notes else ""
-    text = f"{module} is the first module whose output differs from that of the same rows{note}."
+    text = f"the first module whose output differs from that of the same rows is {module}{note}."
     line_note = f"{module}: first output that differs" + (f"; {notes[0]}" if notes else "")
     return (
         "the output of a module differs",

@@ -1,0 +1,82 @@
+"""The model, the batch and the loss of the faulty steps, and what is asked of each.
+
+In each faulty step the faulty line ends with the comment ``# fault``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_equivalence import Case, check
+from ddp_equivalence.diagnosis.whereabouts import Whereabouts
+
+NEAR = 2
+"""The faulty line is found if a line so near to it is pointed at."""
+
+
+class Small(nn.Module):
+    """Three linear layers, and a normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.middle = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden = torch.tanh(self.norm(self.first(rows)))
+        return self.head(torch.tanh(self.middle(hidden)))
+
+
+def batch(generator: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "rows": torch.randn(16, 6, generator=generator),
+        "targets": torch.randn(16, 3, generator=generator),
+    }
+
+
+def loss(model: Callable[[Tensor], Tensor], examples: dict[str, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(examples["rows"]), examples["targets"])
+
+
+CASE = Case(model=Small, batch=batch, loss=loss, layout="1x4")
+
+
+def average(model: nn.Module) -> None:
+    """Reduce as right code does."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def marked_line(step: Callable[..., Any]) -> int:
+    """The number of the line with the comment ``# fault``, in the step or in its file."""
+    lines, first = inspect.getsourcelines(step)
+    numbers = [first + n for n, line in enumerate(lines) if line.rstrip().endswith("# fault")]
+    assert len(numbers) == 1, step.__name__
+    return numbers[0]
+
+
+def where(case: Case, step: Callable[..., Any], **options: Any) -> Whereabouts:
+    """Where the report says that the step goes astray. It must differ and have no name."""
+    verdict = check(case, step, **options)
+    assert (verdict.outcome, verdict.cause) == ("different", None), str(verdict)
+    found = verdict.localisation.whereabouts
+    assert found is not None
+    assert found.sentence.split(".")[0] in " ".join(str(verdict).split())
+    return found
+
+
+def distance(found: Whereabouts, step: Callable[..., Any]) -> int:
+    """How many lines lie between the faulty line and the nearest one that is pointed at."""
+    fault = marked_line(step)
+    file = inspect.getsourcefile(step)
+    near = [abs(one.line.number - fault) for one in found.lines if one.line.file == file]
+    return min(near, default=1_000)
