@@ -10,12 +10,14 @@ from torch import Tensor
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.diagnosis.divisor_candidates import all_divisors
 from ddp_equivalence.diagnosis.gradient_path import line_of
-from ddp_equivalence.diagnosis.own_gradient_fault import Compared, loss_factor_text
+from ddp_equivalence.diagnosis.own_gradient_fault import Compared
 from ddp_equivalence.diagnosis.pieces import Pieces
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.rank_lines import lines_only_on
-from ddp_equivalence.diagnosis.whereabouts import Whereabouts, distinct, ranked
 from ddp_equivalence.diagnosis.residual import unexplained
+from ddp_equivalence.diagnosis.station_text import at
+from ddp_equivalence.diagnosis.whereabouts import Whereabouts, distinct, ranked
+from ddp_equivalence.measurement.calls import Call
 
 SAME = 1e-3
 MOST_COUNTS = 8
@@ -52,15 +54,8 @@ def fault_of_division(pieces: Pieces, compared: Sequence[Compared]) -> Whereabou
     """Each piece's gradient is ``factor`` times that of its rows, and they are averaged."""
     known = right_weights(pieces, compared)
     factors = torch.tensor([one.factor or 0.0 for one in compared], dtype=torch.float64)
-    if known is not None:
-        wanted = torch.tensor(known[1], dtype=torch.float64) / known[2]
-        relative = factors / wanted.where(wanted > 0, torch.ones_like(wanted))
-    else:
-        relative = factors
     if not _alike(factors):
-        odd = _odd(relative)
-        if odd:
-            return _wrong_loss(pieces, compared, odd)
+        return _other_factors(pieces, compared, factors)
     if known is None:
         return _no_mean(pieces, compared)
     return _other_divisor(pieces, compared, known)
@@ -70,55 +65,72 @@ def _alike(values: Tensor) -> bool:
     return float(values.max() - values.min()) <= SAME * float(values.abs().max())
 
 
-def _odd(values: Tensor) -> list[int]:
-    """The positions whose values are not those of the majority; [] if there is none."""
-    near = (values[:, None] - values[None, :]).abs() <= SAME * values.abs().max()
-    most = int(near.sum(1).argmax())
-    if int(near[most].sum()) * 2 < len(values):
-        return []
-    return [number for number, is_near in enumerate(near[most].tolist()) if not is_near]
-
-
-def _wrong_loss(
-    pieces: Pieces, compared: Sequence[Compared], odd: Sequence[int]
-) -> Whereabouts:
-    """Some pieces have another factor than the others."""
-    others = next(one for number, one in enumerate(compared) if number not in odd)
-    first = compared[odd[0]]
-    ranks = tuple(sorted({compared[number].piece.rank for number in odd}))
-    who = ranked(ranks, pieces.view.world_size)
-    where = "" if len(pieces.by_rank[ranks[0]]) == 1 else (
-        f" in backward pass {first.piece.number + 1}"
-    )
-    assert first.factor is not None and others.factor is not None
-    begun = ""
-    if first.loss_factor is not None and abs(first.loss_factor - first.factor) <= SAME * abs(
-        first.factor
-    ):
-        begun = f": backward began at {loss_factor_text(first.factor)}"
-    sentence = (
-        f"The own gradient of {who}{where} is {first.factor:.4g} times what its rows give{begun}; "
-        f"on rank {others.piece.rank} it is {others.factor:.4g} times."
-    )
+def _other_factors(pieces: Pieces, compared: Sequence[Compared], factors: Tensor) -> Whereabouts:
+    """The pieces' gradients are different multiples of what their rows give."""
+    by_rank: dict[int, list[float]] = {}
+    by_number: dict[int, list[float]] = {}
+    for one, factor in zip(compared, factors.tolist(), strict=True):
+        by_rank.setdefault(one.piece.rank, []).append(factor)
+        by_number.setdefault(one.piece.number, []).append(factor)
+    whole = "losses begin" if _begun_so(compared) else "gradients are"
+    if all(_alike(torch.tensor(one)) for one in by_rank.values()):
+        each = {rank: values[0] for rank, values in by_rank.items()}
+        odd = _odd(each)
+        who = ranked(odd, pieces.view.world_size) if odd else "the ranks"
+        shown = _listed("rank", each)
+    elif all(_alike(torch.tensor(one)) for one in by_number.values()):
+        each = {number + 1: values[0] for number, values in by_number.items()}
+        odd, who, shown = (), "the backward passes", _listed("backward pass", each)
+    else:
+        each = dict(enumerate(factors.tolist()))
+        odd, who, shown = (), "the backward passes", "each another one"
+    ranks = odd or tuple(range(pieces.view.world_size))
+    first = next(one for one in compared if one.piece.rank == ranks[0])
     call = first.piece.call
-    lines = [
-        *lines_only_on(pieces.view, ranks),
-        _pointed(call.made_at if call else None, f"the loss of {who}", True),
-        _pointed(
-            line_of(call) if call else None,
-            f"on rank {first.piece.rank} {first.factor:.4g}, on rank {others.piece.rank} "
-            f"{others.factor:.4g} times the gradient of the rows",
-            True,
-        ),
-    ]
+    sentence = f"The {whole} at different multiples of what their rows give: {shown}."
+    if whole == "gradients are":
+        sentence = f"The {whole} different multiples of what their rows give: {shown}."
     return Whereabouts(
         "own gradient",
         f"{who}: the loss has another factor",
         sentence,
-        distinct(lines),
+        distinct(
+            [
+                *lines_only_on(pieces.view.observed.by_rank, odd),
+                at(call.made_at if call else None, "the loss", True),
+                at(line_of(call) if call else None, f"begins here: {shown}", True),
+            ]
+        ),
         pieces.view.parameters.names,
         ranks,
     )
+
+
+def _begun_so(compared: Sequence[Compared]) -> bool:
+    """True if the losses at which backward began show the same factors as the gradients."""
+    return all(
+        one.loss_factor is not None
+        and one.factor is not None
+        and abs(one.loss_factor - one.factor) <= SAME * abs(one.factor)
+        for one in compared
+    )
+
+
+def _odd(by_rank: Mapping[int, float]) -> tuple[int, ...]:
+    """The ranks whose values are not those of most; () if most ranks have no common value."""
+    ranks, values = list(by_rank), torch.tensor(list(by_rank.values()))
+    near = (values[:, None] - values[None, :]).abs() <= SAME * values.abs().max()
+    most = int(near.sum(1).argmax())
+    if int(near[most].sum()) * 2 <= len(values):
+        return ()
+    return tuple(
+        rank for rank, is_near in zip(ranks, near[most].tolist(), strict=True) if not is_near
+    )
+
+
+def _listed(what: str, values: Mapping[int, float]) -> str:
+    shown = ", ".join(f"{what} {key} {one:.4g}" for key, one in list(values.items())[:MOST_COUNTS])
+    return shown + (", ..." if len(values) > MOST_COUNTS else "")
 
 
 def _no_mean(pieces: Pieces, compared: Sequence[Compared]) -> Whereabouts:
@@ -180,15 +192,7 @@ def _other_divisor(
     )
 
 
-def _loss_lines(call: object, note: str) -> list[PointedLine | None]:
-    from ddp_equivalence.measurement.calls import Call
-
-    if not isinstance(call, Call):
+def _loss_lines(call: Call | None, note: str) -> list[PointedLine | None]:
+    if call is None:
         return []
-    return [_pointed(call.made_at, note, True), _pointed(line_of(call), "backward begins")]
-
-
-def _pointed(line: object, note: str, is_fault: bool = False) -> PointedLine | None:
-    from ddp_equivalence.measurement.calls import CodeLine
-
-    return PointedLine(line, note, is_fault) if isinstance(line, CodeLine) else None
+    return [at(call.made_at, note, True), at(line_of(call), "backward begins")]

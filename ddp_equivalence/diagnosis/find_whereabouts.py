@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.division_fault import fault_of_division
+from ddp_equivalence.diagnosis.forward_alone import forward_alone, idle_ranks
 from ddp_equivalence.diagnosis.gradient_path import paths_of
 from ddp_equivalence.diagnosis.own_gradient_fault import (
     Compared,
@@ -17,12 +18,16 @@ from ddp_equivalence.diagnosis.own_gradient_fault import (
     fault_of_own_gradient,
 )
 from ddp_equivalence.diagnosis.pieces import Pieces, pieces_of
-from ddp_equivalence.diagnosis.reduction_fault import Wanted, fault_of_reduction
+from ddp_equivalence.diagnosis.reduction_fault import fault_of_reduction
+from ddp_equivalence.diagnosis.reduction_weights import Wanted
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts import Whereabouts, not_seen
 
 COARSEST = 0.1
 """If equal vectors may differ by more than this, nothing is said about which differ."""
+
+STANDS_OUT = 10.0
+"""In a coarse precision a piece is wrong if its error is so many times that of the others."""
 
 
 def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
@@ -32,10 +37,22 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
         return not_seen(f"there was no second run, because {why}" if why_not_watched else why)
     pieces = pieces_of(view)
     if pieces is None or not pieces.all:
-        return not_seen("no backward pass was recorded whose gradients are those of the model")
+        return forward_alone(view) or not_seen(
+            "no backward pass was recorded whose gradients are those of the model"
+        )
     if pieces.tolerance > COARSEST:
         return not_seen("gradients of so low a precision are equal up to rounding")
-    return _in_step(view, _find(view, pieces))
+    return _in_order(view, _in_step(view, _find(view, pieces)))
+
+
+def _in_order(view: View, found: Whereabouts) -> Whereabouts:
+    """With the lines in the order in which a rank that is concerned came to them last."""
+    rank = found.ranks[0] if found.ranks else 0
+    run = view.observed.by_rank[rank].trace.lines_run or {}
+    order = {(line.file, line.number): number for line, number in run.items()}
+    last = max(order.values(), default=0)
+    lines = sorted(found.lines, key=lambda one: order.get((one.line.file, one.line.number), last))
+    return replace(found, lines=tuple(lines))
 
 
 def _in_step(view: View, found: Whereabouts) -> Whereabouts:
@@ -91,7 +108,16 @@ def _own(pieces: Pieces) -> Whereabouts | None:
     compared = compared_with_rows(pieces)
     if compared is None:
         return None
+    idle = idle_ranks(pieces)
+    if idle is not None:
+        return idle
     wrong = [one for one in compared if one.factor is None]
+    if wrong and pieces.is_coarse:
+        errors = sorted(one.error for one in compared)
+        least = STANDS_OUT * errors[len(errors) // 2]
+        wrong = [one for one in wrong if one.error > least]
+        if not wrong:
+            return not_seen("in this precision the gradients of all rows are rounded that far")
     if wrong:
         return fault_of_own_gradient(pieces, wrong)
     return fault_of_division(pieces, compared)

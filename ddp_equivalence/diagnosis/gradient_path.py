@@ -1,10 +1,11 @@
-"""The way of each gradient through a step: after each call, of which ranks' gradients it is made."""
+"""The way of each gradient through a step: of whose gradients it is made after each call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.gradient_mix import Mix, Mixtures, mixtures_of
@@ -78,7 +79,8 @@ def paths_of(pieces: Pieces) -> tuple[Path, ...]:
             name: thinned(view.measured.by_rank[position][place] / view.setting.scale, kept)
             for name, place in view.parameters.places.items()
         }
-        found += _paths_of_rank(rank, _values_of(pieces, rank), held, mixtures)
+        known = {name for state in observed[rank].trace.states for name in state.values}
+        found += _paths_of_rank(rank, _values_of(pieces, rank), held, mixtures, known)
     return tuple(found)
 
 
@@ -106,18 +108,20 @@ def _paths_of_rank(
     values: Mapping[str, Values],
     held: Mapping[str, Tensor],
     mixtures: Mixtures,
+    known: Collection[str],
 ) -> Iterator[Path]:
+    """``known``: the parameters whose gradients could be read in the second run."""
     alike: dict[object, list[str]] = {}
     for name, of_name in values.items():
         way = tuple((line_of(call), call.kind) for _, call, _ in of_name)
         alike.setdefault(way, []).append(name)
     for names in alike.values():
-        path = _path(rank, names, values, held, mixtures)
+        path = _path(rank, names, values, held, mixtures, known)
         if path.held is not None and all(one.mix is not None for one in path.stations):
             yield path
             continue
         # Something is no mixture, perhaps because it is another one for each parameter.
-        singles = [_path(rank, [name], values, held, mixtures) for name in names]
+        singles = [_path(rank, [name], values, held, mixtures, known) for name in names]
         yield from _joined(singles)
 
 
@@ -127,6 +131,7 @@ def _path(
     values: Mapping[str, Values],
     held: Mapping[str, Tensor],
     mixtures: Mixtures,
+    known: Collection[str],
 ) -> Path:
     stations = []
     for number, (index, call, _) in enumerate(values[names[0]]):
@@ -135,17 +140,12 @@ def _path(
             name: value if len(value) else 0 * mixtures.own[name][0] for name, value in at.items()
         }
         stations.append(Station(call, index, mixtures.of(rank, at)))
-    last = {name: values[name][-1][2] for name in names if values[name]}
+    last = {name: values[name][-1][2] if values[name] else torch.empty(0) for name in names}
     as_left = all(
-        name in last and _equal(last[name], held[name], mixtures.tolerance) for name in names
+        name not in known or _equal(last[name], held[name], mixtures.tolerance) for name in names
     )
-    return Path(
-        rank,
-        tuple(names),
-        tuple(stations),
-        mixtures.of(rank, {name: held[name] for name in names}),
-        as_left or not any(bool(held[name].any()) for name in names if name not in last),
-    )
+    mix = mixtures.of(rank, {name: held[name] for name in names})
+    return Path(rank, tuple(names), tuple(stations), mix, as_left)
 
 
 def _equal(left: Tensor, held: Tensor, tolerance: float) -> bool:

@@ -6,10 +6,10 @@ from ddp_equivalence.diagnosis.gradient_mix import SAME_WEIGHT
 from ddp_equivalence.diagnosis.gradient_path import Path, line_of
 from ddp_equivalence.diagnosis.mix_text import mix_text
 from ddp_equivalence.diagnosis.pieces import Pieces
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.station_text import at
 from ddp_equivalence.diagnosis.step_calls import Place, reduces_gradients
 from ddp_equivalence.diagnosis.whereabouts import Whereabouts, distinct, named, ranked
-from ddp_equivalence.measurement.calls import Call, CodeLine, Contents, Kind
+from ddp_equivalence.measurement.calls import Call, Contents, Kind
 
 
 def why_not_reduced(pieces: Pieces, path: Path, good: Path | None) -> Whereabouts | None:
@@ -67,8 +67,8 @@ def _fewer_calls(pieces: Pieces, path: Path) -> Whereabouts | None:
         f"{who[:1].upper()}{who[1:]} reduced them {few} times and others {many} times.",
         distinct(
             [
-                _at(last, f"the last recorded call of {who}", is_fault=True),
-                _at(line, f"reduces them, but not on {who}"),
+                at(last, f"the last recorded call of {who}", is_fault=True),
+                at(line, f"reduces them, but not on {who}"),
             ]
         ),
         fix="make the same collectives on all ranks.",
@@ -113,7 +113,7 @@ def _copy_not_written_back(pieces: Pieces, path: Path) -> Whereabouts | None:
         "the reduced copy is not written back",
         f"A copy of them was reduced, and .grad was not written afterwards: they are "
         f"{mix_text(path.held, pieces)}.",
-        distinct([_at(line, "reduces a copy", True, "copy the result back to .grad")]),
+        distinct([at(line, "reduces a copy", True, "copy the result back to .grad")]),
         fix="after this line, copy the reduced values back into each .grad.",
     )
 
@@ -132,7 +132,7 @@ def _other_group(pieces: Pieces, path: Path, missing: list[int]) -> Whereabouts 
     group = ranked(calls[-1].collective.ranks, pieces.view.world_size)
     made = pieces.view.observed.calls.places(
         Kind.NEW_GROUP,
-        where=lambda call: set(call.ranks) == set(calls[-1].collective.ranks)  # type: ignore[union-attr]
+        where=lambda call: set(call.ranks) == set(calls[-1].collective.ranks),  # type: ignore[union-attr]
     )
     return Whereabouts(
         "reduction",
@@ -142,7 +142,7 @@ def _other_group(pieces: Pieces, path: Path, missing: list[int]) -> Whereabouts 
         distinct(
             [
                 *(one.pointed("makes the group") for one in made[:1]),
-                _at(line_of(calls[-1]), f"reduces over {group}", is_fault=True),
+                at(line_of(calls[-1]), f"reduces over {group}", is_fault=True),
             ]
         ),
         fix=f"reduce over all {pieces.view.world_size} ranks.",
@@ -155,12 +155,16 @@ def _plain(pieces: Pieces, path: Path, good: Path | None) -> Whereabouts:
     text = mix_text(path.held, pieces)
     stations = path.stations[-2:]
     lines = [
-        _at(line_of(one.call), f"after it: {mix_text(one.mix, pieces)}", is_fault=one is stations[-1])
+        at(
+            line_of(one.call),
+            f"after it: {mix_text(one.mix, pieces)}",
+            is_fault=one is stations[-1],
+        )
         for one in stations
     ]
     others = [place for place in _elsewhere(pieces, path) if not reduced]
     lines += [one.pointed("a collective of something else") for one in others[-1:]]
-    never = "" if reduced else "No recorded collective reduced them. "
+    never = "" if reduced else "No collective that Python issued contained them. "
     return Whereabouts(
         "reduction",
         "gradients of some ranks are missing",
@@ -174,9 +178,3 @@ def _elsewhere(pieces: Pieces, path: Path) -> list[Place]:
     return pieces.view.observed.calls.places(
         Kind.COLLECTIVE, where=lambda call: not _about(call, path)
     )
-
-
-def _at(
-    line: CodeLine | None, note: str, is_fault: bool = False, missing: str = ""
-) -> PointedLine | None:
-    return None if line is None else PointedLine(line, note, is_fault, missing)

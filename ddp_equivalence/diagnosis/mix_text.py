@@ -12,7 +12,7 @@ MOST_RANKS = 6
 def mix_text(mix: Mix | None, pieces: Pieces) -> str:
     """The mixture as a noun phrase: ``the mean of the ranks' own gradients``."""
     if mix is None:
-        return "no mixture of what the ranks' backward passes computed"
+        return "no mixture of the ranks' own gradients"
     of = f" of {mix.of[0]}" if mix.of else ""
     most = float(mix.weights.abs().max()) if len(mix.weights) else 0.0
     if not most:

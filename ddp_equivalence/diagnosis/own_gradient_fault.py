@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.examples_read import example_numbers
@@ -14,8 +13,9 @@ from ddp_equivalence.diagnosis.pieces import Piece, Pieces
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.rank_lines import lines_only_on
 from ddp_equivalence.diagnosis.replay import FirstDifference, calls_of, first_difference
+from ddp_equivalence.diagnosis.station_text import at
 from ddp_equivalence.diagnosis.whereabouts import Whereabouts, distinct, named, ranked
-from ddp_equivalence.measurement.calls import Kind
+from ddp_equivalence.measurement.calls import Contents, Kind
 from ddp_equivalence.measurement.trace import ModuleCall
 
 MOST_REPLAYED = 8
@@ -35,6 +35,12 @@ class Compared:
     factor: float | None
     gradient_alone: Tensor
     loss_alone: float
+
+    @property
+    def error(self) -> float:
+        """How far the gradient is from that of its rows, relative to the latter."""
+        norm = float(self.gradient_alone.norm())
+        return float((self.piece.gradient - self.gradient_alone).norm()) / norm if norm else 0.0
 
     @property
     def loss_factor(self) -> float | None:
@@ -80,23 +86,42 @@ def fault_of_own_gradient(pieces: Pieces, wrong: Sequence[Compared]) -> Whereabo
         sentence = f"On rank {one.piece.rank}, {sentence}"
     else:
         sentence = f"{sentence[:1].upper()}{sentence[1:]}"
-    exchanges = pieces.view.observed.calls.places(
-        Kind.COLLECTIVE, where=lambda call: call.backwards <= 1 and not call.in_backward
-        and call.collective is not None and call.backwards == 0
-    )
-    before_backward = [
-        place.pointed(f"{place.first.collective.op} before backward: other ranks' values come in")
-        for place in exchanges[-1:]
-        if place.first.collective is not None
-    ]
     return Whereabouts(
         kind="own gradient",
-        headline=f"{who}: {headline}",
+        headline=f"{who if len(ranks) in (1, world_size) else f'{len(ranks)} ranks'}: {headline}",
         sentence=f"{whole} {sentence}",
-        lines=distinct([*lines_only_on(pieces.view, ranks), *before_backward, *lines]),
+        lines=distinct(
+            [
+                *lines_only_on(pieces.view.observed.by_rank, ranks),
+                *_exchanges(pieces, one.piece),
+                *lines,
+            ]
+        ),
         parameters=names,
         ranks=ranks,
     )
+
+
+def _exchanges(pieces: Pieces, piece: Piece) -> list[PointedLine]:
+    """The last collective of something else than gradients or parameters before a backward pass:
+    with it, what a rank computes may depend on the rows of others.
+    """
+    places = pieces.view.observed.calls.places(
+        Kind.COLLECTIVE,
+        where=lambda call: (
+            piece.call is not None
+            and call.backwards == piece.call.backwards
+            and not call.in_backward
+            and call.collective is not None
+            and call.collective.contents is Contents.OTHER
+            and call.collective.elements > 1
+        ),
+    )
+    return [
+        place.pointed(f"{place.first.collective.op} before backward")
+        for place in places[-1:]
+        if place.first.collective is not None
+    ]
 
 
 Told = tuple[str, str, tuple[str, ...], list[PointedLine | None]]
@@ -114,13 +139,16 @@ def _from_where(pieces: Pieces, one: Compared, found: FirstDifference | None) ->
         return _after_the_model(pieces, one, found)
     call = found.call or found.before
     line = call.line if call else None
-    module = _module(found.call or found.alone)
     if found.what == "missing":
-        text = f"the module {module} is never called, though the loss of its rows calls it."
-        return "a module is not called", text, names, [_at(line, "the last that is"), backward]
+        text = f"{_module(found.alone)} is not called, though the loss of its rows calls it."
+        last = at(found.before.line if found.before else None, "its output is right")
+        then = at(line, f"called without {_module(found.alone)} before it", True)
+        return "a module is not called", text, names, [last, then, backward]
+    module = _module(found.call or found.alone)
     if found.what == "input":
         return _wrong_input(one, found, module, names)
-    assert found.call is not None and found.alone is not None
+    assert found.call is not None
+    assert found.alone is not None
     here, alone = found.call, found.alone
     notes = []
     if here.training != alone.training:
@@ -137,7 +165,7 @@ def _from_where(pieces: Pieces, one: Compared, found: FirstDifference | None) ->
         "the output of a module differs",
         text,
         names,
-        [_at(line, line_note, True), _loss_line(one), backward],
+        [at(line, line_note, True), _loss_line(one), backward],
     )
 
 
@@ -150,7 +178,7 @@ def _wrong_input(
         rows = example_numbers(one.piece.rows or ())
         text = f"the model is called with other values than those of its rows ({rows})."
         note = f"called with other values than those of {rows}"
-        return "the model's input is not its rows", text, names, [_at(line, note, True), backward]
+        return "the model's input is not its rows", text, names, [at(line, note, True), backward]
     after = f"after {_module(found.before)}, whose output is right, and " if found.before else ""
     text = f"{after}before {module}, whose input differs, something changes the values."
     return (
@@ -158,8 +186,8 @@ def _wrong_input(
         text,
         names,
         [
-            _at(found.before.line if found.before else None, "its output is right"),
-            _at(line, f"{module}: its input differs", True),
+            at(found.before.line if found.before else None, "its output is right"),
+            at(line, f"{module}: its input differs", True),
             backward,
         ],
     )
@@ -174,10 +202,15 @@ def _after_the_model(pieces: Pieces, one: Compared, found: FirstDifference) -> T
     last = found.before.line if found.before else None
     if factor is not None and abs(factor - 1) > SAME_LOSS:
         text = f"{agree}, but {_loss_text(one)}"
-        return "the loss is not that of its rows", text, names, [
-            _at(last, "the outputs are right"),
-            *lines,
-        ]
+        return (
+            "the loss is not that of its rows",
+            text,
+            names,
+            [
+                at(last, "the outputs are right"),
+                *lines,
+            ],
+        )
     right = [name for name in pieces.view.parameters.names if name not in names]
     hooks = [place.pointed("a hook") for place in pieces.view.observed.calls.places(Kind.HOOK)]
     text = f"{agree}, and {_loss_text(one)} "
@@ -201,9 +234,7 @@ def _names(pieces: Pieces, one: Compared) -> tuple[str, ...]:
     last: dict[str, int] = {}
     for call in calls_of(pieces, one.piece):
         last[call.name] = max(call.order[1], last.get(call.name, 0))
-    return tuple(
-        sorted(best, key=lambda name: last.get(name.rpartition(".")[0], 0), reverse=True)
-    )
+    return tuple(sorted(best, key=lambda name: last.get(name.rpartition(".")[0], 0), reverse=True))
 
 
 def _which_piece(pieces: Pieces, wrong: Sequence[Compared]) -> str:
@@ -237,11 +268,6 @@ def _module(call: ModuleCall | None) -> str:
     return f"{call.name} ({call.kind})" if call.name else f"the model ({call.kind})"
 
 
-def loss_factor_text(factor: float) -> str:
-    """How a loss compares with that of the same rows."""
-    return f"{factor:.4g} times the loss of its rows"
-
-
 def _loss_text(one: Compared) -> str:
     factor = one.loss_factor
     if factor is None or one.piece.loss is None:
@@ -256,23 +282,12 @@ def _loss_line(one: Compared) -> PointedLine | None:
     line = call.made_at if call else None
     factor = one.loss_factor
     if factor is None or one.piece.loss is None or abs(factor - 1) <= SAME_LOSS:
-        return _at(line, "the loss")
-    return _at(
+        return at(line, "the loss")
+    return at(
         line, f"the loss: {one.piece.loss:.5g}, where its rows give {one.loss_alone:.5g}", True
     )
 
 
 def _backward_line(one: Compared) -> PointedLine | None:
     call = one.piece.call
-    return _at(line_of(call) if call else None, "backward begins")
-
-
-def _at(line: object, note: str, is_fault: bool = False) -> PointedLine | None:
-    from ddp_equivalence.measurement.calls import CodeLine
-
-    return PointedLine(line, note, is_fault) if isinstance(line, CodeLine) else None
-
-
-def norm(vector: Tensor) -> float:
-    """The Euclidean norm."""
-    return float(torch.linalg.vector_norm(vector))
+    return at(line_of(call) if call else None, "backward begins")

@@ -20,6 +20,12 @@ EQUAL = 1e-6
 ROUNDING = 100.0
 """Vectors of a lower precision are equal if their relative difference is at most this many eps."""
 
+COARSE = 1e-4
+"""A larger eps is that of a coarse precision, in which 100 eps would be all of a vector."""
+
+COARSE_ROUNDING = 8.0
+"""In a coarse precision vectors are equal if they differ by at most this many eps."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -48,9 +54,29 @@ class Pieces:
     by_rank: tuple[tuple[Piece, ...], ...]
 
     @cached_property
+    def is_coarse(self) -> bool:
+        """True if all ranks have computed in a coarse precision, as under autocast."""
+        return self._eps > COARSE
+
+    @cached_property
     def tolerance(self) -> float:
         """The largest relative difference of two equal vectors."""
-        return max(EQUAL, ROUNDING * torch.finfo(self.view.setting.dtype).eps)
+        return tolerance_in(self._eps)
+
+    @cached_property
+    def _eps(self) -> float:
+        """That of the model, or of the lowest precision in which every rank has called modules."""
+        lowest = []
+        for seen in self.view.observed.by_rank.values():
+            dtypes = {
+                sample.dtype
+                for call in seen.trace.module_calls
+                for sample in (call.given, call.returned)
+                if sample is not None
+            }
+            lowest.append(max((eps_of(dtype) for dtype in dtypes), default=0.0))
+        own = float(torch.finfo(self.view.setting.dtype).eps)
+        return max(own, min(lowest, default=0.0))
 
     @property
     def all(self) -> list[Piece]:
@@ -89,8 +115,21 @@ class Pieces:
         return factor if float((found - factor * right).norm()) <= self.tolerance * norm else None
 
 
-def pieces_of(view: View) -> Pieces | None:
-    """The pieces; None unless every rank was watched and its gradients are of this sample."""
+def eps_of(dtype: str) -> float:
+    """The eps of a dtype of floating-point numbers, by name."""
+    return float(torch.finfo(getattr(torch, dtype)).eps)
+
+
+def tolerance_in(eps: float) -> float:
+    """The largest relative difference of two equal vectors in a precision of this eps."""
+    return max(EQUAL, (COARSE_ROUNDING if eps > COARSE else ROUNDING) * eps)
+
+
+def pieces_of(view: View, without_gradients: bool = False) -> Pieces | None:
+    """The pieces; None unless every rank was watched and its gradients are of this sample.
+
+    ``without_gradients``: the backward passes whose gradients are not known count too, as zeros.
+    """
     if not view.observed.covers_every_rank:
         return None
     rows = rows_by_rank(view)
@@ -105,15 +144,18 @@ def pieces_of(view: View) -> Pieces | None:
                 one for one in forwards[begin : backward.forwards] if one.step == backward.step
             ]
             begin = backward.forwards
-            if backward.gradient is None:
+            gradient = backward.gradient
+            if gradient is None and without_gradients:
+                gradient = torch.zeros_like(view.expected)
+            if gradient is None:
                 continue
-            if len(backward.gradient) != len(view.expected):
+            if len(gradient) != len(view.expected):
                 return None
             of_rank.append(
                 Piece(
                     rank=rank,
                     number=len(of_rank),
-                    gradient=view.setting.scale * backward.gradient,
+                    gradient=view.setting.scale * gradient,
                     loss=backward.loss,
                     rows=rows[rank][number] if len(rows[rank]) == len(backwards) else None,
                     forward=passes[0] if passes else None,

@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from ddp_equivalence.diagnosis.gradient_mix import SAME_WEIGHT, Mix
-from ddp_equivalence.diagnosis.gradient_path import Path, Station, line_of
+from ddp_equivalence.diagnosis.gradient_path import Path, Station
 from ddp_equivalence.diagnosis.missing_reduction import why_not_reduced
 from ddp_equivalence.diagnosis.mix_text import mix_text
 from ddp_equivalence.diagnosis.pieces import Pieces
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.step_calls import reduces_gradients
+from ddp_equivalence.diagnosis.rank_lines import lines_only_on
+from ddp_equivalence.diagnosis.reduction_weights import (
+    Wanted,
+    another_factor,
+    later_pieces_stay,
+    other_weights,
+)
+from ddp_equivalence.diagnosis.station_text import done_text, hooks, pointed
 from ddp_equivalence.diagnosis.whereabouts import Whereabouts, distinct, of_all, ranked
-from ddp_equivalence.measurement.calls import Call, Kind
+from ddp_equivalence.measurement.calls import Kind
+
+RIGHT = "What the ranks computed is right, but what they hold in the end is not made of it as it"
+RIGHT += " should be."
+OTHER = "What the ranks hold in the end is not the mean of what they computed."
+
+HEADLINES = {
+    "reduce": "reduce leaves its result on one rank only",
+    "broadcast": "the gradients of one rank are sent to all",
+}
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """``weight``: of each piece in what every rank should hold; None if any will do that is the
-    same for all.
-    """
-
-    weight: float | None
-
-    def is_met(self, mix: Mix | None) -> bool:
-        """True if the gradients are of this mixture."""
-        weight = None if mix is None or mix.of else mix.uniform
-        if weight is None or not weight:
-            return False
-        return self.weight is None or abs(weight - self.weight) <= SAME_WEIGHT * abs(self.weight)
-
-
-def fault_of_reduction(
-    pieces: Pieces, paths: Sequence[Path], wanted: Wanted
-) -> Whereabouts | None:
+def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) -> Whereabouts | None:
     """Where the gradients leave the right way; None if none of them does."""
     bad = [path for path in paths if not (wanted.is_met(path.held) and path.as_left)]
     if not bad:
@@ -47,11 +43,11 @@ def fault_of_reduction(
     found = (
         _returned(pieces, first)
         or _changed_after_it_was_right(pieces, first, wanted)
-        or _no_mixture(pieces, first)
-        or _later_pieces_stay(pieces, first)
+        or _no_mixture(pieces, bad)
+        or later_pieces_stay(pieces, first)
         or why_not_reduced(pieces, first, good)
-        or _another_factor(pieces, first, good, wanted)
-        or _other_weights(pieces, first)
+        or another_factor(pieces, first, good, wanted)
+        or other_weights(pieces, first, paths)
     )
     alike = [path for path in bad if path.lines == first.lines]
     names = tuple(dict.fromkeys(name for path in alike for name in path.names))
@@ -61,11 +57,11 @@ def fault_of_reduction(
     return Whereabouts(
         kind="reduction",
         headline=found.headline,
-        sentence=f"The ranks' own gradients are reduced wrongly. {found.sentence} "
+        sentence=f"{OTHER if wanted.weight is None else RIGHT} {found.sentence} "
         f"This concerns {text} on {where}.",
         lines=found.lines,
         parameters=names,
-        ranks=ranks,
+        ranks=found.ranks or ranks,
         fix=found.fix,
     )
 
@@ -73,210 +69,115 @@ def fault_of_reduction(
 def _returned(pieces: Pieces, path: Path) -> Whereabouts | None:
     if path.as_left:
         return None
-    text = mix_text(path.held, pieces)
+    reductions = pieces.view.observed.calls.reductions
+    lines = [
+        place.pointed(done_text(place.first, pieces), is_fault=True) for place in reductions[-2:]
+    ]
+    odd = {
+        place.first.collective.reduce_op
+        for place in reductions
+        if place.first.collective is not None
+    } - {"SUM", "AVG", ""}
     return Whereabouts(
         "reduction",
-        "the step left other tensors than .grad",
-        f"What was compared is {text}, and not what .grad held when the step ended.",
-        distinct([_pointed(one, "changes .grad") for one in path.stations[-1:]]),
+        f"gradients are reduced with {min(odd)}" if odd else "the step left tensors beside .grad",
+        f"What was compared is {mix_text(path.held, pieces)}, and not what .grad held when the "
+        "step ended in the second run.",
+        distinct(
+            [*lines, *(pointed(one, "the last change of .grad") for one in path.stations[-1:])]
+        ),
     )
 
 
-def _changed_after_it_was_right(
-    pieces: Pieces, path: Path, wanted: Wanted
-) -> Whereabouts | None:
+def _changed_after_it_was_right(pieces: Pieces, path: Path, wanted: Wanted) -> Whereabouts | None:
     met = [number for number, one in enumerate(path.stations) if wanted.is_met(one.mix)]
-    if wanted.weight is None:  # then a gradient that is not scaled yet would count as right
-        reduced = [n for n in met if pieces.view.world_size > 1]
-        met = reduced[-1:]
-    if not met or met[-1] + 1 >= len(path.stations):
+    if not met or met[-1] + 1 >= len(path.stations) or pieces.view.world_size == 1:
         return None
     right, wrong = path.stations[met[-1]], path.stations[met[-1] + 1]
-    text = mix_text(wrong.mix, pieces)
-    what = done_text(wrong.call, pieces)
+    what, text = done_text(wrong.call, pieces), mix_text(wrong.mix, pieces)
     return Whereabouts(
         "reduction",
         "right gradients are changed afterwards",
-        f"They were reduced rightly, and then {what}: they are {text} after this.",
+        f"They were {mix_text(right.mix, pieces)}. Then {what}, and they were {text}.",
         distinct(
             [
-                _pointed(right, "the gradients are right after this line"),
-                _pointed(wrong, f"{what}", is_fault=True),
+                pointed(right, "they are right after this line"),
+                *hooks(pieces, path, wrong),
+                pointed(wrong, f"{what}; now {text}", is_fault=True),
             ]
         ),
-        fix="leave the gradients as they are after this reduction, or change the big batch too.",
+        fix="leave the reduced gradients as they are, or change those of the big batch too.",
     )
 
 
-def _no_mixture(pieces: Pieces, path: Path) -> Whereabouts | None:
+def _no_mixture(pieces: Pieces, bad: Sequence[Path]) -> Whereabouts | None:
     """The first station that is no mixture, or one of another parameter's gradients."""
-    for number, station in enumerate(path.stations):
-        if station.mix is not None and not station.mix.of:
-            continue
-        what = done_text(station.call, pieces)
-        text = mix_text(station.mix, pieces)
-        headline = "a line makes other numbers of the gradients"
-        collective = station.call.collective
-        fix = ""
-        if station.mix is not None:
-            headline = "a parameter gets the gradient of another one"
-            fix = "give each parameter its own part of what was reduced, in the same order."
-        elif collective is not None and collective.reduce_op not in ("SUM", "AVG", ""):
-            headline = f"gradients are reduced with {collective.reduce_op}"
-            fix = "use ReduceOp.SUM, and divide by the world size."
-        before = path.stations[number - 1] if number else None
-        return Whereabouts(
-            "reduction",
-            headline,
-            f"After one line, {what}, they are {text}.",
-            distinct(
-                [
-                    *_hooks(pieces, path, station),
-                    before and _pointed(before, f"after it: {mix_text(before.mix, pieces)}"),
-                    _pointed(station, f"{what}; after it: {text}", is_fault=True),
-                ]
-            ),
-            fix=fix,
-        )
-    return None
-
-
-def _later_pieces_stay(pieces: Pieces, path: Path) -> Whereabouts | None:
-    """Gradients of some backward passes were reduced, and those of others stayed on their rank."""
-    if path.held is None or not any(piece.number for piece in pieces.all):
+    path, number = _first_without(bad)
+    if number is None:
         return None
-    by_number: dict[int, list[tuple[int, float]]] = {}
-    for piece, weight in zip(pieces.all, path.held.weights.tolist(), strict=True):
-        by_number.setdefault(piece.number, []).append((piece.rank, weight))
-    most = float(path.held.weights.abs().max())
-
-    def reaches(pairs: list[tuple[int, float]], others: bool) -> bool:
-        return any(
-            abs(weight) > SAME_WEIGHT * most and (rank != path.rank) is others
-            for rank, weight in pairs
-        )
-
-    shared = [number for number, pairs in by_number.items() if reaches(pairs, True)]
-    local = [n for n, pairs in by_number.items() if n not in shared and reaches(pairs, False)]
-    lost = [n for n in by_number if n not in shared and n not in local]
-    if not shared or not (local or lost):
-        return None
-    total = len(by_number)
-    parts = [f"of {total} backward passes, {_numbers(shared)} {_are(shared)} in what others hold"]
-    parts += [f"{_numbers(local)} {_stay(local)} on the rank itself"] if local else []
-    parts += [f"{_numbers(lost)} {_are(lost)} lost"] if lost else []
-    reduced = [one for one in path.stations if one.mix is not None and _is_shared(one, path.rank)]
-    first = reduced[:1] or path.stations[:1]
-    pointed = [_pointed(one, _reduces_note(one, pieces), is_fault=True) for one in first]
-    switch = pieces.view.observed.calls.places(Kind.NO_SYNC)
+    station = path.stations[number]
+    before = path.stations[number - 1] if number else None
+    what, text = done_text(station.call, pieces), mix_text(station.mix, pieces)
+    collective = station.call.collective
+    headline, fix = "a line makes other numbers of the gradients", ""
+    ranks: tuple[int, ...] = ()
+    lines: list[PointedLine | None] = []
+    if before is not None:
+        lines = [pointed(before, f"they are {mix_text(before.mix, pieces)}")]
+    if station.mix is not None:
+        headline = "a parameter gets the gradient of another one"
+        fix = "give each parameter its own part of what was reduced, in the same order."
+    elif collective is not None and collective.op in HEADLINES:
+        headline = HEADLINES[collective.op]
+        fix = "use all_reduce."
+    elif collective is not None and collective.reduce_op not in ("SUM", "AVG", ""):
+        headline = f"gradients are reduced with {collective.reduce_op}"
+        fix = f"use ReduceOp.SUM, and divide by {pieces.view.world_size}."
+    elif collective is None:
+        ranks = tuple(sorted({one.rank for one in bad if _changes(one, station)}))
+        lines = [*lines_only_on(pieces.view.observed.by_rank, ranks), *lines]
+    where = f" on {ranked(ranks, pieces.view.world_size)}" if ranks else ""
+    sentence = f"After backward they were {text}."
+    if before is not None:
+        first = mix_text(before.mix, pieces)
+        sentence = f"First they were {first}. Then {what}{where}, and they were {text}."
     return Whereabouts(
         "reduction",
-        "not every backward pass is reduced",
-        f"{'; '.join(parts)[:1].upper()}{'; '.join(parts)[1:]}.",
-        distinct([*(one.pointed("no synchronisation inside") for one in switch[:1]), *pointed]),
-        fix="reduce once, in or after the last backward pass.",
+        headline,
+        sentence,
+        distinct(
+            [
+                *lines,
+                *hooks(pieces, path, station),
+                pointed(station, f"{what}; now {text}", is_fault=True),
+            ]
+        ),
+        ranks=ranks,
+        fix=fix,
     )
 
 
-def _is_shared(station: Station, rank: int) -> bool:
-    return station.mix is not None and bool((station.mix.weights != 0).sum() > 1)
+def _first_without(bad: Sequence[Path]) -> tuple[Path, int | None]:
+    """The path and the station at which a gradient first is no mixture; one before any reduction
+    of the ranks comes first, since the others take theirs from it.
+    """
+    found: list[tuple[bool, int, Path]] = []
+    for path in bad:
+        for number, station in enumerate(path.stations):
+            if station.mix is None or station.mix.of:
+                collective = station.call.collective
+                takes = collective is not None and collective.reduce_op in ("SUM", "AVG")
+                found.append((takes, number, path))
+                break
+    if not found:
+        return bad[0], None
+    takes, number, path = min(found, key=lambda one: (one[0], one[1]))
+    return path, number
 
 
-def _reduces_note(station: Station, pieces: Pieces) -> str:
-    if station.call.kind is Kind.BACKWARD:
-        return f"backward pass {station.call.backwards + 1}: reduced in it"
-    return done_text(station.call, pieces)
-
-
-def _another_factor(
-    pieces: Pieces, path: Path, good: Path | None, wanted: Wanted
-) -> Whereabouts | None:
-    """All ranks count equally, with a wrong weight."""
-    weight = None if path.held is None or path.held.of else path.held.uniform
-    if weight is None:
-        return None
-    right = wanted.weight
-    if right is None and good is not None and good.held is not None:
-        right = good.held.uniform
-    if not right:
-        return None
-    known = set() if good is None else {line for line, _ in good.lines}
-    odd = [
-        one
-        for one in path.stations
-        if one.call.change is not None and line_of(one.call) not in known
-    ]
-    changes = odd or [one for one in path.stations if one.call.change is not None]
-    absent = [one for one in good.stations if line_of(one.call) not in dict(path.lines)] if (
-        good
-    ) else []
-    lines = [*_hooks(pieces, path, path.stations[0] if path.stations else None)]
-    lines += [_pointed(one, done_text(one.call, pieces), is_fault=True) for one in changes[-2:]]
-    if not changes:
-        lines += [
-            _pointed(one, "changes other gradients, not these", is_fault=True) for one in absent[:1]
-        ]
-        lines += [_pointed(one, done_text(one.call, pieces)) for one in path.stations[-1:]]
-    return Whereabouts(
-        "reduction",
-        "all ranks count equally, with a wrong factor",
-        f"All ranks count equally, but the result is {weight / right:.4g} times what it should be.",
-        distinct(lines),
-    )
-
-
-def _other_weights(pieces: Pieces, path: Path) -> Whereabouts:
-    text = mix_text(path.held, pieces)
-    stations = path.stations[-2:]
-    return Whereabouts(
-        "reduction",
-        "the ranks do not count equally",
-        f"In the end they are {text}.",
-        distinct([_pointed(one, f"after it: {mix_text(one.mix, pieces)}") for one in stations]),
-    )
-
-
-def _hooks(pieces: Pieces, path: Path, station: Station | None) -> list[PointedLine]:
-    """The lines that registered hooks, if the station is a backward pass."""
-    if station is None or station.call.kind is not Kind.BACKWARD:
-        return []
-    places = pieces.view.observed.calls.places(
-        Kind.HOOK, where=lambda call: not call.names or bool(set(call.names) & set(path.names))
-    )
-    return [place.pointed(f"{place.first.what}: runs in backward") for place in places[-1:]]
-
-
-def done_text(call: Call, pieces: Pieces) -> str:
-    """What a call does to gradients, as a clause."""
-    if call.kind is Kind.BACKWARD:
-        return "backward changes them"
-    if call.collective is not None:
-        operation = f" with {call.collective.reduce_op}" if call.collective.reduce_op else ""
-        group = ranked(call.collective.ranks, pieces.view.world_size)
-        verb = "reduces" if reduces_gradients(call) else "exchanges"
-        return f"{call.collective.op}{operation} {verb} them over {group}"
-    change = call.change
-    if change is None:
-        return f"{call.kind.value} changes them"
-    if change.cleared:
-        return "a line clears them"
-    if change.factor is not None:
-        return f"a line multiplies them by {change.factor:.6g}"
-    return "a line changes them otherwise than by a factor"
-
-
-def _pointed(station: Station, note: str, is_fault: bool = False) -> PointedLine | None:
-    line = line_of(station.call)
-    return None if line is None else PointedLine(line, note, is_fault)
-
-
-def _numbers(numbers: Sequence[int]) -> str:
-    return "number " + ", ".join(str(one + 1) for one in numbers)
-
-
-def _are(numbers: Sequence[int]) -> str:
-    return "is" if len(numbers) == 1 else "are"
-
-
-def _stay(numbers: Sequence[int]) -> str:
-    return "stays" if len(numbers) == 1 else "stay"
+def _changes(path: Path, station: Station) -> bool:
+    """True if the path's first station without a mixture is the same line's."""
+    for one in path.stations:
+        if one.mix is None or one.mix.of:
+            return one.call.kind is Kind.CHANGE and one.call.line == station.call.line
+    return False

@@ -14,7 +14,7 @@ from torch import nn
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.diagnosis.pieces import ROUNDING, Piece, Pieces
+from ddp_equivalence.diagnosis.pieces import Piece, Pieces, eps_of, tolerance_in
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.module_watch import ModuleWatch
 from ddp_equivalence.measurement.trace import ModuleCall, TensorSample, unpacked
@@ -28,8 +28,8 @@ Key = tuple[str, int]
 class FirstDifference:
     """``what``: "input" if the module was given other values than in the replay, "output" if it was
     given the same and returned others, "missing" if the rank never called it, "none" if all calls
-    agree. ``call``: the call on the rank. ``before``: the last call that agrees. ``alone``: the
-    same call in the replay.
+    agree. ``call``: the call on the rank; of a missing one, the next that differs. ``before``: the
+    last call that agrees. ``alone``: the same call in the replay.
     """
 
     what: Literal["input", "output", "missing", "none"]
@@ -64,12 +64,25 @@ def first_difference(pieces: Pieces, piece: Piece) -> FirstDifference | None:
         ours = call.given if begins else call.returned
         theirs = other.given if begins else other.returned
         if not _agree(ours, theirs, _tolerance(pieces, key, piece.number, begins)):
+            skipped = _skipped(alone, here, other)
+            if skipped is not None:
+                return FirstDifference("missing", call, before, skipped)
             return FirstDifference("input" if begins else "output", call, before, other)
         before = before if begins else call
     for key, call, begins in _events(alone):
         if key not in here and not begins:
             return FirstDifference("missing", None, before, call)
     return FirstDifference("none", None, before)
+
+
+def _skipped(
+    alone: dict[Key, ModuleCall], here: dict[Key, ModuleCall], until: ModuleCall
+) -> ModuleCall | None:
+    """The last call of the replay that ended before this one, and that the rank never made."""
+    missed = [
+        call for key, call in alone.items() if key not in here and call.order[1] < until.order[0]
+    ]
+    return max(missed, key=lambda call: call.order[1], default=None)
 
 
 def calls_of(pieces: Pieces, piece: Piece) -> tuple[ModuleCall, ...]:
@@ -149,8 +162,7 @@ def _tolerance(pieces: Pieces, key: Key, number: int, begins: bool) -> float:
             dtypes.add(sample.dtype if sample else "")
     if len(dtypes) != 1 or "" in dtypes:
         return pieces.tolerance
-    eps = float(torch.finfo(getattr(torch, dtypes.pop())).eps)
-    return max(pieces.tolerance, ROUNDING * eps)
+    return max(pieces.tolerance, tolerance_in(eps_of(dtypes.pop())))
 
 
 def _agree(ours: TensorSample | None, theirs: TensorSample | None, tolerance: float) -> bool:

@@ -64,9 +64,19 @@ def of_all(names: Sequence[str], every: Sequence[str]) -> str:
 
 
 def distinct(lines: Sequence[PointedLine | None]) -> tuple[PointedLine, ...]:
-    """Each line once, as first mentioned, and not more than fit on a screen."""
+    """Each line once, with all of its notes, and not more lines than fit on a screen."""
     found: dict[object, PointedLine] = {}
     for one in lines:
-        if one is not None:
-            found.setdefault((one.line.file, one.line.number), one)
+        if one is None:
+            continue
+        key = one.line.file, one.line.number
+        known = found.get(key, one)
+        if known is not one:
+            known = PointedLine(
+                known.line,
+                "; ".join(dict.fromkeys(filter(None, (known.note, one.note)))),
+                known.is_fault or one.is_fault,
+                known.missing or one.missing,
+            )
+        found[key] = known
     return tuple(found.values())[:MOST_LINES]

@@ -25,7 +25,7 @@ from ddp_equivalence.measurement.calls import (
     GradientChange,
     Kind,
 )
-from ddp_equivalence.measurement.code_lines import lines_of
+from ddp_equivalence.measurement.code_lines import beginning_of, lines_of
 from ddp_equivalence.measurement.collective_contents import contents_of
 from ddp_equivalence.measurement.gradient_watch import GradientWatch, factor_between
 from ddp_equivalence.measurement.line_tracer import Handler, LineTracer
@@ -212,6 +212,7 @@ class CallWatch:
             frame,
             what=frame.f_code.co_name,
             names=self._names_of(frame.f_locals.get("self")),
+            made_at=beginning_of(frame.f_locals.get("hook")),
         )
 
     def _on_scale(self, kind: Kind, frame: FrameType) -> None:

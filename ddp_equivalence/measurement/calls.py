@@ -92,10 +92,11 @@ class Call:
     installed package made the call. ``step``: the number of the step, from 0. ``backwards``: how
     many calls of backward had begun before. ``value``: the loss of a backward, the norm or value of
     a clip, the seed, or the scale. ``what``: the class of a wrapper or module, the function that
-    clipped or that registered a hook, or the class of an optimizer. ``names``: the parameters that a clip, a zero_grad, a
-    hook or an optimizer was given. ``collective`` and ``change``: of calls of these kinds. ``ranks``: of a new
-    group. ``in_backward``: the call was made while a backward pass ran. ``made_at``: where the loss of
-    a backward was computed, if that is another line.
+    clipped or that registered a hook, or the class of an optimizer. ``names``: the parameters that
+    a clip, a zero_grad, a hook or an optimizer was given. ``collective`` and ``change``: of calls
+    of these kinds. ``ranks``: of a new group. ``in_backward``: the call was made while a backward
+    pass ran. ``made_at``: where the loss of a backward was computed, or where the function of a
+    hook begins, if that is known.
     """
 
     kind: Kind

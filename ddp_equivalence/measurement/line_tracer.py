@@ -22,7 +22,7 @@ from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.code_lines import is_users
 
 MOST_LINES = 20_000
-"""So many lines are counted."""
+"""So many lines are remembered."""
 
 MOST_RETURNED = 8
 """So many scalars are remembered with the line that returned them."""
@@ -48,7 +48,6 @@ class LineTracer:
         self._handlers = handlers
         self._after_line = after_line
         self._line: CodeLine | None = None
-        self._run: dict[tuple[CodeType, int], int] = {}
         self._last_run: dict[tuple[CodeType, int], int] = {}
         self._returned: list[tuple[weakref.ref[Tensor], CodeLine]] = []
         self._lines = 0
@@ -56,10 +55,13 @@ class LineTracer:
 
     @property
     def lines_run(self) -> dict[CodeLine, int]:
-        """How often each line of the user's code has run."""
+        """Each line of the user's code that has run -> how many lines had run when it last began.
+
+        They are in the order in which they ran first.
+        """
         return {
-            CodeLine(code.co_filename, number, code.co_name): times
-            for (code, number), times in self._run.items()
+            CodeLine(code.co_filename, number, code.co_name): last
+            for (code, number), last in self._last_run.items()
         }
 
     def line_that_made(self, tensor: Tensor, frame: FrameType | None) -> CodeLine | None:
@@ -137,8 +139,7 @@ class LineTracer:
     def _note_run(self, frame: FrameType) -> None:
         key = frame.f_code, frame.f_lineno
         self._lines += 1
-        if len(self._run) < MOST_LINES:
-            self._run[key] = self._run.get(key, 0) + 1
+        if len(self._last_run) < MOST_LINES:
             self._last_run[key] = self._lines
 
     def _note_returned(self, frame: FrameType, value: object) -> None:

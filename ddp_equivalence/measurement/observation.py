@@ -6,7 +6,7 @@ These are frozen dataclasses. The ranks send them to the judging process.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -112,7 +112,7 @@ class Observation:
     collectives: tuple[Collective, ...] | None = None
     equal_examples: tuple[Indices, ...] = ()
     calls: tuple[Call, ...] = ()
-    trace: Trace = Trace()
+    trace: Trace = field(default_factory=Trace)
 
     def rows_read(self, step: int) -> tuple[tuple[RowsRead, ...], ...] | None:
         """The rows of each micro-batch of one step; None if they are not known.

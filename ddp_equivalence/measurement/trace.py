@@ -71,7 +71,8 @@ class Trace:
 
     ``each``: so many elements of each gradient are kept in a state, of those in the sample of the
     check. ``complete``: False if something was left out, since there was too much of it.
-    ``lines_run``: how often each line of the user's code ran.
+    ``lines_run``: each line of the user's code that ran, in the order in which they ran first -> a
+    number that says in which order they ran last.
     """
 
     module_calls: tuple[ModuleCall, ...] = ()

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Case
-from tests.diagnosis.whereabouts.faulty import CASE, Small, average, batch, loss
+from tests.diagnosis.whereabouts.faulty import Small, average, batch, loss
 
 
 def token_batch(generator: torch.Generator) -> dict[str, Tensor]:
@@ -21,7 +20,7 @@ def token_batch(generator: torch.Generator) -> dict[str, Tensor]:
     return examples
 
 
-def token_loss(model: Any, examples: dict[str, Tensor]) -> Tensor:
+def token_loss(model: Any, examples: dict[str, Tensor]) -> Any:
     square = (model(examples["rows"]) - examples["targets"]).square()
     return (square * examples["mask"]).sum() / examples["mask"].sum()
 
@@ -29,14 +28,14 @@ def token_loss(model: Any, examples: dict[str, Tensor]) -> Tensor:
 TOKENS = Case(model=Small, batch=token_batch, loss=token_loss, layout="1x2")
 
 
-def root_loss(model: Any, examples: dict[str, Tensor]) -> Tensor:
+def root_loss(model: Any, examples: dict[str, Tensor]) -> Any:
     return loss(model, examples).sqrt()
 
 
 ROOT = Case(model=Small, batch=batch, loss=root_loss, layout="1x2")
 
 
-def median_loss(model: Any, examples: dict[str, Tensor]) -> Tensor:
+def median_loss(model: Any, examples: dict[str, Tensor]) -> Any:
     square = (model(examples["rows"]) - examples["targets"]).square().mean(1)
     return square.quantile(0.7)
 
@@ -44,7 +43,7 @@ def median_loss(model: Any, examples: dict[str, Tensor]) -> Tensor:
 MEDIAN = Case(model=Small, batch=batch, loss=median_loss, layout="1x2")
 
 
-def micro_batch_means(model: nn.Module, shard: Any, rank: Any) -> None:
+def micro_batch_means(model: Any, shard: Any, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
     for number in range(4):
         part = {name: value[2 * number : 2 * number + 2] for name, value in shard.items()}
@@ -52,26 +51,26 @@ def micro_batch_means(model: nn.Module, shard: Any, rank: Any) -> None:
         value.backward()
 
 
-def micro_batch_means_by_hand(model: nn.Module, shard: Any, rank: Any) -> None:
+def micro_batch_means_by_hand(model: Any, shard: Any, rank: Any) -> None:
     for begin, end in ((0, 5), (5, 8)):
         part = {name: value[begin:end] for name, value in shard.items()}
         (loss(model, part) / 2).backward()  # fault
     average(model)
 
 
-def root_of_a_batch_mean(model: nn.Module, shard: Any, rank: Any) -> None:
+def root_of_a_batch_mean(model: Any, shard: Any, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
     value = root_loss(ddp, shard)  # fault
     value.backward()
 
 
-def quantile_of_the_shard(model: nn.Module, shard: Any, rank: Any) -> None:
+def quantile_of_the_shard(model: Any, shard: Any, rank: Any) -> None:
     value = median_loss(model, shard)  # fault
     value.backward()
     average(model)
 
 
-def one_micro_batch_counts_twice(model: nn.Module, shard: Any, rank: Any) -> None:
+def one_micro_batch_counts_twice(model: Any, shard: Any, rank: Any) -> None:
     for number in range(2):
         part = {name: value[2 * number : 2 * number + 2] for name, value in shard.items()}
         value = loss(model, part) / (2 - number)  # fault
@@ -79,18 +78,14 @@ def one_micro_batch_counts_twice(model: nn.Module, shard: Any, rank: Any) -> Non
     average(model)
 
 
-def weights_by_rank(model: nn.Module, shard: Any, rank: Any) -> None:
+def weights_by_rank(model: Any, shard: Any, rank: Any) -> None:
     value = loss(model, shard)
     value = value * (1 + 0.25 * rank.rank)  # fault
     value.backward()
     average(model)
 
 
-def accumulated_over_steps(model: nn.Module, shard: Any, rank: Any) -> None:
+def multiplied_by_a_constant(model: Any, shard: Any, rank: Any) -> None:
     value = loss(model, shard) * 1.3  # fault
     value.backward()
     average(model)
-    dist.barrier()
-
-
-CASES = {"accumulated_over_steps": CASE}

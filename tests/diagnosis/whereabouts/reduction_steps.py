@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.diagnosis.whereabouts.faulty import average, loss
 
 
-def maximum_instead_of_sum(model: nn.Module, shard: Any, rank: Any) -> None:
+def maximum_instead_of_sum(model: Any, shard: Any, rank: Any) -> None:
     loss(model, shard).backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, op=dist.ReduceOp.MAX)  # fault
 
 
-def unflattened_in_another_order(model: nn.Module, shard: Any, rank: Any) -> None:
+def unflattened_in_another_order(model: Any, shard: Any, rank: Any) -> None:
     loss(model, shard).backward()
     flat = torch.cat([parameter.grad.reshape(-1) for parameter in model.parameters()])
     dist.all_reduce(flat)
@@ -30,7 +30,7 @@ def unflattened_in_another_order(model: nn.Module, shard: Any, rank: Any) -> Non
         at += parameter.numel()
 
 
-def layers_swapped(model: nn.Module, shard: Any, rank: Any) -> None:
+def layers_swapped(model: Any, shard: Any, rank: Any) -> None:
     loss(model, shard).backward()
     average(model)
     swapped = model.norm.weight.grad.clone()
@@ -38,7 +38,7 @@ def layers_swapped(model: nn.Module, shard: Any, rank: Any) -> None:
     model.norm.bias.grad.copy_(swapped)
 
 
-def hook_halves_biases(model: nn.Module, shard: Any, rank: Any) -> None:
+def hook_halves_biases(model: Any, shard: Any, rank: Any) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.register_hook(lambda gradient: gradient / 2)  # fault
@@ -46,7 +46,7 @@ def hook_halves_biases(model: nn.Module, shard: Any, rank: Any) -> None:
     average(model)
 
 
-def hook_halves_biases_under_ddp(model: nn.Module, shard: Any, rank: Any) -> None:
+def hook_halves_biases_under_ddp(model: Any, shard: Any, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -54,7 +54,7 @@ def hook_halves_biases_under_ddp(model: nn.Module, shard: Any, rank: Any) -> Non
     loss(ddp, shard).backward()
 
 
-def rank_returns_early(model: nn.Module, shard: Any, rank: Any) -> None:
+def rank_returns_early(model: Any, shard: Any, rank: Any) -> None:
     loss(model, shard).backward()
     for parameter in model.parameters():
         parameter.grad /= rank.world_size
@@ -65,7 +65,7 @@ def rank_returns_early(model: nn.Module, shard: Any, rank: Any) -> None:
         dist.all_reduce(parameter.grad, group=group)
 
 
-def momentum_kept_in_the_gradient(model: nn.Module, shard: Any, rank: Any) -> None:
+def momentum_kept_in_the_gradient(model: Any, shard: Any, rank: Any) -> None:
     loss(model, shard).backward()
     average(model)
     for parameter in model.parameters():
@@ -73,7 +73,7 @@ def momentum_kept_in_the_gradient(model: nn.Module, shard: Any, rank: Any) -> No
         parameter.grad.add_(momentum, alpha=0.9)  # fault
 
 
-def decay_added_on_one_rank(model: nn.Module, shard: Any, rank: Any) -> None:
+def decay_added_on_one_rank(model: Any, shard: Any, rank: Any) -> None:
     loss(model, shard).backward()
     if rank.rank == 1:
         for parameter in model.parameters():
@@ -81,14 +81,14 @@ def decay_added_on_one_rank(model: nn.Module, shard: Any, rank: Any) -> None:
     average(model)
 
 
-def into_the_wrong_parameter(model: nn.Module, shard: Any, rank: Any) -> None:
+def into_the_wrong_parameter(model: Any, shard: Any, rank: Any) -> None:
     loss(model, shard).backward()
     average(model)
     extra = model.norm.weight.grad.clone()
     model.norm.bias.grad += extra  # fault
 
 
-def only_weights_are_divided(model: nn.Module, shard: Any, rank: Any) -> None:
+def only_weights_are_divided(model: Any, shard: Any, rank: Any) -> None:
     loss(model, shard).backward()
     for name, parameter in model.named_parameters():
         dist.all_reduce(parameter.grad)
@@ -96,7 +96,7 @@ def only_weights_are_divided(model: nn.Module, shard: Any, rank: Any) -> None:
             parameter.grad /= rank.world_size  # fault
 
 
-def biases_in_no_reduction(model: nn.Module, shard: Any, rank: Any) -> None:
+def biases_in_no_reduction(model: Any, shard: Any, rank: Any) -> None:
     loss(model, shard).backward()
     for parameter in model.parameters():
         if parameter.ndim > 1:  # fault
@@ -104,7 +104,7 @@ def biases_in_no_reduction(model: nn.Module, shard: Any, rank: Any) -> None:
             parameter.grad /= rank.world_size
 
 
-def copy_not_written_back(model: nn.Module, shard: Any, rank: Any) -> None:
+def copy_not_written_back(model: Any, shard: Any, rank: Any) -> None:
     loss(model, shard).backward()
     average(model.first)
     average(model.norm)
@@ -114,20 +114,20 @@ def copy_not_written_back(model: nn.Module, shard: Any, rank: Any) -> None:
     flat /= rank.world_size
 
 
-def broadcast_from_rank_0(model: nn.Module, shard: Any, rank: Any) -> None:
+def broadcast_from_rank_0(model: Any, shard: Any, rank: Any) -> None:
     loss(model, shard).backward()
     for parameter in model.parameters():
         dist.broadcast(parameter.grad, 0)  # fault
 
 
-def reduced_to_one_rank(model: nn.Module, shard: Any, rank: Any) -> None:
+def reduced_to_one_rank(model: Any, shard: Any, rank: Any) -> None:
     loss(model, shard).backward()
     for parameter in model.parameters():
         parameter.grad /= rank.world_size
         dist.reduce(parameter.grad, 0)  # fault
 
 
-def wrong_modulo_of_no_sync(model: nn.Module, shard: Any, rank: Any) -> None:
+def wrong_modulo_of_no_sync(model: Any, shard: Any, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
     for number in range(4):
         part = {name: value[number : number + 1] for name, value in shard.items()}
@@ -138,10 +138,10 @@ def wrong_modulo_of_no_sync(model: nn.Module, shard: Any, rank: Any) -> None:
                 (loss(ddp, part) / 4).backward()
 
 
-def communication_hook_sums_halves(model: nn.Module, shard: Any, rank: Any) -> None:
+def communication_hook_sums_halves(model: Any, shard: Any, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
 
-    def hook(state: object, bucket: Any) -> Any:
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
         flat = bucket.buffer() / rank.world_size
         flat[: len(flat) // 2] *= 0.5  # fault
         work = dist.all_reduce(flat, async_op=True)
@@ -151,14 +151,14 @@ def communication_hook_sums_halves(model: nn.Module, shard: Any, rank: Any) -> N
     loss(ddp, shard).backward()
 
 
-def clamped_after_reducing(model: nn.Module, shard: Any, rank: Any) -> None:
+def clamped_after_reducing(model: Any, shard: Any, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
     loss(ddp, shard).backward()
     for parameter in model.parameters():
         parameter.grad.clamp_(-0.01, 0.02)  # fault
 
 
-def sign_instead_of_value(model: nn.Module, shard: Any, rank: Any) -> None:
+def sign_instead_of_value(model: Any, shard: Any, rank: Any) -> None:
     loss(model, shard).backward()
     for parameter in model.parameters():
         parameter.grad = parameter.grad.sign()  # fault
@@ -166,7 +166,7 @@ def sign_instead_of_value(model: nn.Module, shard: Any, rank: Any) -> None:
         parameter.grad /= rank.world_size
 
 
-def head_left_out_of_the_list(model: nn.Module, shard: Any, rank: Any) -> None:
+def head_left_out_of_the_list(model: Any, shard: Any, rank: Any) -> None:
     loss(model, shard).backward()
     reduced: Iterable[Tensor] = list(model.parameters())[:-3]  # fault
     for parameter in reduced:
@@ -174,20 +174,20 @@ def head_left_out_of_the_list(model: nn.Module, shard: Any, rank: Any) -> None:
         parameter.grad /= rank.world_size
 
 
-def weights_of_ranks(model: nn.Module, shard: Any, rank: Any) -> None:
+def weights_of_ranks(model: Any, shard: Any, rank: Any) -> None:
     loss(model, shard).backward()
     for parameter in model.parameters():
         parameter.grad *= (rank.rank + 1) / 10  # fault
         dist.all_reduce(parameter.grad)
 
 
-def transposed_on_the_way(model: nn.Module, shard: Any, rank: Any) -> None:
+def transposed_on_the_way(model: Any, shard: Any, rank: Any) -> None:
     loss(model, shard).backward()
     average(model)
     model.middle.weight.grad = model.middle.weight.grad.T.contiguous()  # fault
 
 
-def averaged_with_the_last_one(model: nn.Module, shard: Any, rank: Any) -> None:
+def averaged_with_the_last_one(model: Any, shard: Any, rank: Any) -> None:
     loss(model, shard).backward()
     before = [parameter.grad.clone() for parameter in model.parameters()]
     average(model)
