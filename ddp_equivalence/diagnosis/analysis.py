@@ -211,7 +211,7 @@ class Analysis:
     def _later_weights_are_wrong(self) -> bool:
         return self._request.compare == "update" and self._request.step_count > 1
 
-    def _without_view(self) -> Whereabouts:
+    def _without_view(self) -> Whereabouts | None:
         """What can be said about where a difference is that nothing can be fitted to."""
         assert self.measurement is not None
         structure = self.measurement.comparison.structure
@@ -224,8 +224,8 @@ class Analysis:
                 for (_, name), one in self._expected.reference.expected.items()
                 if one is not None
             ]
-            return where_gradients_are_missing(self.observed, names, structure)
-        return not_seen(self.why_no_view or "; ".join(structure[:1]))
+            return where_gradients_are_missing(self.observed, names)
+        return not_seen(self.why_no_view)
 
     def _view_of_step(self, step: int) -> View | None:
         """One step as hypotheses see it before the ranks run; None if nothing can be predicted."""

@@ -161,13 +161,16 @@ def _joined(paths: Sequence[Path]) -> Iterator[Path]:
     left = list(paths)
     while left:
         first = left.pop(0)
-        same = [one for one in left if _same(first, one)]
+        same = [one for one in left if went_alike(first, one)]
         left = [one for one in left if one not in same]
         names = (*first.names, *(name for one in same for name in one.names))
         yield Path(first.rank, names, first.stations, first.held, first.as_left)
 
 
-def _same(one: Path, other: Path) -> bool:
+def went_alike(one: Path, other: Path) -> bool:
+    """True if two paths on one rank have the same lines, and the same mixtures there."""
+    if one.rank != other.rank or one.lines != other.lines:
+        return False
     mixes = [(a.mix, b.mix) for a, b in zip(one.stations, other.stations, strict=True)]
     return one.as_left == other.as_left and all(
         _same_mix(a, b) for a, b in [*mixes, (one.held, other.held)]

@@ -11,7 +11,6 @@ from ddp_equivalence.diagnosis.whereabouts import (
     Whereabouts,
     distinct,
     named,
-    not_seen,
     ranked,
 )
 from ddp_equivalence.measurement.calls import Kind
@@ -19,15 +18,13 @@ from ddp_equivalence.measurement.observation import Observation
 
 
 def where_gradients_are_missing(
-    observed: Mapping[int, Observation], names: Sequence[str], structure: Sequence[str]
-) -> Whereabouts:
-    """``names``: the parameters that have a gradient in the big batch. ``structure``: what differs,
-    as sentences.
-    """
+    observed: Mapping[int, Observation], names: Sequence[str]
+) -> Whereabouts | None:
+    """None if they are not. ``names``: the parameters that have a gradient in the big batch."""
     missing = {rank: _missing(seen, names) for rank, seen in observed.items()}
     ranks = tuple(rank for rank, of_rank in missing.items() if of_rank)
     if not ranks:
-        return not_seen("; ".join(structure[:1]))
+        return None  # what the step returned lacks them, or they have another shape
     gone = missing[ranks[0]]
     who = ranked(ranks, len(observed))
     seen = observed[ranks[0]]

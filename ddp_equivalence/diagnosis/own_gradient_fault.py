@@ -86,17 +86,13 @@ def fault_of_own_gradient(pieces: Pieces, wrong: Sequence[Compared]) -> Whereabo
         sentence = f"On rank {one.piece.rank}, {sentence}"
     else:
         sentence = f"{sentence[:1].upper()}{sentence[1:]}"
+    only_there = lines_only_on(pieces.view.observed.by_rank, ranks)
+    exchanges = _exchanges(pieces, one.piece) if len(ranks) == world_size else []
     return Whereabouts(
         kind="own gradient",
         headline=f"{who if len(ranks) in (1, world_size) else f'{len(ranks)} ranks'}: {headline}",
         sentence=f"{whole} {sentence}",
-        lines=distinct(
-            [
-                *lines_only_on(pieces.view.observed.by_rank, ranks),
-                *_exchanges(pieces, one.piece),
-                *lines,
-            ]
-        ),
+        lines=distinct([*only_there, *exchanges, *lines]),
         parameters=names,
         ranks=ranks,
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.example_gradients import LossAndGradient
+from ddp_equivalence.diagnosis.residual import unexplained
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Kind
 from ddp_equivalence.measurement.observation import Forward, Indices
@@ -25,6 +26,13 @@ COARSE = 1e-4
 
 COARSE_ROUNDING = 8.0
 """In a coarse precision vectors are equal if they differ by at most this many eps."""
+
+
+FRACTION = 0.05
+"""Vectors that differ by this part of the difference are equal beside it."""
+
+SMALL = 1e-5
+"""A smaller difference may be one of precision on all ranks alike."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +63,24 @@ class Pieces:
 
     @cached_property
     def is_coarse(self) -> bool:
-        """True if all ranks have computed in a coarse precision, as under autocast."""
-        return self._eps > COARSE
+        """True if all ranks compute coarsely, beside how little differs, as under autocast."""
+        return self.eps > COARSE or self.difference < SMALL
 
     @cached_property
     def tolerance(self) -> float:
-        """The largest relative difference of two equal vectors."""
-        return tolerance_in(self._eps)
+        """The largest relative difference of two equal vectors.
+
+        Where ranks and big batch differ by little, that little must be told from rounding.
+        """
+        return min(tolerance_in(self.eps), max(ROUNDING * self.eps, FRACTION * self.difference))
 
     @cached_property
-    def _eps(self) -> float:
+    def difference(self) -> float:
+        """How far the ranks are from the big batch, relative to what they hold."""
+        return unexplained(self.view.measured.by_rank, self.view.expected_by_rank)
+
+    @cached_property
+    def eps(self) -> float:
         """That of the model, or of the lowest precision in which every rank has called modules."""
         lowest = []
         for seen in self.view.observed.by_rank.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis.gradient_path import Path, Station
+from ddp_equivalence.diagnosis.gradient_path import Path, Station, went_alike
 from ddp_equivalence.diagnosis.missing_reduction import why_not_reduced
 from ddp_equivalence.diagnosis.mix_text import mix_text
 from ddp_equivalence.diagnosis.pieces import Pieces
@@ -49,16 +49,21 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
         or another_factor(pieces, first, good, wanted)
         or other_weights(pieces, first, paths)
     )
-    alike = [path for path in bad if path.lines == first.lines]
-    names = tuple(dict.fromkeys(name for path in alike for name in path.names))
+    names = tuple(dict.fromkeys(name for path in bad for name in path.names))
     ranks = tuple(sorted({path.rank for path in bad}))
-    text = of_all(names, pieces.view.parameters.names)
     where = ranked(ranks, pieces.view.world_size)
+    every = pieces.view.parameters.names
+    alike = [name for path in bad if went_alike(path, first) for name in path.names]
+    concerned = f"This concerns {of_all(names, every)} on {where}."
+    if len(alike) < len(names):
+        concerned = (
+            f"This is said of {of_all(alike, every)} on rank {first.rank}; {len(names)} of "
+            f"{len(every)} gradients are wrong, on {where}."
+        )
     return Whereabouts(
         kind="reduction",
         headline=found.headline,
-        sentence=f"{OTHER if wanted.weight is None else RIGHT} {found.sentence} "
-        f"This concerns {text} on {where}.",
+        sentence=f"{OTHER if wanted.weight is None else RIGHT} {found.sentence} {concerned}",
         lines=found.lines,
         parameters=names,
         ranks=found.ranks or ranks,
@@ -136,11 +141,11 @@ def _no_mixture(pieces: Pieces, bad: Sequence[Path]) -> Whereabouts | None:
     elif collective is None:
         ranks = tuple(sorted({one.rank for one in bad if _changes(one, station)}))
         lines = [*lines_only_on(pieces.view.observed.by_rank, ranks), *lines]
-    where = f" on {ranked(ranks, pieces.view.world_size)}" if ranks else ""
+    where = f", on {ranked(ranks, pieces.view.world_size)}," if ranks else ""
     sentence = f"After backward they were {text}."
     if before is not None:
         first = mix_text(before.mix, pieces)
-        sentence = f"First they were {first}. Then {what}{where}, and they were {text}."
+        sentence = f"First they were {first}. Then{where} {what}, and they were {text}."
     return Whereabouts(
         "reduction",
         headline,

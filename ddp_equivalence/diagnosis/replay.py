@@ -162,7 +162,8 @@ def _tolerance(pieces: Pieces, key: Key, number: int, begins: bool) -> float:
             dtypes.add(sample.dtype if sample else "")
     if len(dtypes) != 1 or "" in dtypes:
         return pieces.tolerance
-    return max(pieces.tolerance, tolerance_in(eps_of(dtypes.pop())))
+    eps = eps_of(dtypes.pop())
+    return max(pieces.tolerance, tolerance_in(eps) if eps > pieces.eps else 0.0)
 
 
 def _agree(ours: TensorSample | None, theirs: TensorSample | None, tolerance: float) -> bool:

@@ -7,6 +7,7 @@ from ddp_equivalence.diagnosis.pieces import Pieces
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.whereabouts import ranked
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
+from ddp_equivalence.measurement.gradient_watch import SAME_FACTOR
 
 
 def done_text(call: Call, pieces: Pieces) -> str:
@@ -21,6 +22,8 @@ def done_text(call: Call, pieces: Pieces) -> str:
         return f"{call.kind.value} changed them"
     if change.cleared:
         return "they were cleared"
+    if change.factor is not None and abs(change.factor - 1) <= SAME_FACTOR:
+        return "they were changed, by little"
     if change.factor is not None:
         return f"they were multiplied by {change.factor:.6g}"
     return "they were changed, and not by a factor"

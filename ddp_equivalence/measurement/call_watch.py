@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import CodeType, FrameType
 from typing import Any
 
@@ -27,7 +28,8 @@ from ddp_equivalence.measurement.calls import (
 )
 from ddp_equivalence.measurement.code_lines import beginning_of, lines_of
 from ddp_equivalence.measurement.collective_contents import contents_of
-from ddp_equivalence.measurement.gradient_watch import GradientWatch, factor_between
+from ddp_equivalence.measurement.gradient_changes import changed_by_hooks, merged
+from ddp_equivalence.measurement.gradient_watch import GradientWatch
 from ddp_equivalence.measurement.line_tracer import Handler, LineTracer
 from ddp_equivalence.measurement.module_watch import ModuleWatch
 from ddp_equivalence.measurement.state_log import StateLog
@@ -45,6 +47,7 @@ class CallWatch:
 
     ``sample``: the elements of each gradient that are kept to see what becomes of them. The caller
     says when the model is called and when backward runs, and sets ``step`` before each step.
+    ``backwards``: how many calls of backward have begun.
     """
 
     def __init__(self, model: nn.Module, sample: ElementSample[str]) -> None:
@@ -55,14 +58,9 @@ class CallWatch:
         self._gradients = GradientWatch(model, sample)
         self._states = StateLog(self._gradients)
         self._tracer = LineTracer(self._handlers(), self._after_line)
-        self._backwards = 0
+        self.backwards = 0
         self._in_backward = False
         self._process = os.getpid()
-
-    @property
-    def backwards(self) -> int:
-        """How many calls of backward have begun."""
-        return self._backwards
 
     def trace(self, modules: ModuleWatch) -> Trace:
         """The values on the way. ``modules``: has watched the modules of the same model."""
@@ -112,7 +110,7 @@ class CallWatch:
         self._note_changes(frame, by_value=True)
         made_at = self._tracer.line_that_made(roots[0], frame) if len(roots) == 1 else None
         self._record(Kind.BACKWARD, frame, value=loss, made_at=made_at)
-        self._backwards += 1
+        self.backwards += 1
         call = len(self.calls) - 1
         lines = lines_of(frame)
         paused, self._tracer.paused = self._tracer.paused, True
@@ -124,27 +122,10 @@ class CallWatch:
             self._in_backward = False
             self._tracer.paused = paused
         if issued is not None and issued_so_far() == issued:
-            self._compare_with_own(own, lines)
+            for change in changed_by_hooks(self._gradients, own):
+                self._append(Kind.CHANGE, lines, change=change, in_backward=True)
         self._gradients.accept()
         self._states.note(call, tuple(self._gradients.parameters))
-
-    def _compare_with_own(
-        self, own: Mapping[str, Tensor], lines: tuple[CodeLine | None, CodeLine | None]
-    ) -> None:
-        """Note what hooks have done to gradients that backward computed and nobody reduced."""
-        changed: dict[float | None, list[str]] = {}
-        for name, gradient in own.items():
-            before, now = self._gradients.value_before(name), self._gradients.value_now(name)
-            if now is None or now.shape != gradient.shape:
-                continue
-            added = now if before is None else now - before
-            factor = factor_between(gradient, added)
-            if factor is None or abs(factor - 1) > 1e-3:
-                changed.setdefault(factor, []).append(name)
-        for factor, names in changed.items():
-            self._append(
-                Kind.CHANGE, lines, change=GradientChange(tuple(names), factor), in_backward=True
-            )
 
     def _handlers(self) -> dict[CodeType, Handler]:
         """The functions of torch that are recorded when they are called."""
@@ -277,17 +258,9 @@ class CallWatch:
         """Record the change, together with the last one if the same line has made both."""
         names_now = change.names
         last = self.calls[-1] if self.calls else None
-        if last is not None and last.change is not None and last.line == lines[0]:
-            known = last.change
-            alike = (known.factor, known.cleared, known.exact) == (
-                change.factor,
-                change.cleared,
-                change.exact,
-            )
-            if alike and not set(known.names) & set(change.names):
-                self.calls.pop()
-                names = known.names + change.names
-                change = GradientChange(names, change.factor, change.cleared, change.exact)
+        if last is not None and last.change is not None and merged(last, lines[0], change):
+            self.calls.pop()
+            change = replace(change, names=last.change.names + change.names)
         self._append(Kind.CHANGE, lines, change=change)
         self._states.note(len(self.calls) - 1, names_now)
 
@@ -310,7 +283,7 @@ class CallWatch:
                 kind,
                 *lines,
                 step=self.step,
-                backwards=self._backwards,
+                backwards=self.backwards,
                 in_backward=in_backward or self._in_backward,
                 **more,
             )

@@ -18,7 +18,7 @@ EVERY = (0, 1, 2, 3)
     [
         (steps.maximum_instead_of_sum, EVERY, 8, "all_reduce with MAX over all ranks"),
         (steps.unflattened_in_another_order, EVERY, 8, "not by a factor"),
-        (steps.layers_swapped, EVERY, 1, "own gradients of norm.bias"),
+        (steps.layers_swapped, EVERY, 2, "own gradients of norm.bias"),
         (steps.hook_halves_biases, EVERY, 4, "0.5 times"),
         (steps.hook_halves_biases_under_ddp, EVERY, 4, "0.5 times"),
         (steps.rank_returns_early, EVERY, 8, "Rank 3 reduced them 0 times"),
