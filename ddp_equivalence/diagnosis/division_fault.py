@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.diagnosis.divisor_candidates import all_divisors
+from ddp_equivalence.diagnosis.examples_read import example_numbers
 from ddp_equivalence.diagnosis.gradient_path import line_of
 from ddp_equivalence.diagnosis.own_gradient_fault import Compared
 from ddp_equivalence.diagnosis.pieces import Pieces
@@ -136,22 +138,36 @@ def _listed(what: str, values: Mapping[int, float]) -> str:
 def _no_mean(pieces: Pieces, compared: Sequence[Compared]) -> Whereabouts:
     call = compared[0].piece.call
     pieces_text = "rank's rows" if len(compared) == pieces.view.world_size else "micro-batch"
-    gradients = torch.stack([one.gradient_alone for one in compared])
-    mixed = _is_mixture(pieces, gradients)
-    why = (
-        "It is a mixture of them with weights that no count of the batch gives"
-        if mixed
-        else "It is no mixture of them at all, so the loss or the model looks across rows"
-    )
     return Whereabouts(
         "big batch",
         "the big batch is no mean of the parts",
         f"Each gradient is that of its {pieces_text}, and they are averaged rightly, but the "
-        f"gradient of the big batch is not this mean. {why}.",
+        f"gradient of the big batch is not this mean. {_why_no_mean(pieces, compared)}",
         distinct(_loss_lines(call, "the loss of the rank's own rows")),
         pieces.view.parameters.names,
         tuple(range(pieces.view.world_size)),
     )
+
+
+def _why_no_mean(pieces: Pieces, compared: Sequence[Compared]) -> str:
+    view = pieces.view
+    read = Counter(row for one in compared for row in one.piece.rows or ())
+    never = [row for row in range(view.setting.example_count) if not read[row]]
+    often = [row for row, times in sorted(read.items()) if times > 1]
+    if never or often:
+        parts = [f"no rank read {example_numbers(never)}"] if never else []
+        parts += [f"{example_numbers(often)} were read more than once"] if often else []
+        text = ", and ".join(parts)
+        return f"{text[:1].upper()}{text[1:]}."
+    forward = compared[0].piece.forward
+    whole = tuple(range(view.setting.example_count))
+    if forward is not None and forward.generator:
+        again = view.examples.compute(whole, forward.generator).gradient
+        if unexplained(view.expected, again) > pieces.tolerance:
+            return "The forward pass draws random numbers, and other ones for the big batch."
+    if _is_mixture(pieces, torch.stack([one.gradient_alone for one in compared])):
+        return "It is a mixture of these gradients with weights that no count of the batch gives."
+    return "It is no mixture of these gradients, as where the loss or the model looks across rows."
 
 
 def _is_mixture(pieces: Pieces, gradients: Tensor) -> bool:

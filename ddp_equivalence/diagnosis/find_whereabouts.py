@@ -133,12 +133,15 @@ def _factor(pieces: Pieces, weight: float, uniform: float) -> Whereabouts:
     is_mean = abs(uniform * pieces.view.world_size - 1) <= 1e-6
     if factors is not None and compared and is_mean:
         lines = fault_of_division(pieces, compared)
+        is_right = abs(factors - 1) <= 1e-6
+        passes = len(pieces.by_rank[0])
+        each = f"each of {passes} backward passes" if passes > 1 else "backward"
+        what = "what its rows give" if is_right else f"{factors:.6g} times what its rows give"
         return replace(
             lines,
-            kind="own gradient",
-            headline=f"the loss is {factors:.4g} times that of its rows",
-            sentence=f"{text}The reduction returns the mean, and every backward pass computes "
-            f"{factors:.6g} times what its rows give.",
+            kind="big batch" if is_right else "own gradient",
+            headline=f"every gradient is {times:.4g} times the big batch's",
+            sentence=f"{text}The reduction returns the mean, and {each} of a rank computes {what}.",
             fix="",
         )
     if reduction is None:

@@ -64,7 +64,7 @@ def _fewer_calls(pieces: Pieces, path: Path) -> Whereabouts | None:
     return Whereabouts(
         "reduction",
         f"{who} took part in fewer reductions"[:70],
-        f"{who[:1].upper()}{who[1:]} reduced them {few} times and others {many} times.",
+        f"{who[:1].upper()}{who[1:]} reduced them in {few} calls, and other ranks in up to {many}.",
         distinct(
             [
                 at(last, f"the last recorded call of {who}", is_fault=True),

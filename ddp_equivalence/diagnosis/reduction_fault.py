@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ddp_equivalence.diagnosis.gradient_mix import SAME_WEIGHT
 from ddp_equivalence.diagnosis.gradient_path import Path, Station, went_alike
 from ddp_equivalence.diagnosis.missing_reduction import why_not_reduced
 from ddp_equivalence.diagnosis.mix_text import mix_text
@@ -20,8 +21,6 @@ from ddp_equivalence.diagnosis.station_text import done_text, hooks, pointed
 from ddp_equivalence.diagnosis.whereabouts import Whereabouts, distinct, of_all, ranked
 from ddp_equivalence.measurement.calls import Kind
 
-RIGHT = "What the ranks computed is right, but what they hold in the end is not made of it as it"
-RIGHT += " should be."
 OTHER = "What the ranks hold in the end is not the mean of what they computed."
 
 HEADLINES = {
@@ -63,11 +62,28 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
     return Whereabouts(
         kind="reduction",
         headline=found.headline,
-        sentence=f"{OTHER if wanted.weight is None else RIGHT} {found.sentence} {concerned}",
+        sentence=f"{_premise(pieces, wanted)} {found.sentence} {concerned}",
         lines=found.lines,
         parameters=names,
         ranks=found.ranks or ranks,
         fix=found.fix,
+    )
+
+
+def _premise(pieces: Pieces, wanted: Wanted) -> str:
+    """What the big batch is of the ranks' own gradients."""
+    if wanted.weight is None:
+        return OTHER
+    world_size = pieces.view.world_size
+    what = f"{wanted.weight:.4g} times the sum"
+    for value, name in ((1.0, "sum"), (1 / world_size, "mean")):
+        if abs(wanted.weight - value) <= SAME_WEIGHT * value:
+            what = f"the {name}"
+    if world_size == 1:
+        return "What backward computed is right, and what the rank holds in the end is not this."
+    return (
+        f"The big batch is {what} of what the ranks computed before any reduction, but this is "
+        "not what they hold in the end."
     )
 
 

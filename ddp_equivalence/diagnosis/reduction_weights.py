@@ -58,12 +58,18 @@ def later_pieces_stay(pieces: Pieces, path: Path) -> Whereabouts | None:
         if one.call.kind is Kind.BACKWARD and one.call.backwards in _calls_of(pieces, path, local)
     ]
     switch = calls.places(Kind.NO_SYNC)
+    cleared = [
+        one
+        for one in path.stations[:-1]
+        if lost and one.mix is not None and not bool(one.mix.weights.any())
+    ]
     return Whereabouts(
         "reduction",
         "not every backward pass is reduced",
         f"{text}.",
         distinct(
             [
+                *(pointed(one, "clears them in between", is_fault=True) for one in cleared[:1]),
                 *(one.pointed("no synchronisation inside") for one in switch[:1]),
                 *(pointed(one, _reduces_note(one, pieces), is_fault=True) for one in reduced[:1]),
                 *(pointed(one, "this backward pass stays on its rank") for one in later[:1]),

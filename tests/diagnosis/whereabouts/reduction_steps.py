@@ -193,3 +193,26 @@ def averaged_with_the_last_one(model: Any, shard: Any, rank: Any) -> None:
     average(model)
     for parameter, own in zip(model.parameters(), before, strict=True):
         parameter.grad = 0.5 * (parameter.grad + own)  # fault
+
+
+def cleared_between_micro_batches(model: Any, shard: Any, rank: Any) -> None:
+    for number in range(2):
+        part = {name: value[2 * number : 2 * number + 2] for name, value in shard.items()}
+        model.zero_grad()  # fault
+        (loss(model, part) / 2).backward()
+    average(model)
+
+
+def last_micro_batch_after_the_reduction(model: Any, shard: Any, rank: Any) -> None:
+    for number in range(2):
+        part = {name: value[2 * number : 2 * number + 2] for name, value in shard.items()}
+        (loss(model, part) / 2).backward()
+        if number == 0:  # fault
+            average(model)
+
+
+def tail_hook_on_one_rank(model: Any, shard: Any, rank: Any) -> None:
+    if rank.rank == 2:
+        model.head.weight.register_hook(lambda gradient: 3 * gradient)  # fault
+    loss(model, shard).backward()
+    average(model)

@@ -21,7 +21,7 @@ EVERY = (0, 1, 2, 3)
         (steps.layers_swapped, EVERY, 2, "own gradients of norm.bias"),
         (steps.hook_halves_biases, EVERY, 4, "0.5 times"),
         (steps.hook_halves_biases_under_ddp, EVERY, 4, "0.5 times"),
-        (steps.rank_returns_early, EVERY, 8, "Rank 3 reduced them 0 times"),
+        (steps.rank_returns_early, EVERY, 8, "Rank 3 reduced them in 0 calls"),
         (steps.momentum_kept_in_the_gradient, EVERY, 8, "not by a factor"),
         (steps.decay_added_on_one_rank, (1,), 7, "on rank 1"),
         (steps.into_the_wrong_parameter, EVERY, 1, "not by a factor"),
@@ -38,6 +38,9 @@ EVERY = (0, 1, 2, 3)
         (steps.weights_of_ranks, EVERY, 8, "rank 0 0.1, rank 1 0.2, rank 2 0.3, rank 3 0.4"),
         (steps.transposed_on_the_way, EVERY, 1, "not by a factor"),
         (steps.averaged_with_the_last_one, EVERY, 8, "rank 0 0.625"),
+        (steps.cleared_between_micro_batches, EVERY, 8, "number 1 left nothing"),
+        (steps.last_micro_batch_after_the_reduction, EVERY, 8, "number 2 stayed on the rank"),
+        (steps.tail_hook_on_one_rank, EVERY, 1, "rank 2 0.75"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
