@@ -15,7 +15,7 @@ from ddp_equivalence.diagnosis.gradient_path import line_of
 from ddp_equivalence.diagnosis.own_gradient_fault import Compared
 from ddp_equivalence.diagnosis.pieces import Pieces
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.rank_lines import lines_only_on
+from ddp_equivalence.diagnosis.rank_lines import lines_only_on, odd_ranks
 from ddp_equivalence.diagnosis.residual import unexplained
 from ddp_equivalence.diagnosis.station_text import at
 from ddp_equivalence.diagnosis.whereabouts import Whereabouts, distinct, ranked
@@ -77,7 +77,7 @@ def _other_factors(pieces: Pieces, compared: Sequence[Compared], factors: Tensor
     whole = "losses begin" if _begun_so(compared) else "gradients are"
     if all(_alike(torch.tensor(one)) for one in by_rank.values()):
         each = {rank: values[0] for rank, values in by_rank.items()}
-        odd = _odd(each)
+        odd = odd_ranks(each)
         who = ranked(odd, pieces.view.world_size) if odd else "the ranks"
         shown = _listed("rank", each)
     elif all(_alike(torch.tensor(one)) for one in by_number.values()):
@@ -115,18 +115,6 @@ def _begun_so(compared: Sequence[Compared]) -> bool:
         and one.factor is not None
         and abs(one.loss_factor - one.factor) <= SAME * abs(one.factor)
         for one in compared
-    )
-
-
-def _odd(by_rank: Mapping[int, float]) -> tuple[int, ...]:
-    """The ranks whose values are not those of most; () if most ranks have no common value."""
-    ranks, values = list(by_rank), torch.tensor(list(by_rank.values()))
-    near = (values[:, None] - values[None, :]).abs() <= SAME * values.abs().max()
-    most = int(near.sum(1).argmax())
-    if int(near[most].sum()) * 2 <= len(values):
-        return ()
-    return tuple(
-        rank for rank, is_near in zip(ranks, near[most].tolist(), strict=True) if not is_near
     )
 
 

@@ -9,6 +9,9 @@ from ddp_equivalence.diagnosis.whereabouts import ranked
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.observation import Observation
 
+SAME = 1e-3
+"""Values that differ by less than this, relative to the largest one, are equal."""
+
 
 def lines_only_on(observed: Mapping[int, Observation], ranks: Sequence[int]) -> list[PointedLine]:
     """The first line that exactly these ranks ran, or exactly the others; [] if there is none.
@@ -33,3 +36,16 @@ def lines_only_on(observed: Mapping[int, Observation], ranks: Sequence[int]) -> 
     who = ranked(run[first], world_size)
     note = f"only {who} {'runs' if len(run[first]) == 1 else 'run'} this line"
     return [PointedLine(first, note, True)]
+
+
+def odd_ranks(values: Mapping[int, float]) -> tuple[int, ...]:
+    """The ranks whose values are not those of most; () if most ranks have no common value."""
+    most = max(map(abs, values.values()), default=0.0)
+    near = {
+        rank: [other for other, value in values.items() if abs(value - one) <= SAME * most]
+        for rank, one in values.items()
+    }
+    common = max(near.values(), key=len, default=[])
+    if len(common) * 2 <= len(values):
+        return ()
+    return tuple(rank for rank in values if rank not in common)

@@ -10,8 +10,9 @@ from ddp_equivalence.diagnosis.gradient_path import Path, Station, line_of
 from ddp_equivalence.diagnosis.mix_text import mix_text
 from ddp_equivalence.diagnosis.pieces import Pieces
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.rank_lines import lines_only_on, odd_ranks
 from ddp_equivalence.diagnosis.station_text import done_text, hooks, pointed
-from ddp_equivalence.diagnosis.whereabouts import Whereabouts, distinct
+from ddp_equivalence.diagnosis.whereabouts import MOST_RANKS, Whereabouts, distinct
 from ddp_equivalence.measurement.calls import Kind
 
 
@@ -75,7 +76,9 @@ def later_pieces_stay(pieces: Pieces, path: Path) -> Whereabouts | None:
                 *(pointed(one, "this backward pass stays on its rank") for one in later[:1]),
             ]
         ),
-        fix="reduce once, in or after the last backward pass.",
+        fix="reduce once, in or after the last backward pass."
+        if local
+        else "clear the gradients once, before the first backward pass.",
     )
 
 
@@ -172,30 +175,34 @@ def _similar(one: Mix | None, other: Mix | None) -> bool:
 def other_weights(pieces: Pieces, path: Path, paths: Sequence[Path]) -> Whereabouts:
     """Each rank counts with another weight."""
     text = mix_text(path.held, pieces)
-    fault: Station | None = None
-    others = [one for one in paths if one.rank != path.rank and one.names == path.names]
+    lines: list[PointedLine | None] = []
+    odd: tuple[int, ...] = ()
+    others = [one for one in paths if set(one.names) & set(path.names)]
     for number, station in enumerate(path.stations):
-        own = [_own_weight(pieces, path, station)]
-        for other in others:
-            if number < len(other.stations):
-                own.append(_own_weight(pieces, other, other.stations[number]))
-        known = [one for one in own if one is not None]
-        if known and max(known) - min(known) > SAME_WEIGHT * max(map(abs, known)):
-            fault = station
-            break
-    last = path.stations[-2:]
-    shown = [fault] if fault is not None else []
-    note = "the ranks part here: each has another factor"
+        own = {
+            one.rank: weight
+            for one in others
+            if number < len(one.stations)
+            and (weight := _own_weight(pieces, one, one.stations[number])) is not None
+        }
+        values = own.values()
+        if not own or max(values) - min(values) <= SAME_WEIGHT * max(map(abs, values)):
+            continue
+        odd = odd_ranks(own)
+        shown = ", ".join(f"rank {rank} {one:.4g}" for rank, one in list(own.items())[:MOST_RANKS])
+        lines = [
+            *lines_only_on(pieces.view.observed.by_rank, odd),
+            *hooks(pieces, path, station),
+            pointed(station, f"now times the own gradient: {shown}", is_fault=True),
+        ]
+        break
+    lines += [pointed(one, f"now {mix_text(one.mix, pieces)}") for one in path.stations[-1:]]
     return Whereabouts(
         "reduction",
         "the ranks do not count equally",
         f"In the end they are {text}.",
-        distinct(
-            [
-                *(pointed(one, note, is_fault=True) for one in shown),
-                *(pointed(one, f"now {mix_text(one.mix, pieces)}") for one in last),
-            ]
-        ),
+        distinct(lines),
+        ranks=odd,
     )
 
 

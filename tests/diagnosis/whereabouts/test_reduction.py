@@ -40,7 +40,7 @@ EVERY = (0, 1, 2, 3)
         (steps.averaged_with_the_last_one, EVERY, 8, "rank 0 0.625"),
         (steps.cleared_between_micro_batches, EVERY, 8, "number 1 left nothing"),
         (steps.last_micro_batch_after_the_reduction, EVERY, 8, "number 2 stayed on the rank"),
-        (steps.tail_hook_on_one_rank, EVERY, 1, "rank 2 0.75"),
+        (steps.tail_hook_on_one_rank, (2,), 1, "rank 2 0.75"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
