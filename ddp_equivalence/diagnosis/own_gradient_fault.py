@@ -286,4 +286,10 @@ def _loss_line(one: Compared) -> PointedLine | None:
 
 def _backward_line(one: Compared) -> PointedLine | None:
     call = one.piece.call
-    return at(line_of(call) if call else None, "backward begins")
+    factor = one.loss_factor
+    line = line_of(call) if call else None
+    known = call is not None and call.made_at is not None  # then that line tells of the loss
+    if known or factor is None or one.piece.loss is None or abs(factor - 1) <= SAME_LOSS:
+        return at(line, "backward begins")
+    note = f"backward begins at {one.piece.loss:.5g}; its rows give {one.loss_alone:.5g}"
+    return at(line, note, True)
