@@ -134,7 +134,7 @@ def _judge(request: Request) -> Verdict:
         if second.needs_fresh_ranks:
             sample = analysis.sample_of_step(0)
             second = observe_on_fresh_ranks(request, request.deadline, sample)
-        analysis.observed = second.by_rank
+        analysis.observed, analysis.why_not_watched = second.by_rank, second.why_not
         analysis.time = _time_left(request, started)
     except RankFailed as error:
         return _failed_or_again(known(), request, error, began)

@@ -27,6 +27,7 @@ from ddp_equivalence.diagnosis.measured_view import (
     left_same_bits,
     with_measurement,
 )
+from ddp_equivalence.diagnosis.missing_gradients import where_gradients_are_missing
 from ddp_equivalence.diagnosis.nearest_fault import NearestFault, nearest_fault
 from ddp_equivalence.diagnosis.setting import setting_of
 from ddp_equivalence.diagnosis.share_fit import NoShares
@@ -41,6 +42,7 @@ from ddp_equivalence.diagnosis.time_left import (
     TimeLeft,
 )
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts import Whereabouts, not_seen
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import Measurement
 from ddp_equivalence.measurement.observation import Observation
@@ -58,9 +60,10 @@ class Analysis:
     """Everything about a check that is costly to compute. Each part is computed once, if asked for.
 
     ``check`` makes it from the request and the reference. If something differs, ``check`` adds the
-    ``measurement`` of the ranks, and what was ``observed`` in a second run. Without a difference
-    only the nearest fault and the rounding floor can be asked for. ``time``: what all of this may
-    take together; parts that there is no time for are left out and noted there.
+    ``measurement`` of the ranks, and what was ``observed`` in a second run; ``why_not_watched``
+    says why there was none. Without a difference only the nearest fault and the rounding floor can
+    be asked for. ``time``: what all of this may take together; parts that there is no time for are
+    left out and noted there.
     """
 
     def __init__(self, request: Request, expected: Expected) -> None:
@@ -68,6 +71,7 @@ class Analysis:
         self._expected = expected
         self.measurement: Measurement | None = None
         self.observed: Mapping[int, Observation] = {}
+        self.why_not_watched = ""
         self.time = TimeLeft()
 
     @property
@@ -195,16 +199,33 @@ class Analysis:
         if self.measurement is None:
             return Localisation()
         if self.view is None:
+            where = self._without_view()
             if self.measurement.comparison.structure or not self._later_weights_are_wrong:
-                return Localisation()
-            return Localisation(weight_multiples=self._multiples_of_weights())
+                return Localisation(whereabouts=where)
+            return Localisation(weight_multiples=self._multiples_of_weights(), whereabouts=where)
         has_cause = bool(self.findings) and self.findings[0].accepted
         with self.time.counted(LOSS):
-            return localise(self.view, self.measurement.comparison, has_cause=has_cause)
+            return localise(self.view, self.measurement.comparison, has_cause, self.why_not_watched)
 
     @property
     def _later_weights_are_wrong(self) -> bool:
         return self._request.compare == "update" and self._request.step_count > 1
+
+    def _without_view(self) -> Whereabouts | None:
+        """What can be said about where a difference is that nothing can be fitted to."""
+        assert self.measurement is not None
+        structure = self.measurement.comparison.structure
+        if not self.observed:
+            why = self.why_not_watched
+            return not_seen("there was no second run" + (f", because {why}" if why else ""))
+        if structure and self._request.step_count == 1:
+            names = [
+                name
+                for (_, name), one in self._expected.reference.expected.items()
+                if one is not None
+            ]
+            return where_gradients_are_missing(self.observed, names)
+        return not_seen(self.why_no_view)
 
     def _view_of_step(self, step: int) -> View | None:
         """One step as hypotheses see it before the ranks run; None if nothing can be predicted."""

@@ -14,11 +14,19 @@ from ddp_equivalence.case.case import Case
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.diagnosis.diagnose import diagnose
+from ddp_equivalence.diagnosis.find_whereabouts import find_whereabouts
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.parameter_elements import ParameterElements
 from ddp_equivalence.diagnosis.residual import unexplained
-from ddp_equivalence.diagnosis.time_left import BY_MODULE, LOSS, WRONG_HALF, OutOfTime
+from ddp_equivalence.diagnosis.time_left import (
+    BY_MODULE,
+    LOSS,
+    WHEREABOUTS,
+    WRONG_HALF,
+    OutOfTime,
+)
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts import Whereabouts
 
 EQUAL = 1e-6
 """Float64 vectors whose relative difference is smaller are equal."""
@@ -44,7 +52,8 @@ class Localisation:
     ``findings_by_module``: module -> the cause that fits on its parameters alone; None if a cause
     fits on all parameters. ``weight_multiples``: parameter -> c, where the difference is c times
     the parameter itself. ``big_batch_loss``: the loss of the big batch, and ``mean_rank_loss`` the
-    mean of the ranks' losses; both are None if the loss of a rank is not known.
+    mean of the ranks' losses; both are None if the loss of a rank is not known. ``whereabouts``:
+    where the difference is, with lines; None if it has a cause, or if there was no time.
     """
 
     wrong_half: Half | None = None
@@ -52,9 +61,12 @@ class Localisation:
     weight_multiples: Mapping[str, float] | None = None
     big_batch_loss: float | None = None
     mean_rank_loss: float | None = None
+    whereabouts: Whereabouts | None = None
 
 
-def localise(view: View, comparison: Comparison, has_cause: bool) -> Localisation:
+def localise(
+    view: View, comparison: Comparison, has_cause: bool, why_not_watched: str = ""
+) -> Localisation:
     """Everything that can be said about where a difference lies in one step.
 
     The costly parts are left out where the difference already has a cause.
@@ -79,7 +91,17 @@ def localise(view: View, comparison: Comparison, has_cause: bool) -> Localisatio
         weight_multiples=multiples,
         big_batch_loss=big_batch_loss,
         mean_rank_loss=mean_rank_loss,
+        whereabouts=None if has_cause else _whereabouts(view, why_not_watched),
     )
+
+
+def _whereabouts(view: View, why_not_watched: str) -> Whereabouts | None:
+    with view.time.counted(WHEREABOUTS):
+        try:
+            return find_whereabouts(view, why_not_watched)
+        except OutOfTime:
+            view.time.leave_out(WHEREABOUTS)
+            return None
 
 
 def multiples_of_weights(

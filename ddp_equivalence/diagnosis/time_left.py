@@ -17,6 +17,7 @@ BY_RANK = "shares by rank"
 DIVISORS = "what losses are divided by"
 WRONG_HALF = "the half of the step that is wrong"
 LOSS = "the loss of the big batch"
+WHEREABOUTS = "where the difference is"
 NEAREST = "nearest known fault"
 """The parts of an explanation, as a report names those that there was no time for."""
 

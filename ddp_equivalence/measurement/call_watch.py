@@ -25,14 +25,18 @@ from ddp_equivalence.measurement.calls import (
     GradientChange,
     Kind,
 )
-from ddp_equivalence.measurement.code_lines import line_that_named, lines_of
+from ddp_equivalence.measurement.code_lines import beginning_of, line_that_named, lines_of
 from ddp_equivalence.measurement.collective_contents import contents_of, dtype_of
 from ddp_equivalence.measurement.further_calls import FurtherCalls
-from ddp_equivalence.measurement.gradient_watch import GradientWatch, factor_between
+from ddp_equivalence.measurement.gradient_changes import changed_by_hooks, merged
+from ddp_equivalence.measurement.gradient_watch import GradientWatch
 from ddp_equivalence.measurement.line_tracer import Handler, LineTracer, code_of
 from ddp_equivalence.measurement.loss_watch import LossWatch
+from ddp_equivalence.measurement.module_watch import ModuleWatch
 from ddp_equivalence.measurement.shuffles import randperm_recorded, shuffle_handlers
+from ddp_equivalence.measurement.state_log import StateLog
 from ddp_equivalence.measurement.synchronisation_watch import SynchronisationWatch
+from ddp_equivalence.measurement.trace import Trace
 from ddp_equivalence.ranks import missed_waits
 from ddp_equivalence.ranks.collectives import issued_so_far
 from ddp_equivalence.ranks.missed_waits import Issued
@@ -52,7 +56,8 @@ class CallWatch:
 
     ``sample``: the elements of each gradient that are kept to see what becomes of them. The caller
     says when the model is called and when backward runs, and when a step begins.
-    ``further`` records where examples, weights and losses come from.
+    ``further`` records where examples, weights and losses come from. ``backwards``: how many calls
+    of backward have begun in this step.
     """
 
     def __init__(self, model: nn.Module, sample: ElementSample[str]) -> None:
@@ -61,19 +66,30 @@ class CallWatch:
         self._model = model
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._gradients = GradientWatch(model, sample)
+        self._states = StateLog(self._gradients)
         self._losses = LossWatch(self._on_loss)
         self._synchronisation = SynchronisationWatch()
         self.further = FurtherCalls(model, self._gradients.parameters, self._append)
         handlers = {**self.further.handlers(), **self._handlers()}
         self._tracer = LineTracer(handlers, self._after_line, self._in_frame)
-        self._backwards = 0
+        self.backwards = 0
         self._in_backward = False
         self._process = os.getpid()
 
     def begin_step(self, number: int) -> None:
         """What is recorded from now on belongs to this step."""
         self.step = self.further.step = number
-        self._backwards = 0
+        self.backwards = 0
+
+    def trace(self, modules: ModuleWatch) -> Trace:
+        """The values on the way. ``modules``: has watched the modules of the same model."""
+        return Trace(
+            module_calls=tuple(modules.calls),
+            states=tuple(self._states.states),
+            each=self._states.each,
+            complete=modules.complete and self._states.complete,
+            lines_run=self._tracer.lines_run,
+        )
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -108,7 +124,7 @@ class CallWatch:
     def backward(
         self, roots: Sequence[Tensor], loss: float | None, own: Mapping[str, Tensor]
     ) -> Iterator[None]:
-        """The block is one backward pass, from these tensors.
+        """The block is one backward pass from ``roots``.
 
         ``own``: gets the gradients that it computes, by parameter; empty if they are not added to
         ``.grad``.
@@ -116,8 +132,10 @@ class CallWatch:
         frame = sys._getframe(2)
         self._note_changes(frame, by_value=True)
         self.further.backward(roots)
-        self._record(Kind.BACKWARD, frame, value=loss)
-        self._backwards += 1
+        made_at = self._tracer.line_that_made(roots[0], frame) if len(roots) == 1 else None
+        self._record(Kind.BACKWARD, frame, value=loss, made_at=made_at)
+        self.backwards += 1
+        call = len(self.calls) - 1
         lines = lines_of(frame)
         paused, self._tracer.paused = self._tracer.paused, True
         self._in_backward = True
@@ -128,28 +146,10 @@ class CallWatch:
             self._in_backward = False
             self._tracer.paused = paused
         if issued is not None and issued_so_far() == issued:
-            self._compare_with_own(own, lines)
+            for change in changed_by_hooks(self._gradients, own):
+                self._append(Kind.CHANGE, lines, change=change, in_backward=True)
         self._gradients.accept()
-
-    def _compare_with_own(
-        self, own: Mapping[str, Tensor], lines: tuple[CodeLine | None, CodeLine | None]
-    ) -> None:
-        """Note what hooks have done to gradients that backward computed and nobody reduced."""
-        changed: dict[float | None, list[str]] = {}
-        for name, gradient in own.items():
-            before, now = self._gradients.value_before(name), self._gradients.value_now(name)
-            if now is None or now.shape != gradient.shape:
-                continue
-            added = now if before is None else now - before
-            if not bool(gradient.any()) and not bool(added.any()):
-                continue
-            factor = factor_between(gradient, added)
-            if factor is None or abs(factor - 1) > 1e-3:
-                changed.setdefault(factor, []).append(name)
-        for factor, names in changed.items():
-            self._append(
-                Kind.CHANGE, lines, change=GradientChange(tuple(names), factor), in_backward=True
-            )
+        self._states.note(call, tuple(self._gradients.parameters))
 
     def _handlers(self) -> dict[CodeType, Handler]:
         """The functions of torch that are recorded when they are called."""
@@ -216,7 +216,8 @@ class CallWatch:
 
     def _on_hook(self, frame: FrameType) -> None:
         hook = frame.f_locals.get("hook", frame.f_locals.get("comm_hook_type"))
-        self._record(Kind.HOOK, frame, what=getattr(hook, "__name__", str(hook)))
+        name = getattr(hook, "__name__", str(hook))
+        self._record(Kind.HOOK, frame, what=name, made_at=beginning_of(hook))
 
     def _on_loss(self, line: CodeLine, value: float, what: str) -> None:
         if self._is_recorded():
@@ -233,6 +234,8 @@ class CallWatch:
         """The names of the model's parameters among these. An iterator is left as it is."""
         if isinstance(parameters, Tensor):
             parameters = [parameters]
+        if isinstance(parameters, nn.Module):
+            parameters = list(parameters.parameters())
         if not isinstance(parameters, Sequence):
             return ()
         return tuple(self._names[id(one)] for one in parameters if id(one) in self._names)
@@ -263,10 +266,12 @@ class CallWatch:
             self._gradients.accept_these(names, pending=True)
             issued.names = names
         self._record(Kind.COLLECTIVE, frame, collective=collective)
+        issued.call = len(self.calls) - 1
 
     def _on_wait(self, issued: Issued) -> None:
         if issued.names and self._is_recorded():
             self._gradients.accept_these(issued.names)
+            self._states.note(issued.call, issued.names)
 
     def _in_frame(self, frame: FrameType, line: CodeLine | None, returned: object) -> None:
         self.further.values(frame, line, returned)
@@ -292,14 +297,13 @@ class CallWatch:
         self, lines: tuple[CodeLine | None, CodeLine | None], change: GradientChange
     ) -> None:
         """Record the change, together with the last one if the same line has made both."""
+        names_now = change.names
         last = self.calls[-1] if self.calls else None
-        if last is not None and last.change is not None and last.line == lines[0]:
-            known = last.change
-            alike = replace(known, names=()) == replace(change, names=())
-            if alike and not set(known.names) & set(change.names):
-                self.calls.pop()
-                change = replace(change, names=known.names + change.names)
+        if last is not None and last.change is not None and merged(last, lines[0], change):
+            self.calls.pop()
+            change = replace(change, names=last.change.names + change.names)
         self._append(Kind.CHANGE, lines, change=change)
+        self._states.note(len(self.calls) - 1, names_now)
 
     def _is_recorded(self) -> bool:
         return os.getpid() == self._process and len(self.calls) < MOST_CALLS
@@ -320,7 +324,7 @@ class CallWatch:
                 kind,
                 *lines,
                 step=self.step,
-                backwards=self._backwards,
+                backwards=self.backwards,
                 in_backward=in_backward or self._in_backward,
                 **more,
             )

@@ -122,7 +122,8 @@ class Call:
     ``LOSS_FUNCTIONS`` is a line that computed a part of the loss at which backward begins. A
     ``SYNCHRONISATION`` is a line after which DDP's flag ``require_backward_grad_sync`` had another
     ``value``, 0 or 1. A ``HOOK`` is a communication hook that DDP was given, and ``what`` its name;
-    a ``TENSOR_HOOK`` is one on a parameter.
+    a ``TENSOR_HOOK`` is one on a parameter or a module. ``made_at``: where the loss of a backward
+    was computed, or where the function of a hook begins, if that is known.
     """
 
     kind: Kind
@@ -139,3 +140,4 @@ class Call:
     in_backward: bool = False
     chosen_at: CodeLine | None = None
     examples: tuple[int, ...] = ()
+    made_at: CodeLine | None = None

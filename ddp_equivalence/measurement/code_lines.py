@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 
@@ -60,3 +60,11 @@ def line_that_named(module: object, frame: FrameType | None) -> CodeLine | None:
                 return line
         frame = frame.f_back
     return line
+
+
+def beginning_of(function: object) -> CodeLine | None:
+    """The first line of a function of the user's; None if it is somebody else's."""
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType) or not is_users(code.co_filename):
+        return None
+    return CodeLine(code.co_filename, code.co_firstlineno, code.co_name)

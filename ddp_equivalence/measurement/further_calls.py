@@ -6,11 +6,12 @@ import linecache
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from types import CodeType, FrameType
+from typing import Any
 
 from torch import Tensor, nn
 
 from ddp_equivalence.measurement.calls import CodeLine, Kind
-from ddp_equivalence.measurement.code_lines import lines_of
+from ddp_equivalence.measurement.code_lines import beginning_of, lines_of
 from ddp_equivalence.measurement.data_functions import DATA_FUNCTIONS, Described
 from ddp_equivalence.measurement.graph_lines import GraphLines
 from ddp_equivalence.measurement.line_tracer import Handler
@@ -21,6 +22,13 @@ from ddp_equivalence.measurement.weight_watch import WeightWatch
 
 MOST_LINES = 5_000
 """Only so many different lines of the user's code are remembered."""
+
+REGISTERING_HOOKS: tuple[Any, ...] = (
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    nn.Module.register_full_backward_hook,
+    nn.Module.register_forward_hook,
+)
 
 Lines = tuple[CodeLine | None, CodeLine | None]
 
@@ -66,8 +74,8 @@ class FurtherCalls:
         }
         for code, is_active in RANDOM_AND_COUPLING.items():
             functions[code] = partial(self._on_module, is_active)
-        functions[Tensor.register_hook.__code__] = self._on_hook
-        functions[Tensor.register_post_accumulate_grad_hook.__code__] = self._on_hook
+        for registering in REGISTERING_HOOKS:
+            functions[registering.__code__] = self._on_hook
         return functions
 
     def values(self, frame: FrameType, line: CodeLine | None, returned: object) -> None:
@@ -127,10 +135,18 @@ class FurtherCalls:
         self._append(Kind.MODULE, lines_of(frame), what=what, names=(name,) if name else ())
 
     def _on_hook(self, frame: FrameType) -> None:
-        name = self._parameter_names.get(id(frame.f_locals["self"]))
+        owner = frame.f_locals["self"]
+        name = self._parameter_names.get(id(owner))
         lines = lines_of(frame)
-        if name is not None and lines[0] is not None:  # the suite registers hooks of its own
-            self._append(Kind.TENSOR_HOOK, lines, what=frame.f_code.co_name, names=(name,))
+        known = name is not None or isinstance(owner, nn.Module)
+        if known and lines[0] is not None:  # the suite registers hooks of its own
+            self._append(
+                Kind.TENSOR_HOOK,
+                lines,
+                what=frame.f_code.co_name,
+                names=(name,) if name is not None else (),
+                made_at=beginning_of(frame.f_locals.get("hook")),
+            )
 
 
 @lru_cache(maxsize=4096)

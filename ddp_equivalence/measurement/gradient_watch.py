@@ -90,6 +90,18 @@ class GradientWatch:
             for (factor, cleared), names in found.items()
         ]
 
+    def known_value(self, name: str) -> Tensor | None:
+        """The sampled elements of a gradient, as last accepted; empty if there was no gradient.
+
+        None if they are not known, as while a collective may still change them.
+        """
+        if name in self._pending or name not in self._values:
+            return None
+        value = self._values[name]
+        if value is None and self._states[name] is None:
+            return torch.empty(0, dtype=torch.float64)
+        return value
+
     def value_before(self, name: str) -> Tensor | None:
         """The sampled elements of a gradient, as last accepted."""
         return self._values.get(name)

@@ -6,17 +6,27 @@ Source: docs.python.org/3/library/sys.html, ``sys.settrace``.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import linecache
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
+from torch import Tensor
+
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.code_lines import is_users
+
+MOST_LINES = 20_000
+"""So many lines are remembered."""
+
+MOST_RETURNED = 8
+"""So many scalars are remembered with the line that returned them."""
 
 Handler = Callable[[FrameType], object]
 """Gets the frame of a function that begins."""
@@ -47,7 +57,52 @@ class LineTracer:
         self._values = values
         self._number_in: dict[int, int] = {}  # id of a frame -> its line that runs
         self._line: CodeLine | None = None
+        self._last_run: dict[tuple[CodeType, int], int] = {}
+        self._returned: list[tuple[weakref.ref[Tensor], CodeLine]] = []
+        self._lines = 0
         self.paused = False
+
+    @property
+    def lines_run(self) -> dict[CodeLine, int]:
+        """Each line of the user's code that has run -> how many lines had run when it last began.
+
+        They are in the order in which they ran first.
+        """
+        return {
+            CodeLine(code.co_filename, number, code.co_name): last
+            for (code, number), last in self._last_run.items()
+        }
+
+    def line_that_made(self, tensor: Tensor, frame: FrameType | None) -> CodeLine | None:
+        """The line that gave a variable of a caller this tensor, or that returned it; None if
+        neither is known. ``frame``: the innermost caller.
+        """
+        while frame is not None:
+            if is_users(frame.f_code.co_filename):
+                names = {name for name, value in frame.f_locals.items() if value is tensor}
+                line = self._last_line_that_sets(frame.f_code, names)
+                if line is not None:
+                    return line
+            frame = frame.f_back
+        for known, returned_at in reversed(self._returned):
+            if known() is tensor:
+                return returned_at
+        return None
+
+    def _last_line_that_sets(self, code: CodeType, names: set[str]) -> CodeLine | None:
+        numbers: list[int] = []
+        number = 0
+        for instruction in dis.get_instructions(code) if names else ():
+            number = instruction.positions.lineno or number if instruction.positions else number
+            about = instruction.argval
+            about = about if isinstance(about, tuple) else (about,)  # two variables at once
+            if instruction.opname.startswith("STORE_") and names.intersection(about):
+                numbers.append(number)
+        ran = [one for one in numbers if (code, one) in self._last_run]
+        if not ran:
+            return None
+        last = max(ran, key=lambda one: self._last_run[code, one])
+        return CodeLine(code.co_filename, last, code.co_name)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -69,20 +124,27 @@ class LineTracer:
             self._finish_line()
             _without_failing(handler, frame)
             return None
-        if self.paused or not is_users(code.co_filename):
+        if not is_users(code.co_filename):
             return None
         self._finish_line()
-        _without_failing(self._values, frame, None, None)
+        if not self.paused:
+            _without_failing(self._values, frame, None, None)
         return self._on_line
 
     def _on_line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event in ("line", "return"):
             self._look_into(frame, event == "return", argument)
         if event == "line":
+            self._note_run(frame)
+            if self.paused:
+                return self._on_line
             self._finish_line()
             code = frame.f_code
             self._line = CodeLine(code.co_filename, frame.f_lineno, code.co_name)
         elif event == "return":
+            self._note_returned(frame, argument)
+            if self.paused:
+                return self._on_line
             self._finish_line()
             self._line = _line_of_caller(frame)
         return self._on_line
@@ -95,6 +157,18 @@ class LineTracer:
         if number is not None and not self.paused:
             line = CodeLine(code.co_filename, number, code.co_name)
             _without_failing(self._values, frame, line, returned)
+
+    def _note_run(self, frame: FrameType) -> None:
+        key = frame.f_code, frame.f_lineno
+        self._lines += 1
+        if len(self._last_run) < MOST_LINES:
+            self._last_run[key] = self._lines
+
+    def _note_returned(self, frame: FrameType, value: object) -> None:
+        if isinstance(value, Tensor) and value.ndim == 0 and value.requires_grad:
+            code = frame.f_code
+            line = CodeLine(code.co_filename, frame.f_lineno, code.co_name)
+            self._returned[:] = [*self._returned[1 - MOST_RETURNED :], (weakref.ref(value), line)]
 
     def _finish_line(self) -> None:
         if self._line is not None and not self.paused:

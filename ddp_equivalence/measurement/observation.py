@@ -6,12 +6,13 @@ These are frozen dataclasses. The ranks send them to the judging process.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.measurement.calls import Call, CodeLine
+from ddp_equivalence.measurement.trace import Trace
 from ddp_equivalence.ranks.collectives import Collective
 
 Indices = tuple[int, ...]
@@ -105,7 +106,7 @@ class Observation:
     examples of the big batch that are equal in every tensor. ``calls``: those that matter for the
     gradients, in their order, with their lines. ``lines_run``: the steps and the lines of the
     user's code that ran, each once, in the order of their first run, without those of the forward
-    pass.
+    pass. ``trace``: values on the way.
     """
 
     forwards: tuple[Forward, ...]
@@ -119,6 +120,7 @@ class Observation:
     equal_examples: tuple[Indices, ...] = ()
     calls: tuple[Call, ...] = ()
     lines_run: tuple[tuple[int, CodeLine], ...] = ()
+    trace: Trace = field(default_factory=Trace)
 
     def rows_read(self, step: int) -> tuple[tuple[RowsRead, ...], ...] | None:
         """The rows of each micro-batch of one step; None if they are not known.

@@ -25,6 +25,7 @@ from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.measurement.call_watch import CallWatch
 from ddp_equivalence.measurement.example_lookup import ExampleLookup
 from ddp_equivalence.measurement.module_calls import Heard, heard, listen, stop_listening
+from ddp_equivalence.measurement.module_watch import ModuleWatch
 from ddp_equivalence.measurement.observation import (
     Backward,
     Forward,
@@ -68,6 +69,9 @@ class Observer:
         self._clipped: list[float] = []
         self._inside = False
         self._calls = CallWatch(model, sample)
+        self._modules = ModuleWatch(
+            model, lambda: (self._step, self._calls.backwards, self._inside)
+        )
         self._step = 0
 
     @property
@@ -104,6 +108,7 @@ class Observer:
         try:
             with (
                 heard(self._model, self._on_forward),
+                self._modules.watching(),
                 patch.object(DistributedDataParallel, "__init__", wrapping),
                 patch.object(torch.nn.utils, "clip_grad_norm_", clipping),
                 patch.object(torch.autograd, "backward", self._observed(torch.autograd.backward)),
@@ -139,6 +144,7 @@ class Observer:
             equal_examples=self._lookup.equal_examples(),
             calls=tuple(self._calls.calls),
             lines_run=tuple(self._calls.further.lines_run),
+            trace=self._calls.trace(self._modules),
         )
 
     def _on_forward(self, arguments: tuple[Any, ...]) -> Heard:

@@ -117,8 +117,8 @@ class Issued:
     """A collective at the moment when Python issues it.
 
     ``reduce_op``: such as ``SUM``; "" if it reduces nothing. ``ranks``: of its group. ``tensors``:
-    what goes in; () afterwards. ``asynchronous``: a handle is returned to the caller. ``names`` is
-    the listener's own.
+    what goes in; () afterwards. ``asynchronous``: a handle is returned to the caller. ``names``
+    and ``call`` are the listener's own.
     """
 
     op: str
@@ -127,6 +127,7 @@ class Issued:
     tensors: tuple[Tensor, ...]
     asynchronous: bool
     names: tuple[str, ...] = ()
+    call: int = -1
 
 
 Listeners = tuple[Callable[[Issued, FrameType], object], Callable[[Issued], object]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import os.path
 from collections.abc import Iterator
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -67,8 +69,9 @@ def _what_happened(finding: Finding) -> str:
 def _without_a_cause(verdict: Verdict) -> list[Line]:
     """What is known about a difference that has no name."""
     localisation = verdict.localisation
+    lines = _whereabouts(verdict)
     known = "; ".join(_known(verdict))
-    lines = labelled("What is known: ", f"{known}.") if known else []
+    lines += labelled("What is known: ", f"{known}.") if known else []
     for module, finding in list((localisation.findings_by_module or {}).items())[:MOST_MODULES]:
         where = f"On the parameters of {module or 'the model itself'} alone"
         lines += paragraph(f"{where} the cause is {finding.cause}: {finding.sentence}", "  ")
@@ -79,6 +82,21 @@ def _without_a_cause(verdict: Verdict) -> list[Line]:
             "Look at: ", HALVES[localisation.wrong_half] + (STATISTICS if no_sum else "")
         )
     return lines
+
+
+def _whereabouts(verdict: Verdict) -> list[Line]:
+    """Where the difference is, and the lines that show it."""
+    found = verdict.localisation.whereabouts
+    if found is None:
+        return []
+    lines = paragraph(found.sentence, "  ")
+    for one in found.lines:
+        place = f"{os.path.basename(one.line.file)}:{one.line.number}"
+        code = linecache.getline(one.line.file, one.line.number).strip()
+        lines += labelled(f"{place}: ", code or one.line.function)
+        lines += paragraph(one.note, "    ") if one.note else []
+        lines += paragraph(f"Missing after it: {one.missing}", "    ") if one.missing else []
+    return [*lines, *(labelled("Fix: ", found.fix) if found.fix else [])]
 
 
 def _is_coupled(verdict: Verdict) -> bool:

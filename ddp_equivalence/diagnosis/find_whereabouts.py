@@ -1,0 +1,158 @@
+"""Decides where a difference without a name is: in a rank's own gradient, in the reduction, or in
+what the big batch divides by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.diagnosis.division_fault import fault_of_division
+from ddp_equivalence.diagnosis.forward_alone import forward_alone, idle_ranks
+from ddp_equivalence.diagnosis.gradient_path import paths_of
+from ddp_equivalence.diagnosis.own_gradient_fault import (
+    Compared,
+    compared_with_rows,
+    fault_of_own_gradient,
+)
+from ddp_equivalence.diagnosis.pieces import Pieces, pieces_of
+from ddp_equivalence.diagnosis.reduction_fault import fault_of_reduction
+from ddp_equivalence.diagnosis.reduction_weights import Wanted
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts import Whereabouts, not_seen
+
+COARSEST = 0.1
+"""If equal vectors may differ by more than this, nothing is said about which differ."""
+
+STANDS_OUT = 10.0
+"""In a coarse precision a piece is wrong if its error is so many times that of the others."""
+
+
+def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
+    """Where the difference is. ``why_not_watched``: why the step did not run a second time."""
+    if not view.observed.by_rank:
+        why = why_not_watched or "the step did not run a second time"
+        return not_seen(f"there was no second run, because {why}" if why_not_watched else why)
+    pieces = pieces_of(view)
+    if pieces is None or not pieces.all:
+        return forward_alone(view) or not_seen(
+            "no backward pass was recorded whose gradients are those of the model"
+        )
+    if pieces.tolerance > COARSEST:
+        return not_seen("gradients of so low a precision are equal up to rounding")
+    return _in_order(view, _in_step(view, _find(view, pieces)))
+
+
+def _in_order(view: View, found: Whereabouts) -> Whereabouts:
+    """With the lines in the order in which a rank that is concerned came to them last."""
+    rank = found.ranks[0] if found.ranks else 0
+    run = view.observed.by_rank[rank].trace.lines_run or {}
+    order = {(line.file, line.number): number for line, number in run.items()}
+    last = max(order.values(), default=0)
+    lines = sorted(found.lines, key=lambda one: order.get((one.line.file, one.line.number), last))
+    return replace(found, lines=tuple(lines))
+
+
+def _in_step(view: View, found: Whereabouts) -> Whereabouts:
+    if not view.setting.step or found.kind == "not seen":
+        return found
+    return replace(found, sentence=f"In step {view.setting.step + 1}: {found.sentence}")
+
+
+def _find(view: View, pieces: Pieces) -> Whereabouts:
+    total = pieces.own.sum(0)
+    weight = _right_weight(pieces, total)
+    uniform = _uniform_weight(pieces, total)
+    if weight is not None and uniform is None:
+        return _reduction(pieces, Wanted(weight)) or not_seen(
+            "the reduction is wrong, and no call showed which line makes it so"
+        )
+    if weight is not None and uniform is not None:
+        return _factor(pieces, weight, uniform)
+    own = _own(pieces)
+    if uniform is not None:
+        return own or not_seen(
+            "the reduction is right, but it was not recognised which examples each backward "
+            "pass was of"
+        )
+    reduction = _reduction(pieces, Wanted(None))
+    if reduction is None or own is None:
+        return reduction or own or not_seen("too little of the step was recorded")
+    if own.kind == "big batch":
+        return reduction
+    return replace(own, sentence=f"{own.sentence} Beside this: {reduction.sentence}")
+
+
+def _right_weight(pieces: Pieces, total: Tensor) -> float | None:
+    """The big batch is this many times what all ranks computed together; None if it is not."""
+    return pieces.factor_between(pieces.view.expected, total)
+
+
+def _uniform_weight(pieces: Pieces, total: Tensor) -> float | None:
+    """Every rank holds this many times what all ranks computed together; None if they do not."""
+    weights = [pieces.factor_between(held, total) for held in pieces.view.measured.by_rank]
+    known = [one for one in weights if one is not None]
+    if len(known) != len(weights) or max(known) - min(known) > 1e-6 * abs(known[0]):
+        return None
+    return known[0]
+
+
+def _reduction(pieces: Pieces, wanted: Wanted) -> Whereabouts | None:
+    paths = paths_of(pieces)
+    return fault_of_reduction(pieces, paths, wanted) if paths else None
+
+
+def _own(pieces: Pieces) -> Whereabouts | None:
+    compared = compared_with_rows(pieces)
+    if compared is None:
+        return None
+    idle = idle_ranks(pieces)
+    if idle is not None:
+        return idle
+    wrong = [one for one in compared if one.factor is None]
+    if wrong and pieces.is_coarse:
+        errors = sorted(one.error for one in compared)
+        least = STANDS_OUT * errors[len(errors) // 2]
+        wrong = [one for one in wrong if one.error > least]
+        if not wrong:
+            return not_seen("in this precision the gradients of all rows are rounded that far")
+    if wrong:
+        return fault_of_own_gradient(pieces, wrong)
+    return fault_of_division(pieces, compared)
+
+
+def _factor(pieces: Pieces, weight: float, uniform: float) -> Whereabouts:
+    """Everything is right up to one factor."""
+    compared = compared_with_rows(pieces)
+    times = uniform / weight
+    text = f"Every gradient is {times:.6g} times that of the big batch. "
+    factors = _common_factor(compared)
+    reduction = _reduction(pieces, Wanted(weight))
+    is_mean = abs(uniform * pieces.view.world_size - 1) <= 1e-6
+    if factors is not None and compared and is_mean:
+        lines = fault_of_division(pieces, compared)
+        is_right = abs(factors - 1) <= 1e-6
+        passes = len(pieces.by_rank[0])
+        each = f"each of {passes} backward passes" if passes > 1 else "backward"
+        what = "what its rows give" if is_right else f"{factors:.6g} times what its rows give"
+        return replace(
+            lines,
+            kind="big batch" if is_right else "own gradient",
+            headline=f"every gradient is {times:.4g} times the big batch's",
+            sentence=f"{text}The reduction returns the mean, and {each} of a rank computes {what}.",
+            fix="",
+        )
+    if reduction is None:
+        return not_seen(f"{text[:1].lower()}{text[1:].rstrip('. ')}, and no line shows this factor")
+    return reduction
+
+
+def _common_factor(compared: list[Compared] | None) -> float | None:
+    if not compared or any(one.factor is None for one in compared):
+        return None
+    factors = torch.tensor([one.factor for one in compared])
+    if float(factors.max() - factors.min()) > 1e-6 * float(factors.abs().max()):
+        return None
+    return float(factors[0])

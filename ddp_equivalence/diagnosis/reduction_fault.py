@@ -1,0 +1,204 @@
+"""Finds the first line after which gradients are not what right code would have made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddp_equivalence.diagnosis.gradient_mix import SAME_WEIGHT
+from ddp_equivalence.diagnosis.gradient_path import Path, Station, went_alike
+from ddp_equivalence.diagnosis.missing_reduction import why_not_reduced
+from ddp_equivalence.diagnosis.mix_text import mix_text
+from ddp_equivalence.diagnosis.pieces import Pieces
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.rank_lines import lines_only_on
+from ddp_equivalence.diagnosis.reduction_weights import (
+    Wanted,
+    another_factor,
+    later_pieces_stay,
+    other_weights,
+)
+from ddp_equivalence.diagnosis.station_text import done_text, hooks, pointed
+from ddp_equivalence.diagnosis.whereabouts import Whereabouts, distinct, of_all, ranked
+from ddp_equivalence.measurement.calls import Kind
+
+OTHER = "What the ranks hold in the end is not the mean of what they computed."
+
+HEADLINES = {
+    "reduce": "reduce leaves its result on one rank only",
+    "broadcast": "the gradients of one rank are sent to all",
+}
+
+
+def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) -> Whereabouts | None:
+    """Where the gradients leave the right way; None if none of them does."""
+    bad = [path for path in paths if not (wanted.is_met(path.held) and path.as_left)]
+    if not bad:
+        return None
+    first = bad[0]
+    good = next(
+        (one for one in paths if one not in bad and one.rank == first.rank),
+        next((one for one in paths if one not in bad), None),
+    )
+    found = (
+        _returned(pieces, first)
+        or _changed_after_it_was_right(pieces, first, wanted)
+        or _no_mixture(pieces, bad)
+        or later_pieces_stay(pieces, first)
+        or why_not_reduced(pieces, first, good)
+        or another_factor(pieces, first, good, wanted)
+        or other_weights(pieces, first, paths)
+    )
+    names = tuple(dict.fromkeys(name for path in bad for name in path.names))
+    ranks = tuple(sorted({path.rank for path in bad}))
+    where = ranked(ranks, pieces.view.world_size)
+    every = pieces.view.parameters.names
+    alike = [name for path in bad if went_alike(path, first) for name in path.names]
+    concerned = f"This concerns {of_all(names, every)} on {where}."
+    if len(alike) < len(names):
+        concerned = (
+            f"This is said of {of_all(alike, every)} on rank {first.rank}; {len(names)} of "
+            f"{len(every)} gradients are wrong, on {where}."
+        )
+    return Whereabouts(
+        kind="reduction",
+        headline=found.headline,
+        sentence=f"{_premise(pieces, wanted)} {found.sentence} {concerned}",
+        lines=found.lines,
+        parameters=names,
+        ranks=found.ranks or ranks,
+        fix=found.fix,
+    )
+
+
+def _premise(pieces: Pieces, wanted: Wanted) -> str:
+    """What the big batch is of the ranks' own gradients."""
+    if wanted.weight is None:
+        return OTHER
+    world_size = pieces.view.world_size
+    what = f"{wanted.weight:.4g} times the sum"
+    for value, name in ((1.0, "sum"), (1 / world_size, "mean")):
+        if abs(wanted.weight - value) <= SAME_WEIGHT * value:
+            what = f"the {name}"
+    if world_size == 1:
+        return "What backward computed is right, and what the rank holds in the end is not this."
+    return (
+        f"The big batch is {what} of what the ranks computed before any reduction, but this is "
+        "not what they hold in the end."
+    )
+
+
+def _returned(pieces: Pieces, path: Path) -> Whereabouts | None:
+    if path.as_left:
+        return None
+    reductions = pieces.view.observed.calls.reductions
+    lines = [
+        place.pointed(done_text(place.first, pieces), is_fault=True) for place in reductions[-2:]
+    ]
+    odd = {
+        place.first.collective.reduce_op
+        for place in reductions
+        if place.first.collective is not None
+    } - {"SUM", "AVG", ""}
+    return Whereabouts(
+        "reduction",
+        f"gradients are reduced with {min(odd)}" if odd else "the step left tensors beside .grad",
+        f"What was compared is {mix_text(path.held, pieces)}, and not what .grad held when the "
+        "step ended in the second run.",
+        distinct(
+            [*lines, *(pointed(one, "the last change of .grad") for one in path.stations[-1:])]
+        ),
+    )
+
+
+def _changed_after_it_was_right(pieces: Pieces, path: Path, wanted: Wanted) -> Whereabouts | None:
+    met = [number for number, one in enumerate(path.stations) if wanted.is_met(one.mix)]
+    if not met or met[-1] + 1 >= len(path.stations) or pieces.view.world_size == 1:
+        return None
+    right, wrong = path.stations[met[-1]], path.stations[met[-1] + 1]
+    what, text = done_text(wrong.call, pieces), mix_text(wrong.mix, pieces)
+    return Whereabouts(
+        "reduction",
+        "right gradients are changed afterwards",
+        f"They were {mix_text(right.mix, pieces)}. Then {what}, and they were {text}.",
+        distinct(
+            [
+                pointed(right, "they are right after this line"),
+                *hooks(pieces, path, wrong),
+                pointed(wrong, f"{what}; now {text}", is_fault=True),
+            ]
+        ),
+        fix="leave the reduced gradients as they are, or change those of the big batch too.",
+    )
+
+
+def _no_mixture(pieces: Pieces, bad: Sequence[Path]) -> Whereabouts | None:
+    """The first station that is no mixture, or one of another parameter's gradients."""
+    path, number = _first_without(bad)
+    if number is None:
+        return None
+    station = path.stations[number]
+    before = path.stations[number - 1] if number else None
+    what, text = done_text(station.call, pieces), mix_text(station.mix, pieces)
+    collective = station.call.collective
+    headline, fix = "a line makes other numbers of the gradients", ""
+    ranks: tuple[int, ...] = ()
+    lines: list[PointedLine | None] = []
+    if before is not None:
+        lines = [pointed(before, f"they are {mix_text(before.mix, pieces)}")]
+    if station.mix is not None:
+        headline = "a parameter gets the gradient of another one"
+        fix = "give each parameter its own part of what was reduced, in the same order."
+    elif collective is not None and collective.op in HEADLINES:
+        headline = HEADLINES[collective.op]
+        fix = "use all_reduce."
+    elif collective is not None and collective.reduce_op not in ("SUM", "AVG", ""):
+        headline = f"gradients are reduced with {collective.reduce_op}"
+        fix = f"use ReduceOp.SUM, and divide by {pieces.view.world_size}."
+    elif collective is None:
+        ranks = tuple(sorted({one.rank for one in bad if _changes(one, station)}))
+        lines = [*lines_only_on(pieces.view.observed.by_rank, ranks), *lines]
+    where = f", on {ranked(ranks, pieces.view.world_size)}," if ranks else ""
+    sentence = f"After backward they were {text}."
+    if before is not None:
+        first = mix_text(before.mix, pieces)
+        sentence = f"First they were {first}. Then{where} {what}, and they were {text}."
+    return Whereabouts(
+        "reduction",
+        headline,
+        sentence,
+        distinct(
+            [
+                *lines,
+                *hooks(pieces, path, station),
+                pointed(station, f"{what}; now {text}", is_fault=True),
+            ]
+        ),
+        ranks=ranks,
+        fix=fix,
+    )
+
+
+def _first_without(bad: Sequence[Path]) -> tuple[Path, int | None]:
+    """The path and the station at which a gradient first is no mixture; one before any reduction
+    of the ranks comes first, since the others take theirs from it.
+    """
+    found: list[tuple[bool, int, Path]] = []
+    for path in bad:
+        for number, station in enumerate(path.stations):
+            if station.mix is None or station.mix.of:
+                collective = station.call.collective
+                takes = collective is not None and collective.reduce_op in ("SUM", "AVG")
+                found.append((takes, number, path))
+                break
+    if not found:
+        return bad[0], None
+    takes, number, path = min(found, key=lambda one: (one[0], one[1]))
+    return path, number
+
+
+def _changes(path: Path, station: Station) -> bool:
+    """True if the path's first station without a mixture is the same line's."""
+    for one in path.stations:
+        if one.mix is None or one.mix.of:
+            return one.call.kind is Kind.CHANGE and one.call.line == station.call.line
+    return False

@@ -1,0 +1,216 @@
+"""Gradients are a mixture of what the ranks computed, with other weights than they should have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddp_equivalence.diagnosis.gradient_mix import SAME_WEIGHT, Mix
+from ddp_equivalence.diagnosis.gradient_path import Path, Station, line_of
+from ddp_equivalence.diagnosis.mix_text import mix_text
+from ddp_equivalence.diagnosis.pieces import Pieces
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.rank_lines import lines_only_on, odd_ranks
+from ddp_equivalence.diagnosis.station_text import done_text, hooks, pointed
+from ddp_equivalence.diagnosis.whereabouts import MOST_RANKS, Whereabouts, distinct
+from ddp_equivalence.measurement.calls import Kind
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """``weight``: of each piece in what every rank should hold; None if any will do that is the
+    same for all.
+    """
+
+    weight: float | None
+
+    def is_met(self, mix: Mix | None) -> bool:
+        """True if the gradients are of this mixture."""
+        weight = None if mix is None or mix.of else mix.uniform
+        if not weight:
+            return False
+        return self.weight is None or abs(weight - self.weight) <= SAME_WEIGHT * abs(self.weight)
+
+
+def later_pieces_stay(pieces: Pieces, path: Path) -> Whereabouts | None:
+    """Gradients of some backward passes were reduced, and those of others stayed on their rank."""
+    if path.held is None or not any(piece.number for piece in pieces.all):
+        return None
+    most = float(path.held.weights.abs().max()) if len(path.held.weights) else 0.0
+    shared: set[int] = set()
+    local: set[int] = set()
+    every: set[int] = set()
+    for piece, weight in zip(pieces.all, path.held.weights.tolist(), strict=True):
+        every.add(piece.number)
+        if abs(weight) > SAME_WEIGHT * most:
+            (local if piece.rank == path.rank else shared).add(piece.number)
+    local -= shared
+    lost = every - shared - local
+    if not shared or not (local or lost):
+        return None
+    text = f"Of {len(every)} backward passes of a rank, {_numbers(shared)} reached other ranks"
+    text += f", {_numbers(local)} stayed on the rank itself" if local else ""
+    text += f", {_numbers(lost)} left nothing" if lost else ""
+    reduced = [one for one in path.stations if _is_shared(pieces, path, one)]
+    calls = pieces.view.observed.calls
+    later = [
+        one
+        for one in path.stations
+        if one.call.kind is Kind.BACKWARD and one.call.backwards in _calls_of(pieces, path, local)
+    ]
+    switch = calls.places(Kind.NO_SYNC)
+    cleared = [
+        one
+        for one in path.stations[:-1]
+        if lost and one.mix is not None and not bool(one.mix.weights.any())
+    ]
+    return Whereabouts(
+        "reduction",
+        "not every backward pass is reduced",
+        f"{text}.",
+        distinct(
+            [
+                *(pointed(one, "clears them in between", is_fault=True) for one in cleared[:1]),
+                *(one.pointed("no synchronisation inside") for one in switch[:1]),
+                *(pointed(one, _reduces_note(one, pieces), is_fault=True) for one in reduced[:1]),
+                *(pointed(one, "this backward pass stays on its rank") for one in later[:1]),
+            ]
+        ),
+        fix="reduce once, in or after the last backward pass."
+        if local
+        else "clear the gradients once, before the first backward pass.",
+    )
+
+
+def _calls_of(pieces: Pieces, path: Path, numbers: set[int]) -> set[int]:
+    return {
+        piece.call.backwards
+        for piece in pieces.by_rank[path.rank]
+        if piece.call is not None and piece.number in numbers
+    }
+
+
+def _numbers(numbers: set[int]) -> str:
+    return "number " + ", ".join(str(one + 1) for one in sorted(numbers))
+
+
+def _is_shared(pieces: Pieces, path: Path, station: Station) -> bool:
+    """True if what other ranks computed is in the gradients by now."""
+    if station.mix is None:
+        return False
+    most = float(station.mix.weights.abs().max())
+    return any(
+        piece.rank != path.rank and abs(weight) > SAME_WEIGHT * most
+        for piece, weight in zip(pieces.all, station.mix.weights.tolist(), strict=True)
+    )
+
+
+def _reduces_note(station: Station, pieces: Pieces) -> str:
+    if station.call.kind is Kind.BACKWARD:
+        return "gradients are reduced in this backward pass"
+    return done_text(station.call, pieces)
+
+
+def another_factor(
+    pieces: Pieces, path: Path, good: Path | None, wanted: Wanted
+) -> Whereabouts | None:
+    """All ranks count equally, with a wrong weight."""
+    weight = None if path.held is None or path.held.of else path.held.uniform
+    right = wanted.weight
+    if right is None and good is not None and good.held is not None:
+        right = good.held.uniform
+    if weight is None or not right:
+        return None
+    if good is None:
+        changes = [one for one in path.stations if one.call.change is not None]
+        reduced = [one for one in path.stations if _is_shared(pieces, path, one)]
+        lines = [
+            pointed(one, done_text(one.call, pieces), is_fault=True)
+            for one in (changes or reduced)[-2:]
+        ]
+    else:
+        lines = _where_they_part(pieces, path, good)
+    return Whereabouts(
+        "reduction",
+        "all ranks count equally, with a wrong factor",
+        f"All ranks count equally, but these gradients are {weight / right:.4g} times what they "
+        "should be.",
+        distinct(lines),
+    )
+
+
+def _where_they_part(pieces: Pieces, path: Path, good: Path) -> list[PointedLine | None]:
+    """The first line at which wrong gradients part from right ones."""
+    for here, there in zip(path.stations, good.stations, strict=False):
+        if line_of(here.call) != line_of(there.call):
+            break
+        if not _similar(here.mix, there.mix):
+            text = f"{done_text(here.call, pieces)}; other gradients: {mix_text(there.mix, pieces)}"
+            return [
+                *hooks(pieces, path, here),
+                pointed(here, f"{text}; these: {mix_text(here.mix, pieces)}", is_fault=True),
+            ]
+    mine = {line for line, _ in path.lines}
+    theirs = {line for line, _ in good.lines}
+    lines: list[PointedLine | None] = [
+        pointed(one, f"{done_text(one.call, pieces)}; other gradients are not changed here", True)
+        for one in path.stations
+        if line_of(one.call) not in theirs
+    ]
+    lines += [
+        pointed(one, "changes other gradients, and not these", is_fault=True)
+        for one in good.stations
+        if line_of(one.call) not in mine
+    ]
+    return lines
+
+
+def _similar(one: Mix | None, other: Mix | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    most = max(float(one.weights.abs().max()), float(other.weights.abs().max()))
+    return float((one.weights - other.weights).abs().max()) <= SAME_WEIGHT * most
+
+
+def other_weights(pieces: Pieces, path: Path, paths: Sequence[Path]) -> Whereabouts:
+    """Each rank counts with another weight."""
+    text = mix_text(path.held, pieces)
+    lines: list[PointedLine | None] = []
+    odd: tuple[int, ...] = ()
+    others = [one for one in paths if set(one.names) & set(path.names)]
+    for number, station in enumerate(path.stations):
+        own = {
+            one.rank: weight
+            for one in others
+            if number < len(one.stations)
+            and (weight := _own_weight(pieces, one, one.stations[number])) is not None
+        }
+        values = own.values()
+        if not own or max(values) - min(values) <= SAME_WEIGHT * max(map(abs, values)):
+            continue
+        odd = odd_ranks(own)
+        shown = ", ".join(f"rank {rank} {one:.4g}" for rank, one in list(own.items())[:MOST_RANKS])
+        lines = [
+            *lines_only_on(pieces.view.observed.by_rank, odd),
+            *hooks(pieces, path, station),
+            pointed(station, f"now times the own gradient: {shown}", is_fault=True),
+        ]
+        break
+    lines += [pointed(one, f"now {mix_text(one.mix, pieces)}") for one in path.stations[-1:]]
+    return Whereabouts(
+        "reduction",
+        "the ranks do not count equally",
+        f"In the end they are {text}.",
+        distinct(lines),
+        ranks=odd,
+    )
+
+
+def _own_weight(pieces: Pieces, path: Path, station: Station) -> float | None:
+    """The weight of the rank's own first piece."""
+    if station.mix is None:
+        return None
+    for piece, weight in zip(pieces.all, station.mix.weights.tolist(), strict=True):
+        if piece.rank == path.rank:
+            return float(weight)
+    return None

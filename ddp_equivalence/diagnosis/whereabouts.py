@@ -1,0 +1,82 @@
+"""Where a difference without a name is: the answer, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+
+WhichPart = Literal["own gradient", "reduction", "big batch", "not seen"]
+
+MOST_LINES = 3
+MOST_NAMES = 3
+MOST_RANKS = 6
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """``kind``: "own gradient" if what a rank computed before any reduction is not what its rows
+    give; "reduction" if that is right, and what the ranks hold afterwards is not made of it as it
+    should be; "big batch" if both are right and the big batch divides otherwise; "not seen" if
+    none of these was shown. ``headline``: the same in at most ten words, in lower case.
+    ``lines``: in the order in which they ran. ``parameters``, ``ranks``: that are concerned.
+    ``fix``: "" if nothing certain can be said.
+    """
+
+    kind: WhichPart
+    headline: str
+    sentence: str
+    lines: tuple[PointedLine, ...] = ()
+    parameters: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    fix: str = ""
+
+
+def not_seen(why: str) -> Whereabouts:
+    """Nothing was shown. ``why``: as a clause."""
+    return Whereabouts("not seen", "the second run did not show where", f"Not seen where: {why}.")
+
+
+def named(names: Sequence[str]) -> str:
+    """Parameters as text: ``a, b, c and 4 more``."""
+    shown = ", ".join(names[:MOST_NAMES])
+    return f"{shown} and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else shown
+
+
+def ranked(ranks: Sequence[int], world_size: int) -> str:
+    """Ranks as text: ``rank 2``, ``ranks 0 and 3``, ``every rank``."""
+    if len(ranks) == world_size:
+        return "every rank" if world_size > 1 else "the rank"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > MOST_RANKS:
+        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:MOST_RANKS]))}, ...)"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def of_all(names: Sequence[str], every: Sequence[str]) -> str:
+    """The gradients of parameters as text: ``every gradient``, ``the gradients of a, b``."""
+    if len(names) == len(every):
+        return "every gradient"
+    return f"the gradient{'s' if len(names) > 1 else ''} of {named(names)}"
+
+
+def distinct(lines: Sequence[PointedLine | None]) -> tuple[PointedLine, ...]:
+    """Each line once, with all of its notes, and not more lines than fit on a screen."""
+    found: dict[object, PointedLine] = {}
+    for one in lines:
+        if one is None:
+            continue
+        key = one.line.file, one.line.number
+        known = found.get(key, one)
+        if known is not one:
+            known = PointedLine(
+                known.line,
+                "; ".join(dict.fromkeys(filter(None, (known.note, one.note)))),
+                known.is_fault or one.is_fault,
+                known.missing or one.missing,
+            )
+        found[key] = known
+    return tuple(found.values())[:MOST_LINES]

@@ -1,0 +1,52 @@
+"""A rank's own gradient is not what its rows give: the rank, the module and the line are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddp_equivalence import Case
+from tests.diagnosis.whereabouts import own_gradient_steps as steps
+from tests.diagnosis.whereabouts.faulty import CASE, NEAR, distance, where
+
+EVERY = (0, 1, 2, 3)
+DROPPING = replace(CASE, model=steps.Dropping)
+NORMALISING = replace(CASE, model=steps.Normalising)
+
+
+@pytest.mark.parametrize(
+    ("case", "step", "ranks", "words"),
+    [
+        (CASE, steps.labels_shifted_on_one_rank, (1,), "all modules return what the rows give"),
+        (CASE, steps.noise_by_rank, (1, 2, 3), "the model is called with other values"),
+        (CASE, steps.loss_weight_on_one_rank, (2,), "rank 2 1.75"),
+        (CASE, steps.penalty_on_one_rank, (3,), "backward began at"),
+        (CASE, steps.detached_on_one_rank, (1,), "first leaves the right way at norm."),
+        (CASE, steps.another_dtype_in_one_layer, (3,), "before middle (Linear)"),
+        (CASE, steps.activations_changed_in_place, (2,), "before norm (LayerNorm)"),
+        (CASE, steps.forward_hook_on_one_rank, (1,), "is middle (Linear)"),
+        (CASE, steps.gradient_hook_on_a_module, (0,), "first leaves the right way at norm."),
+        (CASE, steps.another_loss_on_one_rank, (0,), "backward began at"),
+        (CASE, steps.rows_normalised_by_rank, EVERY, "the model is called with other values"),
+        (CASE, steps.targets_of_the_second_micro_batch, EVERY, "backward pass 2 of 2"),
+        (CASE, steps.class_weights_by_rank, (0, 1, 2), "backward began at"),
+        (CASE, steps.output_scaled, (1, 3), "all modules return what the rows give"),
+        (DROPPING, steps.dropout_on_one_rank, (1,), "is drop (Dropout)"),
+        (NORMALISING, steps.training_mode_on_one_rank, (2,), "in training mode"),
+        (CASE, steps.module_skipped_on_one_rank, (1,), "norm (LayerNorm) is not called"),
+        (CASE, steps.wrong_rows_of_targets_everywhere, (1, 2, 3), "backward began at"),
+        (CASE, steps.reversed_sign_of_a_term, (3,), "all modules return what the rows give"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_wrong_own_gradient_is_found(
+    case: Case, step: Callable[..., Any], ranks: tuple[int, ...], words: str
+) -> None:
+    found = where(case, step)
+    assert found.kind == "own gradient"
+    assert found.ranks == ranks
+    assert words.casefold() in found.sentence.casefold()
+    assert distance(found, step) <= NEAR

@@ -1,0 +1,55 @@
+"""The ranks' own gradients are right and reduced wrongly: the call and the line are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.diagnosis.whereabouts import reduction_steps as steps
+from tests.diagnosis.whereabouts.faulty import CASE, NEAR, distance, where
+
+EVERY = (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("step", "ranks", "parameters", "words"),
+    [
+        (steps.maximum_instead_of_sum, EVERY, 8, "all_reduce with MAX over all ranks"),
+        (steps.unflattened_in_another_order, EVERY, 8, "not by a factor"),
+        (steps.layers_swapped, EVERY, 2, "own gradients of norm.bias"),
+        (steps.hook_halves_biases, EVERY, 4, "0.5 times"),
+        (steps.hook_halves_biases_under_ddp, EVERY, 4, "0.5 times"),
+        (steps.rank_returns_early, EVERY, 8, "Rank 3 reduced them in 0 calls"),
+        (steps.momentum_kept_in_the_gradient, EVERY, 8, "not by a factor"),
+        (steps.decay_added_on_one_rank, (1,), 7, "on rank 1"),
+        (steps.into_the_wrong_parameter, EVERY, 1, "not by a factor"),
+        (steps.only_weights_are_divided, EVERY, 4, "4 times what they should be"),
+        (steps.biases_in_no_reduction, EVERY, 5, "No reduction contained them"),
+        (steps.copy_not_written_back, EVERY, 4, "A copy of them was reduced"),
+        (steps.broadcast_from_rank_0, EVERY, 8, "the own gradient of rank 0"),
+        (steps.reduced_to_one_rank, (1, 2, 3), 8, "reduce with SUM"),
+        (steps.wrong_modulo_of_no_sync, EVERY, 8, "number 4 stayed on the rank itself"),
+        (steps.communication_hook_sums_halves, EVERY, 5, "After backward they were"),
+        (steps.clamped_after_reducing, EVERY, 8, "not by a factor"),
+        (steps.sign_instead_of_value, EVERY, 8, "not by a factor"),
+        (steps.head_left_out_of_the_list, EVERY, 3, "No reduction contained them"),
+        (steps.weights_of_ranks, EVERY, 8, "rank 0 0.1, rank 1 0.2, rank 2 0.3, rank 3 0.4"),
+        (steps.transposed_on_the_way, EVERY, 1, "not by a factor"),
+        (steps.averaged_with_the_last_one, EVERY, 8, "rank 0 0.625"),
+        (steps.cleared_between_micro_batches, EVERY, 8, "number 1 left nothing"),
+        (steps.last_micro_batch_after_the_reduction, EVERY, 8, "number 2 stayed on the rank"),
+        (steps.tail_hook_on_one_rank, (2,), 1, "rank 2 0.75"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_wrong_reduction_is_found(
+    step: Callable[..., Any], ranks: tuple[int, ...], parameters: int, words: str
+) -> None:
+    found = where(CASE, step)
+    assert found.kind == "reduction"
+    assert found.ranks == ranks
+    assert len(found.parameters) == parameters
+    assert words.casefold() in found.sentence.casefold()
+    assert distance(found, step) <= NEAR

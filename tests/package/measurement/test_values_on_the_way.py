@@ -1,0 +1,45 @@
+"""What a watched run keeps of outputs and gradients is small, whatever the model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ddp_equivalence.comparison.element_sample import ElementSample
+from ddp_equivalence.measurement.gradient_watch import GradientWatch
+from ddp_equivalence.measurement.module_watch import MOST_CALLS, ModuleWatch
+from ddp_equivalence.measurement.state_log import MOST, MOST_OF_A_STATE, StateLog
+from ddp_equivalence.measurement.trace import MOST_OF_A_TENSOR, TensorSample, thinned, unpacked
+
+
+def test_only_some_elements_of_a_large_output_are_kept() -> None:
+    sample = TensorSample.of(torch.randn(1_000, 1_000))
+    assert sample.shape == (1_000, 1_000)
+    assert len(unpacked(sample.values)) <= MOST_OF_A_TENSOR
+
+
+def test_a_sample_visits_all_columns() -> None:
+    columns = thinned(torch.arange(100 * 64), 64) % 64
+    assert len(set(columns.tolist())) > 32
+
+
+def test_a_state_of_a_large_model_keeps_few_elements() -> None:
+    model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(20)))
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    log = StateLog(GradientWatch(model, ElementSample.at_most(100_000, sizes)))
+    log.note(0, tuple(sizes))
+    kept = [len(unpacked(values)) for values in log.states[0].values.values()]
+    assert max(kept) <= MOST
+    assert sum(kept) <= MOST_OF_A_STATE
+
+
+def test_calls_beyond_the_most_are_counted_as_left_out() -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    watch = ModuleWatch(model, lambda: (0, 0, False))
+    with watch.watching():
+        for _ in range(MOST_CALLS):
+            model(torch.ones(1, 1))
+    assert len(watch.calls) <= MOST_CALLS + 1
+    assert not watch.complete
