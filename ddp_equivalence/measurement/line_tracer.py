@@ -24,8 +24,13 @@ Handler = Callable[[FrameType], object]
 AfterLine = Callable[[CodeLine, bool], object]
 """Gets a line that has run, and whether it may have changed tensors without a new version."""
 
-InFrame = Callable[[CodeLine, FrameType, Any], object]
-"""Gets a line that has run, the frame that it ran in, and what the function returned there."""
+InFrame = Callable[[CodeLine, FrameType, Any], bool]
+"""Gets a line that has run, the frame that it ran in, and what the function returned there. Says
+whether it found anything."""
+
+MOST_IN_VAIN = 20
+"""A line after which nothing was found so often is not looked at again, so that long loops stay
+fast."""
 
 WITHOUT_VERSION = (".data", "numpy", "set_(", "memory")
 """Lines with these words may change a tensor in ways that its version does not count."""
@@ -46,6 +51,7 @@ class LineTracer:
         self._after_line = after_line
         self._in_frame = in_frame
         self._number_in: dict[int, int] = {}  # id of a frame -> its line that runs
+        self._in_vain: dict[tuple[int, int], int] = {}  # id of a code, line -> how often
         self._line: CodeLine | None = None
         self.paused = False
 
@@ -88,12 +94,17 @@ class LineTracer:
 
     def _look_into(self, frame: FrameType, returns: bool, returned: Any) -> None:
         number = self._number_in.pop(id(frame), None)
-        code = frame.f_code
         if not returns:
             self._number_in[id(frame)] = frame.f_lineno
-        if number is not None and not self.paused and code.co_name != "<module>":
+        if number is None or self.paused:
+            return
+        code = frame.f_code
+        key = id(code), number
+        in_vain = self._in_vain.get(key, 0)
+        if in_vain < MOST_IN_VAIN and code.co_name != "<module>":
             line = CodeLine(code.co_filename, number, code.co_name)
-            _without_failing(self._in_frame, line, frame, returned)
+            found = _without_failing(self._in_frame, line, frame, returned)
+            self._in_vain[key] = 0 if found else in_vain + 1
 
     def _finish_line(self) -> None:
         if self._line is not None and not self.paused:
@@ -122,9 +133,9 @@ def _may_hide(file: str, number: int) -> bool:
     return any(word in line for word in WITHOUT_VERSION)
 
 
-def _without_failing(function: Callable[..., object], *arguments: Any) -> None:
+def _without_failing(function: Callable[..., object], *arguments: Any) -> object:
     """Call the function. What it raises must not reach the user's step."""
     try:
-        function(*arguments)
+        return function(*arguments)
     except Exception:
-        return
+        return None
