@@ -44,6 +44,10 @@ from ddp_equivalence.ranks.missed_waits import Issued
 MOST_CALLS = 5_000
 """Later calls are not recorded."""
 
+MOST_IN_VAIN = 20
+"""A line after which no loss was found so often is not looked at again, so that long loops stay
+fast."""
+
 REGISTERING = (
     DistributedDataParallel.register_comm_hook,
     DistributedDataParallel._register_builtin_comm_hook,
@@ -68,6 +72,7 @@ class CallWatch:
         self._gradients = GradientWatch(model, sample)
         self._states = StateLog(self._gradients)
         self._losses = LossWatch(self._on_loss)
+        self._in_vain: dict[CodeLine, int] = {}
         self._synchronisation = SynchronisationWatch()
         self.further = FurtherCalls(model, self._gradients.parameters, self._append)
         handlers = {**self.further.handlers(), **self._handlers()}
@@ -276,7 +281,10 @@ class CallWatch:
     def _in_frame(self, frame: FrameType, line: CodeLine | None, returned: object) -> None:
         self.further.values(frame, line, returned)
         if line is not None and line.function != "<module>":
-            self._losses.after_line(line, frame, returned)
+            in_vain = self._in_vain.get(line, 0)
+            if in_vain < MOST_IN_VAIN:
+                found = self._losses.after_line(line, frame, returned)
+                self._in_vain[line] = 0 if found else in_vain + 1
 
     def _after_line(self, line: CodeLine, by_value: bool) -> None:
         if not self._in_backward and self._is_recorded():

@@ -197,9 +197,9 @@ def _may_hide(file: str, number: int) -> bool:
     return any(word in line for word in WITHOUT_VERSION)
 
 
-def _without_failing(function: Callable[..., object], *arguments: Any) -> None:
+def _without_failing(function: Callable[..., object], *arguments: Any) -> object:
     """Call the function. What it raises must not reach the user's step."""
     try:
-        function(*arguments)
+        return function(*arguments)
     except Exception:
-        return
+        return None

@@ -30,20 +30,23 @@ class LossWatch:
         self._known: dict[tuple[int, str], tuple[weakref.ref[Tensor], int]] = {}
         self._noted = 0
 
-    def after_line(self, line: CodeLine, frame: FrameType, returned: Any) -> None:
-        """A line of this frame has run."""
+    def after_line(self, line: CodeLine, frame: FrameType, returned: Any) -> bool:
+        """A line of this frame has run. Returns whether it has made a loss."""
+        found = False
         for value in (*frame.f_locals.values(), returned):
             if isinstance(value, Tensor) and value.grad_fn is not None and value.numel() == 1:
-                self._see(line, value)
+                found |= self._see(line, value)
+        return found
 
-    def _see(self, line: CodeLine, loss: Tensor) -> None:
+    def _see(self, line: CodeLine, loss: Tensor) -> bool:
         key = id(loss), line.function
         known = self._known.get(key)
         if known is not None and known[0]() is loss and known[1] == loss._version:
-            return
+            return False
         self._known[key] = weakref.ref(loss), loss._version
         if self._noted >= MOST_LOSSES or loss.grad_fn is None:
-            return
+            return False
         self._noted += 1
         with torch.no_grad():
             self._note(line, float(loss.detach()), loss.grad_fn.name())
+        return True
