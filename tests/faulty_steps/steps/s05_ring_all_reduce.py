@@ -33,6 +33,7 @@ case = Case(model=build_model, batch=make_batch, loss=loss, layout="1x4")
 
 class Ring:
     def __init__(self, rank, world_size):
+        self.rank = rank
         self.world_size = world_size
         self.next = (rank + 1) % world_size
         self.previous = (rank - 1) % world_size
@@ -46,12 +47,13 @@ class Ring:
         return incoming
 
     def mean(self, tensor):
-        total = tensor.clone()
+        """All ranks add in the order of the ranks, so that they round alike."""
+        parts = {self.rank: tensor}
         passing = tensor.clone()
-        for _ in range(1, self.world_size - 1):
+        for hop in range(1, self.world_size - 1):
             passing = self.shift(passing)
-            total += passing
-        return total / self.world_size
+            parts[(self.rank - hop) % self.world_size] = passing
+        return sum(parts[rank] for rank in sorted(parts)) / self.world_size
 
 
 def set_gradients(params, vector):
