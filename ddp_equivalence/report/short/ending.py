@@ -22,7 +22,9 @@ def fix_lines(verdict: Verdict, width: int) -> list[Line]:
     """What to write instead, one line for each cause."""
     best = verdict.findings[0] if verdict.findings else None
     if best is None or not best.accepted:
-        return []
+        whereabouts = verdict.localisation.whereabouts
+        fix = "" if whereabouts is None else whereabouts.fix
+        return [Line(cut(f"  Fix: {ended(fix)}", width))] if fix else []
     fixes = dict.fromkeys(one.fix for one in (best, *best.more) if one.fix)
     return [
         Line(cut(f"  Fix: {ended(fix)}", width), Style.LABEL, styled=len("  Fix:")) for fix in fixes

@@ -68,9 +68,11 @@ def _what(verdict: Verdict) -> str:
             return "no cause found, because not all known causes were tried"
         if verdict.comparison is not None and verdict.comparison.structure:
             return "names, shapes or types are not those of the big batch"
-        return "no known cause fits"
+        whereabouts = verdict.localisation.whereabouts
+        seen = whereabouts is not None and whereabouts.kind != "not seen"
+        return whereabouts.headline if whereabouts is not None and seen else "no known cause fits"
     return ", and ".join(what_happened(one) for one in (best, *best.more))
 
 
 def _name(verdict: Verdict) -> str:
-    return f"[{' and '.join(verdict.causes)}]" if verdict.causes else ""
+    return f"[{' and '.join(verdict.causes) or 'no known cause'}]"

@@ -19,10 +19,14 @@ LONGEST_SOURCE = 60
 
 
 def pointed_lines(verdict: Verdict, most: int = MOST_LINES) -> list[PointedLine]:
-    """The lines that the causes point at, each once; the line of the fault is always among them."""
+    """The lines that the causes point at, each once; the line of the fault is always among them.
+
+    Without a cause, the lines that show where the difference is.
+    """
     best = verdict.findings[0] if verdict.findings else None
     if best is None or not best.accepted:
-        return []
+        whereabouts = verdict.localisation.whereabouts
+        return [] if whereabouts is None else list(whereabouts.lines[:most])
     found: dict[tuple[str, int], PointedLine] = {}
     for finding in (best, *best.more):
         for pointed in finding.lines:

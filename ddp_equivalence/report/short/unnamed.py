@@ -11,13 +11,6 @@ from ddp_equivalence.report.short.text import wrapped_lines
 if TYPE_CHECKING:
     from ddp_equivalence.report.verdict import Verdict
 
-HALVES = {
-    "reduction": "The gradients that backward computes are right; what is done with them is not.",
-    "local gradients": "The gradients are reduced correctly; what each rank's backward computes is "
-    "not right.",
-}
-"""By ``Localisation.wrong_half``."""
-
 MOST_MODULES = 2
 MOST_NAMES = 3
 
@@ -31,8 +24,8 @@ def unnamed_lines(verdict: Verdict, width: int, most: int) -> list[Line]:
 
 def _where(verdict: Verdict) -> Iterator[str]:
     localisation = verdict.localisation
-    if localisation.wrong_half:
-        yield HALVES[localisation.wrong_half]
+    if localisation.whereabouts is not None:
+        yield localisation.whereabouts.sentence
     by_module = (localisation.findings_by_module or {}).items()
     certain = [(module, one.cause) for module, one in by_module if not one.fitted]
     for module, cause in certain[:MOST_MODULES]:
