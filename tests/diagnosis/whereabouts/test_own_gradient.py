@@ -10,7 +10,7 @@ import pytest
 
 from ddp_equivalence import Case
 from tests.diagnosis.whereabouts import own_gradient_steps as steps
-from tests.diagnosis.whereabouts.faulty import CASE, NEAR, distance, where
+from tests.diagnosis.whereabouts.faulty import CASE, NEAR, distance, marked_line, where
 
 EVERY = (0, 1, 2, 3)
 DROPPING = replace(CASE, model=steps.Dropping)
@@ -50,3 +50,11 @@ def test_a_wrong_own_gradient_is_found(
     assert found.ranks == ranks
     assert words.casefold() in found.sentence.casefold()
     assert distance(found, step) <= NEAR
+
+
+def test_a_line_that_only_the_wrong_rank_runs_is_pointed_at() -> None:
+    found = where(CASE, steps.labels_shifted_on_one_rank)
+    notes = {one.line.number: one.note for one in found.lines}
+    fault = marked_line(steps.labels_shifted_on_one_rank)
+    assert "only rank 1 runs this line" in notes[fault]
+    assert found.headline == "rank 1: the loss is not that of its rows"
