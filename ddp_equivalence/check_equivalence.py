@@ -101,20 +101,7 @@ def raise_unless_same(verdict: Verdict) -> None:
 
 def _judge(request: Request) -> Verdict:
     """Measure, compare, and decide between same, different and unknown."""
-    known = partial(
-        Verdict,
-        case=request.case,
-        subject=name_of(request.step),
-        promise=request.strategy.promise if request.strategy else "",
-        lane=request.lane,
-        outcome="unknown",
-        defined_at=defined_at(request.step),
-        render=render,
-        render_full=render_full,
-        compare=request.compare,
-        lr=request.lr,
-        planted=request.plant,
-    )
+    known = _known_before(request)
     started, began = time.monotonic(), 0.0
     wrong: tuple[str, ...] = ()
     second = SecondRun()
@@ -163,6 +150,24 @@ def _judge(request: Request) -> Verdict:
         return _same_if_shown(verdict, measurement, request)
     analysis.measurement = measurement
     return _different_if_comparable(verdict, analysis, expected.reference, wrong)
+
+
+def _known_before(request: Request) -> partial[Verdict]:
+    """Makes verdicts with everything that is known before the ranks have run."""
+    return partial(
+        Verdict,
+        case=request.case,
+        subject=name_of(request.step),
+        promise=request.strategy.promise if request.strategy else "",
+        lane=request.lane,
+        outcome="unknown",
+        defined_at=defined_at(request.step),
+        render=render,
+        render_full=render_full,
+        compare=request.compare,
+        lr=request.lr,
+        planted=request.plant,
+    )
 
 
 def _failed_or_again(

@@ -31,7 +31,11 @@ def lines_of_left_out(view: View, ranks: Sequence[int]) -> Sequence[PointedLine]
     made = [place.pointed(is_fault=True) for place in _groups_made(view, without, ranks)]
     note = f"reduces without {who}"
     pointed = [*made, *(place.pointed(note, is_fault=not made) for place in without)]
-    return pointed or ([parting] if parting is not None else [])
+    if pointed or parting is not None:
+        return pointed or [one for one in (parting,) if one is not None]
+    reduced = view.observed.calls.backwards if view.observed.wrappers else []
+    note = f"DDP reduces here; the gradients of {who} are missing in the result"
+    return [place.pointed(note, is_fault=True) for place in reduced[-1:]]
 
 
 def fix_of_left_out(view: View, ranks: Sequence[int]) -> str:

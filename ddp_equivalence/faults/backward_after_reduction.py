@@ -25,4 +25,5 @@ FAULT = Fault(
     sentence="After DDP has reduced gradients, half of the loss is differentiated without it.",
     break_step=differentiate_twice,
     strategies=("ddp_mean",),
+    own_step="",
 )

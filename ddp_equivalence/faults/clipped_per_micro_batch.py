@@ -52,4 +52,5 @@ FAULT = Fault(
     why_it_cannot_show=shows_everywhere,
     strategies=("ddp_accumulation",),
     pairs=(("mlp", "mse_mean"), ("conv", "cross_entropy_mean")),
+    own_step="",
 )

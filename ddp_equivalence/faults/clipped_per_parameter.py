@@ -35,4 +35,5 @@ FAULT = Fault(
     why_it_cannot_show=shows_everywhere,
     strategies=("manual_all_reduce_mean", "ddp_mean"),
     pairs=(("mlp", "mse_mean"), ("conv", "cross_entropy_mean")),
+    own_step="",
 )

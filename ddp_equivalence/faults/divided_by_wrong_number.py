@@ -30,4 +30,5 @@ FAULT = Fault(
     break_step=divide_by_another_number,
     strategies=("manual_all_reduce_mean",),
     pairs=(("mlp", "mse_mean"), ("conv", "cross_entropy_mean")),
+    own_step="",
 )

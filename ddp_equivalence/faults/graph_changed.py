@@ -47,4 +47,5 @@ FAULT = Fault(
     strategies=("ddp_mean",),
     pairs=(("mlp", "mse_mean"), ("conv", "cross_entropy_mean")),
     steps=2,
+    own_step="",
 )

@@ -35,4 +35,5 @@ FAULT = Fault(
     break_step=divide_as_a_longer_window,
     why_it_cannot_show=shows_everywhere,
     strategies=("ddp_accumulation",),
+    own_step="",
 )

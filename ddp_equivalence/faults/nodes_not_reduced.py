@@ -44,4 +44,5 @@ FAULT = Fault(
     break_step=wrap_in_node,
     strategies=("ddp_mean",),
     why_it_cannot_show=why_it_cannot_show,
+    own_step="",
 )

@@ -35,4 +35,5 @@ FAULT = Fault(
     name="ranks_shuffle_apart",
     sentence="Every rank shuffles the examples with its own seed, and takes its slice of them.",
     break_step=shuffle_by_rank,
+    acts_at=("forward",),
 )

@@ -32,4 +32,5 @@ FAULT = Fault(
     sentence="The step all-reduces a flat copy of the gradients, and does not copy it back.",
     break_step=reduce_a_flat_copy,
     strategies=("manual_all_reduce_mean",),
+    own_step="",
 )

@@ -49,4 +49,5 @@ FAULT = Fault(
     break_step=reduce_in_pairs,
     strategies=("manual_all_reduce_mean",),
     why_it_cannot_show=why_it_cannot_show,
+    own_step="",
 )

@@ -12,4 +12,5 @@ FAULT = Fault(
     strategies=("ddp_mean",),
     pairs=(("mlp", "root_mean_square"),),
     strategy_differs_anyway=True,
+    own_step="",
 )

@@ -7,14 +7,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad
 
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.measurement.calls import (
@@ -25,21 +23,21 @@ from ddp_equivalence.measurement.calls import (
     GradientChange,
     Kind,
 )
-from ddp_equivalence.measurement.code_lines import beginning_of, line_that_named, lines_of
+from ddp_equivalence.measurement.code_lines import line_that_named, lines_of
 from ddp_equivalence.measurement.collective_contents import contents_of, dtype_of
 from ddp_equivalence.measurement.further_calls import FurtherCalls
 from ddp_equivalence.measurement.gradient_changes import changed_by_hooks, merged
 from ddp_equivalence.measurement.gradient_watch import GradientWatch
-from ddp_equivalence.measurement.line_tracer import Handler, LineTracer, code_of
+from ddp_equivalence.measurement.line_tracer import LineTracer, code_of
 from ddp_equivalence.measurement.loss_watch import LossWatch
 from ddp_equivalence.measurement.module_watch import ModuleWatch
 from ddp_equivalence.measurement.shuffles import randperm_recorded, shuffle_handlers
 from ddp_equivalence.measurement.state_log import StateLog
 from ddp_equivalence.measurement.synchronisation_watch import SynchronisationWatch
+from ddp_equivalence.measurement.torch_calls import TorchCalls
 from ddp_equivalence.measurement.trace import Trace
-from ddp_equivalence.ranks import missed_waits
 from ddp_equivalence.ranks.collectives import issued_so_far
-from ddp_equivalence.ranks.missed_waits import Issued
+from ddp_equivalence.ranks.issued_collectives import Issued, listening
 
 MOST_CALLS = 5_000
 """Later calls are not recorded."""
@@ -47,12 +45,6 @@ MOST_CALLS = 5_000
 MOST_IN_VAIN = 20
 """A line after which no loss was found so often is not looked at again, so that long loops stay
 fast."""
-
-REGISTERING = (
-    DistributedDataParallel.register_comm_hook,
-    DistributedDataParallel._register_builtin_comm_hook,
-)
-"""The functions that give DDP a communication hook. A planted fault may replace them later."""
 
 
 class CallWatch:
@@ -75,7 +67,9 @@ class CallWatch:
         self._in_vain: dict[CodeLine, int] = {}
         self._synchronisation = SynchronisationWatch()
         self.further = FurtherCalls(model, self._gradients.parameters, self._append)
-        handlers = {**self.further.handlers(), **self._handlers()}
+        torchs = TorchCalls(self._record, self._names).handlers()
+        shuffles = {code_of(f): one for f, one in shuffle_handlers(self._on_shuffle).items()}
+        handlers = {**self.further.handlers(), **torchs, **shuffles}
         self._tracer = LineTracer(handlers, self._after_line, self._in_frame)
         self.backwards = 0
         self._in_backward = False
@@ -100,7 +94,7 @@ class CallWatch:
     def watching(self) -> Iterator[None]:
         """Record inside the block."""
         with (
-            missed_waits.listening(self._on_issue, self._on_wait),
+            listening(self._on_issue, self._on_wait),
             randperm_recorded(self._on_shuffle),
             self._tracer.tracing(),
         ):
@@ -156,94 +150,12 @@ class CallWatch:
         self._gradients.accept()
         self._states.note(call, tuple(self._gradients.parameters))
 
-    def _handlers(self) -> dict[CodeType, Handler]:
-        """The functions of torch that are recorded when they are called."""
-        functions: dict[Any, Handler] = {
-            clip_grad.clip_grad_norm_: self._on_clip,
-            clip_grad.clip_grad_value_: self._on_clip,
-            nn.Module.zero_grad: self._on_zero_grad,
-            torch.optim.Optimizer.zero_grad: self._on_zero_grad,
-            DistributedDataParallel.no_sync: self._on_no_sync,
-            dist.new_group: self._on_new_group,
-            torch.random.manual_seed: self._on_seed,
-            torch.amp.GradScaler.scale: lambda frame: self._on_scale(Kind.SCALE, frame),
-            torch.amp.GradScaler.unscale_: lambda frame: self._on_scale(Kind.UNSCALE, frame),
-        }
-        functions |= dict.fromkeys(REGISTERING, self._on_hook)
-        functions |= shuffle_handlers(self._on_shuffle)
-        for name in dir(torch.optim):
-            kind = getattr(torch.optim, name)
-            if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
-                functions[kind.step] = self._on_optimizer_step
-        return {code_of(function): handler for function, handler in functions.items()}
-
-    def _on_clip(self, frame: FrameType) -> None:
-        values = frame.f_locals
-        if isinstance(values.get("parameters"), Sequence) and not values["parameters"]:
-            return  # nothing is clipped
-        most = values.get("max_norm", values.get("clip_value"))
-        self._record(
-            Kind.CLIP,
-            frame,
-            value=float(most) if most is not None else None,
-            what=frame.f_code.co_name,
-            names=self._names_of(values.get("parameters")),
-        )
-
-    def _on_zero_grad(self, frame: FrameType) -> None:
-        owner = frame.f_locals["self"]
-        if isinstance(owner, nn.Module):
-            parameters: Any = list(owner.parameters())
-        else:
-            parameters = _of_optimizer(owner)
-        if lines_of(frame)[0] is not None:  # the suite clears gradients itself, before each step
-            self._record(Kind.ZERO_GRAD, frame, names=self._names_of(parameters))
-
-    def _on_optimizer_step(self, frame: FrameType) -> None:
-        optimizer = frame.f_locals["self"]
-        self._record(
-            Kind.OPTIMIZER_STEP,
-            frame,
-            what=type(optimizer).__name__,
-            names=self._names_of(_of_optimizer(optimizer)),
-        )
-
-    def _on_new_group(self, frame: FrameType) -> None:
-        ranks = frame.f_locals.get("ranks") or range(dist.get_world_size())
-        self._record(Kind.NEW_GROUP, frame, ranks=tuple(map(int, ranks)))
-
-    def _on_no_sync(self, frame: FrameType) -> None:
-        if len(frame.f_locals) == 1:  # later the generator goes on, with more variables
-            self._record(Kind.NO_SYNC, frame.f_back)
-
-    def _on_seed(self, frame: FrameType) -> None:
-        self._record(Kind.SEED, frame, value=float(int(frame.f_locals["seed"])))
-
-    def _on_hook(self, frame: FrameType) -> None:
-        hook = frame.f_locals.get("hook", frame.f_locals.get("comm_hook_type"))
-        name = getattr(hook, "__name__", str(hook))
-        self._record(Kind.HOOK, frame, what=name, made_at=beginning_of(hook))
-
     def _on_loss(self, line: CodeLine, value: float, what: str) -> None:
         if self._is_recorded():
             self._append(Kind.LOSS, (line, line), value=value, what=what)
 
     def _on_shuffle(self, frame: FrameType, what: str, seed: float | None) -> None:
         self._record(Kind.SHUFFLE, frame, value=seed, what=what)
-
-    def _on_scale(self, kind: Kind, frame: FrameType) -> None:
-        scaler = frame.f_locals["self"]
-        self._record(kind, frame, value=float(scaler.get_scale()))
-
-    def _names_of(self, parameters: Any) -> tuple[str, ...]:
-        """The names of the model's parameters among these. An iterator is left as it is."""
-        if isinstance(parameters, Tensor):
-            parameters = [parameters]
-        if isinstance(parameters, nn.Module):
-            parameters = list(parameters.parameters())
-        if not isinstance(parameters, Sequence):
-            return ()
-        return tuple(self._names[id(one)] for one in parameters if id(one) in self._names)
 
     def _on_issue(self, issued: Issued, frame: FrameType) -> None:
         if not self._is_recorded():
@@ -337,7 +249,3 @@ class CallWatch:
                 **more,
             )
         )
-
-
-def _of_optimizer(optimizer: Any) -> list[Tensor]:
-    return [one for group in optimizer.param_groups for one in group["params"]]

@@ -20,14 +20,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from ddp_equivalence.ranks.issued_collectives import inputs, remember, tell_of, tell_of_wait
 from ddp_equivalence.ranks.torch_frames import counts_as_torch
 from ddp_equivalence.ranks.users_line import users_place
 
@@ -112,32 +110,6 @@ class _Handle:
         return MissedWait(self.op, _elements(self.arguments), line, self.place)
 
 
-@dataclass(eq=False)
-class Issued:
-    """A collective at the moment when Python issues it.
-
-    ``reduce_op``: such as ``SUM``; "" if it reduces nothing. ``ranks``: of its group. ``tensors``:
-    what goes in; () afterwards. ``asynchronous``: a handle is returned to the caller. ``names``
-    and ``call`` are the listener's own.
-    """
-
-    op: str
-    reduce_op: str
-    ranks: tuple[int, ...]
-    tensors: tuple[Tensor, ...]
-    asynchronous: bool
-    names: tuple[str, ...] = ()
-    call: int = -1
-
-
-Listeners = tuple[Callable[[Issued, FrameType], object], Callable[[Issued], object]]
-"""Told before a collective is issued, with the frame that issues it, and after somebody has waited
-for it. Nothing keeps the frame, since it would keep alive what the step has freed."""
-
-_listeners: Listeners | None = None
-_issued: list[tuple[Any, Issued]] = []
-"""The handles and collectives that a listener knows of and nobody has waited for."""
-
 _handles: list[_Handle] | None = None
 """The handles of the step that runs, in the order of their collectives; None between steps."""
 
@@ -158,23 +130,6 @@ def missed_waits(device: torch.device) -> Iterator[list[MissedWait]]:
             setattr(owner, name, function)
 
 
-@contextmanager
-def listening(
-    issuing: Callable[[Issued, FrameType], object], waited: Callable[[Issued], object]
-) -> Iterator[None]:
-    """Inside the block, tell these functions of every collective that Python issues.
-
-    What they raise is ignored. ``waited`` is also told of collectives whose caller got no handle.
-    """
-    global _listeners
-    _listeners = issuing, waited
-    try:
-        yield
-    finally:
-        _listeners = None
-        _issued.clear()
-
-
 def watch_handles() -> None:
     """Notice from now on the handles that process groups return inside ``missed_waits``."""
     for name, op in OPS.items():
@@ -190,10 +145,10 @@ def _issuing(method: Callable[..., Any], op: str) -> Callable[..., Any]:
     @wraps(method)
     @counts_as_torch
     def issuing(group: Any, *arguments: Any, **named: Any) -> Any:
-        issued = _tell_of(group, op, (*arguments, *named.values()))
+        issued = tell_of(group, op, (*arguments, *named.values()))
         work = method(group, *arguments, **named)
         if issued is not None:
-            _issued.append((work, issued))
+            remember(work, issued)
         handles = _handles
         if handles is not None and work is not None:
             place = users_place(sys._getframe(1))
@@ -205,59 +160,7 @@ def _issuing(method: Callable[..., Any], op: str) -> Callable[..., Any]:
 
 def _elements(arguments: tuple[Any, ...]) -> int:
     """The number of elements that go into a collective."""
-    return sum(one.numel() for one in _inputs(arguments) if one.is_floating_point())
-
-
-def _inputs(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """The tensors that go into a collective: those of the last argument that has any."""
-    for argument in reversed(arguments):
-        tensors = [leaf for leaf in pytree.tree_leaves(argument) if isinstance(leaf, Tensor)]
-        if tensors:
-            return tuple(tensors)
-    return ()
-
-
-def _tell_of(group: Any, op: str, arguments: tuple[Any, ...]) -> Issued | None:
-    """Tell the listener of a collective that is about to be issued; None without a listener."""
-    if _listeners is None:
-        return None
-    try:
-        frame = sys._getframe(2)
-        issued = Issued(
-            op=op,
-            reduce_op=next(filter(None, map(_reduce_op, arguments)), ""),
-            ranks=tuple(dist.get_process_group_ranks(group)),
-            tensors=_inputs(arguments),
-            asynchronous=bool(frame.f_locals.get("async_op", False)),
-        )
-        _listeners[0](issued, frame)
-        issued.tensors = ()
-    except Exception:  # a listener must not make the user's collective fail
-        return None
-    return issued
-
-
-def _reduce_op(options: object) -> str:
-    """The name of the operation in the options of a collective; "" if there is none."""
-    operation = getattr(options, "reduceOp", None)
-    if operation is None:
-        return ""
-    return str(getattr(operation, "op", operation)).rpartition(".")[2]
-
-
-def _tell_of_wait(work: Any) -> None:
-    """Tell the listener that this collective, and earlier ones, were waited for."""
-    listeners = _listeners
-    if listeners is None:
-        return
-    for number, (handle, issued) in enumerate(_issued):
-        if handle is work:
-            del _issued[number]
-            try:
-                listeners[1](issued)
-            except Exception:
-                return
-            return
+    return sum(one.numel() for one in inputs(arguments) if one.is_floating_point())
 
 
 def _watch_waiting(kind: Any) -> None:
@@ -275,7 +178,7 @@ def _watch_waiting(kind: Any) -> None:
         answer: bool = completed(work)
         if answer:
             _waited_for(work)
-            _tell_of_wait(work)
+            tell_of_wait(work)
         return answer
 
     kind.is_completed = is_completed
@@ -289,7 +192,7 @@ def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
     def waiting(work: Any, *arguments: Any, **named: Any) -> Any:
         result = method(work, *arguments, **named)
         _waited_for(work)
-        _tell_of_wait(work)
+        tell_of_wait(work)
         return result
 
     return waiting

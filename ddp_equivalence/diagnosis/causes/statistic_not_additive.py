@@ -83,7 +83,7 @@ HYPOTHESIS = Hypothesis(
     predict=predict,
     indication=indication,
     tell_apart="Use the mean inside the statistic as the loss: this difference then goes away.",
-    headline="the loss of the whole is no mean of its parts",
+    headline="the loss takes a statistic per rank",
     lines=lines,
     fix=fix,
 )

@@ -90,7 +90,7 @@ def wrapped(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 
 def compiled(model: nn.Module, shard: Any, rank: Rank) -> None:
-    faster = torch.compile(model, backend="eager")
+    faster: Any = torch.compile(model, backend="eager")
     loss(faster, shard).backward()
 
 

@@ -1,0 +1,118 @@
+"""Records calls of torch's own functions: clipping, clearing, optimizers, groups, seeds, scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
+
+from ddp_equivalence.measurement.calls import Kind
+from ddp_equivalence.measurement.code_lines import beginning_of, lines_of
+from ddp_equivalence.measurement.line_tracer import Handler, code_of
+
+REGISTERING = (
+    DistributedDataParallel.register_comm_hook,
+    DistributedDataParallel._register_builtin_comm_hook,
+)
+"""The functions that give DDP a communication hook. A planted fault may replace them later."""
+
+
+class TorchCalls:
+    """``record(kind, frame, ...)`` adds a call to those of the step. ``names``: id of a parameter
+    -> its name.
+    """
+
+    def __init__(self, record: Callable[..., None], names: Mapping[int, str]) -> None:
+        self._record = record
+        self._names = names
+
+    def handlers(self) -> dict[CodeType, Handler]:
+        """The functions of torch that are recorded when they are called."""
+        functions: dict[Any, Handler] = {
+            clip_grad.clip_grad_norm_: self._on_clip,
+            clip_grad.clip_grad_value_: self._on_clip,
+            nn.Module.zero_grad: self._on_zero_grad,
+            torch.optim.Optimizer.zero_grad: self._on_zero_grad,
+            DistributedDataParallel.no_sync: self._on_no_sync,
+            dist.new_group: self._on_new_group,
+            torch.random.manual_seed: self._on_seed,
+            torch.amp.GradScaler.scale: lambda frame: self._on_scale(Kind.SCALE, frame),
+            torch.amp.GradScaler.unscale_: lambda frame: self._on_scale(Kind.UNSCALE, frame),
+        }
+        functions |= dict.fromkeys(REGISTERING, self._on_hook)
+        for name in dir(torch.optim):
+            kind = getattr(torch.optim, name)
+            if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
+                functions[kind.step] = self._on_optimizer_step
+        return {code_of(function): handler for function, handler in functions.items()}
+
+    def _on_clip(self, frame: FrameType) -> None:
+        values = frame.f_locals
+        if isinstance(values.get("parameters"), Sequence) and not values["parameters"]:
+            return  # nothing is clipped
+        most = values.get("max_norm", values.get("clip_value"))
+        self._record(
+            Kind.CLIP,
+            frame,
+            value=float(most) if most is not None else None,
+            what=frame.f_code.co_name,
+            names=self._names_of(values.get("parameters")),
+        )
+
+    def _on_zero_grad(self, frame: FrameType) -> None:
+        owner = frame.f_locals["self"]
+        if isinstance(owner, nn.Module):
+            parameters: Any = list(owner.parameters())
+        else:
+            parameters = _of_optimizer(owner)
+        if lines_of(frame)[0] is not None:  # the suite clears gradients itself, before each step
+            self._record(Kind.ZERO_GRAD, frame, names=self._names_of(parameters))
+
+    def _on_optimizer_step(self, frame: FrameType) -> None:
+        optimizer = frame.f_locals["self"]
+        self._record(
+            Kind.OPTIMIZER_STEP,
+            frame,
+            what=type(optimizer).__name__,
+            names=self._names_of(_of_optimizer(optimizer)),
+        )
+
+    def _on_new_group(self, frame: FrameType) -> None:
+        ranks = frame.f_locals.get("ranks") or range(dist.get_world_size())
+        self._record(Kind.NEW_GROUP, frame, ranks=tuple(map(int, ranks)))
+
+    def _on_no_sync(self, frame: FrameType) -> None:
+        if len(frame.f_locals) == 1:  # later the generator goes on, with more variables
+            self._record(Kind.NO_SYNC, frame.f_back)
+
+    def _on_seed(self, frame: FrameType) -> None:
+        self._record(Kind.SEED, frame, value=float(int(frame.f_locals["seed"])))
+
+    def _on_hook(self, frame: FrameType) -> None:
+        hook = frame.f_locals.get("hook", frame.f_locals.get("comm_hook_type"))
+        name = getattr(hook, "__name__", str(hook))
+        self._record(Kind.HOOK, frame, what=name, made_at=beginning_of(hook))
+
+    def _on_scale(self, kind: Kind, frame: FrameType) -> None:
+        scaler = frame.f_locals["self"]
+        self._record(kind, frame, value=float(scaler.get_scale()))
+
+    def _names_of(self, parameters: Any) -> tuple[str, ...]:
+        """The names of the model's parameters among these. An iterator is left as it is."""
+        if isinstance(parameters, Tensor):
+            parameters = [parameters]
+        if isinstance(parameters, nn.Module):
+            parameters = list(parameters.parameters())
+        if not isinstance(parameters, Sequence):
+            return ()
+        return tuple(self._names[id(one)] for one in parameters if id(one) in self._names)
+
+
+def _of_optimizer(optimizer: Any) -> list[Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
