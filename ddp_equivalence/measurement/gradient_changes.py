@@ -20,6 +20,8 @@ def changed_by_hooks(
         if now is None or now.shape != gradient.shape:
             continue
         added = now if before is None else now - before
+        if not bool(gradient.any()) and not bool(added.any()):
+            continue
         factor = factor_between(gradient, added)
         if factor is None or abs(factor - 1) > 1e-3:
             changed.setdefault(factor, []).append(name)

@@ -66,8 +66,8 @@ def indication(view: View) -> Indication | None:
         return None
     several = tuple(group for group in groups if len(group) > 1)
     alone = [group[0] for group in groups if len(group) == 1]
-    because = f"gradients were reduced in {groups_text(several)}; none joins them"
-    if alone:
+    because = f"gradients were reduced in {groups_text(groups)}; none joins them"
+    if alone and several:
         because = f"gradients were reduced in {groups_text(several)}; {ranks_by_number(alone)} "
         because += f"reduced {'theirs' if len(alone) > 1 else 'its own'} with no other rank"
     return Indication(True, because)

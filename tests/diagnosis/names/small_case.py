@@ -73,4 +73,4 @@ def checked(case: Case, step: Step, second_look: bool) -> Verdict:
 
 def report_of(verdict: Verdict) -> str:
     """Everything that the report says, on one line."""
-    return " ".join(str(verdict).split())
+    return " ".join(verdict.full_report().split())

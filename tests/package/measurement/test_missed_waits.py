@@ -149,7 +149,8 @@ def test_a_gradient_that_was_right_by_luck_is_no_pass() -> None:
 
 def test_a_difference_is_named_after_the_collective_that_came_too_late() -> None:
     verdict = check(own_case(), reduces_a_copy_and_does_not_wait)
-    assert (verdict.outcome, verdict.causes) == ("different", ("collective_not_waited_for",))
+    names = ("collective_not_waited_for", "reduced_buffer_not_used")
+    assert (verdict.outcome, verdict.causes) == ("different", names), verdict
     assert "all_reduce of 35 elements at test_missed_waits.py:" in on_one_line(verdict)
 
 

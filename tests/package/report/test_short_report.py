@@ -63,7 +63,7 @@ different: step (mine.py:21): gradients stay within groups of ranks     [reduced
   Namely: each group divides by its own size
   mine.py:22  groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
 > mine.py:25  dist.all_reduce(parameter.grad, group=groups[rank.node])
-              2 all_reduce, in groups {0, 1} and {2, 3}; none joins them
+              2 all_reduce, in groups {0, 1} and {2, 3}; none has all 4 ranks
 
   examples of      rank 0  rank 1  rank 2  rank 3
   should count       1.00    1.00    1.00    1.00
@@ -201,7 +201,7 @@ def crowded(verdict: Verdict, lines: int, detail: str, notes: str, repeat: int) 
     )
     headline = detail.strip() or "short"
     first = replace(best, detail=detail, headline=headline, fix=LONG, lines=pointed)
-    first = replace(first, more=(replace(best, fix=f"also {LONG}"),) if detail else ())
+    first = replace(first, more=(replace(best, fix=f"also {LONG}", lines=()),) if detail else ())
     return replace(
         verdict,
         findings=(first, replace(best, cause="another_cause", tell_apart=LONG)),
