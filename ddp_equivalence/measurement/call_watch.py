@@ -28,7 +28,7 @@ from ddp_equivalence.measurement.collective_contents import contents_of, dtype_o
 from ddp_equivalence.measurement.further_calls import FurtherCalls
 from ddp_equivalence.measurement.gradient_changes import changed_by_hooks, merged
 from ddp_equivalence.measurement.gradient_watch import GradientWatch
-from ddp_equivalence.measurement.line_tracer import LineTracer, code_of
+from ddp_equivalence.measurement.line_tracer import LineTracer, code_of, merged_handlers
 from ddp_equivalence.measurement.loss_watch import LossWatch
 from ddp_equivalence.measurement.module_watch import ModuleWatch
 from ddp_equivalence.measurement.shuffles import randperm_recorded, shuffle_handlers
@@ -69,7 +69,7 @@ class CallWatch:
         self.further = FurtherCalls(model, self._gradients.parameters, self._append)
         torchs = TorchCalls(self._record, self._names).handlers()
         shuffles = {code_of(f): one for f, one in shuffle_handlers(self._on_shuffle).items()}
-        handlers = {**self.further.handlers(), **torchs, **shuffles}
+        handlers = merged_handlers(self.further.handlers(), torchs, shuffles)
         self._tracer = LineTracer(handlers, self._after_line, self._in_frame)
         self.backwards = 0
         self._in_backward = False

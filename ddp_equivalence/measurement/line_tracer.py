@@ -11,9 +11,9 @@ import inspect
 import linecache
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import CodeType, FrameType
 from typing import Any
 
@@ -174,6 +174,20 @@ class LineTracer:
         if self._line is not None and not self.paused:
             line = self._line
             _without_failing(self._after_line, line, _may_hide(line.file, line.number))
+
+
+def merged_handlers(*several: Mapping[CodeType, Handler]) -> dict[CodeType, Handler]:
+    """All handlers; a function that has several calls each of them."""
+    by_code: dict[CodeType, list[Handler]] = {}
+    for handlers in several:
+        for code, handler in handlers.items():
+            by_code.setdefault(code, []).append(handler)
+    return {code: partial(_call_each, handlers) for code, handlers in by_code.items()}
+
+
+def _call_each(handlers: Sequence[Handler], frame: FrameType) -> None:
+    for handler in handlers:
+        handler(frame)
 
 
 def code_of(function: Any) -> CodeType:

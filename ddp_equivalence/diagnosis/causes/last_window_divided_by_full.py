@@ -127,7 +127,7 @@ HYPOTHESIS = Hypothesis(
     factors=factors,
     indication=indication,
     tell_apart="Use a multiple of the full window as the number of micro-batches.",
-    headline="a short window is divided like full ones",
+    headline="a short window divided like full ones",
     lines=lines,
     fix=fix,
 )
