@@ -31,7 +31,7 @@ def _divided(view: View, total: Tensor) -> Iterator[Prediction]:
     divisors = torch.tensor(by_rank, dtype=total.dtype)[:, None]
     yield Prediction(view.on_reporting_ranks(total / divisors))
     if len(set(by_rank)) > 1:
-        for size in sorted(set(by_rank)):
+        for size in sorted(set(by_rank) - {1}):  # who divides by 1 may as well divide by nothing
             yield Prediction(view.on_every_rank(total / size))
 
 
