@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction, WrongFactor
 from ddp_equivalence.diagnosis.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines_of_reduction import (
     by_hand,
@@ -43,6 +43,15 @@ def factors(view: View) -> Sequence[WrongFactor]:
     if view.world_size == 1 or view.parts.add_up_to_the_big_batch:
         return ()
     return (WrongFactor(view.world_size, f"multiplied by {view.world_size}, the number of ranks"),)
+
+
+def indication(view: View) -> Indication | None:
+    """Speaks against this cause if some gradients are too large although a line divides them."""
+    count = view.world_size
+    divided = {name for one in view.observed.calls.multiplied_by(1 / count) for name in one.names}
+    if not view.measured.only_some_parameters_differ or not view.measured.differing <= divided:
+        return None
+    return Indication(False, f"a line divides these gradients by {count}")
 
 
 def lines(view: View) -> Sequence[PointedLine]:
@@ -100,6 +109,7 @@ HYPOTHESIS = Hypothesis(
     "factor after the last all_reduce; a communication hook that sums and does not average",
     predict=predict,
     factors=factors,
+    indication=indication,
     tell_apart="Use another world size: no other cause has a factor that changes with it.",
     headline="gradients are summed, never divided",
     lines=lines,
