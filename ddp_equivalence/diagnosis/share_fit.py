@@ -56,13 +56,13 @@ class NoShares:
     """The shares cannot be determined; ``reason`` says why, in words.
 
     ``loss_is_no_sum``: True if the big batch's gradient is not a sum over its pieces, because the
-    loss or the model compares examples with each other. ``no_mixture``: what a rank holds is far
-    from every mixture of the pieces, and so of larger pieces too.
+    loss or the model compares examples with each other. ``left_over``: the part of what a rank
+    holds that no mixture of the pieces, and so of larger pieces, explains; 0 if that is not why.
     """
 
     reason: str
     loss_is_no_sum: bool = False
-    no_mixture: bool = False
+    left_over: float = 0.0
 
 
 def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | NoShares:
@@ -116,7 +116,7 @@ def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | N
         words = "the ranks' shards" if name == "ranks" else name
         return NoShares(
             f"no mixture of {words} comes near: {worst:.2g} of the norm is left over",
-            no_mixture=True,
+            left_over=worst,
         )
     return ShareFit(by_rank, unexplained, condition)
 

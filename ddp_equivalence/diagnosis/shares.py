@@ -68,7 +68,7 @@ def shares_of(view: View) -> Shares | NoShares:
     if isinstance(fit, ShareFit):
         piece_of = {index: n for n, index in enumerate(examples)}
         return _shares(view, fit, "examples", piece_of, fit.by_rank)
-    if fit.no_mixture:
+    if fit.left_over:
         return fit
     why_not_examples = fit.reason
     coarser = [(micro_batches, "micro-batches")] if len(micro_batches) > len(shards) else []

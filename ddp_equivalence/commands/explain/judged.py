@@ -71,6 +71,9 @@ def judged(
     holds = f"no multiple of g ({measured.unexplained:.2g} of it unexplained)"
     if prediction.shares is None:
         return ComparedPrediction(what, wanted, holds, "differs")
+    if measured.shares is None and measured.unmixed >= LITTLE:
+        holds += f"; {measured.unmixed:.2g} of it comes from no example"
+        return ComparedPrediction(what, wanted, holds, "differs")
     if measured.shares is None:
         why = f"It is unknown how often each example counts: {measured.why}."
         return ComparedPrediction(what, wanted, holds, "unknown", why)

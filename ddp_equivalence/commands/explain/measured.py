@@ -34,7 +34,9 @@ def measured(verdict: Verdict) -> Measured | None:
         return None
     fits = [_nearest(comparison, rank) for rank in comparison.ranks]
     shares, why = _shares(verdict)
-    unmixed = max(verdict.shares.unexplained.values()) if verdict.shares is not None else 0.0
+    unmixed = verdict.why_no_shares.left_over if verdict.why_no_shares is not None else 0.0
+    if verdict.shares is not None:
+        unmixed = max(verdict.shares.unexplained.values())
     factors = tuple(factor for factor, _ in fits)
     return Measured(factors, max(rest for _, rest in fits), shares, why, unmixed)
 
