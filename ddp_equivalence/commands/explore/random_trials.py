@@ -103,13 +103,14 @@ def _shards_and_examples(
     draw: strategies.DrawFn, world_size: int, strategy: str, model: str, loss: str
 ) -> tuple[str, int]:
     """The shards, and the number of examples in the big batch."""
-    coupled = MODELS[model].batch_coupled
+    of_few = LOSSES[loss].batch_coupled == "statistic_not_additive"  # the root of one is no root
+    coupled = MODELS[model].batch_coupled or of_few
     on_tokens = LOSSES[loss].output == "tokens"
     even = [name for name in EVEN_SHARDS if name != "no_valid_token" or on_tokens]
-    # A model that couples examples gets equal shards, so that only one thing differs.
+    # What couples examples gets equal shards, so that only one thing differs.
     shards = one_of(draw, ["equal"] if coupled else [*even, *OTHER_SHARDS])
     if shards in EVEN_SHARDS:
-        # Batch norm needs more than one example for its statistics.
+        # A statistic of one example is none.
         least = max(2 if coupled else 1, -(-LEAST_EXAMPLES // world_size))
         each = integer(draw, least, MOST_PER_RANK)
         if STRATEGIES[strategy].accumulates:
