@@ -93,7 +93,7 @@ def scaled_after_the_fact(model: nn.Module, shard: Any, rank: Rank) -> None:
         (zeroed_on_rank_1, None, "rank 1 holds 0.000 g"),
         (one_parameter_missing, None, "rank 0: 2.bias is missing"),
         (nothing_on_rank_1, None, "rank 1: 0.weight is None, expected (7, 5) float64"),
-        (one_bit_apart, None, "do not agree bit for bit on 1 of 4 parameters: 2.bias"),
+        (one_bit_apart, "ranks_differ_by_rounding", "the ranks round differently"),
         (single_precision, None, "0.weight is float32 instead of float64"),
     ],
 )
