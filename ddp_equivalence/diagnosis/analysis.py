@@ -27,7 +27,6 @@ from ddp_equivalence.diagnosis.measured_view import (
     left_same_bits,
     with_measurement,
 )
-from ddp_equivalence.diagnosis.missing_gradients import where_gradients_are_missing
 from ddp_equivalence.diagnosis.nearest_fault import NearestFault, nearest_fault
 from ddp_equivalence.diagnosis.setting import setting_of
 from ddp_equivalence.diagnosis.share_fit import NoShares
@@ -42,7 +41,8 @@ from ddp_equivalence.diagnosis.time_left import (
     TimeLeft,
 )
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts import Whereabouts, not_seen
+from ddp_equivalence.diagnosis.whereabouts.missing_gradients import where_gradients_are_missing
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, not_seen
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import Measurement
 from ddp_equivalence.measurement.observation import Observation

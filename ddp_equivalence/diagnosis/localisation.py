@@ -14,7 +14,6 @@ from ddp_equivalence.case.case import Case
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.diagnosis.diagnose import diagnose
-from ddp_equivalence.diagnosis.find_whereabouts import find_whereabouts
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.parameter_elements import ParameterElements
 from ddp_equivalence.diagnosis.residual import unexplained
@@ -26,7 +25,8 @@ from ddp_equivalence.diagnosis.time_left import (
     OutOfTime,
 )
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts import Whereabouts
+from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import find_whereabouts
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts
 
 EQUAL = 1e-6
 """Float64 vectors whose relative difference is smaller are equal."""

@@ -145,7 +145,9 @@ def _planted_faults(planted: Sequence[Record], width: int) -> Iterator[Line]:
     kinds = len({record.planted for record in shown})
     note = f"{kinds} {plural(kinds, 'kind')}"
     note += f"; {rivals} beside other causes that leave the same numbers" if rivals else ""
-    distances = [record.error / record.limit for record in caught if record.error and record.limit]
+    # Some are caught by bits that differ between ranks, however small the error.
+    ratios = [record.error / record.limit for record in caught if record.error and record.limit]
+    distances = [ratio for ratio in ratios if ratio > 1]
     nearest = f", nearest {min(distances):.0e} limits away" if distances else ""
     yield Line(
         f"{'planted faults':<{width}}{len(caught)} of {len(shown)} caught, {named} of {len(shown)} "

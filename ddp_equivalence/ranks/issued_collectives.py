@@ -101,7 +101,7 @@ def remember(work: Any, issued: Issued) -> None:
 
 
 def tell_of_wait(work: Any) -> None:
-    """Tell the listener that this collective, and earlier ones, were waited for."""
+    """Tell the listener that the collective of this handle was waited for."""
     listeners = _listeners
     if listeners is None:
         return

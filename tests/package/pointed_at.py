@@ -15,6 +15,8 @@ from ddp_equivalence.report.verdict import Verdict
 
 EXAMPLES = 16
 
+MARK = "# the fault"
+
 Rows = dict[str, Tensor]
 
 
@@ -72,6 +74,15 @@ def faulty_lines(verdict: Verdict) -> list[str]:
         for one in verdict.findings[0].lines
         if one.is_fault
     ]
+
+
+def assert_points_at_the_fault(verdict: Verdict, cause: str, fix: str) -> None:
+    """The cause is named, the one line marked by a comment is its fault, and the fix says this."""
+    assert verdict.cause == cause, str(verdict)
+    faulty = faulty_lines(verdict)
+    assert len(faulty) == 1, shown(verdict)
+    assert MARK in faulty[0], shown(verdict)
+    assert fix in verdict.findings[0].fix, shown(verdict)
 
 
 def shown(verdict: Verdict) -> str:

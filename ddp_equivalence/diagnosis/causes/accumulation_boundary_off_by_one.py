@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.lines_between_backwards import backward_count, lines_that_clear
-from ddp_equivalence.diagnosis.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines_of_reduction import by_hand
-from ddp_equivalence.diagnosis.number_text import count_text
+from ddp_equivalence.diagnosis.lines.lines_between_backwards import backward_count, lines_that_clear
+from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines.lines_of_reduction import by_hand
+from ddp_equivalence.diagnosis.lines.number_text import count_text
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind

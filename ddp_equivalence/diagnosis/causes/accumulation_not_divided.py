@@ -14,8 +14,8 @@ from ddp_equivalence.diagnosis.hypothesis import (
     WrongFactor,
 )
 from ddp_equivalence.diagnosis.indications import common_loss_factor, losses_close
-from ddp_equivalence.diagnosis.lines_in_order import in_order
-from ddp_equivalence.diagnosis.loss_lines import line_of_loss, line_that_scales_loss
+from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines.loss_lines import line_of_loss, line_that_scales_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View

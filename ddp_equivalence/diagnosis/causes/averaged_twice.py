@@ -12,15 +12,15 @@ from ddp_equivalence.diagnosis.hypothesis import (
     WrongFactor,
 )
 from ddp_equivalence.diagnosis.indications import every_loss_is_the_big_batch_loss
-from ddp_equivalence.diagnosis.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines_of_reduction import (
+from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
     averages,
     by_hand,
     in_hook,
     line_of_reduction,
     line_that_scales_gradients,
 )
-from ddp_equivalence.diagnosis.loss_lines import line_that_scales_loss
+from ddp_equivalence.diagnosis.lines.loss_lines import line_that_scales_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.lines.words_of_lines import counted, names_text
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.reduced import with_reduced_gradients
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.words_of_lines import counted, names_text
 from ddp_equivalence.measurement.calls import Kind
 
 NAMES_SHOWN = 4

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.lines_of_modules import DROPOUTS, module_lines
+from ddp_equivalence.diagnosis.lines.lines_of_modules import DROPOUTS, module_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 

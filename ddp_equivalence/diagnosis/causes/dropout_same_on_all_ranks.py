@@ -10,7 +10,7 @@ from ddp_equivalence.diagnosis.causes.dropout_differs_from_reference import (
     step_set_the_same_seed,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.lines_of_modules import DROPOUTS, module_lines
+from ddp_equivalence.diagnosis.lines.lines_of_modules import DROPOUTS, module_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View

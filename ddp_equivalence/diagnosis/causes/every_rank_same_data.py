@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis import lines_that_read
 from ddp_equivalence.diagnosis.examples_read import (
     all_ranks_read_the_same,
     example_numbers,
@@ -13,6 +12,7 @@ from ddp_equivalence.diagnosis.examples_read import (
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if
+from ddp_equivalence.diagnosis.lines import lines_that_read
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.reduction_groups import groups_text
 from ddp_equivalence.diagnosis.step_calls import Place

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis import lines_that_read
 from ddp_equivalence.diagnosis.examples_read import (
     example_numbers,
     examples_seen,
@@ -14,6 +13,7 @@ from ddp_equivalence.diagnosis.examples_read import (
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if
+from ddp_equivalence.diagnosis.lines import lines_that_read
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 

@@ -10,10 +10,10 @@ from ddp_equivalence.diagnosis.indications import (
     indication_if,
     losses_of_backwards,
 )
+from ddp_equivalence.diagnosis.lines.words_of_lines import counted
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.words_of_lines import counted
 from ddp_equivalence.measurement.calls import Call, Contents, Kind
 
 

@@ -11,8 +11,8 @@ from ddp_equivalence.diagnosis.indications import (
     common_loss_factor,
     losses_close,
 )
-from ddp_equivalence.diagnosis.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines_of_reduction import (
+from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
     common_factor,
     line_that_scales,
     line_that_scales_gradients,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, WrongFactor
 from ddp_equivalence.diagnosis.indications import losses_close, losses_of_backwards
-from ddp_equivalence.diagnosis.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines_of_reduction import common_factor, line_of_reduction
-from ddp_equivalence.diagnosis.loss_lines import line_of_unscaled_loss
+from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines.lines_of_reduction import common_factor, line_of_reduction
+from ddp_equivalence.diagnosis.lines.loss_lines import line_of_unscaled_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if, ranks_by_number
+from ddp_equivalence.diagnosis.lines.words_of_lines import names_text
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.words_of_lines import names_text
 from ddp_equivalence.measurement.calls import Kind
 
 NAMES_SHOWN = 4

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.causes import bucket_not_reduced
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
+from ddp_equivalence.diagnosis.lines.words_of_lines import counted, names_text
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.words_of_lines import counted, names_text
 from ddp_equivalence.measurement.calls import Kind
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
 from ddp_equivalence.diagnosis.indications import ranks_by_number
-from ddp_equivalence.diagnosis.lines_of_left_out import (
+from ddp_equivalence.diagnosis.lines.lines_of_left_out import (
     fix_of_left_out,
     lines_of_left_out,
     ranks_without_gradient,

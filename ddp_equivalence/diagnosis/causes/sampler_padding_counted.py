@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis import lines_that_read
 from ddp_equivalence.diagnosis.causes.ranks_shuffle_apart import ranks_shuffled_apart
 from ddp_equivalence.diagnosis.examples_read import (
     all_ranks_read_the_same,
@@ -17,6 +16,7 @@ from ddp_equivalence.diagnosis.examples_read import (
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if, ranks_by_number
+from ddp_equivalence.diagnosis.lines import lines_that_read
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View

@@ -13,8 +13,8 @@ from ddp_equivalence.diagnosis.hypothesis import (
     Prediction,
     WrongFactor,
 )
-from ddp_equivalence.diagnosis.lines_between_backwards import backward_count, lines_that_clear
-from ddp_equivalence.diagnosis.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines.lines_between_backwards import backward_count, lines_that_clear
+from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.view import View

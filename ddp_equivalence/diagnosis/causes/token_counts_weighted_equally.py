@@ -11,9 +11,13 @@ from ddp_equivalence.diagnosis.causes.uneven_shards_weighted_equally import (
 )
 from ddp_equivalence.diagnosis.divisors import counts_of_parts, is_weighted_mean
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
-from ddp_equivalence.diagnosis.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines_of_reduction import averages, is_unseen, line_of_reduction
-from ddp_equivalence.diagnosis.loss_lines import line_of_loss
+from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
+    averages,
+    is_unseen,
+    line_of_reduction,
+)
+from ddp_equivalence.diagnosis.lines.loss_lines import line_of_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 

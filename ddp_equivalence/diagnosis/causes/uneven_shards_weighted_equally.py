@@ -7,9 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
-from ddp_equivalence.diagnosis.lines_in_order import in_order
-from ddp_equivalence.diagnosis.lines_of_reduction import averages, is_unseen, line_of_reduction
-from ddp_equivalence.diagnosis.loss_lines import line_of_loss
+from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
+    averages,
+    is_unseen,
+    line_of_reduction,
+)
+from ddp_equivalence.diagnosis.lines.loss_lines import line_of_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.view import View

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
 from ddp_equivalence.diagnosis.indications import ranks_by_number
+from ddp_equivalence.diagnosis.lines.words_of_lines import counted, names_text
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.reduction_groups import groups_text
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.words_of_lines import counted, names_text
 from ddp_equivalence.measurement.calls import Call, Contents, Kind
 
 

@@ -12,11 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from ddp_equivalence import Rank
-from tests.package.pointed_at import Rows, faulty_lines, judged, mean_loss, shown, sum_loss
+from tests.package.pointed_at import (
+    Rows,
+    assert_points_at_the_fault,
+    judged,
+    mean_loss,
+    shown,
+    sum_loss,
+)
 
 pytestmark = pytest.mark.self_check
-
-MARK = "# the fault"
 
 
 def summed_by_hand(model: Any, rows: Rows, rank: Rank) -> None:
@@ -153,12 +158,7 @@ SUMMED = {"loss": sum_loss}
 def test_the_line_with_the_wrong_factor_is_pointed_at(
     step: Any, changes: dict[str, Any], cause: str, fix: str
 ) -> None:
-    verdict = judged(step, **changes)
-    assert verdict.cause == cause, verdict
-    faulty = faulty_lines(verdict)
-    assert len(faulty) == 1, shown(verdict)
-    assert MARK in faulty[0], shown(verdict)
-    assert fix in verdict.findings[0].fix, shown(verdict)
+    assert_points_at_the_fault(judged(step, **changes), cause, fix)
 
 
 def test_a_mean_of_gathered_gradients_has_no_line_that_divides() -> None:

@@ -14,7 +14,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank
-from tests.package.pointed_at import Rows, faulty_lines, judged, mean_loss, shown, when_done
+from tests.package.pointed_at import (
+    Rows,
+    assert_points_at_the_fault,
+    judged,
+    mean_loss,
+    when_done,
+)
 
 pytestmark = pytest.mark.self_check
 
@@ -132,9 +138,4 @@ def scales_differ_in_a_hook(model: Any, rows: Rows, rank: Rank) -> None:
 def test_the_line_of_the_hook_is_pointed_at(
     step: Any, changes: dict[str, Any], cause: str, fix: str
 ) -> None:
-    verdict = judged(step, **changes)
-    assert verdict.cause == cause, verdict
-    faulty = faulty_lines(verdict)
-    assert len(faulty) == 1, shown(verdict)
-    assert "# the fault" in faulty[0], shown(verdict)
-    assert fix in verdict.findings[0].fix, shown(verdict)
+    assert_points_at_the_fault(judged(step, **changes), cause, fix)

@@ -14,7 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from ddp_equivalence import Rank
-from tests.package.pointed_at import Rows, faulty_lines, halves, judged, mean_loss, shown
+from tests.package.pointed_at import (
+    Rows,
+    assert_points_at_the_fault,
+    halves,
+    judged,
+    mean_loss,
+)
 
 pytestmark = pytest.mark.self_check
 
@@ -121,9 +127,4 @@ def wrapper_of_a_helper(model: Any, rows: Rows, rank: Rank) -> None:
 def test_the_line_that_prevents_the_reduction_is_pointed_at(
     step: Any, changes: dict[str, Any], cause: str, fix: str
 ) -> None:
-    verdict = judged(step, **changes)
-    assert verdict.cause == cause, verdict
-    faulty = faulty_lines(verdict)
-    assert len(faulty) == 1, shown(verdict)
-    assert "# the fault" in faulty[0], shown(verdict)
-    assert fix in verdict.findings[0].fix, shown(verdict)
+    assert_points_at_the_fault(judged(step, **changes), cause, fix)

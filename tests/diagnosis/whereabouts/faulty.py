@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_equivalence import Case, check
-from ddp_equivalence.diagnosis.find_whereabouts import find_whereabouts
-from ddp_equivalence.diagnosis.whereabouts import Whereabouts
+from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import find_whereabouts
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts
 
 NEAR = 2
 """The faulty line is found if a line so near to it is pointed at."""

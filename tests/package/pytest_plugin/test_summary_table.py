@@ -66,6 +66,14 @@ def test_a_trial_that_did_not_run_is_uncertain_and_a_lane_that_had_to_run_is_bad
     assert table[f"{missing}, which needs 2 CUDA devices, found 1"] is Style.BAD
 
 
+def test_a_fault_that_only_the_bits_of_the_ranks_show_is_near_no_limit() -> None:
+    caught = {"outcome": "different", "expected": "different", "limit": 1e-3}
+    far = record(planted="sum_not_mean", causes=("sum_not_mean",), error=1.0, **caught)
+    bits = record(planted="by_bits", causes=("by_bits",), error=1e-9, **caught)
+    (row,) = (text for text in styles(RunResults([far, bits])) if text.startswith("planted"))
+    assert row.endswith("2 of 2 caught, 2 of 2 named (2 kinds), nearest 1e+03 limits away")
+
+
 def test_steps_that_cannot_run_for_one_reason_are_listed_together() -> None:
     needs = "needs 4 CUDA devices, found 2"
     not_run = [NotRun(name, "2x2", "nccl", needs) for name in ("a", "b", "c", "d")]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank, check
-from tests.diagnosis.new_causes.named import (
+from tests.diagnosis.causes.named import (
     case_of,
     different,
     faulty_lines,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddp_equivalence.diagnosis.gradient_mix import Mix, Mixtures, mixtures_of
-from ddp_equivalence.diagnosis.pieces import Pieces
+from ddp_equivalence.diagnosis.whereabouts.gradient_mix import Mix, Mixtures, mixtures_of
+from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
 from ddp_equivalence.measurement.trace import thinned, unpacked
 

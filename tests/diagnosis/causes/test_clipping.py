@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from ddp_equivalence import Rank
-from tests.diagnosis.new_causes.named import (
+from tests.diagnosis.causes.named import (
     accepted,
     case_of,
     different,

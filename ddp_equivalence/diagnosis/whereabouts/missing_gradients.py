@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ddp_equivalence.diagnosis.gradient_path import line_of
-from ddp_equivalence.diagnosis.rank_lines import lines_only_on
-from ddp_equivalence.diagnosis.station_text import at
-from ddp_equivalence.diagnosis.whereabouts import (
+from ddp_equivalence.diagnosis.whereabouts.gradient_path import line_of
+from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on
+from ddp_equivalence.diagnosis.whereabouts.station_text import at
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
     Whereabouts,
     distinct,
     named,

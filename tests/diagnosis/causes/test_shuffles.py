@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from ddp_equivalence import Rank, check
-from tests.diagnosis.new_causes.named import (
+from tests.diagnosis.causes.named import (
     accepted,
     case_of,
     different,

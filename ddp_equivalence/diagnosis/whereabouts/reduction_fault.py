@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis.gradient_mix import SAME_WEIGHT
-from ddp_equivalence.diagnosis.gradient_path import Path, Station, went_alike
-from ddp_equivalence.diagnosis.missing_reduction import why_not_reduced
-from ddp_equivalence.diagnosis.mix_text import mix_text
-from ddp_equivalence.diagnosis.pieces import Pieces
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.rank_lines import lines_only_on
-from ddp_equivalence.diagnosis.reduction_weights import (
+from ddp_equivalence.diagnosis.whereabouts.gradient_mix import SAME_WEIGHT
+from ddp_equivalence.diagnosis.whereabouts.gradient_path import Path, Station, went_alike
+from ddp_equivalence.diagnosis.whereabouts.missing_reduction import why_not_reduced
+from ddp_equivalence.diagnosis.whereabouts.mix_text import mix_text
+from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
+from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on
+from ddp_equivalence.diagnosis.whereabouts.reduction_weights import (
     Wanted,
     another_factor,
     later_pieces_stay,
     other_weights,
 )
-from ddp_equivalence.diagnosis.station_text import done_text, hooks, pointed
-from ddp_equivalence.diagnosis.whereabouts import Whereabouts, distinct, of_all, ranked
+from ddp_equivalence.diagnosis.whereabouts.station_text import done_text, hooks, pointed
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, distinct, of_all, ranked
 from ddp_equivalence.measurement.calls import Kind
 
 OTHER = "What the ranks hold in the end is not the mean of what they computed."

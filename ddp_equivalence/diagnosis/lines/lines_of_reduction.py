@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ddp_equivalence.diagnosis.loss_lines import line_that_scales_loss
-from ddp_equivalence.diagnosis.number_text import scaling_text
+from ddp_equivalence.diagnosis.lines.loss_lines import line_that_scales_loss
+from ddp_equivalence.diagnosis.lines.number_text import scaling_text
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View

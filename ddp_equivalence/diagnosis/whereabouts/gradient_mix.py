@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddp_equivalence.diagnosis.pieces import Pieces
+from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
 from ddp_equivalence.measurement.trace import thinned
 
 SAME_WEIGHT = 1e-3

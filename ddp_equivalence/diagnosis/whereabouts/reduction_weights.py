@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddp_equivalence.diagnosis.gradient_mix import SAME_WEIGHT, Mix
-from ddp_equivalence.diagnosis.gradient_path import Path, Station, line_of
-from ddp_equivalence.diagnosis.mix_text import mix_text
-from ddp_equivalence.diagnosis.pieces import Pieces
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.rank_lines import lines_only_on, odd_ranks
-from ddp_equivalence.diagnosis.station_text import done_text, hooks, pointed
-from ddp_equivalence.diagnosis.whereabouts import MOST_RANKS, Whereabouts, distinct
+from ddp_equivalence.diagnosis.whereabouts.gradient_mix import SAME_WEIGHT, Mix
+from ddp_equivalence.diagnosis.whereabouts.gradient_path import Path, Station, line_of
+from ddp_equivalence.diagnosis.whereabouts.mix_text import mix_text
+from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
+from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on, odd_ranks
+from ddp_equivalence.diagnosis.whereabouts.station_text import done_text, hooks, pointed
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import MOST_RANKS, Whereabouts, distinct
 from ddp_equivalence.measurement.calls import Kind
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ddp_equivalence.diagnosis.gradient_path import Path, Station, line_of
-from ddp_equivalence.diagnosis.pieces import Pieces
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.whereabouts import ranked
+from ddp_equivalence.diagnosis.whereabouts.gradient_path import Path, Station, line_of
+from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import ranked
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
 from ddp_equivalence.measurement.gradient_watch import SAME_FACTOR
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ddp_equivalence.diagnosis.gradient_mix import SAME_WEIGHT, Mix
-from ddp_equivalence.diagnosis.pieces import Pieces
-from ddp_equivalence.diagnosis.whereabouts import ranked
+from ddp_equivalence.diagnosis.whereabouts.gradient_mix import SAME_WEIGHT, Mix
+from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import ranked
 
 MOST_RANKS = 6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.indications import ranks_by_number
-from ddp_equivalence.diagnosis.paths_of_ranks import where_they_part
+from ddp_equivalence.diagnosis.lines.paths_of_ranks import where_they_part
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View

@@ -14,7 +14,7 @@ from torch import nn
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.diagnosis.pieces import Piece, Pieces, eps_of, tolerance_in
+from ddp_equivalence.diagnosis.whereabouts.pieces import Piece, Pieces, eps_of, tolerance_in
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.module_watch import ModuleWatch
 from ddp_equivalence.measurement.trace import ModuleCall, TensorSample, unpacked

@@ -11,14 +11,14 @@ from torch import Tensor
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.diagnosis.divisor_candidates import all_divisors
 from ddp_equivalence.diagnosis.examples_read import example_numbers
-from ddp_equivalence.diagnosis.gradient_path import line_of
-from ddp_equivalence.diagnosis.own_gradient_fault import Compared
-from ddp_equivalence.diagnosis.pieces import Pieces
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.rank_lines import lines_only_on, odd_ranks
 from ddp_equivalence.diagnosis.residual import unexplained
-from ddp_equivalence.diagnosis.station_text import at
-from ddp_equivalence.diagnosis.whereabouts import Whereabouts, distinct, ranked
+from ddp_equivalence.diagnosis.whereabouts.gradient_path import line_of
+from ddp_equivalence.diagnosis.whereabouts.own_gradient_fault import Compared
+from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
+from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on, odd_ranks
+from ddp_equivalence.diagnosis.whereabouts.station_text import at
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, distinct, ranked
 from ddp_equivalence.measurement.calls import Call
 
 SAME = 1e-3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.whereabouts import ranked
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import ranked
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.observation import Observation
 

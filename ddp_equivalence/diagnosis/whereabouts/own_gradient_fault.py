@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.examples_read import example_numbers
-from ddp_equivalence.diagnosis.gradient_path import line_of
-from ddp_equivalence.diagnosis.pieces import Piece, Pieces
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.rank_lines import lines_only_on
-from ddp_equivalence.diagnosis.replay import FirstDifference, calls_of, first_difference
-from ddp_equivalence.diagnosis.station_text import at
-from ddp_equivalence.diagnosis.whereabouts import Whereabouts, distinct, named, ranked
+from ddp_equivalence.diagnosis.whereabouts.gradient_path import line_of
+from ddp_equivalence.diagnosis.whereabouts.pieces import Piece, Pieces
+from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on
+from ddp_equivalence.diagnosis.whereabouts.replay import FirstDifference, calls_of, first_difference
+from ddp_equivalence.diagnosis.whereabouts.station_text import at
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, distinct, named, ranked
 from ddp_equivalence.measurement.calls import Contents, Kind
 from ddp_equivalence.measurement.trace import ModuleCall
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isclose
 
 from ddp_equivalence.diagnosis.indications import LOSS_ROUNDING, common_loss_factor, losses_close
-from ddp_equivalence.diagnosis.number_text import scaling_text
+from ddp_equivalence.diagnosis.lines.number_text import scaling_text
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Kind

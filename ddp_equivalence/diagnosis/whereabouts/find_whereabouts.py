@@ -9,19 +9,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ddp_equivalence.diagnosis.division_fault import fault_of_division
-from ddp_equivalence.diagnosis.forward_alone import forward_alone, idle_ranks
-from ddp_equivalence.diagnosis.gradient_path import paths_of
-from ddp_equivalence.diagnosis.own_gradient_fault import (
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts.division_fault import fault_of_division
+from ddp_equivalence.diagnosis.whereabouts.forward_alone import forward_alone, idle_ranks
+from ddp_equivalence.diagnosis.whereabouts.gradient_path import paths_of
+from ddp_equivalence.diagnosis.whereabouts.own_gradient_fault import (
     Compared,
     compared_with_rows,
     fault_of_own_gradient,
 )
-from ddp_equivalence.diagnosis.pieces import Pieces, pieces_of
-from ddp_equivalence.diagnosis.reduction_fault import fault_of_reduction
-from ddp_equivalence.diagnosis.reduction_weights import Wanted
-from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts import Whereabouts, not_seen
+from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces, pieces_of
+from ddp_equivalence.diagnosis.whereabouts.reduction_fault import fault_of_reduction
+from ddp_equivalence.diagnosis.whereabouts.reduction_weights import Wanted
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, not_seen
 
 COARSEST = 0.1
 """If equal vectors may differ by more than this, nothing is said about which differ."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ddp_equivalence.diagnosis.gradient_mix import SAME_WEIGHT
-from ddp_equivalence.diagnosis.gradient_path import Path, line_of
-from ddp_equivalence.diagnosis.mix_text import mix_text
-from ddp_equivalence.diagnosis.pieces import Pieces
-from ddp_equivalence.diagnosis.station_text import at
 from ddp_equivalence.diagnosis.step_calls import Place, reduces_gradients
-from ddp_equivalence.diagnosis.whereabouts import Whereabouts, distinct, named, ranked
+from ddp_equivalence.diagnosis.whereabouts.gradient_mix import SAME_WEIGHT
+from ddp_equivalence.diagnosis.whereabouts.gradient_path import Path, line_of
+from ddp_equivalence.diagnosis.whereabouts.mix_text import mix_text
+from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
+from ddp_equivalence.diagnosis.whereabouts.station_text import at
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, distinct, named, ranked
 from ddp_equivalence.measurement.calls import Call, Contents, Kind
 
 
@@ -63,7 +63,7 @@ def _fewer_calls(pieces: Pieces, path: Path) -> Whereabouts | None:
     who = ranked(ranks, pieces.view.world_size)
     return Whereabouts(
         "reduction",
-        f"{who} took part in fewer reductions"[:70],
+        f"{who} took part in fewer reductions",
         f"{who[:1].upper()}{who[1:]} reduced them in {few} calls, and other ranks in up to {many}.",
         distinct(
             [
@@ -164,13 +164,20 @@ def _plain(pieces: Pieces, path: Path, good: Path | None) -> Whereabouts:
     ]
     others = [place for place in _elsewhere(pieces, path) if not reduced]
     lines += [one.pointed("a collective of something else") for one in others[-1:]]
+    sent = any(
+        one.op == "send"
+        for seen in pieces.view.observed.by_rank.values()
+        for one in seen.collectives or ()
+    )
     never = "" if reduced else "No collective that Python issued contained them. "
+    if sent:
+        never += "Ranks sent each other tensors point to point, which is not followed. "
     return Whereabouts(
         "reduction",
         "gradients of some ranks are missing",
         f"{never}In the end they are {text}.",
         distinct(lines),
-        fix="" if reduced else "reduce the gradients over all ranks after backward.",
+        fix="" if reduced or sent else "reduce the gradients over all ranks after backward.",
     )
 
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ddp_equivalence.diagnosis.gradient_path import line_of
-from ddp_equivalence.diagnosis.own_gradient_fault import (
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts.gradient_path import line_of
+from ddp_equivalence.diagnosis.whereabouts.own_gradient_fault import (
     SAME_LOSS,
     Compared,
     fault_of_own_gradient,
 )
-from ddp_equivalence.diagnosis.pieces import Pieces, pieces_of
-from ddp_equivalence.diagnosis.rank_lines import lines_only_on
-from ddp_equivalence.diagnosis.replay import first_difference
-from ddp_equivalence.diagnosis.station_text import at
-from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts import Whereabouts, distinct, not_seen, ranked
+from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces, pieces_of
+from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on
+from ddp_equivalence.diagnosis.whereabouts.replay import first_difference
+from ddp_equivalence.diagnosis.whereabouts.station_text import at
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
+    Whereabouts,
+    distinct,
+    not_seen,
+    ranked,
+)
 
 
 def forward_alone(view: View) -> Whereabouts | None:

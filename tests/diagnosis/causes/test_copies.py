@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_equivalence import Rank, check
-from tests.diagnosis.new_causes.named import (
+from tests.diagnosis.causes.named import (
     accepted,
     case_of,
     different,

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank, check
-from tests.diagnosis.new_causes.named import (
+from tests.diagnosis.causes.named import (
     accepted,
     case_of,
     different,
