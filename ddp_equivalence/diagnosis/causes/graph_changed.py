@@ -125,8 +125,8 @@ def lines(view: View) -> Sequence[PointedLine]:
 
 def fix(view: View) -> str:
     """Let DDP look for what is unused."""
-    instead = " and without static_graph" if is_static(view) else ""
-    return f"make DDP with find_unused_parameters=True{instead}, or use all parameters every time."
+    instead = ", no static_graph" if is_static(view) else ""
+    return f"make DDP with find_unused_parameters=True{instead}, or use every parameter."
 
 
 HYPOTHESIS = Hypothesis(

@@ -63,7 +63,7 @@ def fix(view: View) -> str:
     if is_unseen(view):
         return f"{summed}; under DDP, multiply it by {count} too."
     if averages(view):
-        return f"{summed}, and multiply it by {count}, the number of ranks."
+        return f"{summed}, and multiply it by {count} (world size)."
     return f"{summed}, and add the ranks' gradients up."
 
 

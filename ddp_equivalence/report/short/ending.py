@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.report.line import Line, Style
-from ddp_equivalence.report.short.text import cut, ended, wrapped_lines
+from ddp_equivalence.report.short.text import ended, wrapped_lines
 
 if TYPE_CHECKING:
     from ddp_equivalence.report.verdict import Verdict
@@ -18,17 +18,24 @@ ORDINARY_LANES = ("gloo", "gloo_fallback")
 """On any other lane the report says which it was."""
 
 
-def fix_lines(verdict: Verdict, width: int) -> list[Line]:
-    """What to write instead, one line for each cause."""
+def fix_lines(verdict: Verdict, width: int, most: int) -> list[Line]:
+    """What to write instead, at most so many lines for each cause."""
+    lines = []
+    for fix in _fixes(verdict):
+        first, *rest = wrapped_lines(f"Fix: {ended(fix)}", width, most)
+        lines += [Line(first.text, Style.LABEL, styled=len("  Fix:")), *rest]
+    return lines
+
+
+def _fixes(verdict: Verdict) -> list[str]:
+    """The fix of each cause; without a cause, that of the place where the difference is."""
     best = verdict.findings[0] if verdict.findings else None
-    if best is None or not best.accepted:
+    if best is not None and best.accepted:
+        fixes = [one.fix for one in (best, *best.more)]
+    else:
         whereabouts = verdict.localisation.whereabouts
-        fix = "" if whereabouts is None else whereabouts.fix
-        return [Line(cut(f"  Fix: {ended(fix)}", width))] if fix else []
-    fixes = dict.fromkeys(one.fix for one in (best, *best.more) if one.fix)
-    return [
-        Line(cut(f"  Fix: {ended(fix)}", width), Style.LABEL, styled=len("  Fix:")) for fix in fixes
-    ]
+        fixes = [] if whereabouts is None else [whereabouts.fix]
+    return [fix for fix in dict.fromkeys(fixes) if fix]
 
 
 def note_lines(verdict: Verdict, width: int, most: int) -> list[Line]:

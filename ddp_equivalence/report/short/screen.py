@@ -33,13 +33,15 @@ Block = list[Line]
 
 @dataclass(frozen=True)
 class _Shape:
-    """How much of everything is shown. ``texts``: the lines that one text may take.
+    """How much of everything is shown. ``texts``: the lines that one text may take. ``fix``: those
+    of the fix, which is cut last.
 
     ``tight``: without empty lines between the parts.
     """
 
     code: int = MOST_LINES
     texts: int = 2
+    fix: int = 2
     rows: int = MOST_ROWS
     notes: int = MOST_NOTES
     tight: bool = False
@@ -61,10 +63,10 @@ def _shapes() -> Iterator[_Shape]:
     for code in range(MOST_LINES, 0, -1):
         for texts in (2, 1):
             for rows in range(MOST_ROWS, 1, -1):
-                yield _Shape(code, texts, rows)
-    yield _Shape(1, 1, 0)
-    yield _Shape(1, 1, 0, notes=1)
-    yield _Shape(1, 1, 0, notes=1, tight=True)
+                yield _Shape(code, texts, rows=rows)
+    yield _Shape(1, 1, rows=0)
+    yield _Shape(1, 1, rows=0, notes=1)
+    yield _Shape(1, 1, fix=1, rows=0, notes=1, tight=True)
 
 
 def _lines(verdict: Verdict, shape: _Shape, width: int) -> Iterator[Line]:
@@ -77,7 +79,7 @@ def _lines(verdict: Verdict, shape: _Shape, width: int) -> Iterator[Line]:
         ],
         held_lines(verdict, shape.rows, width),
         [
-            *fix_lines(verdict, width),
+            *fix_lines(verdict, width, shape.fix),
             *sure_lines(verdict, width, shape.texts),
             *note_lines(verdict, width, shape.texts)[: shape.notes],
             *again_lines(verdict, width),

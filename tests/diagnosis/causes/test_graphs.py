@@ -87,7 +87,7 @@ def never_reduced(model: nn.Module, shard: Batch, rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("step", "seen", "fix"),
     [
-        (static_graph, "static_graph was set", "find_unused_parameters=True and without static"),
+        (static_graph, "static_graph was set", "find_unused_parameters=True, no static"),
         (no_search_for_unused_parameters, "DDP waited", "find_unused_parameters=True, or use all"),
     ],
 )
