@@ -212,6 +212,8 @@ def _different_if_comparable(
     with threads_for(verdict.comparison.elements):
         findings = races.with_race(analysis.findings, verdict.evidence, verdict.comparison)
         repeated = analysis.repeated
+    if not wrong:
+        analysis.compare_with_one_rank()
     if wrong:
         others = (replace(finding, accepted=False) for finding in findings)
         findings = (finding_of_wrong_collectives(wrong), *others)

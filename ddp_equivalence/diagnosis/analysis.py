@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -41,11 +41,17 @@ from ddp_equivalence.diagnosis.time_left import (
     TimeLeft,
 )
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts.beside_one_rank import (
+    BesideOneRank,
+    beside_one_rank,
+    with_one_rank,
+)
 from ddp_equivalence.diagnosis.whereabouts.missing_gradients import where_gradients_are_missing
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, not_seen
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import Measurement
 from ddp_equivalence.measurement.observation import Observation
+from ddp_equivalence.measurement.one_rank import operations_beside_one_rank
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.strategies.sharded_batch import sharded_batches
 
@@ -54,6 +60,9 @@ MAX_ELEMENTS = 2_000_000
 
 MAX_SELECTED = 200_000
 """The ranks x elements that are then kept: enough to tell causes apart, few beside the model."""
+
+MOST_SECONDS_BESIDE = 15.0
+"""The seconds that the step gets on one rank, and again on its own ranks, to be compared."""
 
 
 class Analysis:
@@ -73,6 +82,18 @@ class Analysis:
         self.observed: Mapping[int, Observation] = {}
         self.why_not_watched = ""
         self.time = TimeLeft()
+        self._beside: BesideOneRank | None = None
+
+    def compare_with_one_rank(self) -> None:
+        """Run the step on one rank as well, where a difference has no known cause."""
+        request = self._request
+        has_cause = bool(self.findings) and self.findings[0].accepted
+        if has_cause or self.view is None or request.strategy or not self.observed:
+            return
+        if request.step_count == 1:
+            deadline = min(request.deadline, MOST_SECONDS_BESIDE)
+            run = partial(operations_beside_one_rank, request, deadline)
+            self._beside = beside_one_rank(self.view, run)
 
     @property
     def lowest_dtype(self) -> torch.dtype:
@@ -205,7 +226,14 @@ class Analysis:
             return Localisation(weight_multiples=self._multiples_of_weights(), whereabouts=where)
         has_cause = bool(self.findings) and self.findings[0].accepted
         with self.time.counted(LOSS):
-            return localise(self.view, self.measurement.comparison, has_cause, self.why_not_watched)
+            found = localise(
+                self.view, self.measurement.comparison, has_cause, self.why_not_watched
+            )
+        if self._beside is None or found.whereabouts is None:
+            return found
+        return replace(
+            found, whereabouts=with_one_rank(found.whereabouts, self._beside, self.view)
+        )
 
     @property
     def _later_weights_are_wrong(self) -> bool:

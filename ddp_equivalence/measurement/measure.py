@@ -63,12 +63,14 @@ def at_work(
     environment: Environment = (),
     look_for_float32: bool = False,
     observe: ElementSample[str] | None = None,
+    log_operations: bool = False,
+    order: tuple[int, ...] = (),
 ) -> Iterator[RankSet]:
     """Let ranks work on the request, until the end of the block.
 
     Raises BadCase if the step cannot be pickled, RankFailed if ranks cannot be started.
     """
-    message = message_for(request, observe, look_for_float32)
+    message = message_for(request, observe, look_for_float32, log_operations, order)
     timeout = min(request.collective_deadline, deadline / 2)
     acquired = warm_ranks().acquire(
         request.processes, request.lane, timeout, fresh, request.in_process, environment
@@ -79,9 +81,13 @@ def at_work(
 
 
 def message_for(
-    request: Request, observe: ElementSample[str] | None = None, look_for_float32: bool = False
+    request: Request,
+    observe: ElementSample[str] | None = None,
+    look_for_float32: bool = False,
+    log_operations: bool = False,
+    order: tuple[int, ...] = (),
 ) -> bytes:
-    """The request as it is sent to the ranks. ``observe``, ``look_for_float32``: as in ``Work``.
+    """The request as it is sent to the ranks. The other arguments: as in ``Work``.
 
     Raises BadCase if the step cannot be pickled.
     """
@@ -94,6 +100,8 @@ def message_for(
         plant=request.plant,
         observe=observe,
         look_for_float32=look_for_float32,
+        log_operations=log_operations,
+        order=order,
     )
     try:
         return pickling.dumps(run, work)

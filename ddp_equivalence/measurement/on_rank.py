@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_equivalence.case.batch import move
+from ddp_equivalence.case.batch import move, take
 from ddp_equivalence.case.batch_tree import map_tensors
 from ddp_equivalence.case.build import build_model, build_whole_batch
 from ddp_equivalence.case.given import given_to
@@ -33,6 +33,7 @@ from ddp_equivalence.faults.plant import PlantedFault, plant_here
 from ddp_equivalence.measurement.called_with import CalledWith
 from ddp_equivalence.measurement.cuda_evidence import gpus_used, tf32_of
 from ddp_equivalence.measurement.observer import Observer
+from ddp_equivalence.measurement.operation_log import OperationLog
 from ddp_equivalence.measurement.parameter_names import ParameterNames
 from ddp_equivalence.measurement.precision_watch import Float32Watch, autocast_entered
 from ddp_equivalence.measurement.races import Races
@@ -56,7 +57,7 @@ def run(rank: Rank, work: Work) -> Iterator[object]:
     shapes = names.shapes
     del model, names
     yield evidence
-    if work.observe or work.look_for_float32:
+    if work.observe or work.look_for_float32 or work.log_operations:
         return
     # Tensors that are not parameters of the model are never compared. They may be huge, so only
     # their description is sent, with the evidence.
@@ -75,6 +76,8 @@ def _run_step(
     case = work.case
     start = digest(dict(model.named_parameters()))
     whole, sizes = build_whole_batch(case, work.steps)
+    if work.order:
+        whole = take(whole, work.order, case.batch_dims)
     shards = [split(case.shards, size, case.ranks.world_size) for size in sizes]
     given = _given(rank, work, whole, sizes)
     data = digest_leaves(given)
@@ -92,12 +95,14 @@ def _run_step(
     called = CalledWith(given, in_any_order=case.shards == OWN)
     planted = plant_here(work.plant) if work.plant else None
     float32 = Float32Watch() if work.look_for_float32 else None
+    log = OperationLog() if work.log_operations else None
     with (
         called.recording(model),
         autocast_entered() as autocast,
         observer.watching() if observer else nullcontext(),
         planted or nullcontext(),
         float32 or nullcontext(),
+        log or nullcontext(),
     ):
         gradients = _train(rank, work, model, names, given, shards, notes, races, planted, observer)
     if rank.device.type == "cuda":
@@ -119,12 +124,17 @@ def _run_step(
         observed=observer.found(gradients, collectives) if observer else None,
         autocast=frozenset(autocast),
         float32_at=float32.found if float32 else "",
+        operations=log.found(_of_first_step(gradients)) if log else None,
         missed_waits=tuple(races.missed_waits),
         changed_later=tuple(dict.fromkeys(races.changed_later)),
         gpu=gpus_used(rank, chain(model.parameters(), gradients.values()), notes),
         tf32=tf32_of(rank),
     )
     return gradients, evidence
+
+
+def _of_first_step(gradients: Mapping[GradientKey, Tensor | None]) -> dict[str, Tensor | None]:
+    return {name: gradient for (step, name), gradient in gradients.items() if step == 0}
 
 
 def _given(rank: Rank, work: Work, whole: Any, sizes: tuple[int, ...]) -> list[Any]:

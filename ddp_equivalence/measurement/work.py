@@ -15,6 +15,7 @@ from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.comparison.gradients import Description
 from ddp_equivalence.measurement.cuda_evidence import Tf32
 from ddp_equivalence.measurement.observation import Observation
+from ddp_equivalence.measurement.operations import Operations
 from ddp_equivalence.measurement.precision_watch import Autocast
 from ddp_equivalence.ranks.collectives import Collective
 from ddp_equivalence.ranks.missed_waits import MissedWait
@@ -31,7 +32,9 @@ class Work:
     ``plant``: the name of the fault to plant in the step; "" for none. ``observe``: if it is given,
     the rank watches the step. It then sends no gradients, but these elements of them, inside its
     evidence. ``look_for_float32``: the rank only looks where the step computes in float32, and
-    sends no gradients.
+    sends no gradients. ``log_operations``: the rank records the operations of torch that the step
+    runs, and sends no gradients. ``order``: if it is given, the examples of the batch are put into
+    this order first.
     """
 
     case: Case
@@ -42,6 +45,8 @@ class Work:
     plant: str = ""
     observe: ElementSample[str] | None = None
     look_for_float32: bool = False
+    log_operations: bool = False
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Evidence:
     ``autocast``: the autocast regions that it entered with gradients enabled. ``float32_at``: where
     it computed in float32, if this was looked for; "" if it did not. ``missed_waits``: the
     collectives that nobody waited for. ``changed_later``: the gradients that changed after the step
-    had returned.
+    had returned. ``operations``: those of torch that the step ran, if they were recorded.
     """
 
     examples: tuple[tuple[int, ...], ...] | None
@@ -84,3 +89,4 @@ class Evidence:
     changed_later: tuple[str, ...] = ()
     gpu: str = ""
     tf32: Tf32 | None = None
+    operations: Operations | None = None

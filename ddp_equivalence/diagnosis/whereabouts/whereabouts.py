@@ -22,7 +22,8 @@ class Whereabouts:
     should be; "big batch" if both are right and the big batch divides otherwise; "not seen" if
     none of these was shown. ``headline``: the same in at most ten words, in lower case.
     ``lines``: in the order in which they ran. ``parameters``, ``ranks``: that are concerned.
-    ``fix``: "" if nothing certain can be said.
+    ``fix``: "" if nothing certain can be said. ``beside_one_rank``: what the same step does on one
+    rank with the whole batch, as sentences; "" if it did not run there.
     """
 
     kind: WhichPart
@@ -32,6 +33,7 @@ class Whereabouts:
     parameters: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     fix: str = ""
+    beside_one_rank: str = ""
 
 
 def not_seen(why: str) -> Whereabouts:

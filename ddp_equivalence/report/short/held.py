@@ -31,8 +31,13 @@ ALIKE = 0.005
 """Ranks that are off by amounts that differ by less are off by the same amount."""
 
 
-def held_lines(verdict: Verdict, most_rows: int, width: int) -> list[Line]:
-    """What should be there and what is there. ``most_rows`` = 0: in words, without a table."""
+def held_lines(
+    verdict: Verdict, most_rows: int, width: int, with_details: bool = True
+) -> list[Line]:
+    """What should be there and what is there. ``most_rows`` = 0: in words, without a table.
+
+    ``with_details``: also by micro-batch and by example, if these differ.
+    """
     comparison = verdict.comparison
     assert comparison is not None
     if comparison.structure:
@@ -50,7 +55,7 @@ def held_lines(verdict: Verdict, most_rows: int, width: int) -> list[Line]:
         and not table.all_are_right(shares)
     ):
         table_lines = table.table_lines(verdict, shares, most_rows, width)
-        return [*table_lines, *table.detail_lines(shares, width)]
+        return [*table_lines, *(table.detail_lines(shares, width) if with_details else ())]
     lines = [line for text in _in_words(verdict, comparison) for line in paragraph(text, "  ")]
     right = [one for one in comparison.parameters if one.same]
     if right and all(one.ranks_agree for one in right):

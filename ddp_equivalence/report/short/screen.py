@@ -34,7 +34,7 @@ Block = list[Line]
 @dataclass(frozen=True)
 class _Shape:
     """How much of everything is shown. ``texts``: the lines that one text may take. ``fix``: those
-    of the fix, which is cut last.
+    of the fix, which is cut last. ``details``: also the shares by micro-batch and by example.
 
     ``tight``: without empty lines between the parts.
     """
@@ -43,6 +43,7 @@ class _Shape:
     texts: int = 2
     fix: int = 2
     rows: int = MOST_ROWS
+    details: bool = True
     notes: int = MOST_NOTES
     tight: bool = False
 
@@ -61,9 +62,9 @@ def short_lines(verdict: Verdict) -> list[Line]:
 def _shapes() -> Iterator[_Shape]:
     """All shapes that are tried, the largest first."""
     for code in range(MOST_LINES, 0, -1):
-        for texts in (2, 1):
+        for texts, details in ((2, True), (1, True), (2, False), (1, False)):
             for rows in range(MOST_ROWS, 1, -1):
-                yield _Shape(code, texts, rows=rows)
+                yield _Shape(code, texts, rows=rows, details=details)
     yield _Shape(1, 1, rows=0)
     yield _Shape(1, 1, rows=0, notes=1)
     yield _Shape(1, 1, fix=1, rows=0, notes=1, tight=True)
@@ -77,7 +78,7 @@ def _lines(verdict: Verdict, shape: _Shape, width: int) -> Iterator[Line]:
             *unnamed_lines(verdict, width, shape.texts),
             *code_lines(pointed_lines(verdict, shape.code), width),
         ],
-        held_lines(verdict, shape.rows, width),
+        held_lines(verdict, shape.rows, width, shape.details),
         [
             *fix_lines(verdict, width, shape.fix),
             *sure_lines(verdict, width, shape.texts),

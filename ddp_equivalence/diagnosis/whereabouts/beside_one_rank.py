@@ -1,0 +1,179 @@
+"""Compares a step with the same step on one rank, where a difference has no known cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts.kinship import Deal
+from ddp_equivalence.diagnosis.whereabouts.parting import Parting, partings
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import MOST_LINES, Whereabouts
+from ddp_equivalence.measurement.one_rank import OneRank
+
+COARSEST = 1e-4
+"""In a precision with a larger eps, rounding alone makes other values."""
+
+MOST_PARTINGS = 2
+MOST_SHOWN = 3
+
+RunBeside = Callable[[tuple[int, ...]], OneRank | None]
+"""Runs the step on its ranks and on one rank, with the whole batch in the order that it is given;
+an empty order leaves the batch as it is."""
+
+
+@dataclass(frozen=True)
+class BesideOneRank:
+    """``is_right_alone``: the step leaves the gradients of the big batch on one rank.
+
+    ``partings``: where the ranks part from one rank that is right.
+    """
+
+    is_right_alone: bool
+    partings: tuple[Parting, ...] = ()
+
+
+def beside_one_rank(view: View, run: RunBeside) -> BesideOneRank | None:
+    """Run the step on one rank as well; None if this shows nothing."""
+    rows = _rows(view)
+    order = () if rows is None else _order(view, rows)
+    runs = run(order or ())
+    if runs is None or torch.finfo(view.setting.dtype).eps > COARSEST:
+        return None
+    if not _is_right(view, runs):
+        # With other random numbers it may be right all the same.
+        draws = any(one.draws for one in runs.alone.operations)
+        return None if draws else BesideOneRank(is_right_alone=False)
+    if rows is None or order is None:
+        return BesideOneRank(is_right_alone=True)
+    place = {example: number for number, example in enumerate(order)}
+    deal = Deal(
+        tuple(tuple(place.get(one, one) for one in of_rank) for of_rank in rows),
+        view.setting.example_count,
+        torch.finfo(_least_precise(view, runs)).eps,
+        float(view.expected.abs().max()),
+    )
+    return BesideOneRank(True, partings(runs, deal))
+
+
+WRONG_ALONE = "On one rank with the whole batch the step is wrong, too."
+RIGHT_ALONE = "On one rank with the whole batch the step is right."
+MARKED = "> marks the first results that are no part, sum or mean of those of that rank."
+
+
+def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
+    """What was found already, with what one rank shows."""
+    pointed = _lines(beside.partings, view)
+    if not pointed:
+        return replace(
+            found, beside_one_rank=RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE
+        )
+    known = {(one.line.file, one.line.number) for one in pointed}
+    others = [one for one in found.lines if (one.line.file, one.line.number) not in known]
+    kept = others[: MOST_LINES - len(pointed)]
+    found = replace(
+        found,
+        lines=(*pointed, *(replace(one, is_fault=False) for one in kept)),
+        beside_one_rank=f"{RIGHT_ALONE} {MARKED}",
+    )
+    if found.kind != "not seen":
+        return found
+    return replace(
+        found,
+        kind="own gradient" if _before_backward(beside.partings[0]) else "reduction",
+        headline="the ranks part from one rank",
+    )
+
+
+def _rows(view: View) -> list[tuple[int, ...]] | None:
+    """For each rank, the examples that it reads, in their order; None if they are not known."""
+    if view.setting.shards is not None:
+        return list(view.setting.shards)
+    read = view.observed.examples_read
+    if read is None:
+        return None
+    rows = [tuple(chain.from_iterable(parts)) for parts in read]
+    everything = list(range(view.setting.example_count))
+    each_has_all = all(sorted(one) == everything for one in rows)
+    return rows if each_has_all or sorted(chain.from_iterable(rows)) == everything else None
+
+
+def _order(view: View, rows: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The order of the batch in which the micro-batches of one rank are those of all ranks joined.
+
+    () if there is only one micro-batch; None if there is no such order.
+    """
+    counts = {len(view.observed.backwards(rank)) for rank in view.observed.by_rank}
+    if len(counts) != 1:
+        return None
+    count = max(counts.pop(), 1)
+    if count == 1:
+        return ()
+    examples = sorted(chain.from_iterable(rows))
+    if examples != list(range(view.setting.example_count)) or any(
+        len(one) % count for one in rows
+    ):
+        return None
+    sizes = [len(one) // count for one in rows]
+    return tuple(
+        example
+        for number in range(count)
+        for one, size in zip(rows, sizes, strict=True)
+        for example in one[number * size : (number + 1) * size]
+    )
+
+
+def _is_right(view: View, runs: OneRank) -> bool:
+    sample, alone = view.parameters.sample, runs.alone
+    if any(name not in alone.left for name in sample.sizes):
+        return False
+    values = {name: alone.values[alone.left[name]].tensor for name in sample.sizes}
+    if any(values[name].numel() != size for name, size in sample.sizes.items()):
+        return False
+    most = max(NEGLIGIBLE, 100 * torch.finfo(_least_precise(view, runs)).eps)
+    return unexplained(sample.of(values), view.expected) < most
+
+
+def _least_precise(view: View, runs: OneRank) -> torch.dtype:
+    dtypes = {value.dtype for value in runs.alone.values if value.is_floating_point}
+    found = [getattr(torch, name) for name in dtypes]
+    return max([view.setting.dtype, *found], key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _before_backward(parting: Parting) -> bool:
+    return parting.operation.in_backward or not parting.leads_to_gradient
+
+
+def _lines(found: Sequence[Parting], view: View) -> tuple[PointedLine, ...]:
+    """The lines of the partings: first those outside of backward passes, which have lines of their
+    own.
+    """
+    lines: dict[tuple[str, int], PointedLine] = {}
+    for parting in sorted(found, key=lambda one: one.operation.in_backward):
+        line = parting.operation.line
+        if line is not None:
+            note = _note(parting, view.world_size)
+            lines.setdefault((line.file, line.number), PointedLine(line, note, is_fault=True))
+    return tuple(lines.values())[:MOST_PARTINGS]
+
+
+def _note(parting: Parting, world_size: int) -> str:
+    """What the operation returned on one rank, and what it returned on the others."""
+    whole = parting.alone.tensor
+    parts = [one.tensor for one in parting.by_rank]
+    if any(part.shape != whole.shape for part in parts):
+        return f"{parting.operation.name}: no part of what one rank has here"
+    element = 0
+    if whole.numel() > 1:
+        spread = sum(((part - whole).abs() for part in parts), torch.zeros_like(whole))
+        element = int(spread.argmax())
+    shown = ", ".join(f"{float(part.flatten()[element]):.3g}" for part in parts[:MOST_SHOWN])
+    more = ", ..." if world_size > MOST_SHOWN else ""
+    which = f", element {element}" if whole.numel() > 1 else ""
+    alone = f"{float(whole.flatten()[element]):.3g}"
+    return f"{parting.operation.name}{which}: {alone} on one rank, here {shown}{more}"

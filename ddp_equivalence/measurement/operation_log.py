@@ -1,0 +1,172 @@
+"""Records the operations of torch that a step runs, with their values and the lines they are from.
+
+A step without a known cause runs like this once on its ranks and once on one rank alone: the first
+operation whose result one rank does not have shows where they part.
+Source: pytorch.org/docs/stable/notes/extending.html, "Extending all torch API with Modes".
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.measurement.code_lines import lines_of
+from ddp_equivalence.measurement.operations import Operation, Operations, Value
+from ddp_equivalence.measurement.plain_tensors import NotPlain, plain
+
+MOST_OPERATIONS = 4_000
+MOST_ELEMENTS = 100_000
+MOST_BYTES = 48 * 1024**2
+"""A step with more operations, larger tensors or more values is not recorded to its end."""
+
+COLLECTIVES = ("c10d", "_c10d_functional")
+"""The namespaces of operations that talk to other ranks. Their tensors are read and written."""
+
+BETWEEN_TWO = ("send", "recv_", "recv_any_source_")
+"""Collectives of two ranks. To wait for one at once may be to wait forever."""
+
+UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+"""Operations that return memory which nothing was written to."""
+
+RANDOM = torch.Tag.nondeterministic_seeded
+
+
+class OperationLog(TorchDispatchMode):
+    """Records what runs inside the block. Ask ``found`` afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
+        self._operations: list[Operation] = []
+        self._values: dict[Value, int] = {}
+        self._writer: dict[int, int] = {}  # address of a storage -> the last operation to write it
+        self._unwritten: set[int | None] = set()  # addresses of storages
+        self._kept: list[object] = []  # storages stay, so that no address stands for two of them
+        self._bytes = 0
+        self._complete = True
+
+    def found(self, results: Mapping[str, Tensor | None]) -> Operations:
+        """What ran. ``results``: the tensors for whose sake it all ran, by name."""
+        left = {
+            name: number
+            for name, tensor in results.items()
+            if tensor is not None and (number := self._number_of_value(tensor)) is not None
+        }
+        return Operations(
+            operations=tuple(self._operations),
+            values=tuple(self._values),
+            left=left,
+            results={
+                name: writer
+                for name, tensor in results.items()
+                if tensor is not None and (writer := self._last_writer(tensor)) is not None
+            },
+            complete=self._complete,
+        )
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = list(_tensors((args, kwargs))) if self._complete else []
+        read = self._noted(given)
+        writers = tuple(sorted({one for one in map(self._last_writer, given) if one is not None}))
+        result = function(*args, **(kwargs or {}))
+        if self._complete:
+            try:
+                self._record(function, given, read, writers, result)
+            except NotPlain:
+                self._complete = False
+        return result
+
+    def _record(
+        self,
+        function: Any,
+        given: list[Tensor],
+        read: tuple[int | None, ...],
+        writers: tuple[int, ...],
+        result: Any,
+    ) -> None:
+        name = function.name().partition("::")[2].partition(".")[0]
+        talks = function.namespace in COLLECTIVES
+        returned = list(_tensors(result))
+        written = given if talks or function._schema.is_mutable else []
+        if talks and name not in BETWEEN_TWO:
+            _wait_for(result)
+        number = len(self._operations)
+        self._unwritten.difference_update(map(_address, written))
+        for tensor in [*returned, *written]:
+            self._keep(tensor, number)
+        if name in UNWRITTEN:
+            self._unwritten.update(map(_address, returned))
+        left = () if name in BETWEEN_TWO else self._noted(given if talks else returned)
+        _, line = lines_of(sys._getframe(2))
+        self._operations.append(
+            Operation(
+                name=name,
+                line=line,
+                given=read,
+                returned=left,
+                after=writers,
+                talks=talks,
+                draws=RANDOM in function.tags,
+                differentiable=any(one.requires_grad for one in given),
+                in_backward=torch._C._current_graph_task_id() != -1,
+            )
+        )
+        if number + 1 >= MOST_OPERATIONS or self._bytes > MOST_BYTES:
+            self._complete = False
+
+    def _noted(self, tensors: Iterable[Tensor]) -> tuple[int | None, ...]:
+        """The numbers of the tensors' values; None for a tensor without values of its own."""
+        return tuple(map(self._number_of_value, tensors))
+
+    def _number_of_value(self, tensor: Tensor) -> int | None:
+        try:
+            tensor = plain(tensor)
+        except NotPlain:
+            return None
+        if _address(tensor) in self._unwritten:
+            return None
+        if tensor.numel() > MOST_ELEMENTS or tensor.is_complex() or tensor.is_sparse:
+            return None
+        value = Value.of(tensor)
+        if value not in self._values:
+            self._bytes += len(value.elements)
+        return self._values.setdefault(value, len(self._values))
+
+    def _keep(self, tensor: Tensor, number: int) -> None:
+        address = _address(tensor)
+        if address is not None:
+            if address not in self._writer:
+                self._kept.append(tensor.untyped_storage())
+            self._writer[address] = number
+
+    def _last_writer(self, tensor: Tensor) -> int | None:
+        address = _address(tensor)
+        return None if address is None else self._writer.get(address)
+
+
+def _tensors(values: object) -> Iterator[Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _address(tensor: Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _wait_for(result: object) -> None:
+    """Wait until a collective is done, so that its values are there to be recorded."""
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, torch.ScriptObject) and hasattr(leaf, "wait"):
+            leaf.wait()
+
+

@@ -1,0 +1,75 @@
+"""The operations of torch that a step ran on one rank, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.measurement.calls import CodeLine
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a tensor held. ``elements``: as bytes of float64. ``dtype``: of the tensor itself."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    elements: bytes
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Value:
+        """The values of a plain tensor."""
+        flat = tensor.detach().to("cpu", torch.float64).contiguous().reshape(-1)
+        name = str(tensor.dtype).removeprefix("torch.")
+        return cls(tuple(tensor.shape), name, flat.numpy().tobytes())
+
+    @property
+    def tensor(self) -> Tensor:
+        """The values again, of dtype float64."""
+        if not self.elements:
+            return torch.empty(self.shape, dtype=torch.float64)
+        return torch.frombuffer(bytearray(self.elements), dtype=torch.float64).reshape(self.shape)
+
+    @property
+    def is_floating_point(self) -> bool:
+        return "float" in self.dtype
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation. ``name``: torch's own. ``line``: the innermost line of the user's code.
+
+    ``given``: the values that it was given, as numbers in ``Operations.values``; None for one that
+    was not kept. ``returned``: the same of what it returned, or wrote. ``after``: the operations
+    that wrote what it was given. ``talks``: to other ranks. ``draws``: random numbers.
+    ``differentiable``: a tensor that it was given requires a gradient. ``in_backward``: it ran
+    inside a backward pass.
+    """
+
+    name: str
+    line: CodeLine | None
+    given: tuple[int | None, ...]
+    returned: tuple[int | None, ...]
+    after: tuple[int, ...]
+    talks: bool = False
+    draws: bool = False
+    differentiable: bool = False
+    in_backward: bool = False
+
+
+@dataclass(frozen=True)
+class Operations:
+    """All operations of a step, in their order.
+
+    ``results``: the name of a gradient, or of an update -> the operation that wrote it last, and
+    ``left``: the number of its value. ``complete``: False if there were too many of them to record them all.
+    """
+
+    operations: tuple[Operation, ...]
+    values: tuple[Value, ...]
+    results: Mapping[str, int]
+    left: Mapping[str, int]
+    complete: bool
