@@ -61,7 +61,7 @@ MAX_ELEMENTS = 2_000_000
 MAX_SELECTED = 200_000
 """The ranks x elements that are then kept: enough to tell causes apart, few beside the model."""
 
-MOST_SECONDS_BESIDE = 15.0
+MOST_SECONDS_BESIDE = 10.0
 """The seconds that the step gets on one rank, and again on its own ranks, to be compared."""
 
 

@@ -63,7 +63,7 @@ def beside_one_rank(view: View, run: RunBeside) -> BesideOneRank | None:
 
 WRONG_ALONE = "On one rank with the whole batch the step is wrong, too."
 RIGHT_ALONE = "On one rank with the whole batch the step is right."
-MARKED = "> marks the first results that are no part, sum or mean of those of that rank."
+MARKED = "> marks where the ranks part from it."
 
 
 def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
@@ -150,11 +150,12 @@ def _before_backward(parting: Parting) -> bool:
 
 
 def _lines(found: Sequence[Parting], view: View) -> tuple[PointedLine, ...]:
-    """The lines of the partings: first those outside of backward passes, which have lines of their
-    own.
+    """The lines of the partings. Those inside backward passes follow from others, if there are any,
+    and have no line but that of the call of backward.
     """
+    outside = [one for one in found if not one.operation.in_backward]
     lines: dict[tuple[str, int], PointedLine] = {}
-    for parting in sorted(found, key=lambda one: one.operation.in_backward):
+    for parting in outside or found:
         line = parting.operation.line
         if line is not None:
             note = _note(parting, view.world_size)

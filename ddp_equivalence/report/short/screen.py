@@ -65,6 +65,7 @@ def _shapes() -> Iterator[_Shape]:
         for texts, details in ((2, True), (1, True), (2, False), (1, False)):
             for rows in range(MOST_ROWS, 1, -1):
                 yield _Shape(code, texts, rows=rows, details=details)
+        yield _Shape(code, 1, rows=2, details=False, tight=True)
     yield _Shape(1, 1, rows=0)
     yield _Shape(1, 1, rows=0, notes=1)
     yield _Shape(1, 1, fix=1, rows=0, notes=1, tight=True)
