@@ -231,9 +231,7 @@ class Analysis:
             )
         if self._beside is None or found.whereabouts is None:
             return found
-        return replace(
-            found, whereabouts=with_one_rank(found.whereabouts, self._beside, self.view)
-        )
+        return replace(found, whereabouts=with_one_rank(found.whereabouts, self._beside, self.view))
 
     @property
     def _later_weights_are_wrong(self) -> bool:

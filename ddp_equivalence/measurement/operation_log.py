@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.code_lines import lines_of
 from ddp_equivalence.measurement.operations import Operation, Operations, Value
 from ddp_equivalence.measurement.plain_tensors import NotPlain, plain
@@ -168,5 +167,3 @@ def _wait_for(result: object) -> None:
     for leaf in pytree.tree_leaves(result):
         if isinstance(leaf, torch.ScriptObject) and hasattr(leaf, "wait"):
             leaf.wait()
-
-

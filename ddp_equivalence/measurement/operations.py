@@ -65,7 +65,8 @@ class Operations:
     """All operations of a step, in their order.
 
     ``results``: the name of a gradient, or of an update -> the operation that wrote it last, and
-    ``left``: the number of its value. ``complete``: False if there were too many of them to record them all.
+    ``left``: the number of its value. ``complete``: False if there were too many operations to
+    record them all.
     """
 
     operations: tuple[Operation, ...]

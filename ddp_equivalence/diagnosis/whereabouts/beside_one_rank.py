@@ -70,9 +70,7 @@ def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Wher
     """What was found already, with what one rank shows."""
     pointed = _lines(beside.partings, view)
     if not pointed:
-        return replace(
-            found, beside_one_rank=RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE
-        )
+        return replace(found, beside_one_rank=RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE)
     known = {(one.line.file, one.line.number) for one in pointed}
     others = [one for one in found.lines if (one.line.file, one.line.number) not in known]
     kept = others[: MOST_LINES - len(pointed)]
@@ -115,9 +113,7 @@ def _order(view: View, rows: Sequence[tuple[int, ...]]) -> tuple[int, ...] | Non
     if count == 1:
         return ()
     examples = sorted(chain.from_iterable(rows))
-    if examples != list(range(view.setting.example_count)) or any(
-        len(one) % count for one in rows
-    ):
+    if examples != list(range(view.setting.example_count)) or any(len(one) % count for one in rows):
         return None
     sizes = [len(one) // count for one in rows]
     return tuple(

@@ -36,7 +36,8 @@ class _Shape:
     """How much of everything is shown. ``texts``: the lines that one text may take. ``fix``: those
     of the fix, which is cut last. ``details``: also the shares by micro-batch and by example.
 
-    ``tight``: without empty lines between the parts.
+    ``gaps``: the empty lines between the parts: all three, the one above what the ranks hold, or
+    none.
     """
 
     code: int = MOST_LINES
@@ -45,7 +46,7 @@ class _Shape:
     rows: int = MOST_ROWS
     details: bool = True
     notes: int = MOST_NOTES
-    tight: bool = False
+    gaps: int = 3
 
 
 def short_lines(verdict: Verdict) -> list[Line]:
@@ -65,10 +66,11 @@ def _shapes() -> Iterator[_Shape]:
         for texts, details in ((2, True), (1, True), (2, False), (1, False)):
             for rows in range(MOST_ROWS, 1, -1):
                 yield _Shape(code, texts, rows=rows, details=details)
-        yield _Shape(code, 1, rows=2, details=False, tight=True)
+        for gaps in (1, 0):
+            yield _Shape(code, 1, rows=2, details=False, gaps=gaps)
     yield _Shape(1, 1, rows=0)
     yield _Shape(1, 1, rows=0, notes=1)
-    yield _Shape(1, 1, fix=1, rows=0, notes=1, tight=True)
+    yield _Shape(1, 1, fix=1, rows=0, notes=1, gaps=0)
 
 
 def _lines(verdict: Verdict, shape: _Shape, width: int) -> Iterator[Line]:
@@ -87,8 +89,9 @@ def _lines(verdict: Verdict, shape: _Shape, width: int) -> Iterator[Line]:
             *again_lines(verdict, width),
         ],
     ]
-    for number, block in enumerate(block for block in blocks if block):
-        if number and not shape.tight:
+    above = {3: (1, 2, 3), 1: (2,), 0: ()}[shape.gaps]
+    for number, block in enumerate(blocks):
+        if block and number in above:
             yield Line("")
         yield from block
 

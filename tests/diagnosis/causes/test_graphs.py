@@ -88,7 +88,11 @@ def never_reduced(model: nn.Module, shard: Batch, rank: Rank) -> None:
     ("step", "seen", "fix"),
     [
         (static_graph, "static_graph was set", "find_unused_parameters=True, no static"),
-        (no_search_for_unused_parameters, "DDP waited", "find_unused_parameters=True, or use every"),
+        (
+            no_search_for_unused_parameters,
+            "DDP waited",
+            "find_unused_parameters=True, or use every",
+        ),
     ],
 )
 def test_a_later_step_that_leaves_a_head_out_is_named(step: Any, seen: str, fix: str) -> None:

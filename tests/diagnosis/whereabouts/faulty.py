@@ -71,12 +71,13 @@ def where(case: Case, step: Callable[..., Any], **options: Any) -> Whereabouts:
     assert verdict.outcome == "different", str(verdict)
     assert verdict.view is not None
     found = find_whereabouts(verdict.view)
-    named = verdict.cause is not None
-    assert named or verdict.localisation.whereabouts == found
-    assert named or found.sentence[:60] in " ".join(str(verdict).split())
-    assert len(found.headline.split()) <= 10
-    assert len(found.lines) <= 3
-    return found
+    shown = found if verdict.cause is not None else verdict.localisation.whereabouts
+    assert shown is not None
+    assert shown.sentence == found.sentence
+    assert verdict.cause is not None or found.sentence[:60] in " ".join(str(verdict).split())
+    assert len(shown.headline.split()) <= 10
+    assert len(shown.lines) <= 3
+    return shown
 
 
 def distance(found: Whereabouts, step: Callable[..., Any]) -> int:
