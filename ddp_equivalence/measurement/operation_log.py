@@ -74,7 +74,7 @@ class OperationLog(TorchDispatchMode):
     ) -> Any:
         given = list(_tensors((args, kwargs))) if self._complete else []
         read = self._noted(given)
-        writers = tuple(sorted({one for one in map(self._last_writer, given) if one is not None}))
+        writers = tuple(map(self._last_writer, given))
         result = function(*args, **(kwargs or {}))
         if self._complete:
             try:
@@ -88,7 +88,7 @@ class OperationLog(TorchDispatchMode):
         function: Any,
         given: list[Tensor],
         read: tuple[int | None, ...],
-        writers: tuple[int, ...],
+        writers: tuple[int | None, ...],
         result: Any,
     ) -> None:
         name = function.name().partition("::")[2].partition(".")[0]
@@ -111,7 +111,7 @@ class OperationLog(TorchDispatchMode):
                 line=line,
                 given=read,
                 returned=left,
-                after=writers,
+                writers=writers,
                 talks=talks,
                 draws=RANDOM in function.tags,
                 differentiable=any(one.requires_grad for one in given),

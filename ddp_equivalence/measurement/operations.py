@@ -43,8 +43,9 @@ class Operation:
     """One operation. ``name``: torch's own. ``line``: the innermost line of the user's code.
 
     ``given``: the values that it was given, as numbers in ``Operations.values``; None for one that
-    was not kept. ``returned``: the same of what it returned, or wrote. ``after``: the operations
-    that wrote what it was given. ``talks``: to other ranks. ``draws``: random numbers.
+    was not kept. ``returned``: the same of what it returned, or wrote. ``writers``: for each value
+    that it was given, the operation that wrote it; None if none of the step's did. ``talks``: to
+    other ranks. ``draws``: random numbers.
     ``differentiable``: a tensor that it was given requires a gradient. ``in_backward``: it ran
     inside a backward pass.
     """
@@ -53,11 +54,16 @@ class Operation:
     line: CodeLine | None
     given: tuple[int | None, ...]
     returned: tuple[int | None, ...]
-    after: tuple[int, ...]
+    writers: tuple[int | None, ...]
     talks: bool = False
     draws: bool = False
     differentiable: bool = False
     in_backward: bool = False
+
+    @property
+    def after(self) -> frozenset[int]:
+        """The operations on which it depends directly."""
+        return frozenset(writer for writer in self.writers if writer is not None)
 
 
 @dataclass(frozen=True)

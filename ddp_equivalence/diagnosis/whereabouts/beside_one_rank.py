@@ -13,7 +13,9 @@ from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.kinship import Deal
 from ddp_equivalence.diagnosis.whereabouts.parting import Parting, partings
+from ddp_equivalence.diagnosis.whereabouts.two_logs import TwoLogs
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import MOST_LINES, Whereabouts
+from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.one_rank import OneRank
 
 COARSEST = 1e-4
@@ -21,6 +23,8 @@ COARSEST = 1e-4
 
 MOST_PARTINGS = 2
 MOST_SHOWN = 3
+
+PART_OF_SUM = "makes a part, or a multiple, of what one rank has"
 
 RunBeside = Callable[[tuple[int, ...]], OneRank | None]
 """Runs the step on its ranks and on one rank, with the whole batch in the order that it is given;
@@ -58,7 +62,7 @@ def beside_one_rank(view: View, run: RunBeside) -> BesideOneRank | None:
         torch.finfo(_least_precise(view, runs)).eps,
         float(view.expected.abs().max()),
     )
-    return BesideOneRank(True, partings(runs, deal))
+    return BesideOneRank(True, partings(TwoLogs(runs, deal)))
 
 
 WRONG_ALONE = "On one rank with the whole batch the step is wrong, too."
@@ -83,7 +87,7 @@ def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Wher
         return found
     return replace(
         found,
-        kind="own gradient" if _before_backward(beside.partings[0]) else "reduction",
+        kind="own gradient" if _before_reduction(beside.partings[0]) else "reduction",
         headline="the ranks part from one rank",
     )
 
@@ -141,30 +145,42 @@ def _least_precise(view: View, runs: OneRank) -> torch.dtype:
     return max([view.setting.dtype, *found], key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _before_backward(parting: Parting) -> bool:
-    return parting.operation.in_backward or not parting.leads_to_gradient
+def _before_reduction(parting: Parting) -> bool:
+    return parting.operation.in_backward or parting.operation.differentiable
 
 
 def _lines(found: Sequence[Parting], view: View) -> tuple[PointedLine, ...]:
     """The lines of the partings. Those inside backward passes follow from others, if there are any,
     and have no line but that of the call of backward.
     """
-    outside = [one for one in found if not one.operation.in_backward]
-    lines: dict[tuple[str, int], PointedLine] = {}
-    for parting in outside or found:
+    certain = [one for one in found if one.is_certain]
+    outside = [one for one in certain if not one.operation.in_backward]
+    lines: dict[CodeLine, PointedLine] = {}
+    for parting in (outside or certain)[:MOST_PARTINGS]:
         line = parting.operation.line
         if line is not None:
             note = _note(parting, view.world_size)
-            lines.setdefault((line.file, line.number), PointedLine(line, note, is_fault=True))
-    return tuple(lines.values())[:MOST_PARTINGS]
+            lines.setdefault(line, PointedLine(line, note, is_fault=True))
+        for line in parting.parts_of_sums:
+            lines.setdefault(line, PointedLine(line, PART_OF_SUM))
+    for parting in found:
+        line = parting.operation.line
+        if not parting.is_certain and line is not None:
+            lines.setdefault(line, PointedLine(line, _note(parting, view.world_size)))
+            for line in parting.parts_of_sums:
+                lines.setdefault(line, PointedLine(line, PART_OF_SUM))
+    return tuple(lines.values())[:MOST_LINES]
 
 
 def _note(parting: Parting, world_size: int) -> str:
     """What the operation returned on one rank, and what it returned on the others."""
+    name = parting.operation.name
+    if parting.alone is None:
+        return f"{name}: makes of what one rank has something else"
     whole = parting.alone.tensor
     parts = [one.tensor for one in parting.by_rank]
     if any(part.shape != whole.shape for part in parts):
-        return f"{parting.operation.name}: no part of what one rank has here"
+        return f"{name}: no part of what one rank has here"
     element = 0
     if whole.numel() > 1:
         spread = sum(((part - whole).abs() for part in parts), torch.zeros_like(whole))
@@ -173,4 +189,4 @@ def _note(parting: Parting, world_size: int) -> str:
     more = ", ..." if world_size > MOST_SHOWN else ""
     which = f", element {element}" if whole.numel() > 1 else ""
     alone = f"{float(whole.flatten()[element]):.3g}"
-    return f"{parting.operation.name}{which}: {alone} on one rank, here {shown}{more}"
+    return f"{name}{which}: {alone} on one rank, here {shown}{more}"

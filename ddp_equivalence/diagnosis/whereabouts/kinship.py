@@ -16,7 +16,13 @@ from torch import Tensor
 
 from ddp_equivalence.measurement.operations import Value
 
-Kinship = Literal["related", "other", "unknown"]
+Kinship = Literal["whole", "scaled", "rows", "slice", "sum", "other", "unknown"]
+"""What the ranks have of a value of one rank: the value; a multiple of it, all of them the same;
+the rows of their examples; a slice of it; a part of a sum or mean that is the value; another value.
+"unknown" if the shapes cannot be compared.
+"""
+
+RELATED: tuple[Kinship, ...] = ("whole", "scaled", "rows", "slice", "sum")
 
 LEAST_TOLERANCE = 1e-9
 ROUNDING = 200.0
@@ -61,30 +67,29 @@ class Deal:
 
 
 def kinship(by_rank: Sequence[Value], alone: Value, deal: Deal) -> Kinship:
-    """Whether the values of the ranks are "related" to that of one rank alone, are "other" values,
-    or "unknown" if their shapes cannot be compared.
-    """
+    """How the values of the ranks are related to that of one rank alone."""
     whole = alone.tensor
     parts = [one.tensor for one in by_rank]
     if not all(bool(one.isfinite().all()) for one in (whole, *parts)):
         return "unknown"
     close = _Close.of([whole, *parts], deal)
     factors = list(deal.factors()) if alone.is_floating_point else [(1.0,) * deal.world_size]
-    if all(part.shape == whole.shape for part in parts):
-        if _is_whole(parts, whole, factors, close) or _is_sum(parts, whole, factors, close):
-            return "related"
-        if _is_gathered(parts, whole, deal, factors, close):
-            return "related"
-        rows = _rows_of_ranks(parts, whole, deal)
-        if rows is not None and _is_whole(parts, rows, factors, close):
-            return "related"
-        return "other"
     rows = _rows_of_ranks(parts, whole, deal)
+    if all(part.shape == whole.shape for part in parts):
+        if _is_whole(parts, whole, factors[:1], close):
+            return "whole"
+        if _is_whole(parts, whole, factors, close):
+            return "scaled"
+        if _is_sum(parts, whole, factors, close):
+            return "sum"
+        if _is_gathered(parts, whole, deal, factors, close):
+            return "rows"
+        return "rows" if rows is not None and _is_whole(parts, rows, factors, close) else "other"
     if rows is not None:
-        return "related" if _is_whole(parts, rows, factors, close) else "other"
+        return "rows" if _is_whole(parts, rows, factors, close) else "other"
     slices = _slices(parts, whole)
     if slices is not None:
-        return "related" if _is_whole(parts, slices, factors, close) else "other"
+        return "slice" if _is_whole(parts, slices, factors, close) else "other"
     return "unknown"
 
 

@@ -5,13 +5,16 @@ The step itself is the second implementation here, so nobody has to write one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
-from ddp_equivalence.diagnosis.whereabouts.kinship import Deal, Kinship, kinship
-from ddp_equivalence.measurement.one_rank import OneRank
-from ddp_equivalence.measurement.operations import Operation, Operations, Value
+from ddp_equivalence.diagnosis.whereabouts.kinship import RELATED
+from ddp_equivalence.diagnosis.whereabouts.two_logs import TwoLogs
+from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.measurement.operations import Operation, Value
+
+READ_BY_PYTHON = ("_local_scalar_dense", "is_nonzero")
+"""The operations behind ``item()`` and ``if``."""
 
 
 @dataclass(frozen=True)
@@ -19,151 +22,123 @@ class Parting:
     """One operation at which the ranks part from one rank: all that it was given is related to what
     one rank has there, and its result is not.
 
-    ``operation``: as it ran on one rank. ``by_rank``, ``alone``: its result. ``leads_to_gradient``:
-    a gradient was computed from the result; otherwise it belongs to the forward pass, and the
-    gradients are those of what it computes.
+    ``operation``: as it ran on one rank. ``by_rank``, ``alone``: its result; empty and None if only
+    the ranks run it. ``is_certain``: the result made a gradient wrong. ``parts_of_sums``: the lines
+    that made what it was given, where this is only a part of a sum, or a multiple.
     """
 
     operation: Operation
     by_rank: tuple[Value, ...]
-    alone: Value
-    leads_to_gradient: bool
+    alone: Value | None
+    is_certain: bool
+    parts_of_sums: tuple[CodeLine, ...] = ()
 
 
-def partings(runs: OneRank, deal: Deal) -> tuple[Parting, ...]:
-    """The operations at which the ranks part from one rank, in their order.
+def partings(logs: TwoLogs) -> tuple[Parting, ...]:
+    """The operations at which the ranks part from one rank, the certain ones first.
 
-    Only those count that made a gradient wrong: from their result to a gradient there is nothing
-    but results that one rank does not have either; or they are differentiated.
+    Certain are those that made a gradient wrong: from their result to a gradient there is nothing
+    but results that one rank does not have either; or they are differentiated. What is made of the
+    others cannot be followed, since the step has read them into numbers of Python.
     """
-    both = _Both(runs, deal)
-    wrong = [name for name, number in runs.alone.left.items() if both.is_wrong(name, number)]
+    wrong = [name for name, number in logs.alone.left.items() if logs.is_wrong(name, number)]
     if not wrong:
         return ()
-    leading = both.leading_to(wrong)
-    numbers = sorted({*leading, *both.differentiated()})
-    return tuple(both.parting(number, number in leading) for number in numbers)
+    search = _Search(logs)
+    leading, only_ranks = search.leading_to(wrong)
+    certain = sorted({*leading, *search.differentiated()})
+    first = certain[0] if certain else len(logs.alone.operations)
+    others = [number for number in search.read_by_python() if number < first]
+    found = [
+        *(search.parting(number, is_certain=True) for number in certain),
+        *(search.parting(number, is_certain=False) for number in others[:1]),
+    ]
+    if any(one.is_certain for one in found):
+        return tuple(found)
+    return (*(Parting(one, (), None, is_certain=True) for one in only_ranks), *found)
 
 
-class _Both:
-    """The operations of the ranks beside those of one rank."""
+class _Search:
+    def __init__(self, logs: TwoLogs) -> None:
+        self._logs = logs
+        self._operations = logs.alone.operations
 
-    def __init__(self, runs: OneRank, deal: Deal) -> None:
-        self._alone = runs.alone
-        self._ranks = [runs.by_rank[rank] for rank in sorted(runs.by_rank)]
-        self._deal = deal
-        self._kinship = cache(self._kinship_of)
-        self._partners = list(_partners(self._alone, self._ranks))
-
-    def leading_to(self, wrong: Sequence[str]) -> set[int]:
-        """The partings from which nothing but other results leads to one of these gradients."""
+    def leading_to(self, wrong: Sequence[str]) -> tuple[set[int], list[Operation]]:
+        """The partings from which nothing but other results leads to one of these gradients, and
+        the operations that only ranks run whose results lead there, the last ones of each rank.
+        """
         found: set[int] = set()
-        for of_rank, partners in zip(self._ranks, self._partners, strict=True):
+        only_ranks: dict[CodeLine, Operation] = {}
+        for of_rank, partners in zip(self._logs.ranks, self._logs.partners, strict=True):
             on_one_rank = {partner: number for number, partner in partners.items()}
-            open_ones = [of_rank.results[name] for name in wrong if name in of_rank.results]
+            # Each with whether the operation that reads it is one that one rank runs as well.
+            open_ones = [(of_rank.results[name], True) for name in wrong if name in of_rank.results]
             seen: set[int] = set()
             while open_ones:
-                here = open_ones.pop()
-                if here in seen:
+                here, is_read_by_both = open_ones.pop()
+                number = on_one_rank.get(here)
+                operation = of_rank.operations[here]
+                if here in seen or (number is not None and self._logs.result(number) in RELATED):
                     continue
                 seen.add(here)
-                number = on_one_rank.get(here)
-                if number is not None and self._result(number) == "related":
-                    continue
                 if number is not None and self._is_parting(number):
                     found.add(number)
-                open_ones.extend(of_rank.operations[here].after)
-        return found
+                if number is None and is_read_by_both and operation.line is not None:
+                    only_ranks.setdefault(operation.line, operation)
+                open_ones.extend((one, number is not None) for one in operation.after)
+        return found, list(only_ranks.values())
 
     def differentiated(self) -> Iterator[int]:
         """The partings in the forward pass, if what they compute is differentiated."""
-        for number, operation in enumerate(self._alone.operations):
-            if operation.differentiable and not operation.in_backward and self._is_parting(number):
+        for number in self.lasting():
+            if self._operations[number].differentiable:
                 yield number
 
-    def parting(self, number: int, leads_to_gradient: bool) -> Parting:
-        place = self._places_that_part(number)[0]
-        values, alone = self._returned(number, place)
-        by_rank = [
-            of_rank.values[one]
-            for of_rank, one in zip(self._ranks, values, strict=True)
-            if one is not None
+    def lasting(self) -> Iterator[int]:
+        """The partings outside of backward passes after which not all is right again."""
+        for number, operation in enumerate(self._operations):
+            if not operation.in_backward and self._is_parting(number):
+                after = [self._logs.result(one) for one in self._readers(number)]
+                if not after or any(result not in RELATED for result in after):
+                    yield number
+
+    def read_by_python(self) -> Iterator[int]:
+        """The partings whose results are sent to other ranks or read into numbers of Python."""
+        for number in self.lasting():
+            open_ones, seen = [number], set[int]()
+            while open_ones:
+                here = open_ones.pop()
+                operation = self._operations[here]
+                if operation.talks or operation.name in READ_BY_PYTHON:
+                    yield number
+                    break
+                open_ones.extend(one for one in self._logs.readers(here) if one not in seen)
+                seen.update(self._logs.readers(here))
+
+    def _readers(self, number: int) -> Iterator[int]:
+        """The operations that use the values that this one wrote."""
+        for reader in self._logs.readers(number):
+            operation = self._operations[reader]
+            if not operation.in_backward and not operation.name.endswith("_like"):
+                yield reader
+
+    def parting(self, number: int, *, is_certain: bool) -> Parting:
+        place = self._logs.places_that_part(number)[0]
+        by_rank, alone = self._logs.returned(number, place)
+        operation = self._operations[number]
+        lines = [
+            writer.line
+            for given, writer in self._logs.given(number)
+            if given in ("sum", "scaled") and writer is not None and writer.line is not None
         ]
-        operation = self._alone.operations[number]
-        return Parting(operation, tuple(by_rank), self._alone.values[alone or 0], leads_to_gradient)
-
-    def is_wrong(self, name: str, number: int) -> bool:
-        """True if the ranks hold another gradient than one rank does; ``number``: its value."""
-        return self._kinship(tuple(one.left.get(name) for one in self._ranks), number) == "other"
-
-    def _result(self, number: int) -> Kinship:
-        """How the results of the operation on all ranks are related to that on one rank."""
-        if self._places_that_part(number):
-            return "other"
-        places = range(len(self._alone.operations[number].returned))
-        known = [self._kinship(*self._returned(number, place)) for place in places]
-        return "related" if known and "unknown" not in known else "unknown"
+        parts = tuple(dict.fromkeys(line for line in lines if line != operation.line))
+        return Parting(operation, by_rank, alone, is_certain, parts)
 
     def _is_parting(self, number: int) -> bool:
-        """True if the result is another one, and nothing is that the operation was given."""
-        if not self._places_that_part(number):
+        """True if the result is another one, and nothing is that the operation was given.
+
+        What no operation wrote was made of numbers of Python, by this line as far as is known.
+        """
+        if not self._logs.places_that_part(number):
             return False
-        each = self._on_ranks(number)
-        return not any(
-            self._kinship(tuple(one.given[place] for one in each), alone) == "other"
-            for place, alone in enumerate(self._alone.operations[number].given)
-        )
-
-    def _places_that_part(self, number: int) -> list[int]:
-        places = range(len(self._alone.operations[number].returned))
-        return [
-            place for place in places if self._kinship(*self._returned(number, place)) == "other"
-        ]
-
-    def _returned(self, number: int, place: int) -> tuple[tuple[int | None, ...], int | None]:
-        values = tuple(one.returned[place] for one in self._on_ranks(number))
-        return values, self._alone.operations[number].returned[place]
-
-    def _on_ranks(self, number: int) -> list[Operation]:
-        """The operation on the ranks that have it."""
-        return [
-            of_rank.operations[partners[number]]
-            for of_rank, partners in zip(self._ranks, self._partners, strict=True)
-            if number in partners
-        ]
-
-    def _kinship_of(self, by_rank: tuple[int | None, ...], alone: int | None) -> Kinship:
-        if alone is None or None in by_rank or len(by_rank) < len(self._ranks):
-            return "unknown"
-        values = [
-            of_rank.values[number]
-            for of_rank, number in zip(self._ranks, by_rank, strict=True)
-            if number is not None
-        ]
-        return kinship(values, self._alone.values[alone], self._deal)
-
-
-def _partners(alone: Operations, ranks: Sequence[Operations]) -> Iterator[Mapping[int, int]]:
-    """For each rank: the number of an operation on one rank -> its number on this rank.
-
-    An operation that a line runs oftener on one rank than on the other has no partner: in a loop of
-    another length nothing tells which passes correspond to each other.
-    """
-    left = _numbers(alone)
-    each = [_numbers(one) for one in ranks]
-    for right in each:
-        yield {
-            number: partner
-            for key, numbers in left.items()
-            if all(len(one.get(key, ())) == len(numbers) for one in each)
-            for number, partner in zip(numbers, right[key], strict=True)
-        }
-
-
-def _numbers(operations: Operations) -> dict[tuple[object, ...], list[int]]:
-    """The numbers of the operations of one kind that one line runs, in their order."""
-    found: dict[tuple[object, ...], list[int]] = {}
-    for number, one in enumerate(operations.operations):
-        key = one.line, one.name, len(one.given), len(one.returned), one.in_backward
-        found.setdefault(key, []).append(number)
-    return found
+        return all(given != "other" or writer is None for given, writer in self._logs.given(number))
