@@ -64,7 +64,7 @@ def forward_alone(view: View) -> Whereabouts | None:
 
 
 def idle_ranks(pieces: Pieces) -> Whereabouts | None:
-    """Ranks that were given rows and ran no backward pass; None if there are none."""
+    """Ranks that were given rows and computed no gradient of their model; None if all did."""
     view = pieces.view
     shards = view.setting.shards
     if shards is None:
@@ -74,16 +74,23 @@ def idle_ranks(pieces: Pieces) -> Whereabouts | None:
     if not idle or len(idle) == view.world_size:
         return None
     who = ranked(idle, view.world_size)
+    if all(view.observed.backwards(rank) for rank in idle):
+        headline = "backward misses the model" if len(idle) == 1 else "backward misses their model"
+        seen = "ran backward, and it reached no parameter of the model that the step was given."
+        note = f"reaches no parameter of the model on {who}"
+    else:
+        headline = "no backward pass" if len(idle) == 1 else "no backward pass there"
+        seen = "computed no gradient, though it was given rows."
+        note = f"a backward pass, but not on {who}"
     last = next((line_of(one) for one in reversed(view.observed.calls.of(idle[0]))), None)
-    others = view.observed.calls.backwards
     return Whereabouts(
         "own gradient",
-        f"{who}: no backward pass" if len(idle) == 1 else "some ranks run no backward pass",
-        f"{who[:1].upper()}{who[1:]} computed no gradient, though it was given rows.",
+        f"{who}: {headline}",
+        f"{who[:1].upper()}{who[1:]} {seen}",
         distinct(
             [
                 *lines_only_on(view.observed.by_rank, idle),
-                *(one.pointed(f"a backward pass, but not on {who}") for one in others[:1]),
+                *(one.pointed(note) for one in view.observed.calls.backwards[:1]),
                 at(last, f"the last recorded call of {who}"),
             ]
         ),
