@@ -52,6 +52,8 @@ def lines(view: View) -> Sequence[PointedLine]:
         for place in lines_that_read.loaders(view)
         if lines_that_read.last_batch_of(view, place)
     ]
+    drops = drops or lines_that_read.line_that_drops(view, read_by_no_rank(view))
+    drops = drops or lines_that_read.lines_of_own_sampler(view)
     read = [
         place.pointed(lines_that_read.what_was_read(view, place), is_fault=not drops)
         for place in lines_that_read.reads(view)

@@ -11,6 +11,7 @@ from ddp_equivalence.diagnosis.whereabouts.missing_reduction import why_not_redu
 from ddp_equivalence.diagnosis.whereabouts.mix_text import mix_text
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
 from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on
+from ddp_equivalence.diagnosis.whereabouts.reduced_again import reduced_again
 from ddp_equivalence.diagnosis.whereabouts.reduction_weights import (
     Wanted,
     another_factor,
@@ -43,6 +44,7 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
         _returned(pieces, first)
         or _changed_after_it_was_right(pieces, first, wanted)
         or _no_mixture(pieces, bad)
+        or reduced_again(pieces, first, paths)
         or later_pieces_stay(pieces, first)
         or why_not_reduced(pieces, first, good)
         or another_factor(pieces, first, good, wanted)
