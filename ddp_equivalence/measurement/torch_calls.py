@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 
 from ddp_equivalence.measurement.calls import Kind
-from ddp_equivalence.measurement.code_lines import beginning_of, callers_of, lines_of
+from ddp_equivalence.measurement.code_lines import beginning_of, callers_of, is_shown, lines_of
 from ddp_equivalence.measurement.line_tracer import Handler, code_of
 
 REGISTERING = (
@@ -25,6 +25,8 @@ REGISTERING = (
 
 POINT_TO_POINT = (dist.send, dist.recv, dist.isend, dist.irecv)
 """The functions by which one rank sends a tensor to another one."""
+
+_POINT_TO_POINT_CODES = frozenset(map(code_of, POINT_TO_POINT))
 
 
 class TorchCalls:
@@ -97,6 +99,11 @@ class TorchCalls:
             self._record(Kind.NO_SYNC, frame.f_back, callers=callers_of(frame))
 
     def _on_point_to_point(self, frame: FrameType) -> None:
+        outer = frame.f_back
+        while outer is not None and not is_shown(outer.f_code.co_filename):
+            if outer.f_code in _POINT_TO_POINT_CODES:
+                return  # recv calls irecv
+            outer = outer.f_back
         self._record(
             Kind.POINT_TO_POINT, frame, what=frame.f_code.co_name, callers=callers_of(frame)
         )

@@ -82,7 +82,7 @@ def lines(view: View) -> Sequence[PointedLine]:
         return in_order(view, early[0].pointed(note, True), *last)
     off = calls.places(Kind.SYNCHRONISATION, where=lambda call: not call.value)
     switched = [place.pointed("switches synchronisation off", True) for place in off[-1:]]
-    switched = switched or lines_of_no_sync(view)
+    switched = lines_of_no_sync(view) or switched
     note = "DDP does not reduce in the last backward" if view.observed.wrappers else ""
     return in_order(
         view,

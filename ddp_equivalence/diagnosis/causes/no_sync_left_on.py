@@ -34,7 +34,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     calls = view.observed.calls
     off = calls.places(Kind.SYNCHRONISATION, where=lambda call: not call.value)
     switched = [place.pointed("switches synchronisation off", True) for place in off[-1:]]
-    switched = switched or lines_of_no_sync(view)
+    switched = lines_of_no_sync(view) or switched
     backwards = [
         place.pointed("DDP reduces nothing in this backward", is_fault=not switched)
         for place in calls.backwards[-1:]

@@ -66,23 +66,27 @@ def conditions(run: RunLines, place: Place) -> Iterator[Decision]:
 
 
 def _condition(run: RunLines, place: Place, node: ast.If, branch: str) -> Decision | None:
-    body = node.body if branch == "body" else node.orelse
-    end = node.test.end_lineno
-    if node.lineno != end or body[0].lineno == node.lineno:
-        return None  # a line that holds more than the condition is counted more than once
-    times, chosen = run.count(place, node), run.count_of_first(place, body)
-    if branch != "body" and len(body) == 1 and isinstance(body[0], ast.If):
-        chosen = times - run.count_of_first(place, node.body)  # an elif
-    if not times:
+    body, other = node.body, node.orelse
+    if branch != "body":
+        body, other = other, body
+    if body[0].lineno == node.lineno or not run.count(place, node):
         return None
+    times, chosen = run.exact_count(place, node), run.times_begun(place, body)
+    if times is not None and other and (chosen is None or isinstance(body[0], ast.If)):
+        others = run.times_begun(place, other)
+        chosen = None if others is None else times - others
     name, is_not = _name_of(node.test)
-    truth = "true" if (branch == "body") != is_not else "false"
-    seen = f"{truth} {chosen} of {times} times"
-    line = place.line(node)
+    line, seen = place.line(node), f"decides whether line {place.statement.lineno} runs"
+    if times is not None and chosen is not None:
+        seen = f"{'true' if branch == 'body' else 'false'} {chosen} of {times} times"
+    else:
+        times = chosen = 0
     set_at = _only_line_that_sets(run, place, name) if name else None
     if set_at is not None:
-        return Decision(set_at, "condition", f"{name} is {seen}", chosen, times)
-    seen = f"{'true' if branch == 'body' else 'false'} {chosen} of {times} times"
+        if times:
+            truth = "true" if (branch == "body") != is_not else "false"
+            seen = f"{name} is {truth} {chosen} of {times} times"
+        return Decision(set_at, "condition", seen, chosen, times)
     return Decision(line, "condition", seen, chosen, times)
 
 
@@ -125,13 +129,13 @@ def _ways_out(run: RunLines, place: Place) -> Iterator[Decision]:
         for node in leaving(loop):
             if run.count(place, node) and not _is_on_one_line(loop, node):
                 word = "returns" if isinstance(node, ast.Return) else "breaks"
-                passes = run.count(place, loop)
+                passes = run.exact_count(place, loop)
                 begun = _beginnings(run, place)
                 seen = f", in pass {passes} of it" if begun == 1 and passes else ""
                 note = f"{word} from inside the loop of line {loop.lineno}{seen}"
                 yield Decision(place.line(node), "left", note)
         for node in skipping(loop):
-            times = run.count(place, node)
+            times = run.exact_count(place, node)
             if times and node.lineno < place.statement.lineno:
                 passed = "a pass" if times == 1 else f"{times} passes"
                 yield Decision(place.line(node), "skipped", f"ends {passed} of the loop here")
@@ -155,5 +159,6 @@ def _beginnings(run: RunLines, place: Place) -> int:
         for one in place.function.body
         if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
     ]
-    count = run.count_of_first(place, body)
-    return 0 if count > 1 and body and isinstance(body[0], LOOPS) else count
+    if body and isinstance(body[0], LOOPS):
+        return 1 if run.exact_count(place, body[0]) == 1 else 0
+    return run.times_begun(place, body) or 0

@@ -52,10 +52,19 @@ def lines_that_left_out(view: View, place: Place) -> list[PointedLine]:
         for one in decided:
             if one.what == kind:
                 return [one.pointed()]
-    return [
+    found = [
         PointedLine(line, f"makes {name}, which the loop goes through", True)
         for name, line in iterables(run, way)[-1:]
     ]
+    return found or _lines_that_made(view, place)
+
+
+def _lines_that_made(view: View, place: Place) -> list[PointedLine]:
+    """The line that first held the tensor which a collective was given, if it is another one."""
+    made_at = place.first.made_at
+    if made_at is None or made_at == place.line:
+        return []
+    return [PointedLine(made_at, f"makes the tensor that line {place.line.number} is given", True)]
 
 
 def lines_of_no_sync(view: View) -> list[PointedLine]:

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ddp_equivalence.diagnosis.lines.source_tree import Function, Place
+from ddp_equivalence.diagnosis.lines.source_tree import LOOPS, Function, Place
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import CodeLine
+
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,32 @@ class RunLines:
     def count_of_first(self, place: Place, body: Sequence[ast.stmt]) -> int:
         """How often a block of this function began."""
         return self.count(place, body[0]) if body else 0
+
+    def exact_count(self, place: Place, node: ast.AST) -> int | None:
+        """The same number; None for a line that may begin several times in one run of the node.
+
+        Python comes back to the first line of a statement that goes over several lines, of a
+        ``with`` at its end, and, from 3.12 on, in comprehensions.
+        """
+        parts = [node.test] if isinstance(node, (ast.If, ast.While)) else [node]
+        if isinstance(node, (ast.For, ast.AsyncFor)):
+            parts = [node.target, node.iter]
+        for part in parts:
+            end = getattr(part, "end_lineno", None)
+            if end != getattr(node, "lineno", 0) or isinstance(part, (ast.With, ast.AsyncWith)):
+                return None
+            if any(isinstance(one, COMPREHENSIONS) for one in ast.walk(part)):
+                return None
+        return self.count(place, node)
+
+    def times_begun(self, place: Place, body: Sequence[ast.stmt]) -> int | None:
+        """How often a block of this function began; None if that is not certain."""
+        first = body[0] if body else None
+        while isinstance(first, (ast.With, ast.AsyncWith, ast.Try)):
+            first = first.body[0]
+        if first is None or isinstance(first, LOOPS):
+            return None
+        return self.exact_count(place, first)
 
     def has_run(self, file: str, function: Function) -> bool:
         """True if a line of the body of this function has run."""

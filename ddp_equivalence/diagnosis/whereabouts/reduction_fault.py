@@ -35,7 +35,8 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
     bad = [path for path in paths if not (wanted.is_met(path.held) and path.as_left)]
     if not bad:
         return None
-    first = bad[0]
+    told = [path for path in bad if _is_known(path)] or bad
+    first = told[0]
     good = next(
         (one for one in paths if one not in bad and one.rank == first.rank),
         next((one for one in paths if one not in bad), None),
@@ -43,7 +44,7 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
     found = (
         _returned(pieces, first)
         or _changed_after_it_was_right(pieces, first, wanted)
-        or _no_mixture(pieces, bad)
+        or _no_mixture(pieces, told)
         or reduced_again(pieces, first, paths)
         or later_pieces_stay(pieces, first)
         or why_not_reduced(pieces, first, good)
@@ -70,6 +71,11 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
         ranks=found.ranks or ranks,
         fix=found.fix,
     )
+
+
+def _is_known(path: Path) -> bool:
+    """False if too few elements are known to say of what these gradients are ever a mixture."""
+    return path.held is not None or any(one.mix is not None for one in path.stations)
 
 
 def _premise(pieces: Pieces, wanted: Wanted) -> str:
@@ -186,6 +192,8 @@ def _first_without(bad: Sequence[Path]) -> tuple[Path, int | None]:
     """
     found: list[tuple[bool, int, Path]] = []
     for path in bad:
+        if path.held is not None and not path.held.of:
+            continue  # what was no mixture for a while became one again
         for number, station in enumerate(path.stations):
             if station.mix is None or station.mix.of:
                 collective = station.call.collective

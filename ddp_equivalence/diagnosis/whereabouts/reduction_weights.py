@@ -140,6 +140,8 @@ def another_factor(
 
 def _where_they_part(pieces: Pieces, path: Path, good: Path) -> list[PointedLine | None]:
     """The first line at which wrong gradients part from right ones."""
+    if path.rank != good.rank:
+        return _where_ranks_part(pieces, path, good)
     for here, there in zip(path.stations, good.stations, strict=False):
         if line_of(here.call) != line_of(there.call):
             break
@@ -160,6 +162,25 @@ def _where_they_part(pieces: Pieces, path: Path, good: Path) -> list[PointedLine
         pointed(one, "changes other gradients, and not these", is_fault=True)
         for one in good.stations
         if line_of(one.call) not in mine
+    ]
+    return lines
+
+
+def _where_ranks_part(pieces: Pieces, path: Path, good: Path) -> list[PointedLine | None]:
+    """The lines that changed the gradients on a rank that holds right ones, or on one that does
+    not, and not on the other one.
+    """
+    theirs = {line for line, _ in good.lines}
+    mine = {line for line, _ in path.lines}
+    lines = [
+        pointed(one, f"changes them on rank {good.rank}, and not on rank {path.rank}", True)
+        for one in good.stations
+        if line_of(one.call) not in mine
+    ]
+    lines += [
+        pointed(one, f"on rank {path.rank} now {mix_text(one.mix, pieces)}", not lines)
+        for one in path.stations
+        if line_of(one.call) not in theirs
     ]
     return lines
 
