@@ -14,6 +14,17 @@ from ddp_equivalence.diagnosis.view import View
 
 _BY_NAME = {hypothesis.name: hypothesis for hypothesis in HYPOTHESES}
 
+OF_THE_LOSS = frozenset(
+    {
+        *("mean_not_sum", "sum_not_mean", "gather_without_gradient", "accumulation_not_divided"),
+        *("uneven_shards_weighted_equally", "token_counts_weighted_equally", "averaged_twice"),
+        *("mean_of_node_means", "scaler_differs_between_ranks", "local_loss_summed"),
+        *("gradient_scaled_not_unscaled", "last_window_divided_by_full"),
+        *("batch_statistics_local", "statistic_not_additive", "divided_by_local_world_size"),
+    }
+)
+"""The causes that a wrong count or a wrong loss may have."""
+
 
 def pointed(findings: Iterable[Finding], view: View) -> tuple[Finding, ...]:
     """The findings; those that are believed get their lines and their fix."""
@@ -33,7 +44,11 @@ def _pointed(finding: Finding, view: View) -> Finding:
 
 
 def _lines(hypothesis: Hypothesis, view: View) -> tuple[PointedLine, ...]:
-    """Those of the cause, and collectives whose result nothing uses, whatever the cause is."""
+    """Those of the cause, and a collective whose result nothing uses.
+
+    Where the reduction is wrong, only a collective of gradients can have to do with it.
+    """
     lines = hypothesis.lines(view)
     known = {one.line for one in lines}
-    return (*(one for one in lines_of_lost_results(view) if one.line not in known), *lines)
+    lost = lines_of_lost_results(view, hypothesis.name not in OF_THE_LOSS)
+    return (*(one for one in lost if one.line not in known), *lines)

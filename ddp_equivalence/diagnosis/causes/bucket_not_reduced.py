@@ -96,7 +96,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     for place in reduces[-1:]:
         decided = lines_that_left_out(view, place)
         note = f"reduced {counted(len(place.calls), 'bucket')}, and not {_concerned(view)}"
-        pointed += [*decided, place.pointed(note, is_fault=not decided)]
+        pointed += [*decided, place.pointed(note, is_fault=True)]
     hook = hooks[-1].pointed(f"register_comm_hook({hooks[-1].first.what})", is_fault=not pointed)
     return [hook, *pointed]
 

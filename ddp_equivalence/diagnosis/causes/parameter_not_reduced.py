@@ -40,7 +40,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     for place in reversed(others):
         decided = lines_that_left_out(view, place)
         note = f"reduces {counted(len(place.names), 'gradient')}, not that of {left_out}"
-        return [*decided, place.pointed(note, is_fault=not decided)]
+        return [*decided, place.pointed(note, is_fault=True)]
     unreached = [] if calls.reductions else lines_that_keep_from_reducing(view)
     if unreached:
         return unreached

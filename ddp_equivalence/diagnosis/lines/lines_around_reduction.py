@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.lines.decisions import Decision, conditions, decisions
 from ddp_equivalence.diagnosis.lines.origins import (
+    chosen,
     divisors,
     divisors_in_function,
-    iterables,
+    gone_through,
     lines_that_set_attribute,
-    origins,
+    links_of,
+    links_of_line,
 )
 from ddp_equivalence.diagnosis.lines.run_lines import RunLines, run_lines
 from ddp_equivalence.diagnosis.lines.source_tree import loops_around, place_of
@@ -52,19 +54,25 @@ def lines_that_left_out(view: View, place: Place) -> list[PointedLine]:
         for one in decided:
             if one.what == kind:
                 return [one.pointed()]
-    found = [
-        PointedLine(line, f"makes {name}, which the loop goes through", True)
-        for name, line in iterables(run, way)[-1:]
-    ]
-    return found or _lines_that_made(view, place)
+    link = chosen(gone_through(run, way))
+    if link is not None:
+        note = f"makes {link.name}, which the loop goes through" if link.name else ""
+        return [PointedLine(link.line, note, True)] if link.line != place.line else []
+    return _lines_that_made(run, place, way[1:])
 
 
-def _lines_that_made(view: View, place: Place) -> list[PointedLine]:
-    """The line that first held the tensor which a collective was given, if it is another one."""
+def _lines_that_made(run: RunLines, place: Place, callers: Sequence[CodeLine]) -> list[PointedLine]:
+    """The line that made the tensor which a collective was given, or what it was made of."""
     made_at = place.first.made_at
     if made_at is None or made_at == place.line:
         return []
-    return [PointedLine(made_at, f"makes the tensor that line {place.line.number} is given", True)]
+    link = chosen(links_of_line(run, made_at, callers))
+    if link is None or link.line == made_at or link.line == place.line:
+        note = f"makes the tensor that line {place.line.number} is given"
+        return [PointedLine(made_at, note, True)]
+    return [
+        PointedLine(link.line, f"gives {link.name}, of which line {made_at.number} is made", True)
+    ]
 
 
 def lines_of_no_sync(view: View) -> list[PointedLine]:
@@ -100,16 +108,16 @@ def _context_made(run: RunLines, line: CodeLine) -> Sequence[CodeLine]:
         if isinstance(expression, ast.Call) and not expression.args:
             expression = expression.func
         if isinstance(expression, ast.Name):
-            return [at for _, at in origins(run, place, expression, ())][-1:]
+            return [one.line for one in links_of(run, place, expression)][:1]
     return ()
 
 
 def lines_of_divisor(view: View, rank: int, line: CodeLine) -> list[PointedLine]:
     """The line that made the number by which a line divides or multiplies; [] if it is not one."""
     return [
-        PointedLine(at, f"sets {name}, the number at line {line.number}")
-        for name, at in divisors(run_lines(view, rank), line)[-1:]
-        if at != line
+        PointedLine(link.line, f"sets {link.name}, the number at line {line.number}")
+        for link in divisors(run_lines(view, rank), line)[-1:]
+        if link.line != line
     ]
 
 

@@ -8,17 +8,27 @@ from ddp_equivalence.diagnosis.lines.source_tree import called_name, place_of
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.measurement.calls import Kind
+from ddp_equivalence.measurement.calls import Contents, Kind
 
 CONSTANTS = frozenset({"zeros", "ones", "empty", "full", "tensor", "new_zeros", "new_ones"})
 """A tensor that is made for a collective alone makes the ranks wait for each other."""
 
 
-def lines_of_lost_results(view: View) -> list[PointedLine]:
-    """The first line whose collective changed nothing but a tensor that was gone afterwards."""
+OF_GRADIENTS = frozenset({Contents.COPIES_OF_GRADIENTS, Contents.COPIES_OF_PARAMETERS})
+
+
+def lines_of_lost_results(view: View, only_gradients: bool = False) -> list[PointedLine]:
+    """The first line whose collective changed nothing but a tensor that was gone afterwards.
+
+    ``only_gradients``: the tensor must have been a copy of gradients or parameters.
+    """
     places = view.observed.calls.places(
         Kind.COLLECTIVE,
-        where=lambda call: call.collective is not None and call.collective.result_is_gone,
+        where=lambda call: (
+            call.collective is not None
+            and call.collective.result_is_gone
+            and (not only_gradients or call.collective.contents in OF_GRADIENTS)
+        ),
     )
     return [
         place.pointed(f"changes {_what(view, place)}, which nothing uses afterwards", is_fault=True)

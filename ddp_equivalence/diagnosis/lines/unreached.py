@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ddp_equivalence.diagnosis.lines.origins import origins
+from ddp_equivalence.diagnosis.lines.origins import Link, chosen, links_of
 from ddp_equivalence.diagnosis.lines.run_lines import RunLines, run_lines
 from ddp_equivalence.diagnosis.lines.source_tree import (
     Function,
@@ -90,10 +90,11 @@ def _kept_from(run: RunLines, one: Unreached, begun: int, up: int) -> list[Point
         line = place.line(node)
         after = f"so line {one.line.number} never runs"
         if isinstance(node, (ast.For, ast.AsyncFor)) and around.branch == "body":
-            made = origins(run, place, node.iter, ())
+            made = chosen(links_of(run, place, node.iter))
+            known = made is not None and made.line != line
             return [
-                *(_made(name, at, line) for name, at in made[-1:]),
-                PointedLine(line, f"goes through nothing, {after}", not made),
+                *([_made(made, line)] if made is not None and known else []),
+                PointedLine(line, f"goes through nothing, {after}", not known),
             ]
         if isinstance(node, ast.While):
             return [PointedLine(line, f"the condition is false at once, {after}", True)]
@@ -107,8 +108,9 @@ def _kept_from(run: RunLines, one: Unreached, begun: int, up: int) -> list[Point
     return [PointedLine(returned, f"returns before line {one.line.number}", True)]
 
 
-def _made(name: str, at: CodeLine, loop: CodeLine) -> PointedLine:
-    return PointedLine(at, f"makes {name}; line {loop.number} finds nothing in it", True)
+def _made(link: Link, loop: CodeLine) -> PointedLine:
+    what = f"makes {link.name}; " if link.name else ""
+    return PointedLine(link.line, f"{what}line {loop.number} finds nothing in it", True)
 
 
 def _returned_before(run: RunLines, place: Place, function: Function) -> CodeLine | None:

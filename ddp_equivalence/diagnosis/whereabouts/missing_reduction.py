@@ -97,7 +97,7 @@ def _not_in_any(pieces: Pieces, path: Path, good: Path | None) -> Whereabouts | 
         distinct(
             [
                 *decided,
-                place.pointed(f"reduces others, not {named(path.names)}", is_fault=not decided),
+                place.pointed(f"reduces others, not {named(path.names)}", is_fault=True),
             ]
         ),
         fix="reduce these gradients too.",

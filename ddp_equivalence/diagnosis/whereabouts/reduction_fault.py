@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.whereabouts.gradient_mix import SAME_WEIGHT
+from ddp_equivalence.diagnosis.whereabouts.gradient_mix import SAME_WEIGHT, SPARE
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import Path, Station, went_alike
 from ddp_equivalence.diagnosis.whereabouts.missing_reduction import why_not_reduced
 from ddp_equivalence.diagnosis.whereabouts.mix_text import mix_text
@@ -35,7 +35,7 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
     bad = [path for path in paths if not (wanted.is_met(path.held) and path.as_left)]
     if not bad:
         return None
-    told = [path for path in bad if _is_known(path)] or bad
+    told = [path for path in bad if _is_known(pieces, path)] or bad
     first = told[0]
     good = next(
         (one for one in paths if one not in bad and one.rank == first.rank),
@@ -73,9 +73,11 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
     )
 
 
-def _is_known(path: Path) -> bool:
-    """False if too few elements are known to say of what these gradients are ever a mixture."""
-    return path.held is not None or any(one.mix is not None for one in path.stations)
+def _is_known(pieces: Pieces, path: Path) -> bool:
+    """False if too few elements are known to say of what these gradients are a mixture."""
+    elements = pieces.view.parameters.total_of(path.names)
+    of_any = path.held is not None or any(one.mix is not None for one in path.stations)
+    return of_any or elements >= len(pieces.all) + SPARE
 
 
 def _premise(pieces: Pieces, wanted: Wanted) -> str:

@@ -64,6 +64,9 @@ def _shapes() -> Iterator[_Shape]:
         for texts in (2, 1):
             for rows in range(MOST_ROWS, 1, -1):
                 yield _Shape(code, texts, rows=rows)
+        if code == 2:  # two lines of code are worth more than empty lines, and than the table
+            for rows in (*range(MOST_ROWS, 1, -1), 0):
+                yield _Shape(code, 1, rows=rows, tight=True)
     yield _Shape(1, 1, rows=0)
     yield _Shape(1, 1, rows=0, notes=1)
     yield _Shape(1, 1, fix=1, rows=0, notes=1, tight=True)
