@@ -7,9 +7,23 @@ from dataclasses import replace
 
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from ddp_equivalence.diagnosis.finding import Finding
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis
+from ddp_equivalence.diagnosis.lines.lost_results import lines_of_lost_results
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 _BY_NAME = {hypothesis.name: hypothesis for hypothesis in HYPOTHESES}
+
+OF_THE_LOSS = frozenset(
+    {
+        *("mean_not_sum", "sum_not_mean", "gather_without_gradient", "accumulation_not_divided"),
+        *("uneven_shards_weighted_equally", "token_counts_weighted_equally", "averaged_twice"),
+        *("mean_of_node_means", "scaler_differs_between_ranks", "local_loss_summed"),
+        *("gradient_scaled_not_unscaled", "last_window_divided_by_full"),
+        *("batch_statistics_local", "statistic_not_additive", "divided_by_local_world_size"),
+    }
+)
+"""The causes that a wrong count or a wrong loss may have."""
 
 
 def pointed(findings: Iterable[Finding], view: View) -> tuple[Finding, ...]:
@@ -24,6 +38,17 @@ def _pointed(finding: Finding, view: View) -> Finding:
     return replace(
         finding,
         fix=hypothesis.fix(view),
-        lines=tuple(hypothesis.lines(view)),
+        lines=_lines(hypothesis, view),
         more=tuple(_pointed(one, view) for one in finding.more),
     )
+
+
+def _lines(hypothesis: Hypothesis, view: View) -> tuple[PointedLine, ...]:
+    """Those of the cause, and a collective whose result nothing uses.
+
+    Where the reduction is wrong, only a collective of gradients can have to do with it.
+    """
+    lines = hypothesis.lines(view)
+    known = {one.line for one in lines}
+    lost = lines_of_lost_results(view, hypothesis.name not in OF_THE_LOSS)
+    return (*(one for one in lost if one.line not in known), *lines)

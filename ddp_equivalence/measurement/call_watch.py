@@ -23,7 +23,7 @@ from ddp_equivalence.measurement.calls import (
     GradientChange,
     Kind,
 )
-from ddp_equivalence.measurement.code_lines import line_that_named, lines_of
+from ddp_equivalence.measurement.code_lines import callers_of, line_that_named, lines_of
 from ddp_equivalence.measurement.collective_contents import contents_of, dtype_of
 from ddp_equivalence.measurement.further_calls import FurtherCalls
 from ddp_equivalence.measurement.gradient_changes import changed_by_hooks, merged
@@ -34,6 +34,7 @@ from ddp_equivalence.measurement.module_watch import ModuleWatch
 from ddp_equivalence.measurement.shuffles import randperm_recorded, shuffle_handlers
 from ddp_equivalence.measurement.state_log import StateLog
 from ddp_equivalence.measurement.synchronisation_watch import SynchronisationWatch
+from ddp_equivalence.measurement.temporary_results import TemporaryResults
 from ddp_equivalence.measurement.torch_calls import TorchCalls
 from ddp_equivalence.measurement.trace import Trace
 from ddp_equivalence.ranks.collectives import issued_so_far
@@ -65,6 +66,7 @@ class CallWatch:
         self._states = StateLog(self._gradients)
         self._losses = LossWatch(self._on_loss)
         self._in_vain: dict[CodeLine, int] = {}
+        self._temporaries = TemporaryResults()
         self._synchronisation = SynchronisationWatch()
         self.further = FurtherCalls(model, self._gradients.parameters, self._append)
         torchs = TorchCalls(self._record, self._names).handlers()
@@ -88,6 +90,7 @@ class CallWatch:
             each=self._states.each,
             complete=modules.complete and self._states.complete,
             lines_run=self._tracer.lines_run,
+            times_run=self._tracer.times_run,
         )
 
     @contextmanager
@@ -182,8 +185,14 @@ class CallWatch:
         if contents is Contents.GRADIENTS:
             self._gradients.accept_these(names, pending=True)
             issued.names = names
-        self._record(Kind.COLLECTIVE, frame, collective=collective)
+        made_at = self.further.origin_of(issued.tensors)
+        callers = callers_of(frame)
+        self._record(
+            Kind.COLLECTIVE, frame, collective=collective, made_at=made_at, callers=callers
+        )
         issued.call = len(self.calls) - 1
+        if not self._tracer.paused:
+            self._temporaries.add(issued, frame)
 
     def _on_wait(self, issued: Issued) -> None:
         if issued.names and self._is_recorded():
@@ -191,12 +200,21 @@ class CallWatch:
             self._states.note(issued.call, issued.names)
 
     def _in_frame(self, frame: FrameType, line: CodeLine | None, returned: object) -> None:
+        if self._temporaries.waiting and line is not None:
+            for number in self._temporaries.gone_after(frame):
+                self._result_is_gone(number)
         self.further.values(frame, line, returned)
         if line is not None and line.function != "<module>":
             in_vain = self._in_vain.get(line, 0)
             if in_vain < MOST_IN_VAIN:
                 found = self._losses.after_line(line, frame, returned)
                 self._in_vain[line] = 0 if found else in_vain + 1
+
+    def _result_is_gone(self, number: int) -> None:
+        call = self.calls[number]
+        if call.collective is not None:
+            collective = replace(call.collective, result_is_gone=True)
+            self.calls[number] = replace(call, collective=collective)
 
     def _after_line(self, line: CodeLine, by_value: bool) -> None:
         if not self._in_backward and self._is_recorded():

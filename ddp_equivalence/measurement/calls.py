@@ -47,6 +47,8 @@ class Kind(Enum):
     IGNORE = "ignore"
     WEIGHTS = "weights"
     REQUIRES_GRAD = "requires_grad"
+    INDICES = "indices"
+    POINT_TO_POINT = "point to point"
 
 
 class Contents(Enum):
@@ -70,6 +72,8 @@ class CollectiveCall:
     are this many times what they are copied from. ``asynchronous``: it returned a handle.
     ``dtype``: of its first tensor of floating-point numbers, such as ``bfloat16``; "" without one.
     ``loses_gradient``: a tensor that went in required a gradient, and what comes out has none.
+    ``result_is_gone``: it writes its result to the tensor that went in, and when the line had run
+    nothing held the memory of this tensor any longer.
     """
 
     op: str
@@ -82,6 +86,7 @@ class CollectiveCall:
     asynchronous: bool = False
     dtype: str = ""
     loses_gradient: bool = False
+    result_is_gone: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,13 @@ class Call:
     ``SYNCHRONISATION`` is a line after which DDP's flag ``require_backward_grad_sync`` had another
     ``value``, 0 or 1. A ``HOOK`` is a communication hook that DDP was given, and ``what`` its name;
     a ``TENSOR_HOOK`` is one on a parameter or a module. ``made_at``: where the loss of a backward
-    was computed, or where the function of a hook begins, if that is known.
+    was computed, where the function of a hook or the sampler of a loader begins, or which line
+    first held the tensor that went into a collective, if that is known. A ``POINT_TO_POINT`` sends
+    a tensor to one rank or receives one, and ``what`` is the function. An ``INDICES`` is a line
+    that gave the variable ``what`` a list of whole numbers, ``examples``. ``callers``: the user's
+    lines that led to a collective, to a ``POINT_TO_POINT`` or to ``no_sync``: those behind
+    ``users_line``, the innermost first. ``numbers``: those that the state of a communication hook
+    held as attributes, by name.
     """
 
     kind: Kind
@@ -141,3 +152,5 @@ class Call:
     chosen_at: CodeLine | None = None
     examples: tuple[int, ...] = ()
     made_at: CodeLine | None = None
+    callers: tuple[CodeLine, ...] = ()
+    numbers: tuple[tuple[str, float], ...] = ()

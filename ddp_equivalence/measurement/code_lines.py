@@ -45,6 +45,21 @@ def lines_of(frame: FrameType | None) -> tuple[CodeLine | None, CodeLine | None]
     return innermost, None
 
 
+MOST_CALLERS = 8
+"""So many lines that led to a call are kept."""
+
+
+def callers_of(frame: FrameType | None) -> tuple[CodeLine, ...]:
+    """The user's lines that led to a call, the innermost first, without the one that made it."""
+    found: list[CodeLine] = []
+    while frame is not None and len(found) <= MOST_CALLERS:
+        code = frame.f_code
+        if is_users(code.co_filename):
+            found.append(CodeLine(code.co_filename, frame.f_lineno, code.co_name))
+        frame = frame.f_back
+    return tuple(found[1:])
+
+
 def line_that_named(module: object, frame: FrameType | None) -> CodeLine | None:
     """The user's line that named a module which is called now.
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ddp_equivalence.measurement.calls import Kind
+from ddp_equivalence.measurement.calls import CodeLine, Kind
+from ddp_equivalence.measurement.code_lines import beginning_of
 
 Described = tuple[Kind, str, float]
 """The kind of the call, the call as text, and a number that it is about."""
@@ -39,6 +40,16 @@ def _loader(frame: FrameType) -> Described:
     shown += [f"{name}=True" for name in ("shuffle", "drop_last") if values.get(name)]
     text = f"{_class_of(values)}({', '.join(shown)})"
     return Kind.LOADER, text, _length(values.get("dataset"))
+
+
+def own_sampler(frame: FrameType) -> CodeLine | None:
+    """Where a class of the user's, which gives a loader its order, begins to do so."""
+    for name in ("sampler", "batch_sampler"):
+        sampler = frame.f_locals.get(name)
+        line = beginning_of(getattr(type(sampler), "__iter__", None))
+        if line is not None:
+            return line
+    return None
 
 
 def _ignoring(frame: FrameType) -> Described:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from ddp_equivalence.measurement.calls import CodeLine, Kind
 from ddp_equivalence.measurement.code_lines import beginning_of, lines_of
-from ddp_equivalence.measurement.data_functions import DATA_FUNCTIONS, Described
+from ddp_equivalence.measurement.data_functions import DATA_FUNCTIONS, Described, own_sampler
 from ddp_equivalence.measurement.graph_lines import GraphLines
+from ddp_equivalence.measurement.index_lists import IndexLists
 from ddp_equivalence.measurement.line_tracer import Handler
 from ddp_equivalence.measurement.plain_tensors import leaves_of
 from ddp_equivalence.measurement.random_modules import RANDOM_AND_COUPLING
@@ -50,6 +51,7 @@ class FurtherCalls:
         self._parameter_names = {id(one): name for name, one in parameters.items()}
         self._modules_seen: set[tuple[int, int]] = set()
         self._origins = TensorOrigins()
+        self._indices = IndexLists(self._on_indices)
         self._graph = GraphLines()
         self._weights = WeightWatch(parameters)
         self._weights_are_settled = False
@@ -81,6 +83,7 @@ class FurtherCalls:
     def values(self, frame: FrameType, line: CodeLine | None, returned: object) -> None:
         """A line of this frame has run; None: the frame begins."""
         self._origins.after(frame, line, returned)
+        self._indices.after(frame, line)
 
     def after_line(self, line: CodeLine, by_value: bool) -> None:
         """A line of the user's code has run; ``by_value`` as in ``WeightWatch.changed``."""
@@ -97,6 +100,11 @@ class FurtherCalls:
             self._compare_weights = False
             if names:
                 self._append(Kind.WEIGHTS, (line, line), what=digest, names=names)
+
+    def origin_of(self, tensors: Iterable[Tensor]) -> CodeLine | None:
+        """The line that first held the first of these tensors that any line held."""
+        lines = (self._origins.line_of(one) for one in tensors)
+        return next((line for line in lines if line is not None), None)
 
     def parameters_go_out(self) -> None:
         """A collective that may write to the parameters, without a new version, is issued."""
@@ -118,11 +126,14 @@ class FurtherCalls:
         for line, functions in self._graph.of(roots, self._forward_lines).items():
             self._append(Kind.LOSS_FUNCTIONS, (line, line), what=functions)
 
+    def _on_indices(self, line: CodeLine, name: str, numbers: tuple[int, ...]) -> None:
+        self._append(Kind.INDICES, (line, line), what=name, examples=numbers)
+
     def _on_data(self, describe: Callable[[FrameType], Described], frame: FrameType) -> None:
         lines = lines_of(frame)
         if lines[0] is not None:
             kind, what, value = describe(frame)
-            self._append(kind, lines, what=what, value=value)
+            self._append(kind, lines, what=what, value=value, made_at=own_sampler(frame))
 
     def _on_module(self, is_active: Callable[[FrameType], bool], frame: FrameType) -> None:
         module = frame.f_locals.get("self")

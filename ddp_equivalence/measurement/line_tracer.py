@@ -58,6 +58,7 @@ class LineTracer:
         self._number_in: dict[int, int] = {}  # id of a frame -> its line that runs
         self._line: CodeLine | None = None
         self._last_run: dict[tuple[CodeType, int], int] = {}
+        self._times: dict[tuple[CodeType, int], int] = {}
         self._returned: list[tuple[weakref.ref[Tensor], CodeLine]] = []
         self._lines = 0
         self.paused = False
@@ -71,6 +72,14 @@ class LineTracer:
         return {
             CodeLine(code.co_filename, number, code.co_name): last
             for (code, number), last in self._last_run.items()
+        }
+
+    @property
+    def times_run(self) -> dict[CodeLine, int]:
+        """Each line of the user's code that has run -> how often it began."""
+        return {
+            CodeLine(code.co_filename, number, code.co_name): times
+            for (code, number), times in self._times.items()
         }
 
     def line_that_made(self, tensor: Tensor, frame: FrameType | None) -> CodeLine | None:
@@ -163,6 +172,7 @@ class LineTracer:
         self._lines += 1
         if len(self._last_run) < MOST_LINES:
             self._last_run[key] = self._lines
+            self._times[key] = self._times.get(key, 0) + 1
 
     def _note_returned(self, frame: FrameType, value: object) -> None:
         if isinstance(value, Tensor) and value.ndim == 0 and value.requires_grad:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 
 from ddp_equivalence.measurement.calls import Kind
-from ddp_equivalence.measurement.code_lines import beginning_of, lines_of
+from ddp_equivalence.measurement.code_lines import beginning_of, callers_of, is_shown, lines_of
 from ddp_equivalence.measurement.line_tracer import Handler, code_of
 
 REGISTERING = (
@@ -21,6 +21,12 @@ REGISTERING = (
     DistributedDataParallel._register_builtin_comm_hook,
 )
 """The functions that give DDP a communication hook. A planted fault may replace them later."""
+
+
+POINT_TO_POINT = (dist.send, dist.recv, dist.isend, dist.irecv)
+"""The functions by which one rank sends a tensor to another one."""
+
+_POINT_TO_POINT_CODES = frozenset(map(code_of, POINT_TO_POINT))
 
 
 class TorchCalls:
@@ -46,6 +52,7 @@ class TorchCalls:
             torch.amp.GradScaler.unscale_: lambda frame: self._on_scale(Kind.UNSCALE, frame),
         }
         functions |= dict.fromkeys(REGISTERING, self._on_hook)
+        functions |= dict.fromkeys(POINT_TO_POINT, self._on_point_to_point)
         for name in dir(torch.optim):
             kind = getattr(torch.optim, name)
             if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
@@ -89,7 +96,17 @@ class TorchCalls:
 
     def _on_no_sync(self, frame: FrameType) -> None:
         if len(frame.f_locals) == 1:  # later the generator goes on, with more variables
-            self._record(Kind.NO_SYNC, frame.f_back)
+            self._record(Kind.NO_SYNC, frame.f_back, callers=callers_of(frame))
+
+    def _on_point_to_point(self, frame: FrameType) -> None:
+        outer = frame.f_back
+        while outer is not None and not is_shown(outer.f_code.co_filename):
+            if outer.f_code in _POINT_TO_POINT_CODES:
+                return  # recv calls irecv
+            outer = outer.f_back
+        self._record(
+            Kind.POINT_TO_POINT, frame, what=frame.f_code.co_name, callers=callers_of(frame)
+        )
 
     def _on_seed(self, frame: FrameType) -> None:
         self._record(Kind.SEED, frame, value=float(int(frame.f_locals["seed"])))
@@ -97,7 +114,8 @@ class TorchCalls:
     def _on_hook(self, frame: FrameType) -> None:
         hook = frame.f_locals.get("hook", frame.f_locals.get("comm_hook_type"))
         name = getattr(hook, "__name__", str(hook))
-        self._record(Kind.HOOK, frame, what=name, made_at=beginning_of(hook))
+        numbers = _numbers_of(frame.f_locals.get("state"))
+        self._record(Kind.HOOK, frame, what=name, made_at=beginning_of(hook), numbers=numbers)
 
     def _on_scale(self, kind: Kind, frame: FrameType) -> None:
         scaler = frame.f_locals["self"]
@@ -116,3 +134,12 @@ class TorchCalls:
 
 def _of_optimizer(optimizer: Any) -> list[Tensor]:
     return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def _numbers_of(state: object) -> tuple[tuple[str, float], ...]:
+    """The attributes of an object that are plain numbers."""
+    return tuple(
+        (name, float(value))
+        for name, value in getattr(state, "__dict__", {}).items()
+        if type(value) in (int, float)
+    )

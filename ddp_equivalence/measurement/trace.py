@@ -72,7 +72,7 @@ class Trace:
     ``each``: so many elements of each gradient are kept in a state, of those in the sample of the
     check. ``complete``: False if something was left out, since there was too much of it.
     ``lines_run``: each line of the user's code that ran, in the order in which they ran first -> a
-    number that says in which order they ran last.
+    number that says in which order they ran last. ``times_run``: how often each of them began.
     """
 
     module_calls: tuple[ModuleCall, ...] = ()
@@ -80,6 +80,7 @@ class Trace:
     each: int = 0
     complete: bool = True
     lines_run: Mapping[CodeLine, int] | None = None
+    times_run: Mapping[CodeLine, int] | None = None
 
 
 def thinned(values: Tensor, most: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_of_no_sync
 from ddp_equivalence.diagnosis.lines.lines_between_backwards import backward_count, lines_that_clear
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines.lines_of_reduction import by_hand
@@ -81,6 +82,7 @@ def lines(view: View) -> Sequence[PointedLine]:
         return in_order(view, early[0].pointed(note, True), *last)
     off = calls.places(Kind.SYNCHRONISATION, where=lambda call: not call.value)
     switched = [place.pointed("switches synchronisation off", True) for place in off[-1:]]
+    switched = lines_of_no_sync(view) or switched
     note = "DDP does not reduce in the last backward" if view.observed.wrappers else ""
     return in_order(
         view,

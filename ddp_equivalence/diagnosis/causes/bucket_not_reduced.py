@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_that_left_out
 from ddp_equivalence.diagnosis.lines.words_of_lines import counted, names_text
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.reduced import with_reduced_gradients
@@ -91,13 +92,11 @@ def lines(view: View) -> Sequence[PointedLine]:
             for place in calls.places(Kind.WRAP)[-1:]
         ]
     reduces = calls.places(Kind.COLLECTIVE, where=lambda call: call.in_backward)
-    pointed = [
-        place.pointed(
-            f"reduced {counted(len(place.calls), 'bucket')}, and not {_concerned(view)}",
-            is_fault=True,
-        )
-        for place in reduces[-1:]
-    ]
+    pointed = []
+    for place in reduces[-1:]:
+        decided = lines_that_left_out(view, place)
+        note = f"reduced {counted(len(place.calls), 'bucket')}, and not {_concerned(view)}"
+        pointed += [*decided, place.pointed(note, is_fault=True)]
     hook = hooks[-1].pointed(f"register_comm_hook({hooks[-1].first.what})", is_fault=not pointed)
     return [hook, *pointed]
 

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
+from ddp_equivalence.diagnosis.lines.lines_around_reduction import (
+    lines_of_divisor,
+    lines_of_hook_number,
+)
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
     line_of_reduction,
@@ -48,9 +52,16 @@ def lines(view: View) -> Sequence[PointedLine]:
     """Where the gradients are added up, and where they are divided."""
     divided = line_that_scales(view, 1 / _local_world_size(view))
     if divided is None:
-        return in_order(view, line_of_reduction(view, is_fault=True))
+        in_hook = lines_of_hook_number(view, _local_world_size(view), "the ranks of one node")
+        return in_order(view, line_of_reduction(view, is_fault=not in_hook), *in_hook)
     note = f"{divided.note}, the ranks of one node"
-    return in_order(view, line_of_reduction(view), replace(divided, note=note))
+    rank = min(view.observed.by_rank, default=0)
+    return in_order(
+        view,
+        line_of_reduction(view),
+        replace(divided, note=note),
+        *lines_of_divisor(view, rank, divided.line),
+    )
 
 
 def _local_world_size(view: View) -> int:

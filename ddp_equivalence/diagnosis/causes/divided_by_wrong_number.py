@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.causes import averaged_twice, divided_by_local_world_size
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, WrongFactor
+from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_of_divisor
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import reduces_gradients
 from ddp_equivalence.diagnosis.view import View
@@ -85,6 +86,11 @@ def lines(view: View) -> Sequence[PointedLine]:
     return [
         *(place.pointed() for place in view.observed.calls.reductions[:1]),
         *(place.pointed(note, is_fault=True) for place in places[:1]),
+        *(
+            line
+            for place in places[:1]
+            for line in lines_of_divisor(view, place.ranks[0], place.line)
+        ),
     ]
 
 

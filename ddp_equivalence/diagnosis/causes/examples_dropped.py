@@ -14,13 +14,18 @@ from ddp_equivalence.diagnosis.examples_read import (
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.lines import lines_that_read
+from ddp_equivalence.diagnosis.lines.replaced_rows import lines_that_replace_rows
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
 
 def predict(view: View) -> Sequence[Prediction]:
-    """The gradient of the examples read, if some were not read and none was read twice."""
-    if view.observed.examples_read is None or read_more_than_once(view):
+    """The gradient of the examples read, if some were not read and none was read twice, or if a
+    collective gave ranks the rows of others.
+    """
+    if view.observed.examples_read is None:
+        return ()
+    if read_more_than_once(view) and not lines_that_replace_rows(view):
         return ()
     dropped = read_by_no_rank(view)
     if not dropped:
@@ -52,6 +57,9 @@ def lines(view: View) -> Sequence[PointedLine]:
         for place in lines_that_read.loaders(view)
         if lines_that_read.last_batch_of(view, place)
     ]
+    drops = drops or lines_that_read.line_that_drops(view, read_by_no_rank(view))
+    drops = drops or lines_that_read.lines_of_own_sampler(view)
+    drops = lines_that_replace_rows(view) or drops
     read = [
         place.pointed(lines_that_read.what_was_read(view, place), is_fault=not drops)
         for place in lines_that_read.reads(view)
@@ -61,6 +69,8 @@ def lines(view: View) -> Sequence[PointedLine]:
 
 def fix(view: View) -> str:
     """Read what was left out."""
+    if lines_that_replace_rows(view):
+        return "let every rank keep the rows that it was given."
     dropped, count = read_by_no_rank(view), view.setting.example_count
     return f"let a rank read {example_numbers(dropped, most=4)} too, and divide by {count}."
 

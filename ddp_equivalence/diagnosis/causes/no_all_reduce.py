@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.lines.unreached import lines_that_keep_from_reducing
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.reduced import gradients_were_reduced, reduced_parameters
 from ddp_equivalence.diagnosis.view import View
@@ -71,6 +72,9 @@ def lines(view: View) -> Sequence[PointedLine]:
         reduces = any(call.collective is not None and call.in_backward for call in of_all)
         note = "" if reduces else "no collective was seen in this hook"
         return [hooks[-1].pointed(note, True)]
+    unreached = [] if calls.reductions else lines_that_keep_from_reducing(view)
+    if unreached:
+        return unreached
     missing = f"an all_reduce of every gradient over {view.world_size} ranks"
     note = "no collective reduces its gradients"
     return [

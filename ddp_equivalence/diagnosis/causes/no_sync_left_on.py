@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ddp_equivalence.diagnosis.causes import no_all_reduce
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
 from ddp_equivalence.diagnosis.indications import indication_if
+from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_of_no_sync
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
@@ -33,6 +34,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     calls = view.observed.calls
     off = calls.places(Kind.SYNCHRONISATION, where=lambda call: not call.value)
     switched = [place.pointed("switches synchronisation off", True) for place in off[-1:]]
+    switched = lines_of_no_sync(view) or switched
     backwards = [
         place.pointed("DDP reduces nothing in this backward", is_fault=not switched)
         for place in calls.backwards[-1:]

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.causes import bucket_not_reduced
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
+from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_that_left_out
+from ddp_equivalence.diagnosis.lines.unreached import lines_that_keep_from_reducing
 from ddp_equivalence.diagnosis.lines.words_of_lines import counted, names_text
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
@@ -34,16 +36,14 @@ def lines(view: View) -> Sequence[PointedLine]:
         return bucket_not_reduced.lines(view)
     calls, differing = view.observed.calls, view.measured.differing
     left_out = names_text(sorted(differing))
-    pointed = [
-        place.pointed(
-            f"reduces {counted(len(place.names), 'gradient')}, not that of {left_out}",
-            is_fault=True,
-        )
-        for place in calls.reductions
-        if not differing & set(place.names)
-    ]
-    if pointed:
-        return pointed[-1:]
+    others = [place for place in calls.reductions if not differing & set(place.names)]
+    for place in reversed(others):
+        decided = lines_that_left_out(view, place)
+        note = f"reduces {counted(len(place.names), 'gradient')}, not that of {left_out}"
+        return [*decided, place.pointed(note, is_fault=True)]
+    unreached = [] if calls.reductions else lines_that_keep_from_reducing(view)
+    if unreached:
+        return unreached
     told = [place.pointed("", is_fault=True) for place in calls.places(Kind.IGNORE)]
     note = f"DDP did not reduce {left_out}"
     return [

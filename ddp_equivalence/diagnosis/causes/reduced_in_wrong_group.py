@@ -8,6 +8,7 @@ import torch
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import ranks_by_number
+from ddp_equivalence.diagnosis.lines.replaced_rows import lines_that_replace_rows
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.reduction_groups import (
     Groups,
@@ -64,6 +65,8 @@ def indication(view: View) -> Indication | None:
     groups = groups_seen(view)
     if not groups:
         return None
+    if lines_that_replace_rows(view):
+        return Indication(False, "a collective gave ranks the rows of others")
     several = tuple(group for group in groups if len(group) > 1)
     alone = [group[0] for group in groups if len(group) == 1]
     because = f"gradients were reduced in {groups_text(groups)}; none joins them"

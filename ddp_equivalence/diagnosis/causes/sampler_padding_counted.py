@@ -66,6 +66,8 @@ def lines(view: View) -> Sequence[PointedLine]:
         for place in lines_that_read.samplers(view)
         if lines_that_read.padding_of(place)
     ]
+    pads = pads or lines_that_read.line_that_repeats(view, repeated)
+    pads = pads or lines_that_read.lines_of_own_sampler(view)
     pointed = []
     for place in lines_that_read.reads(view):
         if lines_that_read.ranks_that_read(view, place, repeated):

@@ -8,6 +8,7 @@ from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Predict
 from ddp_equivalence.diagnosis.indications import losses_close
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines.lines_of_reduction import line_of_reduction
+from ddp_equivalence.diagnosis.lines.uneven_lines import lines_run_unevenly
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
@@ -49,6 +50,19 @@ def predict(view: View) -> Sequence[Prediction]:
 
 def indication(view: View) -> Indication | None:
     """Compares, between ranks, the loss that backward began at with the loss of its examples."""
+    ratios = _loss_ratios(view)
+    if ratios is None:
+        return None
+    values = ", ".join(f"{ratio:.4g}" for ratio in ratios)
+    because = f"backward began at {values} times (by rank) the loss of the rank's own examples"
+    return Indication(True, because)
+
+
+def _loss_ratios(view: View) -> list[float] | None:
+    """The loss at which each rank's first backward began, over that of its rows.
+
+    None if they are equal, or not known.
+    """
     read = view.observed.examples_read
     if read is None:
         return None
@@ -60,9 +74,7 @@ def indication(view: View) -> Indication | None:
     ratios = [ratio for ratio in ratios if ratio == ratio]
     if len(ratios) < 2 or all(losses_close(ratio, ratios[0]) for ratio in ratios):
         return None
-    values = ", ".join(f"{ratio:.4g}" for ratio in ratios)
-    because = f"backward began at {values} times (by rank) the loss of the rank's own examples"
-    return Indication(True, because)
+    return ratios
 
 
 def lines(view: View) -> Sequence[PointedLine]:
@@ -78,9 +90,29 @@ def lines(view: View) -> Sequence[PointedLine]:
         for place in calls.changes()
         if (numbers := _by_rank(place, _divisor))
     ]
+    begun = [] if scaled else _lines_of_scaled_loss(view)
     if scaled or changed:
-        return in_order(view, *scaled[-1:], line_of_reduction(view), *changed[-1:])
+        uneven = [] if scaled else lines_run_unevenly(view)[:1]
+        return in_order(
+            view,
+            *uneven,
+            *scaled[-1:],
+            *begun,
+            *([] if uneven or begun else [line_of_reduction(view)]),
+            *changed[-1:],
+        )
     return in_order(view, line_of_reduction(view, is_fault=True))
+
+
+def _lines_of_scaled_loss(view: View) -> list[PointedLine]:
+    """The backward pass that began at another multiple of the rows' loss on each rank."""
+    ratios = _loss_ratios(view)
+    if ratios is None:
+        return []
+    numbers = ", ".join(f"{one:.4g}" for one in ratios[:MOST_NUMBERS])
+    more = ", ..." if len(ratios) > MOST_NUMBERS else ""
+    note = f"begins at {numbers}{more} times the loss, by rank"
+    return [place.pointed(note, is_fault=True) for place in view.observed.calls.backwards[:1]]
 
 
 def _divisor(call: Call) -> float | None:

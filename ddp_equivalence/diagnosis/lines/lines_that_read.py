@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from ddp_equivalence.diagnosis.examples_read import example_numbers
+from ddp_equivalence.diagnosis.lines.run_lines import run_lines
+from ddp_equivalence.diagnosis.lines.source_tree import functions_named, inside
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.measurement.calls import Contents, Kind
+from ddp_equivalence.measurement.calls import CodeLine, Contents, Kind
 
 
 def samplers(view: View) -> list[Place]:
@@ -111,3 +116,58 @@ def _short(examples: Sequence[int]) -> str:
     if len(examples) > 2 and list(examples) == list(range(examples[0], examples[-1] + 1)):
         return f"{examples[0]} to {examples[-1]}"
     return example_numbers(examples, most=4).partition(" ")[2]
+
+
+def line_that_repeats(view: View, repeated: Sequence[int]) -> list[PointedLine]:
+    """The first line whose list of whole numbers holds just these examples more than once."""
+    note = f"holds {example_numbers(repeated, most=4)} more than once"
+    return _first_list(view, lambda times: {one for one in times if times[one] > 1}, repeated, note)
+
+
+def line_that_drops(view: View, dropped: Sequence[int]) -> list[PointedLine]:
+    """The first line whose list of whole numbers holds all examples but these."""
+    every = set(range(view.setting.example_count))
+    note = f"lacks {example_numbers(dropped, most=4)}"
+    return _first_list(view, lambda times: every - set(times), dropped, note)
+
+
+def _first_list(
+    view: View,
+    chosen: Callable[[Counter[int]], set[int]],
+    examples: Sequence[int],
+    note: str,
+) -> list[PointedLine]:
+    """The first line whose list has just these examples chosen, after one that held every example
+    once: a list of other things than examples may look like the former, but hardly like both.
+    """
+    calls, first = view.observed.calls, view.setting.first_example
+    every, was_whole = set(range(view.setting.example_count)), False
+    for call in calls.of(min(calls.by_rank, default=0)):
+        line = call.users_line or call.line
+        times = Counter(one - first for one in call.examples)
+        if call.kind is not Kind.INDICES or line is None or not set(times) <= every:
+            continue
+        if set(times) == every and max(times.values()) == 1:
+            was_whole = True
+        elif was_whole and examples and chosen(times) == set(examples):
+            return [PointedLine(line, f"{call.what} {note}", True)]
+    return []
+
+
+def lines_of_own_sampler(view: View) -> list[PointedLine]:
+    """Where a sampler of the user's own, which a loader was given, returned its order."""
+    for place in loaders(view)[-1:]:
+        begins = place.first.made_at
+        run = run_lines(view, place.ranks[0])
+        for function in functions_named(begins.file, begins.function) if begins else ():
+            if begins is None or not begins.number <= function.lineno <= begins.number + 20:
+                continue
+            lines = [
+                CodeLine(begins.file, node.lineno, function.name)
+                for node in inside(function)
+                if isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom))
+            ]
+            ran = [line for line in lines if run.times.get(line)]
+            note = f"what the loader of line {place.line.number} goes through"
+            return [PointedLine(line, note, True) for line in ran[-1:]]
+    return []

@@ -11,6 +11,7 @@ from torch import Tensor
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.diagnosis.divisor_candidates import all_divisors
 from ddp_equivalence.diagnosis.examples_read import example_numbers
+from ddp_equivalence.diagnosis.lines import lines_that_read
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import unexplained
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import line_of
@@ -131,17 +132,40 @@ def _no_mean(pieces: Pieces, compared: Sequence[Compared]) -> Whereabouts:
         "the big batch is no mean of the parts",
         f"Each gradient is that of its {pieces_text}, and they are averaged rightly, but the "
         f"gradient of the big batch is not this mean. {_why_no_mean(pieces, compared)}",
-        distinct(_loss_lines(call, "the loss of the rank's own rows")),
+        distinct(
+            [
+                *_lines_of_rows(pieces, compared),
+                *_loss_lines(call, "the loss of the rank's own rows"),
+            ]
+        ),
         pieces.view.parameters.names,
         tuple(range(pieces.view.world_size)),
     )
 
 
+def _lines_of_rows(pieces: Pieces, compared: Sequence[Compared]) -> list[PointedLine]:
+    """The line that made ranks read rows more than once, or not at all."""
+    view = pieces.view
+    never, often = _unread_and_repeated(pieces, compared)
+    found: list[PointedLine] = []
+    if often:
+        found = lines_that_read.line_that_repeats(view, often)
+    elif never:
+        found = lines_that_read.line_that_drops(view, never)
+    return found or (lines_that_read.lines_of_own_sampler(view) if often or never else [])
+
+
+def _unread_and_repeated(
+    pieces: Pieces, compared: Sequence[Compared]
+) -> tuple[list[int], list[int]]:
+    read = Counter(row for one in compared for row in one.piece.rows or ())
+    never = [row for row in range(pieces.view.setting.example_count) if not read[row]]
+    return never, [row for row, times in sorted(read.items()) if times > 1]
+
+
 def _why_no_mean(pieces: Pieces, compared: Sequence[Compared]) -> str:
     view = pieces.view
-    read = Counter(row for one in compared for row in one.piece.rows or ())
-    never = [row for row in range(view.setting.example_count) if not read[row]]
-    often = [row for row, times in sorted(read.items()) if times > 1]
+    never, often = _unread_and_repeated(pieces, compared)
     if never or often:
         parts = [f"no rank read {example_numbers(never)}"] if never else []
         parts += [f"{example_numbers(often)} were read more than once"] if often else []

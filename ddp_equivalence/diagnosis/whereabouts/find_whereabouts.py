@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ddp_equivalence.diagnosis.lines.lost_results import lines_of_lost_results
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.division_fault import fault_of_division
 from ddp_equivalence.diagnosis.whereabouts.forward_alone import forward_alone, idle_ranks
@@ -21,7 +22,7 @@ from ddp_equivalence.diagnosis.whereabouts.own_gradient_fault import (
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces, pieces_of
 from ddp_equivalence.diagnosis.whereabouts.reduction_fault import fault_of_reduction
 from ddp_equivalence.diagnosis.whereabouts.reduction_weights import Wanted
-from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, not_seen
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, distinct, not_seen
 
 COARSEST = 0.1
 """If equal vectors may differ by more than this, nothing is said about which differ."""
@@ -42,7 +43,9 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
         )
     if pieces.tolerance > COARSEST:
         return not_seen("gradients of so low a precision are equal up to rounding")
-    return _in_order(view, _in_step(view, _find(view, pieces)))
+    found = _find(view, pieces)
+    found = replace(found, lines=distinct([*lines_of_lost_results(view), *found.lines]))
+    return _in_order(view, _in_step(view, found))
 
 
 def _in_order(view: View, found: Whereabouts) -> Whereabouts:

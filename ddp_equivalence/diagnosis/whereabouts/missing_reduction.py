@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from ddp_equivalence.diagnosis.lines.lines_around_reduction import (
+    lines_of_exchange,
+    lines_that_left_out,
+)
+from ddp_equivalence.diagnosis.lines.unreached import lines_that_keep_from_reducing
 from ddp_equivalence.diagnosis.step_calls import Place, reduces_gradients
 from ddp_equivalence.diagnosis.whereabouts.gradient_mix import SAME_WEIGHT
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import Path, line_of
@@ -84,11 +89,17 @@ def _not_in_any(pieces: Pieces, path: Path, good: Path | None) -> Whereabouts | 
     if not reducing:
         return None
     place = reducing[-1]
+    decided = lines_that_left_out(pieces.view, place)
     return Whereabouts(
         "reduction",
         "some gradients are in no reduction",
         f"No reduction contained them: they are {mix_text(path.held, pieces)}.",
-        (place.pointed(f"reduces others, not {named(path.names)}", is_fault=True),),
+        distinct(
+            [
+                *decided,
+                place.pointed(f"reduces others, not {named(path.names)}", is_fault=True),
+            ]
+        ),
         fix="reduce these gradients too.",
     )
 
@@ -154,21 +165,23 @@ def _plain(pieces: Pieces, path: Path, good: Path | None) -> Whereabouts:
     reduced = _reductions_of(pieces, path, path.rank)
     text = mix_text(path.held, pieces)
     stations = path.stations[-2:]
-    lines = [
-        at(
-            line_of(one.call),
-            f"after it: {mix_text(one.mix, pieces)}",
-            is_fault=one is stations[-1],
-        )
-        for one in stations
-    ]
-    others = [place for place in _elsewhere(pieces, path) if not reduced]
-    lines += [one.pointed("a collective of something else") for one in others[-1:]]
     sent = any(
         one.op == "send"
         for seen in pieces.view.observed.by_rank.values()
         for one in seen.collectives or ()
     )
+    exchanged = lines_of_exchange(pieces.view, path.rank) if sent else []
+    lines = exchanged if reduced or sent else [*lines_that_keep_from_reducing(pieces.view)]
+    lines += [
+        at(
+            line_of(one.call),
+            f"after it: {mix_text(one.mix, pieces)}",
+            is_fault=one is stations[-1] and not exchanged,
+        )
+        for one in stations
+    ]
+    others = [place for place in _elsewhere(pieces, path) if not reduced]
+    lines += [one.pointed("a collective of something else") for one in others[-1:]]
     never = "" if reduced else "No collective that Python issued contained them. "
     if sent:
         never += "Ranks sent each other tensors point to point, which is not followed. "

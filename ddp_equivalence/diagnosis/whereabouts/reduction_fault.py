@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.whereabouts.gradient_mix import SAME_WEIGHT
+from ddp_equivalence.diagnosis.whereabouts.gradient_mix import SAME_WEIGHT, SPARE
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import Path, Station, went_alike
 from ddp_equivalence.diagnosis.whereabouts.missing_reduction import why_not_reduced
 from ddp_equivalence.diagnosis.whereabouts.mix_text import mix_text
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
 from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on
+from ddp_equivalence.diagnosis.whereabouts.reduced_again import reduced_again
 from ddp_equivalence.diagnosis.whereabouts.reduction_weights import (
     Wanted,
     another_factor,
@@ -34,7 +35,8 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
     bad = [path for path in paths if not (wanted.is_met(path.held) and path.as_left)]
     if not bad:
         return None
-    first = bad[0]
+    told = [path for path in bad if _is_known(pieces, path)] or bad
+    first = told[0]
     good = next(
         (one for one in paths if one not in bad and one.rank == first.rank),
         next((one for one in paths if one not in bad), None),
@@ -42,7 +44,8 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
     found = (
         _returned(pieces, first)
         or _changed_after_it_was_right(pieces, first, wanted)
-        or _no_mixture(pieces, bad)
+        or _no_mixture(pieces, told)
+        or reduced_again(pieces, first, paths)
         or later_pieces_stay(pieces, first)
         or why_not_reduced(pieces, first, good)
         or another_factor(pieces, first, good, wanted)
@@ -68,6 +71,13 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
         ranks=found.ranks or ranks,
         fix=found.fix,
     )
+
+
+def _is_known(pieces: Pieces, path: Path) -> bool:
+    """False if too few elements are known to say of what these gradients are a mixture."""
+    elements = pieces.view.parameters.total_of(path.names)
+    of_any = path.held is not None or any(one.mix is not None for one in path.stations)
+    return of_any or elements >= len(pieces.all) + SPARE
 
 
 def _premise(pieces: Pieces, wanted: Wanted) -> str:
@@ -184,6 +194,8 @@ def _first_without(bad: Sequence[Path]) -> tuple[Path, int | None]:
     """
     found: list[tuple[bool, int, Path]] = []
     for path in bad:
+        if path.held is not None and not path.held.of:
+            continue  # what was no mixture for a while became one again
         for number, station in enumerate(path.stations):
             if station.mix is None or station.mix.of:
                 collective = station.call.collective

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_of_no_sync
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.whereabouts.gradient_mix import SAME_WEIGHT, Mix
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import Path, Station, line_of
@@ -52,13 +53,11 @@ def later_pieces_stay(pieces: Pieces, path: Path) -> Whereabouts | None:
     text += f", {_numbers(local)} stayed on the rank itself" if local else ""
     text += f", {_numbers(lost)} left nothing" if lost else ""
     reduced = [one for one in path.stations if _is_shared(pieces, path, one)]
-    calls = pieces.view.observed.calls
     later = [
         one
         for one in path.stations
         if one.call.kind is Kind.BACKWARD and one.call.backwards in _calls_of(pieces, path, local)
     ]
-    switch = calls.places(Kind.NO_SYNC)
     cleared = [
         one
         for one in path.stations[:-1]
@@ -71,7 +70,7 @@ def later_pieces_stay(pieces: Pieces, path: Path) -> Whereabouts | None:
         distinct(
             [
                 *(pointed(one, "clears them in between", is_fault=True) for one in cleared[:1]),
-                *(one.pointed("no synchronisation inside") for one in switch[:1]),
+                *lines_of_no_sync(pieces.view),
                 *(pointed(one, _reduces_note(one, pieces), is_fault=True) for one in reduced[:1]),
                 *(pointed(one, "this backward pass stays on its rank") for one in later[:1]),
             ]
@@ -141,6 +140,8 @@ def another_factor(
 
 def _where_they_part(pieces: Pieces, path: Path, good: Path) -> list[PointedLine | None]:
     """The first line at which wrong gradients part from right ones."""
+    if path.rank != good.rank:
+        return _where_ranks_part(pieces, path, good)
     for here, there in zip(path.stations, good.stations, strict=False):
         if line_of(here.call) != line_of(there.call):
             break
@@ -161,6 +162,25 @@ def _where_they_part(pieces: Pieces, path: Path, good: Path) -> list[PointedLine
         pointed(one, "changes other gradients, and not these", is_fault=True)
         for one in good.stations
         if line_of(one.call) not in mine
+    ]
+    return lines
+
+
+def _where_ranks_part(pieces: Pieces, path: Path, good: Path) -> list[PointedLine | None]:
+    """The lines that changed the gradients on a rank that holds right ones, or on one that does
+    not, and not on the other one.
+    """
+    theirs = {line for line, _ in good.lines}
+    mine = {line for line, _ in path.lines}
+    lines = [
+        pointed(one, f"changes them on rank {good.rank}, and not on rank {path.rank}", True)
+        for one in good.stations
+        if line_of(one.call) not in mine
+    ]
+    lines += [
+        pointed(one, f"on rank {path.rank} now {mix_text(one.mix, pieces)}", not lines)
+        for one in path.stations
+        if line_of(one.call) not in theirs
     ]
     return lines
 

@@ -26,14 +26,18 @@ def pointed_lines(verdict: Verdict, most: int = MOST_LINES) -> list[PointedLine]
     best = verdict.findings[0] if verdict.findings else None
     if best is None or not best.accepted:
         whereabouts = verdict.localisation.whereabouts
-        return [] if whereabouts is None else list(whereabouts.lines[:most])
+        return [] if whereabouts is None else _fewer(list(whereabouts.lines), most)
     found: dict[tuple[str, int], PointedLine] = {}
     for finding in (best, *best.more):
         for pointed in finding.lines:
             place = pointed.line.file, pointed.line.number
             if place not in found or (pointed.is_fault and not found[place].is_fault):
                 found[place] = pointed
-    pointed_at = list(found.values())
+    return _fewer(list(found.values()), most)
+
+
+def _fewer(pointed_at: list[PointedLine], most: int) -> list[PointedLine]:
+    """At most so many of the lines: those that are no fault are left out first."""
     while len(pointed_at) > most:
         innocent = [one for one in pointed_at if not one.is_fault]
         pointed_at.remove(innocent[0] if innocent else pointed_at[-1])

@@ -66,8 +66,11 @@ def _shapes() -> Iterator[_Shape]:
         for texts, details in ((2, True), (1, True), (2, False), (1, False)):
             for rows in range(MOST_ROWS, 1, -1):
                 yield _Shape(code, texts, rows=rows, details=details)
+        # Lines of code are worth more than empty lines, and two of them more than the table.
         for gaps in (1, 0):
             yield _Shape(code, 1, rows=2, details=False, gaps=gaps)
+        if code == 2:
+            yield _Shape(code, 1, rows=0, details=False, gaps=0)
     yield _Shape(1, 1, rows=0)
     yield _Shape(1, 1, rows=0, notes=1)
     yield _Shape(1, 1, fix=1, rows=0, notes=1, gaps=0)

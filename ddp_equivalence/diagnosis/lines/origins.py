@@ -1,0 +1,324 @@
+"""The lines that made what a loop goes through, or a number that something is divided by."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ddp_equivalence.diagnosis.lines.decisions import lines_that_set_variable
+from ddp_equivalence.diagnosis.lines.run_lines import RunLines
+from ddp_equivalence.diagnosis.lines.source_tree import (
+    Function,
+    Place,
+    called_name,
+    functions_named,
+    inside,
+    loops_around,
+    place_of,
+    tree_of,
+)
+from ddp_equivalence.measurement.calls import CodeLine
+
+MOST_LINKS = 8
+"""So many lines are followed from an expression to where it comes from."""
+
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A line that gave a value its name, or passed it to a function. ``selects``: it takes only a
+    part of what it is given, or lists what it takes one by one.
+    """
+
+    name: str
+    line: CodeLine
+    selects: bool
+
+
+def chosen(links: Sequence[Link]) -> Link | None:
+    """The nearest line that selects; without one, the farthest that is known."""
+    return next((one for one in links if one.selects), links[-1] if links else None)
+
+
+def gone_through(run: RunLines, way: Sequence[CodeLine]) -> list[Link]:
+    """The lines that made what the innermost loop around a line goes through, the nearest first.
+
+    ``way``: as in ``decisions``. The first line that stands in a loop counts.
+    """
+    for number, line in enumerate(way):
+        place = place_of(line.file, line.number)
+        if place is None:
+            continue
+        for expression in _iterables(place, line.number):
+            return links_of(run, place, expression, way[number + 1 :])
+    return []
+
+
+def links_of_line(run: RunLines, line: CodeLine, callers: Sequence[CodeLine] = ()) -> list[Link]:
+    """The lines that made what this line is made of, and the line itself, the nearest first."""
+    place = place_of(line.file, line.number)
+    value = getattr(place.statement, "value", None) if place is not None else None
+    if place is None or not isinstance(value, ast.expr):
+        return []
+    first = Link("", place.line(place.statement), selects(value))
+    return [first, *_links(run, place, value, callers, 0)]
+
+
+def links_of(
+    run: RunLines, place: Place, expression: ast.expr, callers: Sequence[CodeLine] = ()
+) -> list[Link]:
+    """The lines that have run and made this expression, the nearest first.
+
+    ``callers``: the lines that led to the function of the place; () if they are not known. The line
+    of the expression itself is the first one, if it selects.
+    """
+    own = [Link("", place.line(expression), True)] if selects(expression) else []
+    return [*own, *_links(run, place, expression, callers, 0)]
+
+
+def selects(expression: ast.expr) -> bool:
+    """True if an expression takes a part of something, or lists what it takes one by one."""
+    for node in ast.walk(expression):
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+            return True
+        if isinstance(node, COMPREHENSIONS) and any(one.ifs for one in node.generators):
+            return True
+        if isinstance(node, ast.Call) and called_name(node) in ("filter", "islice"):
+            return True
+        if isinstance(node, (ast.List, ast.Tuple)) and node.elts:
+            return all(isinstance(one, (ast.Attribute, ast.Name)) for one in node.elts)
+    return False
+
+
+def _iterables(place: Place, number: int) -> Iterator[ast.expr]:
+    """What comprehensions on this line, and then the loops around it, go through."""
+    for node in [place.statement, *inside(place.statement)]:
+        if isinstance(node, COMPREHENSIONS) and (
+            node.lineno <= number <= (node.end_lineno or node.lineno)
+        ):
+            yield from (one.iter for one in node.generators)
+    if isinstance(place.statement, (ast.For, ast.AsyncFor)):
+        yield place.statement.iter
+    for loop in loops_around(place):
+        if not isinstance(loop, ast.While):
+            yield loop.iter
+
+
+def _links(
+    run: RunLines, place: Place, expression: ast.expr, callers: Sequence[CodeLine], depth: int
+) -> list[Link]:
+    if depth >= MOST_LINKS:
+        return []
+    if isinstance(expression, ast.Name):
+        lines = lines_that_set_variable(run, place, expression.id)
+        if len(lines) == 1:
+            return _of_assignment(run, expression.id, lines[0], callers, depth)
+        return [] if lines else _argument(run, place, expression.id, callers, depth)
+    if isinstance(expression, ast.Attribute):
+        lines = lines_that_set_attribute(run, expression.attr)
+        return _of_assignment(run, expression.attr, lines[0], (), depth) if lines else []
+    if isinstance(expression, ast.Call):
+        returned = _returned_by(run, place, expression)
+        if returned:
+            return returned
+    for part in _parts(expression):
+        found = _links(run, place, part, callers, depth)
+        if found:
+            return found
+    return []
+
+
+def _parts(expression: ast.expr) -> Iterator[ast.expr]:
+    """What an expression is made of, as far as values go through it."""
+    if isinstance(expression, ast.Call):
+        yield from expression.args
+        if isinstance(expression.func, ast.Attribute):
+            yield expression.func.value
+    elif isinstance(expression, COMPREHENSIONS):
+        yield from (one.iter for one in expression.generators)
+    elif isinstance(expression, (ast.Subscript, ast.Starred)):
+        yield expression.value
+    elif isinstance(expression, ast.BinOp):
+        yield from (expression.left, expression.right)
+    elif isinstance(expression, ast.UnaryOp):
+        yield expression.operand
+
+
+def _of_assignment(
+    run: RunLines, name: str, line: CodeLine, callers: Sequence[CodeLine], depth: int
+) -> list[Link]:
+    """The line that sets a name, and the lines that made what it sets it to."""
+    place = place_of(line.file, line.number)
+    if place is None:
+        return []
+    value = _keyword_value(place.statement, name) or getattr(place.statement, "value", None)
+    if not isinstance(value, ast.expr):
+        return [Link(name, line, False)]
+    return [Link(name, line, selects(value)), *_links(run, place, value, callers, depth + 1)]
+
+
+def _keyword_value(statement: ast.stmt, name: str) -> ast.expr | None:
+    for node in [statement, *inside(statement)]:
+        if isinstance(node, ast.keyword) and node.arg == name:
+            return node.value
+    return None
+
+
+def lines_that_set_attribute(run: RunLines, name: str) -> list[CodeLine]:
+    """The line that has run and set an attribute of this name, or gave it to a constructor.
+
+    Empty if several different lines did.
+    """
+    found: dict[CodeLine, None] = {}
+    for file in run.files:
+        tree = tree_of(file)
+        for node in ast.walk(tree) if tree is not None else ():
+            line = _line_if_sets(file, node, name)
+            if line is not None and run.times.get(line):
+                found[line] = None
+    return list(found) if len(found) == 1 else []
+
+
+def _line_if_sets(file: str, node: ast.AST, name: str) -> CodeLine | None:
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AnnAssign):
+        targets = [node.target] if node.value is not None else []
+    elif isinstance(node, ast.Call):
+        for keyword in node.keywords:
+            if keyword.arg == name and called_name(node)[:1].isupper():
+                return _in_function(file, keyword.value.lineno)
+        return None
+    else:
+        return None
+    for target in targets:
+        parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+        if any(isinstance(one, ast.Attribute) and one.attr == name for one in parts):
+            return _in_function(file, target.lineno)
+    return None
+
+
+def _in_function(file: str, number: int) -> CodeLine | None:
+    place = place_of(file, number)
+    if place is None:
+        return None
+    name = place.function.name if place.function is not None else "<module>"
+    return CodeLine(file, number, name)
+
+
+def _returned_by(run: RunLines, place: Place, call: ast.Call) -> list[Link]:
+    """The line that has run and returned or yielded what this function of the user's gives."""
+    name = called_name(call)
+    functions = functions_named(place.file, name) if name else []
+    if len(functions) != 1:
+        return []
+    found: dict[CodeLine, Link] = {}
+    for node in inside(functions[0]):
+        if isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom)):
+            line = CodeLine(place.file, node.lineno, name)
+            if run.times.get(line):
+                selected = node.value is not None and selects(node.value)
+                found[line] = Link(name, line, selected)
+    return list(found.values())[:1]
+
+
+def _argument(
+    run: RunLines, place: Place, name: str, callers: Sequence[CodeLine], depth: int
+) -> list[Link]:
+    """Where an argument of the place's function comes from."""
+    function = place.function
+    if function is None:
+        return []
+    names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+    if name not in names and name not in [one.arg for one in function.args.kwonlyargs]:
+        return []
+    called = _name_in_calls(place.file, function)
+    callers = callers or _callers_by_name(run, called)
+    above = place_of(callers[0].file, callers[0].number) if callers else None
+    if above is None:
+        return []
+    for node in [above.statement, *inside(above.statement)]:
+        if isinstance(node, ast.Call) and called_name(node) == called:
+            given = _given(node, names, name, called != function.name)
+            if given is None:
+                return []
+            link = Link(name, above.line(given), selects(given))
+            return [link, *_links(run, above, given, callers[1:], depth + 1)]
+    return []
+
+
+def _name_in_calls(file: str, function: Function) -> str:
+    """The name by which a function is called: that of its class for a constructor."""
+    tree = tree_of(file)
+    if function.name == "__init__" and tree is not None:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and function in node.body:
+                return node.name
+    return function.name
+
+
+def _given(call: ast.Call, names: Sequence[str], name: str, constructs: bool) -> ast.expr | None:
+    """The expression that a call gives for an argument; None if it does not say so plainly."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    if name not in names or any(isinstance(one, ast.Starred) for one in call.args):
+        return None
+    bound = isinstance(call.func, ast.Attribute) and names[0] in ("self", "cls")
+    at = names.index(name) - (1 if bound or constructs else 0)
+    return call.args[at] if 0 <= at < len(call.args) else None
+
+
+def _callers_by_name(run: RunLines, name: str) -> list[CodeLine]:
+    """The only line that has run and calls a function of this name; [] if there are several."""
+    found: dict[CodeLine, None] = {}
+    for file in run.files:
+        tree = tree_of(file)
+        for node in ast.walk(tree) if tree is not None else ():
+            if isinstance(node, ast.Call) and called_name(node) == name:
+                line = _in_function(file, node.lineno)
+                if line is not None and run.times.get(line):
+                    found[line] = None
+    return list(found) if len(found) == 1 else []
+
+
+def divisors(run: RunLines, line: CodeLine) -> list[Link]:
+    """The lines that made the number by which this line divides or multiplies."""
+    place = place_of(line.file, line.number)
+    if place is None:
+        return []
+    for node in [place.statement, *inside(place.statement)]:
+        expression = _divisor(node)
+        if expression is not None:
+            if isinstance(expression, ast.BinOp):
+                expression = expression.right
+            return _links(run, place, expression, (), 0)
+    return []
+
+
+def divisors_in_function(begins: CodeLine) -> tuple[str, ...]:
+    """The names of the attributes by which a function, or one inside it, divides."""
+    found: dict[str, None] = {}
+    for function in functions_named(begins.file, begins.function):
+        for node in ast.walk(function):
+            expression = _divisor(node)
+            if isinstance(expression, ast.Attribute):
+                found[expression.attr] = None
+    return tuple(found)
+
+
+def _divisor(node: ast.AST) -> ast.expr | None:
+    """What a node of the syntax tree divides or multiplies by; None if it does neither."""
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Div, ast.Mult)):
+        return node.value
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        return node.right
+    if isinstance(node, ast.Call) and called_name(node) in SCALING and node.args:
+        return node.args[-1]
+    return None
+
+
+SCALING = frozenset({"div", "div_", "mul", "mul_", "_foreach_div_", "_foreach_mul_", "true_divide"})
+"""The functions of torch that divide or multiply by their last argument."""
