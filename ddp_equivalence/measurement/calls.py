@@ -47,6 +47,7 @@ class Kind(Enum):
     IGNORE = "ignore"
     WEIGHTS = "weights"
     REQUIRES_GRAD = "requires_grad"
+    MODULE_STATE = "state of a module"
 
 
 class Contents(Enum):
@@ -110,8 +111,9 @@ class Call:
     norm or value of a clip, the seed (also of a sampler), or the scale. ``what``: the class of a
     wrapper or module, the function that clipped or shuffled, the class of an optimizer, the
     operation that made a loss, the functions that computed it, a sampler, loader or hook as text, a
-    digest of the weights, or what ``requires_grad`` was set to. ``names``: the parameters that a
-    clip, a zero_grad or an optimizer was given, or that changed; the name of a module.
+    digest of the weights, what ``requires_grad`` was set to, or an attribute of a module with its
+    new value. ``names``: the parameters that a clip, a zero_grad or an optimizer was given, or that
+    changed; the names of modules.
     ``collective`` and ``change``: of calls of these kinds. ``ranks``: of a new group.
     ``in_backward``: the call was made while a backward pass ran. ``chosen_at``: of a forward pass,
     the line of the user's that named the module; functions that were given it come below.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import inspect
 import linecache
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from functools import lru_cache, partial
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ddp_equivalence.measurement.calls import CodeLine
@@ -27,6 +29,9 @@ MOST_LINES = 20_000
 
 MOST_RETURNED = 8
 """So many scalars are remembered with the line that returned them."""
+
+COMPILER = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "eval_frame.py")
+"""Calls of compiled functions pass through this file."""
 
 Handler = Callable[[FrameType], object]
 """Gets the frame of a function that begins."""
@@ -46,7 +51,10 @@ class LineTracer:
 
     ``after_line`` is called after each line of the user's code, except in functions that are called
     while ``paused`` is true. ``values`` is called then too, but only once the next line of the same
-    function begins, or the function returns; and where a function begins.
+    function begins, or the function returns; and where a function begins. ``on_begin`` gets every
+    frame of the user's code that begins, and ``on_return`` those that return, with the result.
+    ``around_compiler`` gets the frame of a function of torch's compiler that begins, and gives what
+    follows it.
     """
 
     def __init__(
@@ -61,6 +69,9 @@ class LineTracer:
         self._returned: list[tuple[weakref.ref[Tensor], CodeLine]] = []
         self._lines = 0
         self.paused = False
+        self.on_begin: Callable[[FrameType], object] = _nothing
+        self.on_return: Callable[[FrameType, object], object] = _nothing
+        self.around_compiler: Callable[[FrameType], Any] | None = None
 
     @property
     def lines_run(self) -> dict[CodeLine, int]:
@@ -125,8 +136,11 @@ class LineTracer:
             _without_failing(handler, frame)
             return None
         if not is_users(code.co_filename):
+            if code.co_filename == COMPILER and self.around_compiler is not None:
+                return self.around_compiler(frame)
             return None
         self._finish_line()
+        _without_failing(self.on_begin, frame)
         if not self.paused:
             _without_failing(self._values, frame, None, None)
         return self._on_line
@@ -143,6 +157,7 @@ class LineTracer:
             self._line = CodeLine(code.co_filename, frame.f_lineno, code.co_name)
         elif event == "return":
             self._note_returned(frame, argument)
+            _without_failing(self.on_return, frame, argument)
             if self.paused:
                 return self._on_line
             self._finish_line()
@@ -174,6 +189,10 @@ class LineTracer:
         if self._line is not None and not self.paused:
             line = self._line
             _without_failing(self._after_line, line, _may_hide(line.file, line.number))
+
+
+def _nothing(*arguments: object) -> None:
+    """Nobody wants to know."""
 
 
 def merged_handlers(*several: Mapping[CodeType, Handler]) -> dict[CodeType, Handler]:
@@ -214,6 +233,7 @@ def _may_hide(file: str, number: int) -> bool:
 def _without_failing(function: Callable[..., object], *arguments: Any) -> object:
     """Call the function. What it raises must not reach the user's step."""
     try:
-        return function(*arguments)
+        with torch._C.DisableTorchFunction():  # what the suite computes is not the user's
+            return function(*arguments)
     except Exception:
         return None
