@@ -23,13 +23,19 @@ from ddp_equivalence.measurement.calls import (
     GradientChange,
     Kind,
 )
-from ddp_equivalence.measurement.code_lines import line_that_named, lines_of
+from ddp_equivalence.measurement.code_lines import line_at, line_that_named, lines_of
 from ddp_equivalence.measurement.collective_contents import contents_of, dtype_of
 from ddp_equivalence.measurement.cut_watch import CutWatch
+from ddp_equivalence.measurement.draw_watch import DrawWatch
 from ddp_equivalence.measurement.further_calls import FurtherCalls
 from ddp_equivalence.measurement.gradient_changes import changed_by_hooks, merged
 from ddp_equivalence.measurement.gradient_watch import GradientWatch
-from ddp_equivalence.measurement.line_tracer import LineTracer, code_of, merged_handlers
+from ddp_equivalence.measurement.line_tracer import (
+    LineTracer,
+    code_of,
+    line_of_caller,
+    merged_handlers,
+)
 from ddp_equivalence.measurement.loss_watch import LossWatch
 from ddp_equivalence.measurement.module_states import ModuleStates
 from ddp_equivalence.measurement.module_watch import ModuleWatch
@@ -77,8 +83,8 @@ class CallWatch:
         self.cuts = CutWatch(self._now)
         self.own_backwards = OwnBackwards(self._now)
         self._tracer = LineTracer(handlers, self._after_line, self._in_frame)
-        self._tracer.on_begin = self._on_begin
-        self._tracer.on_return = self._on_return
+        self._draws = DrawWatch(self._on_draw)
+        self._tracer.on_event = self._on_event
         self._tracer.around_compiler = self.cuts.around_compiler
         self.backwards = 0
         self._in_backward = False
@@ -88,6 +94,7 @@ class CallWatch:
         """What is recorded from now on belongs to this step."""
         self.step = self.further.step = number
         self.backwards = 0
+        self._draws.begin_step()
 
     def trace(self, modules: ModuleWatch) -> Trace:
         """The values on the way. ``modules``: has watched the modules of the same model."""
@@ -168,14 +175,23 @@ class CallWatch:
     def _now(self) -> tuple[int, int, bool]:
         return self.step, self.backwards, self._in_backward
 
-    def _on_begin(self, frame: FrameType) -> None:
+    def _on_event(self, frame: FrameType, event: str, returned: object) -> None:
+        if event == "line":
+            if not self._in_backward:  # what is computed again draws the same numbers again
+                self._draws.next_line(line_at(frame))
+            return
+        if event == "return":
+            self._draws.next_line(line_of_caller(frame))
+            self.cuts.frame_returns(frame)
         if self._in_backward:
-            self.cuts.frame_begins(frame)
+            if event == "call":
+                self.cuts.frame_begins(frame)
+            else:
+                self.own_backwards.on_return(frame, returned)
 
-    def _on_return(self, frame: FrameType, returned: object) -> None:
-        if self._in_backward:
-            self.own_backwards.on_return(frame, returned)
-        self.cuts.frame_returns(frame)
+    def _on_draw(self, line: CodeLine, what: str) -> None:
+        if self._is_recorded() and not self._in_backward:
+            self._append(Kind.DRAW, (line, line), what=what, value=float(self._tracer.paused))
 
     def _on_state(self, frame: FrameType, what: str, name: str) -> None:
         last, lines = self.calls[-1] if self.calls else None, lines_of(frame)

@@ -48,6 +48,7 @@ class Kind(Enum):
     WEIGHTS = "weights"
     REQUIRES_GRAD = "requires_grad"
     MODULE_STATE = "state of a module"
+    DRAW = "draw"
 
 
 class Contents(Enum):
@@ -124,7 +125,9 @@ class Call:
     ``LOSS_FUNCTIONS`` is a line that computed a part of the loss at which backward begins. A
     ``SYNCHRONISATION`` is a line after which DDP's flag ``require_backward_grad_sync`` had another
     ``value``, 0 or 1. A ``HOOK`` is a communication hook that DDP was given, and ``what`` its name;
-    a ``TENSOR_HOOK`` is one on a parameter or a module. ``made_at``: where the loss of a backward
+    a ``TENSOR_HOOK`` is one on a parameter or a module. A ``DRAW`` is a line under which ``what``,
+    such as torch, drew random numbers: ``value`` is 1 in a forward pass of the model, else 0.
+    ``made_at``: where the loss of a backward
     was computed, or where the function of a hook begins, if that is known.
     """
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.measurement.calls import CodeLine
-from ddp_equivalence.measurement.code_lines import is_users
+from ddp_equivalence.measurement.code_lines import is_users, line_at
 
 MOST_LINES = 20_000
 """So many lines are remembered."""
@@ -51,10 +51,9 @@ class LineTracer:
 
     ``after_line`` is called after each line of the user's code, except in functions that are called
     while ``paused`` is true. ``values`` is called then too, but only once the next line of the same
-    function begins, or the function returns; and where a function begins. ``on_begin`` gets every
-    frame of the user's code that begins, and ``on_return`` those that return, with the result.
-    ``around_compiler`` gets the frame of a function of torch's compiler that begins, and gives what
-    follows it.
+    function begins, or the function returns; and where a function begins. ``on_event`` is told of
+    every "call", "line" and "return" in the user's code, with what is returned. ``around_compiler``
+    gets the frame of a function of torch's compiler that begins, and gives what follows it.
     """
 
     def __init__(
@@ -69,8 +68,7 @@ class LineTracer:
         self._returned: list[tuple[weakref.ref[Tensor], CodeLine]] = []
         self._lines = 0
         self.paused = False
-        self.on_begin: Callable[[FrameType], object] = _nothing
-        self.on_return: Callable[[FrameType, object], object] = _nothing
+        self.on_event: Callable[[FrameType, str, object], object] = _nothing
         self.around_compiler: Callable[[FrameType], Any] | None = None
 
     @property
@@ -140,28 +138,27 @@ class LineTracer:
                 return self.around_compiler(frame)
             return None
         self._finish_line()
-        _without_failing(self.on_begin, frame)
+        _without_failing(self.on_event, frame, event, None)
         if not self.paused:
             _without_failing(self._values, frame, None, None)
         return self._on_line
 
     def _on_line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event in ("line", "return"):
+            _without_failing(self.on_event, frame, event, argument)
             self._look_into(frame, event == "return", argument)
         if event == "line":
             self._note_run(frame)
             if self.paused:
                 return self._on_line
             self._finish_line()
-            code = frame.f_code
-            self._line = CodeLine(code.co_filename, frame.f_lineno, code.co_name)
+            self._line = line_at(frame)
         elif event == "return":
             self._note_returned(frame, argument)
-            _without_failing(self.on_return, frame, argument)
             if self.paused:
                 return self._on_line
             self._finish_line()
-            self._line = _line_of_caller(frame)
+            self._line = line_of_caller(frame)
         return self._on_line
 
     def _look_into(self, frame: FrameType, returns: bool, returned: Any) -> None:
@@ -215,13 +212,14 @@ def code_of(function: Any) -> CodeType:
     return code
 
 
-def _line_of_caller(frame: FrameType) -> CodeLine | None:
+def line_of_caller(frame: FrameType) -> CodeLine | None:
+    """The innermost line of the user's that called this frame."""
     caller = frame.f_back
     while caller is not None and not is_users(caller.f_code.co_filename):
         caller = caller.f_back
     if caller is None:
         return None
-    return CodeLine(caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_name)
+    return line_at(caller)
 
 
 @lru_cache(maxsize=4096)
