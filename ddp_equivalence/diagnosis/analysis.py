@@ -47,6 +47,7 @@ from ddp_equivalence.diagnosis.whereabouts.beside_one_rank import (
     with_one_rank,
 )
 from ddp_equivalence.diagnosis.whereabouts.missing_gradients import where_gradients_are_missing
+from ddp_equivalence.diagnosis.whereabouts.replayed_loss import replay_of_a_shard
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, not_seen
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import Measurement
@@ -250,7 +251,9 @@ class Analysis:
                 for (_, name), one in self._expected.reference.expected.items()
                 if one is not None
             ]
-            return where_gradients_are_missing(self.observed, names)
+            view = self._view_of_step(0)
+            replay = None if view is None else replay_of_a_shard(view.setting, self.time)
+            return where_gradients_are_missing(self.observed, names, replay)
         return not_seen(self.why_no_view)
 
     def _view_of_step(self, step: int) -> View | None:

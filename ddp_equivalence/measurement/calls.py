@@ -49,6 +49,8 @@ class Kind(Enum):
     REQUIRES_GRAD = "requires_grad"
     INDICES = "indices"
     POINT_TO_POINT = "point to point"
+    MODULE_STATE = "state of a module"
+    DRAW = "draw"
 
 
 class Contents(Enum):
@@ -115,8 +117,9 @@ class Call:
     norm or value of a clip, the seed (also of a sampler), or the scale. ``what``: the class of a
     wrapper or module, the function that clipped or shuffled, the class of an optimizer, the
     operation that made a loss, the functions that computed it, a sampler, loader or hook as text, a
-    digest of the weights, or what ``requires_grad`` was set to. ``names``: the parameters that a
-    clip, a zero_grad or an optimizer was given, or that changed; the name of a module.
+    digest of the weights, what ``requires_grad`` was set to, or an attribute of a module with its
+    new value. ``names``: the parameters that a clip, a zero_grad or an optimizer was given, or that
+    changed; the names of modules.
     ``collective`` and ``change``: of calls of these kinds. ``ranks``: of a new group.
     ``in_backward``: the call was made while a backward pass ran. ``chosen_at``: of a forward pass,
     the line of the user's that named the module; functions that were given it come below.
@@ -127,7 +130,9 @@ class Call:
     ``LOSS_FUNCTIONS`` is a line that computed a part of the loss at which backward begins. A
     ``SYNCHRONISATION`` is a line after which DDP's flag ``require_backward_grad_sync`` had another
     ``value``, 0 or 1. A ``HOOK`` is a communication hook that DDP was given, and ``what`` its name;
-    a ``TENSOR_HOOK`` is one on a parameter or a module. ``made_at``: where the loss of a backward
+    a ``TENSOR_HOOK`` is one on a parameter or a module. A ``DRAW`` is a line under which ``what``,
+    such as torch, drew random numbers: ``value`` is 1 in a forward pass of the model, else 0.
+    ``made_at``: where the loss of a backward
     was computed, where the function of a hook or the sampler of a loader begins, or which line
     first held the tensor that went into a collective, if that is known. A ``POINT_TO_POINT`` sends
     a tensor to one rank or receives one, and ``what`` is the function. An ``INDICES`` is a line

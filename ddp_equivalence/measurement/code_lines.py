@@ -31,6 +31,12 @@ def is_shown(file: str) -> bool:
     return in_package and not path.startswith((_TORCH, _PACKAGE)) and not file.startswith("<")
 
 
+def line_at(frame: FrameType) -> CodeLine:
+    """The line at which a frame is."""
+    code = frame.f_code
+    return CodeLine(code.co_filename, frame.f_lineno, code.co_name)
+
+
 def lines_of(frame: FrameType | None) -> tuple[CodeLine | None, CodeLine | None]:
     """The innermost line outside torch and this package, and the innermost one of the user's."""
     innermost: CodeLine | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import inspect
 import linecache
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,16 +18,20 @@ from functools import lru_cache, partial
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ddp_equivalence.measurement.calls import CodeLine
-from ddp_equivalence.measurement.code_lines import is_users
+from ddp_equivalence.measurement.code_lines import is_users, line_at
 
 MOST_LINES = 20_000
 """So many lines are remembered."""
 
 MOST_RETURNED = 8
 """So many scalars are remembered with the line that returned them."""
+
+COMPILER = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "eval_frame.py")
+"""Calls of compiled functions pass through this file."""
 
 Handler = Callable[[FrameType], object]
 """Gets the frame of a function that begins."""
@@ -46,7 +51,9 @@ class LineTracer:
 
     ``after_line`` is called after each line of the user's code, except in functions that are called
     while ``paused`` is true. ``values`` is called then too, but only once the next line of the same
-    function begins, or the function returns; and where a function begins.
+    function begins, or the function returns; and where a function begins. ``on_event`` is told of
+    every "call", "line" and "return" in the user's code, with what is returned. ``around_compiler``
+    gets the frame of a function of torch's compiler that begins, and gives what follows it.
     """
 
     def __init__(
@@ -62,6 +69,8 @@ class LineTracer:
         self._returned: list[tuple[weakref.ref[Tensor], CodeLine]] = []
         self._lines = 0
         self.paused = False
+        self.on_event: Callable[[FrameType, str, object], object] = _nothing
+        self.around_compiler: Callable[[FrameType], Any] | None = None
 
     @property
     def lines_run(self) -> dict[CodeLine, int]:
@@ -134,28 +143,31 @@ class LineTracer:
             _without_failing(handler, frame)
             return None
         if not is_users(code.co_filename):
+            if code.co_filename == COMPILER and self.around_compiler is not None:
+                return self.around_compiler(frame)
             return None
         self._finish_line()
+        _without_failing(self.on_event, frame, event, None)
         if not self.paused:
             _without_failing(self._values, frame, None, None)
         return self._on_line
 
     def _on_line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event in ("line", "return"):
+            _without_failing(self.on_event, frame, event, argument)
             self._look_into(frame, event == "return", argument)
         if event == "line":
             self._note_run(frame)
             if self.paused:
                 return self._on_line
             self._finish_line()
-            code = frame.f_code
-            self._line = CodeLine(code.co_filename, frame.f_lineno, code.co_name)
+            self._line = line_at(frame)
         elif event == "return":
             self._note_returned(frame, argument)
             if self.paused:
                 return self._on_line
             self._finish_line()
-            self._line = _line_of_caller(frame)
+            self._line = line_of_caller(frame)
         return self._on_line
 
     def _look_into(self, frame: FrameType, returns: bool, returned: Any) -> None:
@@ -186,6 +198,10 @@ class LineTracer:
             _without_failing(self._after_line, line, _may_hide(line.file, line.number))
 
 
+def _nothing(*arguments: object) -> None:
+    """Nobody wants to know."""
+
+
 def merged_handlers(*several: Mapping[CodeType, Handler]) -> dict[CodeType, Handler]:
     """All handlers; a function that has several calls each of them."""
     by_code: dict[CodeType, list[Handler]] = {}
@@ -206,13 +222,14 @@ def code_of(function: Any) -> CodeType:
     return code
 
 
-def _line_of_caller(frame: FrameType) -> CodeLine | None:
+def line_of_caller(frame: FrameType) -> CodeLine | None:
+    """The innermost line of the user's that called this frame."""
     caller = frame.f_back
     while caller is not None and not is_users(caller.f_code.co_filename):
         caller = caller.f_back
     if caller is None:
         return None
-    return CodeLine(caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_name)
+    return line_at(caller)
 
 
 @lru_cache(maxsize=4096)
@@ -224,6 +241,7 @@ def _may_hide(file: str, number: int) -> bool:
 def _without_failing(function: Callable[..., object], *arguments: Any) -> object:
     """Call the function. What it raises must not reach the user's step."""
     try:
-        return function(*arguments)
+        with torch._C.DisableTorchFunction():  # what the suite computes is not the user's
+            return function(*arguments)
     except Exception:
         return None

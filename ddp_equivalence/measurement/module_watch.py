@@ -47,8 +47,9 @@ class ModuleWatch:
 
     def _on_call(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> Heard:
         step, backwards, in_backward = self._now()
-        if in_backward or not torch.is_grad_enabled():
+        if in_backward:
             return None
+        with_gradients = torch.is_grad_enabled()
         if len(self.calls) >= MOST_CALLS:
             self.complete = False
             return None
@@ -69,6 +70,7 @@ class ModuleWatch:
                     returned=_sample(result),
                     order=(began, self._tick()),
                     training=training,
+                    with_gradients=with_gradients,
                 )
             )
 

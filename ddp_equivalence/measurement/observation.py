@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.measurement.calls import Call, CodeLine
+from ddp_equivalence.measurement.cuts import Cut, OwnBackward
 from ddp_equivalence.measurement.trace import Trace
 from ddp_equivalence.ranks.collectives import Collective
 
@@ -106,7 +107,8 @@ class Observation:
     examples of the big batch that are equal in every tensor. ``calls``: those that matter for the
     gradients, in their order, with their lines. ``lines_run``: the steps and the lines of the
     user's code that ran, each once, in the order of their first run, without those of the forward
-    pass. ``trace``: values on the way.
+    pass. ``trace``: values on the way. ``cuts``: where something without a gradient was computed
+    from something that has one. ``own_backwards``: the user's own backward methods that ran.
     """
 
     forwards: tuple[Forward, ...]
@@ -121,6 +123,8 @@ class Observation:
     calls: tuple[Call, ...] = ()
     lines_run: tuple[tuple[int, CodeLine], ...] = ()
     trace: Trace = field(default_factory=Trace)
+    cuts: tuple[Cut, ...] = ()
+    own_backwards: tuple[OwnBackward, ...] = ()
 
     def rows_read(self, step: int) -> tuple[tuple[RowsRead, ...], ...] | None:
         """The rows of each micro-batch of one step; None if they are not known.

@@ -42,12 +42,9 @@ MOST_BUCKET_ELEMENTS = 2_000_000
 
 
 class Observer:
-    """Watches one rank's model.
-
-    ``batch``: the big batch, with the examples of all steps. The model's inputs are looked up in
-    it. ``given``: what the rank was given in each step, with its positions in the big batch.
-    ``sample``: the elements of each gradient that are kept. ``dims``: where the batch holds its
-    examples.
+    """``batch``: the big batch of all steps, in which the model's inputs are looked up. ``given``:
+    what the rank was given in each step, with its positions there. ``sample``: the elements of each
+    gradient that are kept. ``dims``: where the batch holds its examples.
     """
 
     def __init__(
@@ -127,7 +124,7 @@ class Observer:
         gradients: Mapping[GradientKey, Tensor | None],
         collectives: tuple[Collective, ...] | None,
     ) -> Observation:
-        """Everything that was seen. The caller gives the gradients that the step has left."""
+        """Everything that was seen. ``gradients``: what the step has left."""
         return Observation(
             forwards=tuple(self._forwards),
             backwards=tuple(self._backwards),
@@ -145,6 +142,8 @@ class Observer:
             calls=tuple(self._calls.calls),
             lines_run=tuple(self._calls.further.lines_run),
             trace=self._calls.trace(self._modules),
+            cuts=self._calls.cuts.found,
+            own_backwards=self._calls.own_backwards.found,
         )
 
     def _on_forward(self, arguments: tuple[Any, ...]) -> Heard:
@@ -180,9 +179,10 @@ class Observer:
 
         @counts_as_torch
         def observed(tensors: Any, *arguments: Any, **named: Any) -> Any:
-            if self._inside:  # activation checkpointing calls backward inside backward
-                return differentiate(tensors, *arguments, **named)
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            if self._inside:  # activation checkpointing calls backward inside backward
+                self._calls.backward_inside(roots)
+                return differentiate(tensors, *arguments, **named)
             loss = _sum_of_scalars(roots)
             for wrapper in self._wrappers:
                 wrapper.backward_begins()

@@ -34,12 +34,13 @@ class TensorSample:
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One call of a module with gradients enabled, outside of backward passes.
+    """One call of a module, outside of backward passes.
 
     ``name``: "" for the model itself. ``kind``: its class. ``backwards``: how many calls of
     backward had begun before. ``line``: the line that called it, of the user's code. ``given`` and
     ``returned``: the first tensor of floating-point numbers in each; None if there is none.
     ``order``: (when it began, when it ended), counted over all modules. ``training``: its mode.
+    ``with_gradients``: False if it was called where gradients are turned off.
     """
 
     name: str
@@ -51,6 +52,7 @@ class ModuleCall:
     returned: TensorSample | None
     order: tuple[int, int]
     training: bool
+    with_gradients: bool = True
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.lines.lines_of_modules import DROPOUTS, module_lines
+from ddp_equivalence.diagnosis.lines.lines_of_modules import DROPOUTS, draw_lines, module_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
@@ -65,12 +65,16 @@ def indication(view: View) -> Indication | None:
 
 
 def lines(view: View) -> Sequence[PointedLine]:
-    """The first dropout in the forward pass."""
-    return module_lines(view, DROPOUTS, "draws other masks for a shard than for the big batch")
+    """The first dropout in the forward pass; without one, the lines that draw random numbers."""
+    modules = module_lines(view, DROPOUTS, "draws other masks for a shard than for the big batch")
+    others = "draws random numbers, others for a shard than for the big batch: no fault"
+    return modules or draw_lines(view, others)
 
 
 def fix(view: View) -> str:
-    """Turn dropout off while gradients are compared."""
+    """Turn dropout off while gradients are compared, or make what is drawn a part of the batch."""
+    if not module_lines(view, DROPOUTS, "") and draw_lines(view, ""):
+        return "none is needed; compare with these numbers as a part of the batch, or drawing none."
     return "none is needed; compare with dropout turned off (model.eval() or p=0)."
 
 

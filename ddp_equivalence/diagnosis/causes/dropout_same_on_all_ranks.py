@@ -10,7 +10,7 @@ from ddp_equivalence.diagnosis.causes.dropout_differs_from_reference import (
     step_set_the_same_seed,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.lines.lines_of_modules import DROPOUTS, module_lines
+from ddp_equivalence.diagnosis.lines.lines_of_modules import DROPOUTS, draw_lines, module_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
@@ -34,13 +34,14 @@ def indication(view: View) -> Indication | None:
 
 
 def lines(view: View) -> Sequence[PointedLine]:
-    """Where all ranks are given the same seed, and the first dropout after it."""
+    """Where all ranks are given the same seed, and the first dropout or other draw after it."""
     seeded = [
         place.pointed(f"seeds every rank with {place.first.value:.0f}", is_fault=True)
         for place in _same_seeds(view)[-1:]
     ]
     after = "drops the same positions on every rank"
     modules = module_lines(view, DROPOUTS, after, is_property=False)
+    modules = modules or draw_lines(view, "draws the same numbers on every rank")[:1]
     return [*seeded, *(replace(one, is_fault=not seeded) for one in modules)]
 
 

@@ -13,6 +13,9 @@ DROPOUTS = ("Dropout", "dropout", "MultiheadAttention", "RNN", "LSTM", "GRU")
 STATISTICS = ("Var", "Std", "Cov", "Corrcoef", "Mm", "Mean")
 COMPARISONS = ("Mm", "Bmm", "Baddbmm", "Cdist", "EuclideanDist", "CosineSimilarity", "LogSoftmax")
 
+MOST_DRAWS = 2
+"""So many lines that draw random numbers are shown."""
+
 PROPERTY = "a property of the {}, no fault"
 
 
@@ -35,6 +38,23 @@ def module_lines(
             text += f": {PROPERTY.format('model')}"
         pointed.append(place.pointed(text, is_fault=True))
     return pointed
+
+
+def draw_lines(view: View, note: str) -> Sequence[PointedLine]:
+    """The lines before backward under which random numbers were drawn, other than to shuffle.
+
+    Those in a forward pass of the model come first. ``note``: which numbers they draw.
+    """
+    calls = view.observed.calls
+    shuffles = {
+        place.line
+        for place in calls.places(Kind.SHUFFLE, Kind.SAMPLER, Kind.LOADER, Kind.NEW_GROUP)
+    }
+    places = calls.places(Kind.DRAW)
+    places.sort(key=lambda place: not place.first.value)
+    return [place.pointed(note, is_fault=True) for place in places if place.line not in shuffles][
+        :MOST_DRAWS
+    ]
 
 
 def loss_lines(view: View, functions: Sequence[str], note: str) -> Sequence[PointedLine]:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.whereabouts.cut_graph import cut_graph_of
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import line_of
+from ddp_equivalence.diagnosis.whereabouts.module_state import lines_of_mode, mode_text, wrong_mode
 from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on
+from ddp_equivalence.diagnosis.whereabouts.replayed_loss import Replay
 from ddp_equivalence.diagnosis.whereabouts.station_text import at
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
     Whereabouts,
@@ -13,14 +17,18 @@ from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
     named,
     ranked,
 )
-from ddp_equivalence.measurement.calls import Kind
+from ddp_equivalence.measurement.calls import Call, Kind
 from ddp_equivalence.measurement.observation import Observation
+from ddp_equivalence.measurement.trace import ModuleCall
 
 
 def where_gradients_are_missing(
-    observed: Mapping[int, Observation], names: Sequence[str]
+    observed: Mapping[int, Observation], names: Sequence[str], replay: Replay | None = None
 ) -> Whereabouts | None:
-    """None if they are not. ``names``: the parameters that have a gradient in the big batch."""
+    """None if they are not. ``names``: the parameters that have a gradient in the big batch.
+
+    ``replay``: what the loss of the case does; None if that is not known.
+    """
     missing = {rank: _missing(seen, names) for rank, seen in observed.items()}
     ranks = tuple(rank for rank, of_rank in missing.items() if of_rank)
     if not ranks:
@@ -29,10 +37,14 @@ def where_gradients_are_missing(
     who = ranked(ranks, len(observed))
     seen = observed[ranks[0]]
     backwards = [call for call in seen.calls if call.kind is Kind.BACKWARD]
-    called = {call.name for call in seen.trace.module_calls}
+    calls = [call for call in seen.trace.module_calls if call.with_gradients]
+    called = {call.name for call in calls}
     module = gone[0].rpartition(".")[0]
+    headline, reasons = "", list[PointedLine | None]()
     if not backwards:
         text = f"No backward pass ran on {who}."
+    elif backwards and (why := _why(seen, module, calls, backwards[-1], replay)) is not None:
+        headline, text, reasons = why
     elif called and module not in called:
         text = f"The module {module or 'itself'} is not called on rank {ranks[0]}."
     else:
@@ -40,12 +52,13 @@ def where_gradients_are_missing(
     last = [line_of(call) for call in seen.calls][-1:]
     return Whereabouts(
         "own gradient",
-        f"{len(gone)} gradients are missing"
-        if len(gone) > 1
-        else "the gradient of a parameter is missing",
+        (f"{headline}, and " if headline else "")
+        + (f"{len(gone)} gradients are" if len(gone) > 1 else "the gradient of a parameter is")
+        + " missing",
         f"{who[:1].upper()}{who[1:]} left no gradient of {named(gone)}. {text}",
         distinct(
             [
+                *reasons,
                 *lines_only_on(observed, ranks),
                 *(at(line_of(call), "backward began here") for call in backwards[-1:]),
                 *(at(line, f"the last recorded call of rank {ranks[0]}") for line in last),
@@ -54,6 +67,37 @@ def where_gradients_are_missing(
         tuple(gone),
         ranks,
     )
+
+
+Why = tuple[str, str, list[PointedLine | None]]
+"""A headline, a sentence and the lines."""
+
+
+def _why(
+    seen: Observation,
+    module: str,
+    calls: Sequence[ModuleCall],
+    backward: Call,
+    replay: Replay | None,
+) -> Why | None:
+    """What was recorded that keeps gradients from a module; None if nothing was."""
+    mode = None if replay is None else wrong_mode(calls, replay.with_gradients)
+    if mode is not None:
+        lines = lines_of_mode(seen, mode)
+        called = at(mode.line, "it is called here", not lines)
+        text = mode_text(mode)
+        return "a module is in another mode", f"{text[:1].upper()}{text[1:]}.", [*lines, called]
+    without = [
+        call
+        for call in seen.trace.module_calls
+        if call.name == module and not call.with_gradients and call.backwards == backward.backwards
+    ]
+    if without and module not in {call.name for call in calls}:
+        text = f"{module or 'The model'} is called only where gradients are turned off."
+        called = at(without[-1].line, "called where gradients are turned off", True)
+        return "a module runs without gradients", text, [called]
+    cut = cut_graph_of(seen, backward.step, backward.backwards, replay)
+    return None if cut is None else (cut.headline, cut.sentence, list(cut.lines))
 
 
 def _missing(seen: Observation, names: Sequence[str]) -> list[str]:

@@ -9,7 +9,19 @@ from torch import Tensor
 
 from ddp_equivalence.diagnosis.examples_read import example_numbers
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.whereabouts.cut_graph import (
+    CutGraph,
+    cut_graph,
+    own_backward_lines,
+)
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import line_of
+from ddp_equivalence.diagnosis.whereabouts.module_state import (
+    lines_of_mode,
+    lines_of_state,
+    mode_text,
+    other_mode,
+)
+from ddp_equivalence.diagnosis.whereabouts.output_notes import notes_of_output
 from ddp_equivalence.diagnosis.whereabouts.pieces import Piece, Pieces
 from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on
 from ddp_equivalence.diagnosis.whereabouts.replay import FirstDifference, calls_of, first_difference
@@ -88,6 +100,7 @@ def fault_of_own_gradient(pieces: Pieces, wrong: Sequence[Compared]) -> Whereabo
         sentence = f"{sentence[:1].upper()}{sentence[1:]}"
     only_there = lines_only_on(pieces.view.observed.by_rank, ranks)
     exchanges = _exchanges(pieces, one.piece) if len(ranks) == world_size else []
+    exchanges += own_backward_lines(pieces, one.piece) if exchanges else []
     return Whereabouts(
         kind="own gradient",
         headline=f"{who if len(ranks) in (1, world_size) else f'{len(ranks)} ranks'}: {headline}",
@@ -128,7 +141,17 @@ def _from_where(pieces: Pieces, one: Compared, found: FirstDifference | None) ->
     """From where on the piece is wrong."""
     names = _names(pieces, one)
     backward = _backward_line(one)
+    if found is None or found.what != "none":
+        mode = other_mode(pieces, one.piece)
+        if mode is not None:
+            text = f"{mode_text(mode)}."
+            setting = lines_of_mode(pieces.view.observed.by_rank[one.piece.rank], mode)
+            called = at(mode.line, "it is called here", not setting)
+            return "a module is in another mode", text, names, [*setting, called, backward]
     if found is None:
+        cut = cut_graph(pieces, one.piece, one.loss_factor)
+        if cut is not None:
+            return _where_cut(one, cut, names)
         text = f"the forward pass could not be compared with its rows alone; {_loss_text(one)}"
         return "another gradient than its rows give", text, names, [_loss_line(one), backward]
     if found.what == "none":
@@ -146,23 +169,13 @@ def _from_where(pieces: Pieces, one: Compared, found: FirstDifference | None) ->
     assert found.call is not None
     assert found.alone is not None
     here, alone = found.call, found.alone
-    notes = []
-    if here.training != alone.training:
-        notes.append(f"it is in {_mode(here)} mode, and in {_mode(alone)} mode for the big batch")
-    dtypes = _other_dtypes(pieces, one, here)
-    if dtypes:
-        notes.append(dtypes)
-    if here.returned and alone.returned and here.returned.shape != alone.returned.shape:
-        notes.append(f"the shape is {here.returned.shape}, not {alone.returned.shape}")
+    notes = notes_of_output(pieces, one.piece, here, alone)
     note = f" ({'; '.join(notes)})" if notes else ""
     text = f"the first module whose output differs from that of the same rows is {module}{note}."
     line_note = f"{module}: first output that differs" + (f"; {notes[0]}" if notes else "")
-    return (
-        "the output of a module differs",
-        text,
-        names,
-        [at(line, line_note, True), _loss_line(one), backward],
-    )
+    states = lines_of_state(pieces.view.observed.by_rank[one.piece.rank], here)
+    lines = [*states, at(line, line_note, True), _loss_line(one), backward]
+    return "the output of a module differs", text, names, lines
 
 
 def _wrong_input(
@@ -207,6 +220,9 @@ def _after_the_model(pieces: Pieces, one: Compared, found: FirstDifference) -> T
                 *lines,
             ],
         )
+    cut = cut_graph(pieces, one.piece, one.loss_factor)
+    if cut is not None:
+        return _where_cut(one, cut, names)
     right = [name for name in pieces.view.parameters.names if name not in names]
     hooks = [
         place.pointed("a hook")
@@ -216,6 +232,11 @@ def _after_the_model(pieces: Pieces, one: Compared, found: FirstDifference) -> T
     text += f"Backward first leaves the right way at {named(names[:1])}"
     text += f"; {named(right)} {'are' if len(right) > 1 else 'is'} right." if right else "."
     return "backward gives another gradient", text, names, [*hooks[-1:], *lines]
+
+
+def _where_cut(one: Compared, cut: CutGraph, names: tuple[str, ...]) -> Told:
+    text = f"{cut.sentence[:1].lower()}{cut.sentence[1:]} {_loss_text(one).capitalize()}"
+    return cut.headline, text, names, [*cut.lines, _backward_line(one)]
 
 
 def _names(pieces: Pieces, one: Compared) -> tuple[str, ...]:
@@ -244,21 +265,6 @@ def _which_piece(pieces: Pieces, wrong: Sequence[Compared]) -> str:
         return ""
     shown = ", ".join(str(number + 1) for number in numbers)
     return f" That is so in backward pass {shown} of {max(counts)}."
-
-
-def _other_dtypes(pieces: Pieces, one: Compared, call: ModuleCall) -> str:
-    here = call.returned.dtype if call.returned else ""
-    for of_rank in pieces.by_rank:
-        for piece in of_rank[one.piece.number : one.piece.number + 1]:
-            for other in calls_of(pieces, piece):
-                there = other.returned.dtype if other.returned else ""
-                if other.name == call.name and here and there and there != here:
-                    return f"it is {here} here, and {there} on rank {piece.rank}"
-    return ""
-
-
-def _mode(call: ModuleCall) -> str:
-    return "training" if call.training else "evaluation"
 
 
 def _module(call: ModuleCall | None) -> str:

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-from torch import nn
-
-from ddp_equivalence.case.batch import take
-from ddp_equivalence.case.build import build_model
-from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.diagnosis.whereabouts.pieces import Piece, Pieces, eps_of, tolerance_in
-from ddp_equivalence.faults.plant import without_planted_faults
-from ddp_equivalence.measurement.module_watch import ModuleWatch
+from ddp_equivalence.diagnosis.whereabouts.replayed_loss import replay_of
 from ddp_equivalence.measurement.trace import ModuleCall, TensorSample, unpacked
-from ddp_equivalence.reference import in_dtype, loss_of_the_case, train
 
 Key = tuple[str, int]
 """The name of a module, and which of its calls this is."""
@@ -56,6 +47,7 @@ def first_difference(pieces: Pieces, piece: Piece) -> FirstDifference | None:
         replayed = tuple(call for call in replayed if call.name)
     alone = _by_key(replayed)
     here = _by_key(seen)
+    others = {call.name for call in calls_of(pieces, piece, without_gradients=True)}
     before: ModuleCall | None = None
     for key, call, begins in _events(here):
         other = alone.get(key)
@@ -63,20 +55,20 @@ def first_difference(pieces: Pieces, piece: Piece) -> FirstDifference | None:
             continue  # the rank calls what the case's loss does not call
         ours = call.given if begins else call.returned
         theirs = other.given if begins else other.returned
-        if not _agree(ours, theirs, _tolerance(pieces, key, piece.number, begins)):
-            skipped = _skipped(alone, here, other)
+        if not agree(ours, theirs, _tolerance(pieces, key, piece.number, begins)):
+            skipped = _skipped(alone, {*here, *((name, 0) for name in others)}, other)
             if skipped is not None:
                 return FirstDifference("missing", call, before, skipped)
             return FirstDifference("input" if begins else "output", call, before, other)
         before = before if begins else call
     for key, call, begins in _events(alone):
-        if key not in here and not begins:
+        if key not in here and key[0] not in others and not begins:
             return FirstDifference("missing", None, before, call)
     return FirstDifference("none", None, before)
 
 
 def _skipped(
-    alone: dict[Key, ModuleCall], here: dict[Key, ModuleCall], until: ModuleCall
+    alone: dict[Key, ModuleCall], here: Collection[Key], until: ModuleCall
 ) -> ModuleCall | None:
     """The last call of the replay that ended before this one, and that the rank never made."""
     missed = [
@@ -85,15 +77,22 @@ def _skipped(
     return max(missed, key=lambda call: call.order[1], default=None)
 
 
-def calls_of(pieces: Pieces, piece: Piece) -> tuple[ModuleCall, ...]:
-    """The calls of modules on the rank since the backward pass before this piece."""
+def calls_of(
+    pieces: Pieces, piece: Piece, without_gradients: bool = False
+) -> tuple[ModuleCall, ...]:
+    """The calls of modules on the rank since the backward pass before this piece.
+
+    ``without_gradients``: those where gradients are turned off, instead of the others.
+    """
     trace = pieces.view.observed.by_rank[piece.rank].trace
     if piece.call is None:
         return ()
     return tuple(
         call
         for call in trace.module_calls
-        if call.step == pieces.view.setting.step and call.backwards == piece.call.backwards
+        if call.step == pieces.view.setting.step
+        and call.backwards == piece.call.backwards
+        and call.with_gradients is not without_gradients
     )
 
 
@@ -118,38 +117,8 @@ def _by_key(calls: Sequence[ModuleCall]) -> dict[Key, ModuleCall]:
 
 def _replayed(pieces: Pieces, piece: Piece) -> tuple[ModuleCall, ...]:
     """The calls of modules when the loss of the case is computed of the piece's rows alone."""
-    setting = pieces.view.setting
-    loss = loss_of_the_case(setting.case)
-    generator = piece.forward.generator if piece.forward and setting.draws_on_cpu else b""
-    number, inside = -1, False
-
-    def counted(model: nn.Module, batch: Any) -> Any:
-        nonlocal number, inside
-        number, inside = number + 1, True
-        if generator:
-            torch.set_rng_state(torch.frombuffer(bytearray(generator), dtype=torch.uint8))
-        try:
-            return loss(model, batch)
-        finally:
-            inside = False
-
-    assert piece.rows is not None
-    rows = take(setting.batch, piece.rows, setting.case.batch_dims)
-    batches = [in_dtype(one, torch.float64) for one in (*setting.earlier_batches, rows)]
-    with (
-        pieces.view.time.gradient(len(piece.rows)),
-        warnings.catch_warnings(),
-        without_planted_faults(),
-    ):
-        warnings.simplefilter("ignore")
-        model = build_model(setting.case).double()
-        watch = ModuleWatch(model, lambda: (number, 0, not inside))
-        try:
-            with watch.watching():
-                train(setting.case, model, batches, "gradients", setting.lr, counted)
-        except BadCase:
-            return ()
-    return tuple(call for call in watch.calls if call.step == len(batches) - 1)
+    found = replay_of(pieces, piece)
+    return () if found is None else found.with_gradients
 
 
 def _tolerance(pieces: Pieces, key: Key, number: int, begins: bool) -> float:
@@ -166,7 +135,8 @@ def _tolerance(pieces: Pieces, key: Key, number: int, begins: bool) -> float:
     return max(pieces.tolerance, tolerance_in(eps) if eps > pieces.eps else 0.0)
 
 
-def _agree(ours: TensorSample | None, theirs: TensorSample | None, tolerance: float) -> bool:
+def agree(ours: TensorSample | None, theirs: TensorSample | None, tolerance: float) -> bool:
+    """True if two samples have the same shape, and their values differ by no more than this."""
     if ours is None or theirs is None:
         return True  # nothing is known of one of them
     if ours.shape != theirs.shape:

@@ -24,7 +24,7 @@ NORMALISING = replace(CASE, model=steps.Normalising)
         (CASE, steps.noise_by_rank, (1, 2, 3), "the model is called with other values"),
         (CASE, steps.loss_weight_on_one_rank, (2,), "rank 2 1.75"),
         (CASE, steps.penalty_on_one_rank, (3,), "backward began at"),
-        (CASE, steps.detached_on_one_rank, (1,), "first leaves the right way at norm."),
+        (CASE, steps.detached_on_one_rank, (1,), "detach() gives a tensor without a gradient"),
         (CASE, steps.another_dtype_in_one_layer, (3,), "before middle (Linear)"),
         (CASE, steps.activations_changed_in_place, (2,), "before norm (LayerNorm)"),
         (CASE, steps.forward_hook_on_one_rank, (1,), "is middle (Linear)"),

@@ -1,0 +1,170 @@
+"""The lines at which a gradient ended on its way back, and backward methods of the user's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.whereabouts.pieces import Piece, Pieces
+from ddp_equivalence.diagnosis.whereabouts.replay import agree
+from ddp_equivalence.diagnosis.whereabouts.replayed_loss import Replay, replay_of
+from ddp_equivalence.measurement.cut_watch import TO_PYTHON
+from ddp_equivalence.measurement.cuts import Cut, OwnBackward
+from ddp_equivalence.measurement.observation import Observation
+
+MOST_CUT_LINES = 2
+
+SAME = 1e-5
+"""Values of a rank and of the replay whose relative difference is smaller are equal."""
+
+
+@dataclass(frozen=True)
+class CutGraph:
+    """``headline``: in a few words. ``sentence``: what was recorded. ``lines``: the cuts, and where
+    their results were used. ``is_certain``: the gradient ended there without any doubt.
+    """
+
+    headline: str
+    sentence: str
+    lines: tuple[PointedLine, ...]
+    is_certain: bool = True
+
+
+def cut_graph(pieces: Pieces, piece: Piece, loss_factor: float | None) -> CutGraph | None:
+    """Why the gradient of a piece is not that of its rows, although its values are right.
+
+    ``loss_factor``: its loss is this many times that of its rows. None if nothing was recorded that
+    stops or changes a gradient on its way back.
+    """
+    is_right = loss_factor is not None and abs(loss_factor - 1) <= max(SAME, pieces.tolerance)
+    if piece.call is None or not is_right:
+        return None
+    replay = replay_of(pieces, piece)
+    seen = pieces.view.observed.by_rank[piece.rank]
+    return cut_graph_of(seen, piece.call.step, piece.call.backwards, replay)
+
+
+def own_backward_lines(pieces: Pieces, piece: Piece) -> list[PointedLine]:
+    """The backward methods that ran in the backward pass of a piece, and not for its rows alone."""
+    replay = replay_of(pieces, piece)
+    if piece.call is None or replay is None:
+        return []
+    seen = pieces.view.observed.by_rank[piece.rank]
+    own = _own_backwards(seen, piece.call.step, piece.call.backwards, replay)
+    return [_own_line(one) for one in own[:MOST_CUT_LINES]]
+
+
+def cut_graph_of(
+    seen: Observation, step: int, backwards: int, replay: Replay | None
+) -> CutGraph | None:
+    """The same for one backward pass of a rank: that before which so many had begun."""
+    own = _own_backwards(seen, step, backwards, replay)
+    cuts = [one for one in seen.cuts if _is_of(one, step, backwards)]
+    cuts = [one for one in cuts if replay is None or not _is_meant(one, replay.cuts)]
+    reached = [one for one in cuts if one.reached and one.used_at is not None]
+    withheld = [one for one in own if one.withheld]
+    if reached:
+        return _of_cuts(reached, withheld)
+    if withheld:
+        return _of_withheld(withheld)
+    if own:
+        return _of_own(own)
+    used = [one for one in cuts if one.used_at is not None or _has_left_torch(one)]
+    return _of_cuts(used, own) if used else None
+
+
+def _own_backwards(
+    seen: Observation, step: int, backwards: int, replay: Replay | None
+) -> list[OwnBackward]:
+    """Those of one backward pass that the loss of the case does not run."""
+    return [
+        one
+        for one in seen.own_backwards
+        if (one.step, one.backwards) == (step, backwards + 1)
+        and (replay is None or f"{one.name}Backward" not in replay.nodes)
+    ]
+
+
+def _is_of(cut: Cut, step: int, backwards: int) -> bool:
+    """True for what was cut before this backward pass began, or while it ran."""
+    return cut.step == step and cut.backwards == backwards + cut.in_backward
+
+
+def _is_meant(cut: Cut, meant: Sequence[Cut]) -> bool:
+    """True if the loss of the case cuts the same line, or the same values."""
+    if any(cut.line == other.line for other in meant):
+        return True
+    values = [value for other in meant for value in other.values]
+    return bool(cut.values) and all(
+        any(agree(value, other, SAME) for other in values) for value in cut.values
+    )
+
+
+def _has_left_torch(cut: Cut) -> bool:
+    """True if the numbers of a tensor went to Python, and not only a single one, as for a log."""
+    return cut.what in TO_PYTHON and any(math.prod(value.shape) > 1 for value in cut.values)
+
+
+def cut_text(cut: Cut) -> str:
+    """What the line did, as a clause."""
+    if cut.what in TO_PYTHON:
+        return f"{cut.what}() gives numbers without a gradient"
+    if cut.without_grad:
+        return "the result is computed where gradients are turned off"
+    if cut.what == "data":
+        return ".data gives a tensor without a gradient"
+    return f"{cut.what}() gives a tensor without a gradient"
+
+
+def _of_cuts(cuts: Sequence[Cut], own: Sequence[OwnBackward]) -> CutGraph:
+    lines: list[PointedLine] = []
+    for cut in _distinct(cuts)[:MOST_CUT_LINES]:
+        lines.append(PointedLine(cut.line, cut_text(cut), is_fault=cut.reached))
+        if cut.used_at is not None and cut.used_at != cut.line:
+            where = "a backward inside this one" if cut.in_backward else "the loss"
+            goes = f"goes on with it, towards {where} ({cut.used_by})"
+            lines.append(
+                PointedLine(cut.used_at, goes if cut.reached else f"uses it ({cut.used_by})")
+            )
+    lines += [_own_line(one) for one in own[:1]]
+    first = cuts[0]
+    text = f"In line {first.line.number}, {cut_text(first)}"
+    ends = "so no gradient flows back through it" if first.reached else "which goes on from there"
+    return CutGraph("a gradient is cut off", f"{text}, {ends}.", tuple(lines), first.reached)
+
+
+def _of_withheld(own: Sequence[OwnBackward]) -> CutGraph:
+    one = own[0]
+    return CutGraph(
+        "a backward method returns no gradient",
+        f"{one.name}.backward returned None for input {one.withheld[0]}, which needs a gradient.",
+        tuple(_own_line(other) for other in own[:MOST_CUT_LINES]),
+    )
+
+
+def _of_own(own: Sequence[OwnBackward]) -> CutGraph:
+    names = ", ".join(dict.fromkeys(one.name for one in own))
+    return CutGraph(
+        "backward runs a method of your own",
+        f"Backward ran {names}.backward, which the loss of the case does not.",
+        tuple(_own_line(one) for one in own[:MOST_CUT_LINES]),
+        is_certain=False,
+    )
+
+
+def _own_line(one: OwnBackward) -> PointedLine:
+    if one.withheld:
+        numbers = " and ".join(map(str, one.withheld))
+        note = f"returns no gradient for input {numbers} of {one.name}, which needs one"
+    else:
+        note = (
+            f"the gradient that {one.name} gives back; the loss of the case runs no such function"
+        )
+    return PointedLine(one.line, note, is_fault=True)
+
+
+def _distinct(cuts: Sequence[Cut]) -> list[Cut]:
+    """Each line once."""
+    return list({cut.line: cut for cut in reversed(cuts)}.values())[::-1]

@@ -1,0 +1,76 @@
+"""A gradient that stops or changes on its way back: the report shows the line at which it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddp_equivalence import Case, check
+from tests.diagnosis.whereabouts import cut_steps as steps
+from tests.diagnosis.whereabouts.faulty import CASE, distance, marked_line, where
+
+FOCAL = replace(CASE, loss=steps.focal)
+DISTILLED = replace(CASE, loss=steps.distilled)
+BRANCHES = replace(CASE, model=steps.Branches)
+
+
+@pytest.mark.parametrize(
+    ("case", "step", "function", "words"),
+    [
+        (FOCAL, steps.weights_are_constants, steps.weights_are_constants, "data"),
+        (FOCAL, steps.weights_are_numbers, steps.weights_are_numbers, "item"),
+        (FOCAL, steps.weights_without_gradients, steps.weights_without_gradients, "turned off"),
+        (CASE, steps.derivative_is_wrong, steps.Steep, "Steep"),
+        (FOCAL, steps.one_factor_gets_no_gradient, steps.Product, "returned None for input 1"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_line_that_stops_or_changes_a_gradient_is_shown(
+    case: Case, step: Callable[..., Any], function: Callable[..., Any], words: str
+) -> None:
+    found = where(case, step)
+    assert found.kind == "own gradient"
+    assert words in found.sentence
+    assert distance(found, function) == 0
+    marked = [one for one in found.lines if one.line.number == marked_line(function)]
+    assert marked[0].is_fault
+
+
+def test_tensors_that_are_cut_on_purpose_are_not_shown() -> None:
+    found = where(DISTILLED, steps.logs_and_teaches_and_shifts)
+    notes = " ".join(one.note for one in found.lines)
+    assert "gradient" not in notes
+    assert "without a gradient" not in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("case", "step", "words"),
+    [
+        (
+            CASE,
+            steps.first_layer_without_gradients,
+            "first is called only where gradients are turned",
+        ),
+        (CASE, steps.middle_is_copied, "without a gradient"),
+        (BRANCHES, steps.left_in_evaluation_mode, "The model is called in evaluation mode"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_line_that_leaves_parameters_without_a_gradient_is_shown(
+    case: Case, step: Callable[..., Any], words: str
+) -> None:
+    verdict = check(case, step)
+    assert verdict.outcome == "different"
+    found = verdict.localisation.whereabouts
+    assert found is not None
+    assert words in found.sentence
+    assert distance(found, step) == 0
+
+
+def test_the_line_that_set_a_number_of_a_module_is_shown() -> None:
+    found = where(BRANCHES, steps.another_gain)
+    assert distance(found, steps.another_gain) == 0
+    assert any("gain = 0.7" in one.note for one in found.lines)
