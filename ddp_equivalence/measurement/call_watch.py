@@ -41,6 +41,7 @@ from ddp_equivalence.measurement.line_tracer import (
     line_of_caller,
     merged_handlers,
 )
+from ddp_equivalence.measurement.local_tensors import LocalTensors
 from ddp_equivalence.measurement.loss_watch import LossWatch
 from ddp_equivalence.measurement.module_states import ModuleStates
 from ddp_equivalence.measurement.module_watch import ModuleWatch
@@ -52,7 +53,7 @@ from ddp_equivalence.measurement.temporary_results import TemporaryResults
 from ddp_equivalence.measurement.torch_calls import TorchCalls
 from ddp_equivalence.measurement.trace import Trace
 from ddp_equivalence.ranks.collectives import issued_so_far
-from ddp_equivalence.ranks.issued_collectives import Issued, listening
+from ddp_equivalence.ranks.issued_collectives import Issued, listening, some_are_pending
 
 MOST_CALLS = 5_000
 """Later calls are not recorded."""
@@ -81,6 +82,7 @@ class CallWatch:
         self._losses = LossWatch(self._on_loss)
         self._in_vain: dict[CodeLine, int] = {}
         self._temporaries = TemporaryResults()
+        self._locals = LocalTensors()
         self._synchronisation = SynchronisationWatch()
         self.further = FurtherCalls(model, self._gradients.parameters, self._append)
         torchs = TorchCalls(self._record, self._names).handlers()
@@ -112,6 +114,7 @@ class CallWatch:
             complete=modules.complete and self._states.complete,
             lines_run=self._tracer.lines_run,
             times_run=self._tracer.times_run,
+            local_tensors=tuple(self._locals.found),
         )
 
     @contextmanager
@@ -247,6 +250,7 @@ class CallWatch:
             Kind.COLLECTIVE, frame, collective=collective, made_at=made_at, callers=callers
         )
         issued.call = len(self.calls) - 1
+        self._locals.forget()
         if not self._tracer.paused:
             self._temporaries.add(issued, frame)
 
@@ -260,6 +264,8 @@ class CallWatch:
             for number in self._temporaries.gone_after(frame):
                 self._result_is_gone(number)
         self.further.values(frame, line, returned)
+        if self.backwards and not some_are_pending():
+            self._locals.after(frame, line, returned, self.step)
         if line is not None and line.function != "<module>":
             in_vain = self._in_vain.get(line, 0)
             if in_vain < MOST_IN_VAIN:

@@ -68,6 +68,20 @@ class GradientState:
 
 
 @dataclass(frozen=True)
+class LocalTensor:
+    """Some elements of a tensor that a line of the user's code has made or changed.
+
+    ``name``: that the code has for it, such as ``flat``, ``parts[0]`` or ``self.buffer``; "" for
+    what the line returned. ``values``: as bytes of float64.
+    """
+
+    step: int
+    line: CodeLine
+    name: str
+    values: bytes
+
+
+@dataclass(frozen=True)
 class Trace:
     """``module_calls`` in the order in which they ended, and ``states`` in their order.
 
@@ -75,6 +89,7 @@ class Trace:
     check. ``complete``: False if something was left out, since there was too much of it.
     ``lines_run``: each line of the user's code that ran, in the order in which they ran first -> a
     number that says in which order they ran last. ``times_run``: how often each of them began.
+    ``local_tensors``: in the order in which lines made them, once a backward pass had run.
     """
 
     module_calls: tuple[ModuleCall, ...] = ()
@@ -83,6 +98,7 @@ class Trace:
     complete: bool = True
     lines_run: Mapping[CodeLine, int] | None = None
     times_run: Mapping[CodeLine, int] | None = None
+    local_tensors: tuple[LocalTensor, ...] = ()
 
 
 def thinned(values: Tensor, most: int) -> Tensor:

@@ -8,6 +8,8 @@ from itertools import chain
 
 import torch
 
+from ddp_equivalence.diagnosis.lines.made_from import lines_behind
+from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.view import View
@@ -75,12 +77,12 @@ def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Wher
     pointed = _lines(beside.partings, view)
     if not pointed:
         return replace(found, beside_one_rank=RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE)
-    known = {(one.line.file, one.line.number) for one in pointed}
-    others = [one for one in found.lines if (one.line.file, one.line.number) not in known]
-    kept = others[: MOST_LINES - len(pointed)]
+    faults = [replace(one, is_fault=False) for one in found.lines if one.is_fault]
+    others = [one for one in found.lines if not one.is_fault]
+    behind = lines_behind(run_lines(view, 0), pointed[0].line, MOST_LINES)
     found = replace(
         found,
-        lines=(*pointed, *(replace(one, is_fault=False) for one in kept)),
+        lines=_first_of_each_line([*pointed, *faults, *behind, *others]),
         beside_one_rank=f"{RIGHT_ALONE} {MARKED}",
     )
     if found.kind != "not seen":
@@ -170,6 +172,13 @@ def _lines(found: Sequence[Parting], view: View) -> tuple[PointedLine, ...]:
             for line in parting.parts_of_sums:
                 lines.setdefault(line, PointedLine(line, PART_OF_SUM))
     return tuple(lines.values())[:MOST_LINES]
+
+
+def _first_of_each_line(lines: Sequence[PointedLine]) -> tuple[PointedLine, ...]:
+    first: dict[tuple[str, int], PointedLine] = {}
+    for one in lines:
+        first.setdefault((one.line.file, one.line.number), one)
+    return tuple(first.values())[:MOST_LINES]
 
 
 def _note(parting: Parting, world_size: int) -> str:

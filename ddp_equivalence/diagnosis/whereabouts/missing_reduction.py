@@ -7,7 +7,9 @@ from ddp_equivalence.diagnosis.lines.lines_around_reduction import (
     lines_that_left_out,
 )
 from ddp_equivalence.diagnosis.lines.unreached import lines_that_keep_from_reducing
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place, reduces_gradients
+from ddp_equivalence.diagnosis.whereabouts.followed_values import line_that_sums
 from ddp_equivalence.diagnosis.whereabouts.gradient_mix import SAME_WEIGHT
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import Path, line_of
 from ddp_equivalence.diagnosis.whereabouts.mix_text import mix_text
@@ -35,7 +37,7 @@ def why_not_reduced(pieces: Pieces, path: Path, good: Path | None) -> Whereabout
         or _not_in_any(pieces, path, good)
         or _copy_not_written_back(pieces, path)
         or _other_group(pieces, path, missing)
-        or _plain(pieces, path, good)
+        or _plain(pieces, path, good, counted)
     )
 
 
@@ -160,7 +162,7 @@ def _other_group(pieces: Pieces, path: Path, missing: list[int]) -> Whereabouts 
     )
 
 
-def _plain(pieces: Pieces, path: Path, good: Path | None) -> Whereabouts:
+def _plain(pieces: Pieces, path: Path, good: Path | None, counted: set[int]) -> Whereabouts:
     """What they hold in the end, and the last call before."""
     reduced = _reductions_of(pieces, path, path.rank)
     text = mix_text(path.held, pieces)
@@ -171,7 +173,11 @@ def _plain(pieces: Pieces, path: Path, good: Path | None) -> Whereabouts:
         for one in seen.collectives or ()
     )
     exchanged = lines_of_exchange(pieces.view, path.rank) if sent else []
-    lines = exchanged if reduced or sent else [*lines_that_keep_from_reducing(pieces.view)]
+    if not exchanged and not reduced and len(counted) > 1:
+        exchanged = line_that_sums(pieces, path.rank, sorted(counted))
+    lines: list[PointedLine | None] = (
+        exchanged if reduced or exchanged else [*lines_that_keep_from_reducing(pieces.view)]
+    )
     lines += [
         at(
             line_of(one.call),

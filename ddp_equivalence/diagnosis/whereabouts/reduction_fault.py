@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.whereabouts.followed_values import line_that_mixes_up
 from ddp_equivalence.diagnosis.whereabouts.gradient_mix import SAME_WEIGHT, SPARE
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import Path, Station, went_alike
 from ddp_equivalence.diagnosis.whereabouts.missing_reduction import why_not_reduced
@@ -164,6 +165,8 @@ def _no_mixture(pieces: Pieces, bad: Sequence[Path]) -> Whereabouts | None:
     elif collective is not None and collective.reduce_op not in ("SUM", "AVG", ""):
         headline = f"gradients are reduced with {collective.reduce_op}"
         fix = f"use ReduceOp.SUM, and divide by {pieces.view.world_size}."
+    elif collective is None and (mixed := line_that_mixes_up(pieces, path.rank)):
+        lines = [*mixed]
     elif collective is None:
         ranks = tuple(sorted({one.rank for one in bad if _changes(one, station)}))
         lines = [*lines_only_on(pieces.view.observed.by_rank, ranks), *lines]

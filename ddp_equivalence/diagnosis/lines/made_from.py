@@ -1,0 +1,100 @@
+"""The lines behind a line: those that set the variables and attributes that it reads."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ddp_equivalence.diagnosis.lines.origins import lines_that_set_attribute
+from ddp_equivalence.diagnosis.lines.run_lines import RunLines
+from ddp_equivalence.diagnosis.lines.source_tree import Place, inside, place_of
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.measurement.calls import CodeLine
+
+DEEPEST = 2
+"""How many lines are followed, one behind the other."""
+
+FILLING = frozenset({"append", "extend", "insert", "update", "add", "copy_", "add_", "setdefault"})
+"""Methods that change what they are called on."""
+
+
+def lines_behind(run: RunLines, line: CodeLine, most: int) -> list[PointedLine]:
+    """At most so many lines that have run and set what this line reads, the nearest first."""
+    found: dict[CodeLine, PointedLine] = {}
+    level = [line]
+    for _ in range(DEEPEST):
+        behind = [
+            (setter, f"sets {name}, which line {reader.number} reads")
+            for reader in level
+            for name, setter in _setters(run, reader)
+        ]
+        for setter, note in behind:
+            if setter != line:
+                found.setdefault(setter, PointedLine(setter, note))
+        level = [setter for setter, _ in behind]
+    return list(found.values())[:most]
+
+
+def _setters(run: RunLines, line: CodeLine) -> Iterator[tuple[str, CodeLine]]:
+    """What a line reads, and which line set it: attributes first, since they are set far away."""
+    place = place_of(line.file, line.number)
+    if place is None:
+        return
+    read = [place.statement, *inside(place.statement)]
+    attributes = [
+        node.attr
+        for node in read
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Load)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    ]
+    for name in dict.fromkeys(attributes):
+        for setter in lines_that_set_attribute(run, name):
+            yield name, setter
+    names = [
+        node.id for node in read if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    ]
+    for name in dict.fromkeys(names):
+        setter = _last_that_sets(run, place, line, name)
+        if setter is not None:
+            yield name, setter
+
+
+def _last_that_sets(run: RunLines, place: Place, line: CodeLine, name: str) -> CodeLine | None:
+    """The last line above in the same function that has run and set or changed a variable."""
+    if place.function is None:
+        return None
+    lines = [
+        place.line(node)
+        for node in inside(place.function)
+        if _sets(node, name) and getattr(node, "lineno", line.number) < line.number
+    ]
+    ran = [one for one in lines if run.times.get(one)]
+    return max(ran, key=lambda one: one.number, default=None)
+
+
+def _sets(node: ast.AST, name: str) -> bool:
+    """True if a statement sets this variable, an element of it, or calls a method that fills it."""
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
+        targets = [node.target]
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        function = node.value.func
+        if isinstance(function, ast.Attribute) and function.attr in FILLING:
+            targets = [function.value]
+    parts = [
+        part
+        for target in targets
+        for part in (target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target])
+    ]
+    return any(_base(part) == name for part in parts)
+
+
+def _base(target: ast.expr) -> str:
+    """The variable that a target belongs to: ``parts`` for ``parts[0]``."""
+    while isinstance(target, (ast.Subscript, ast.Starred)):
+        target = target.value
+    return target.id if isinstance(target, ast.Name) else ""

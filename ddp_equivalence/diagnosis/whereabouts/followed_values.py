@@ -1,0 +1,192 @@
+"""Follows the tensors that the user's lines make of the ranks' own gradients, by their values.
+
+Every element is looked up among the sums of what some of the ranks computed for one element.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.diagnosis.lines.source_tree import Place, called_name, inside, place_of
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import ranked
+from ddp_equivalence.measurement.gradient_watch import factor_between
+from ddp_equivalence.measurement.trace import LocalTensor, unpacked
+
+MOST_RANKS = 6
+"""With more ranks there are too many sums."""
+
+MOST_SUMS = 4_000_000
+
+FEWEST = 4
+"""So many elements of a tensor, at least, must be other than zero."""
+
+ROUNDING = 64.0
+"""Two numbers are equal if they differ by at most this many eps, relative to themselves."""
+
+SMALLEST_TOLERANCE = 1e-10
+
+SAME = 1e-9
+"""A tensor is a multiple of another one if this much of it, at most, is something else."""
+
+UNKNOWN = -1
+
+FRESH = ("empty", "zeros", "ones", "full", "rand", "new_", "arange", "tensor", "normal")
+"""What makes a tensor that does not depend on the values of others begins with one of these."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """``values``: all sums, in ascending order, shape (sums,). ``masks``: of which ranks each is
+    the sum, rank r as bit r. ``tolerance``: relative.
+    """
+
+    values: Tensor
+    masks: Tensor
+    tolerance: float
+
+    def masks_of(self, sample: bytes) -> Tensor:
+        """For each element that is not zero, the ranks that it is a sum of; ``UNKNOWN`` if none."""
+        held = unpacked(sample)
+        held = held[held != 0]
+        at = torch.searchsorted(self.values, held).clamp(max=len(self.values) - 1)
+        masks = torch.full_like(at, UNKNOWN)
+        for near in (at, (at - 1).clamp(min=0)):
+            equal = (self.values[near] - held).abs() <= self.tolerance * held.abs()
+            masks = torch.where(equal & (masks == UNKNOWN), self.masks[near], masks)
+        return masks
+
+
+def sums_of(pieces: Pieces) -> Sums | None:
+    """The sums of all sets of ranks, also divided by their number; None if not all is known."""
+    view = pieces.view
+    world_size, elements = pieces.own.shape
+    sets = 2**world_size - 1
+    if world_size < 2 or world_size > MOST_RANKS or 2 * sets * elements > MOST_SUMS:
+        return None
+    if view.parameters.total != view.parameters.whole_total:
+        return None
+    own = pieces.own.double() / view.setting.scale
+    values, masks = [], []
+    for mask in range(1, sets + 1):
+        chosen = [rank for rank in range(world_size) if mask >> rank & 1]
+        total = own[chosen].sum(0)
+        for divisor in (1, world_size):
+            values.append(total / divisor)
+            masks.append(torch.full((elements,), mask))
+    order = torch.cat(values).argsort()
+    eps = torch.finfo(view.setting.dtype).eps
+    return Sums(
+        torch.cat(values)[order], torch.cat(masks)[order], max(SMALLEST_TOLERANCE, ROUNDING * eps)
+    )
+
+
+def line_that_mixes_up(pieces: Pieces, rank: int) -> list[PointedLine]:
+    """The first line that made, of sums of the ranks' gradients, a tensor that holds none."""
+    for one, masks, sources in _followed(pieces, rank):
+        unknown = masks == UNKNOWN
+        is_none = len(masks) >= FEWEST and 2 * int(unknown.sum()) > len(masks)
+        known = [name for name, of in sources if len(of) and not bool((of == UNKNOWN).any())]
+        if is_none and known and len(known) == len(sources):
+            what = one.name or "the result"
+            note = f"{known[0]} holds gradients or their sums, {what} neither"
+            return [PointedLine(one.line, note, True)]
+    return []
+
+
+def line_that_sums(pieces: Pieces, rank: int, ranks: Sequence[int]) -> list[PointedLine]:
+    """The first line that made a tensor which holds the sums of just these ranks' gradients."""
+    wanted = sum(1 << one for one in ranks)
+    for one, masks, sources in _followed(pieces, rank):
+        if len(masks) < FEWEST or not bool((masks == wanted).all()):
+            continue
+        if any(len(of) and bool((of == wanted).all()) for _, of in sources):
+            continue
+        what = one.name or "the result"
+        who = ranked(ranks, pieces.view.world_size)
+        return [PointedLine(one.line, f"{what} holds the sum over {who} only", True)]
+    return []
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The elements of a tensor, and of which ranks each that is not zero is a sum."""
+
+    values: Tensor
+    masks: Tensor
+
+
+Sources = list[tuple[str, Tensor]]
+"""Names that a line reads -> of which ranks their elements were sums."""
+
+
+def _followed(pieces: Pieces, rank: int) -> Iterator[tuple[LocalTensor, Tensor, Sources]]:
+    """The tensors that assignments and returns made on a rank, with those that they read."""
+    sums = sums_of(pieces)
+    seen = pieces.view.observed.by_rank.get(rank)
+    if sums is None or seen is None:
+        return
+    latest: dict[tuple[str, str], _Known] = {}
+    for one in seen.trace.local_tensors:
+        if one.step != pieces.view.setting.step:
+            continue
+        masks = sums.masks_of(one.values)
+        place = place_of(one.line.file, one.line.number)
+        if place is not None and _makes(place, one.name):
+            read = [
+                (name, known)
+                for name in _names_read(place)
+                for (function, of), known in latest.items()
+                if function == one.line.function and of.partition("[")[0] == name
+            ]
+            held = unpacked(one.values)
+            for _, known in read:
+                if _is_multiple(held, known.values):
+                    masks = known.masks
+            yield one, masks, [(name, known.masks) for name, known in read]
+        latest[one.line.function, one.name] = _Known(unpacked(one.values), masks)
+
+
+def _is_multiple(held: Tensor, of: Tensor) -> bool:
+    """True if one tensor is a number times another one."""
+    return len(held) == len(of) and factor_between(of, held, SAME) is not None
+
+
+def _makes(place: Place, name: str) -> bool:
+    """True if the statement returns a tensor, or gives this name to one."""
+    statement = place.statement
+    value = getattr(statement, "value", None)
+    if isinstance(value, ast.Call) and called_name(value).startswith(FRESH):
+        return False
+    if isinstance(statement, ast.Return):
+        return not name
+    targets: list[ast.expr] = []
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, (ast.AnnAssign, ast.AugAssign)):
+        targets = [statement.target]
+    return name.partition("[")[0] in [ast.unparse(one) for one in targets]
+
+
+def _names_read(place: Place) -> list[str]:
+    """The variables, and attributes of ``self``, that a statement reads."""
+    found: dict[str, None] = {}
+    for node in inside(place.statement):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id != "self":
+            found[node.id] = None
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Load)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        ):
+            found[ast.unparse(node)] = None
+    if isinstance(place.statement, ast.AugAssign):
+        found[ast.unparse(place.statement.target)] = None
+    return list(found)
