@@ -8,7 +8,9 @@ from itertools import chain
 
 import torch
 
+from ddp_equivalence.diagnosis.lines.loss_lines import line_of_loss
 from ddp_equivalence.diagnosis.lines.made_from import lines_behind
+from ddp_equivalence.diagnosis.lines.origins import divisors
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
@@ -26,6 +28,9 @@ COARSEST = 1e-4
 MOST_PARTINGS = 2
 MOST_SHOWN = 3
 
+NAMES = {"lift_fresh": "tensor", "_to_copy": "to", "nll_loss_forward": "nll_loss"}
+"""What users call operations that torch has other names for."""
+
 PART_OF_SUM = "makes a part, or a multiple, of what one rank has"
 
 RunBeside = Callable[[tuple[int, ...]], OneRank | None]
@@ -37,10 +42,12 @@ an empty order leaves the batch as it is."""
 class BesideOneRank:
     """``is_right_alone``: the step leaves the gradients of the big batch on one rank.
 
+    ``factor_alone``: it leaves them times this number there; None if it leaves others.
     ``partings``: where the ranks part from one rank that is right.
     """
 
     is_right_alone: bool
+    factor_alone: float | None = None
     partings: tuple[Parting, ...] = ()
 
 
@@ -51,12 +58,13 @@ def beside_one_rank(view: View, run: RunBeside) -> BesideOneRank | None:
     runs = run(order or ())
     if runs is None or torch.finfo(view.setting.dtype).eps > COARSEST:
         return None
-    if not _is_right(view, runs):
+    factor = _factor(view, runs)
+    if factor is None or abs(factor - 1) > _tolerance(view, runs):
         # With other random numbers it may be right all the same.
         draws = any(one.draws for one in runs.alone.operations)
-        return None if draws else BesideOneRank(is_right_alone=False)
+        return None if draws else BesideOneRank(is_right_alone=False, factor_alone=factor)
     if rows is None or order is None:
-        return BesideOneRank(is_right_alone=True)
+        return BesideOneRank(is_right_alone=True, factor_alone=1.0)
     place = {example: number for number, example in enumerate(order)}
     deal = Deal(
         tuple(tuple(place.get(one, one) for one in of_rank) for of_rank in rows),
@@ -64,7 +72,7 @@ def beside_one_rank(view: View, run: RunBeside) -> BesideOneRank | None:
         torch.finfo(_least_precise(view, runs)).eps,
         float(view.expected.abs().max()),
     )
-    return BesideOneRank(True, partings(TwoLogs(runs, deal)))
+    return BesideOneRank(True, 1.0, partings(TwoLogs(runs, deal)))
 
 
 WRONG_ALONE = "On one rank with the whole batch the step is wrong, too."
@@ -74,15 +82,20 @@ MARKED = "> marks where the ranks part from it."
 
 def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
     """What was found already, with what one rank shows."""
+    if found.kind == "reduction" and beside.factor_alone is not None and not beside.is_right_alone:
+        return _wrong_loss(found, beside.factor_alone, view)
     pointed = _lines(beside.partings, view)
     if not pointed:
         return replace(found, beside_one_rank=RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE)
     faults = [replace(one, is_fault=False) for one in found.lines if one.is_fault]
     others = [one for one in found.lines if not one.is_fault]
     behind = lines_behind(run_lines(view, 0), pointed[0].line, MOST_LINES)
+    # A wrong own gradient has shown in the loss; a wrong reduction was followed to its line.
+    is_followed = found.kind == "reduction"
+    more = [*faults, *others, *behind] if is_followed else [*behind, *faults, *others]
     found = replace(
         found,
-        lines=_first_of_each_line([*pointed, *faults, *behind, *others]),
+        lines=_first_of_each_line([*pointed, *more]),
         beside_one_rank=f"{RIGHT_ALONE} {MARKED}",
     )
     if found.kind != "not seen":
@@ -91,6 +104,29 @@ def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Wher
         found,
         kind="own gradient" if _before_reduction(beside.partings[0]) else "reduction",
         headline="the ranks part from one rank",
+    )
+
+
+def _wrong_loss(found: Whereabouts, factor: float, view: View) -> Whereabouts:
+    """On one rank, where a reduction changes nothing, all gradients have a wrong factor, too."""
+    loss = line_of_loss(view, "the loss that backward begins at", is_fault=True)
+    run = run_lines(view, 0)
+    divided = divisors(run, loss.line) if loss is not None else []
+    behind = lines_behind(run, loss.line, MOST_LINES) if loss is not None else []
+    lines = [
+        *([loss] if loss is not None else []),
+        *(PointedLine(link.line, f"sets {link.name}") for link in divided[:1]),
+        *behind,
+    ]
+    return replace(
+        found,
+        kind="own gradient",
+        headline=f"the loss has a wrong factor, {factor:.4g}",
+        sentence=f"On one rank every gradient is {factor:.6g} times that of the big batch, too. So "
+        "the loss is multiplied, or divided by another number; the reduction is not to blame.",
+        lines=_first_of_each_line(lines),
+        fix="",
+        beside_one_rank="",
     )
 
 
@@ -130,15 +166,21 @@ def _order(view: View, rows: Sequence[tuple[int, ...]]) -> tuple[int, ...] | Non
     )
 
 
-def _is_right(view: View, runs: OneRank) -> bool:
+def _factor(view: View, runs: OneRank) -> float | None:
+    """One rank holds so many times the gradient of the big batch; None if it holds another one."""
     sample, alone = view.parameters.sample, runs.alone
     if any(name not in alone.left for name in sample.sizes):
-        return False
+        return None
     values = {name: alone.values[alone.left[name]].tensor for name in sample.sizes}
     if any(values[name].numel() != size for name, size in sample.sizes.items()):
-        return False
-    most = max(NEGLIGIBLE, 100 * torch.finfo(_least_precise(view, runs)).eps)
-    return unexplained(sample.of(values), view.expected) < most
+        return None
+    held, norm = sample.of(values), float(view.expected.norm())
+    factor = float(held @ view.expected) / norm**2 if norm else 1.0
+    return factor if unexplained(held, factor * view.expected) < _tolerance(view, runs) else None
+
+
+def _tolerance(view: View, runs: OneRank) -> float:
+    return max(NEGLIGIBLE, 100 * torch.finfo(_least_precise(view, runs)).eps)
 
 
 def _least_precise(view: View, runs: OneRank) -> torch.dtype:
@@ -184,6 +226,7 @@ def _first_of_each_line(lines: Sequence[PointedLine]) -> tuple[PointedLine, ...]
 def _note(parting: Parting, world_size: int) -> str:
     """What the operation returned on one rank, and what it returned on the others."""
     name = parting.operation.name
+    name = NAMES.get(name, name)
     if parting.alone is None:
         return f"{name}: makes of what one rank has something else"
     whole = parting.alone.tensor
