@@ -87,17 +87,7 @@ def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Wher
     pointed = _lines(beside.partings, view)
     if not pointed:
         return replace(found, beside_one_rank=RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE)
-    faults = [replace(one, is_fault=False) for one in found.lines if one.is_fault]
-    others = [one for one in found.lines if not one.is_fault]
-    behind = lines_behind(run_lines(view, 0), pointed[0].line, MOST_LINES)
-    # A wrong own gradient has shown in the loss; a wrong reduction was followed to its line.
-    is_followed = found.kind == "reduction"
-    more = [*faults, *others, *behind] if is_followed else [*behind, *faults, *others]
-    found = replace(
-        found,
-        lines=_first_of_each_line([*pointed, *more]),
-        beside_one_rank=f"{RIGHT_ALONE} {MARKED}",
-    )
+    found = _with_lines(found, pointed, view)
     if found.kind != "not seen":
         return found
     return replace(
@@ -105,6 +95,22 @@ def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Wher
         kind="own gradient" if _before_reduction(beside.partings[0]) else "reduction",
         headline="the ranks part from one rank",
     )
+
+
+def _with_lines(found: Whereabouts, pointed: Sequence[PointedLine], view: View) -> Whereabouts:
+    """A wrong reduction was followed by its values, up to a line if one is found; a wrong gradient
+    of a rank was only seen in its loss.
+    """
+    faults = [one for one in found.lines if one.is_fault]
+    others = [one for one in found.lines if not one.is_fault]
+    behind = lines_behind(run_lines(view, 0), pointed[0].line, MOST_LINES)
+    if found.kind == "reduction" and faults:
+        seen = [replace(one, is_fault=False) for one in pointed]
+        lines = _first_of_each_line([*faults, *seen, *others])
+        return replace(found, lines=lines, beside_one_rank=RIGHT_ALONE)
+    seen = [replace(one, is_fault=False) for one in faults]
+    lines = _first_of_each_line([*pointed, *behind, *seen, *others])
+    return replace(found, lines=lines, beside_one_rank=f"{RIGHT_ALONE} {MARKED}")
 
 
 def _wrong_loss(found: Whereabouts, factor: float, view: View) -> Whereabouts:
@@ -228,7 +234,7 @@ def _note(parting: Parting, world_size: int) -> str:
     name = parting.operation.name
     name = NAMES.get(name, name)
     if parting.alone is None:
-        return f"{name}: makes of what one rank has something else"
+        return f"{name}: one rank does not run it; from here on the values are others"
     whole = parting.alone.tensor
     parts = [one.tensor for one in parting.by_rank]
     if any(part.shape != whole.shape for part in parts):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ddp_equivalence.diagnosis.whereabouts.kinship import RELATED
 from ddp_equivalence.diagnosis.whereabouts.two_logs import TwoLogs
 from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.measurement.operation_log import BETWEEN_TWO, UNWRITTEN
 from ddp_equivalence.measurement.operations import Operation, Value
 
 READ_BY_PYTHON = ("_local_scalar_dense", "is_nonzero")
@@ -83,7 +84,8 @@ class _Search:
                 seen.add(here)
                 if number is not None and self._is_parting(number):
                     found.add(number)
-                if number is None and is_read_by_both and operation.line is not None:
+                makes_values = operation.name not in (*UNWRITTEN, *BETWEEN_TWO)
+                if number is None and is_read_by_both and makes_values and operation.line:
                     only_ranks.setdefault(operation.line, operation)
                 open_ones.extend((one, number is not None) for one in operation.after)
         return found, list(only_ranks.values())
