@@ -9,8 +9,12 @@ from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis
 from ddp_equivalence.diagnosis.lines.lost_results import lines_of_lost_results
+from ddp_equivalence.diagnosis.lines.made_from import lines_behind
+from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
+
+MOST_LINES = 3
 
 _BY_NAME = {hypothesis.name: hypothesis for hypothesis in HYPOTHESES}
 
@@ -51,4 +55,11 @@ def _lines(hypothesis: Hypothesis, view: View) -> tuple[PointedLine, ...]:
     lines = hypothesis.lines(view)
     known = {one.line for one in lines}
     lost = lines_of_lost_results(view, hypothesis.name not in OF_THE_LOSS)
-    return (*(one for one in lost if one.line not in known), *lines)
+    found = [*(one for one in lost if one.line not in known), *lines]
+    faults = [one for one in found if one.is_fault and not one.missing]
+    run = run_lines(view, min(view.observed.by_rank, default=0))
+    for fault in faults[:1]:
+        known = {one.line for one in found}
+        behind = lines_behind(run, fault.line, MOST_LINES, only_attributes=True)
+        found += [one for one in behind if one.line not in known]
+    return tuple(found[: max(MOST_LINES, len(lines))])

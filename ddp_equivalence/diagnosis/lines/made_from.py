@@ -18,15 +18,20 @@ FILLING = frozenset({"append", "extend", "insert", "update", "add", "copy_", "ad
 """Methods that change what they are called on."""
 
 
-def lines_behind(run: RunLines, line: CodeLine, most: int) -> list[PointedLine]:
-    """At most so many lines that have run and set what this line reads, the nearest first."""
+def lines_behind(
+    run: RunLines, line: CodeLine, most: int, *, only_attributes: bool = False
+) -> list[PointedLine]:
+    """At most so many lines that have run and set what this line reads, the nearest first.
+
+    ``only_attributes``: leave out variables of the same function, which a reader sees anyway.
+    """
     found: dict[CodeLine, PointedLine] = {}
     level = [line]
     for _ in range(DEEPEST):
         behind = [
             (setter, f"sets {name}, which line {reader.number} reads")
             for reader in level
-            for name, setter in _setters(run, reader)
+            for name, setter in _setters(run, reader, only_attributes)
         ]
         for setter, note in behind:
             if setter != line:
@@ -35,7 +40,9 @@ def lines_behind(run: RunLines, line: CodeLine, most: int) -> list[PointedLine]:
     return list(found.values())[:most]
 
 
-def _setters(run: RunLines, line: CodeLine) -> Iterator[tuple[str, CodeLine]]:
+def _setters(
+    run: RunLines, line: CodeLine, only_attributes: bool
+) -> Iterator[tuple[str, CodeLine]]:
     """What a line reads, and which line set it: attributes first, since they are set far away."""
     place = place_of(line.file, line.number)
     if place is None:
@@ -47,11 +54,12 @@ def _setters(run: RunLines, line: CodeLine) -> Iterator[tuple[str, CodeLine]]:
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Load)
         and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
     ]
     for name in dict.fromkeys(attributes):
         for setter in lines_that_set_attribute(run, name):
             yield name, setter
+    if only_attributes:
+        return
     names = [
         node.id for node in read if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
     ]

@@ -40,7 +40,7 @@ def _fewer(pointed_at: list[PointedLine], most: int) -> list[PointedLine]:
     """At most so many of the lines: those that are no fault are left out first."""
     while len(pointed_at) > most:
         innocent = [one for one in pointed_at if not one.is_fault]
-        pointed_at.remove(innocent[0] if innocent else pointed_at[-1])
+        pointed_at.remove(innocent[-1] if innocent else pointed_at[-1])
     return pointed_at
 
 
