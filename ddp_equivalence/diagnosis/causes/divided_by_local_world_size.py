@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
 from ddp_equivalence.diagnosis.lines.lines_around_reduction import (
@@ -23,20 +22,15 @@ from ddp_equivalence.diagnosis.view import View
 
 
 def predict(view: View) -> Sequence[Prediction]:
-    """The sum of the local gradients, divided by the number of ranks on a node."""
+    """The sum of the local gradients, divided by the number of ranks on each rank's own node."""
     if view.setting.layout.nodes == 1:
         return ()
-    return tuple(one for local in view.local_gradients for one in _divided(view, local.sum(0)))
-
-
-def _divided(view: View, total: Tensor) -> Iterator[Prediction]:
-    """Each rank divides by the number of ranks on its own node, or all use the same node's."""
-    by_rank = [row.local_world_size for row in view.setting.layout.rows]
-    divisors = torch.tensor(by_rank, dtype=total.dtype)[:, None]
-    yield Prediction(view.on_reporting_ranks(total / divisors))
-    if len(set(by_rank)) > 1:
-        for size in sorted(set(by_rank) - {1}):  # who divides by 1 may as well divide by nothing
-            yield Prediction(view.on_every_rank(total / size))
+    sizes = [row.local_world_size for row in view.setting.layout.rows]
+    divisors = torch.tensor(sizes, dtype=view.expected.dtype)[:, None]
+    return tuple(
+        Prediction(view.on_reporting_ranks(local.sum(0) / divisors))
+        for local in view.local_gradients
+    )
 
 
 def factors(view: View) -> Sequence[WrongFactor]:

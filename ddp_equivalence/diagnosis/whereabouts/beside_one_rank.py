@@ -99,12 +99,13 @@ def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Wher
 
 def _with_lines(found: Whereabouts, pointed: Sequence[PointedLine], view: View) -> Whereabouts:
     """A wrong reduction was followed by its values, up to a line if one is found; a wrong gradient
-    of a rank was only seen in its loss.
+    of a rank was only seen in its loss, and what DDP reduces only at the call of backward.
     """
+    backwards = {one.line for one in view.observed.calls.backwards}
     faults = [one for one in found.lines if one.is_fault]
     others = [one for one in found.lines if not one.is_fault]
     behind = lines_behind(run_lines(view, 0), pointed[0].line, MOST_LINES)
-    if found.kind == "reduction" and faults:
+    if found.kind == "reduction" and any(one.line not in backwards for one in faults):
         seen = [replace(one, is_fault=False) for one in pointed]
         lines = _first_of_each_line([*faults, *seen, *others])
         return replace(found, lines=lines, beside_one_rank=RIGHT_ALONE)
