@@ -157,7 +157,7 @@ def _tensors(values: object) -> Iterator[Tensor]:
 
 def _address(tensor: Tensor) -> int | None:
     try:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None
 

@@ -89,9 +89,10 @@ def _whereabouts(verdict: Verdict) -> list[Line]:
     found = verdict.localisation.whereabouts
     if found is None:
         return []
-    lines = paragraph(found.sentence, "  ")
+    lines = paragraph(" ".join(filter(None, (found.beside_one_rank, found.sentence))), "  ")
     for one in found.lines:
-        place = f"{os.path.basename(one.line.file)}:{one.line.number}"
+        mark = "> " if one.is_fault else ""
+        place = f"{mark}{os.path.basename(one.line.file)}:{one.line.number}"
         code = linecache.getline(one.line.file, one.line.number).strip()
         lines += labelled(f"{place}: ", code or one.line.function)
         lines += paragraph(one.note, "    ") if one.note else []

@@ -64,9 +64,9 @@ def _setters(
         node.id for node in read if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
     ]
     for name in dict.fromkeys(names):
-        setter = _last_that_sets(run, place, line, name)
-        if setter is not None:
-            yield name, setter
+        last = _last_that_sets(run, place, line, name)
+        if last is not None:
+            yield name, last
 
 
 def _last_that_sets(run: RunLines, place: Place, line: CodeLine, name: str) -> CodeLine | None:

@@ -192,7 +192,7 @@ def _tolerance(view: View, runs: OneRank) -> float:
 
 def _least_precise(view: View, runs: OneRank) -> torch.dtype:
     dtypes = {value.dtype for value in runs.alone.values if value.is_floating_point}
-    found = [getattr(torch, name) for name in dtypes]
+    found: list[torch.dtype] = [getattr(torch, name) for name in dtypes]
     return max([view.setting.dtype, *found], key=lambda dtype: torch.finfo(dtype).eps)
 
 

@@ -69,9 +69,9 @@ class TwoLogs:
                 yield related, self.alone.operations[writer]
                 continue
             on_ranks = [
-                of_rank.operations[one.writers[place]]
+                of_rank.operations[on_rank]
                 for of_rank, one in zip(self.ranks, each, strict=True)
-                if one.writers[place] is not None
+                if (on_rank := one.writers[place]) is not None
             ]
             yield related, on_ranks[0] if on_ranks else None
 

@@ -37,11 +37,11 @@ def weighted_rows(generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
-def relative_gain_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def relative_gain_loss(model: Any, batch: dict[str, Tensor]) -> Any:
     return weighed(model, batch, batch["gain"].max())
 
 
-def weighed(model: Any, batch: dict[str, Tensor], largest: Tensor) -> Tensor:
+def weighed(model: Any, batch: dict[str, Tensor], largest: Tensor) -> Any:
     errors = (model(batch["rows"]) - batch["targets"]).square().mean(dim=1)
     return (errors * batch["gain"] / largest).mean()
 
@@ -62,8 +62,8 @@ def penalty_in_every_term(model: Any, shard: Any, rank: Any) -> None:
         dist.all_reduce(parameter.grad)
 
 
-def with_penalty(model: Any, examples: dict[str, Tensor]) -> Tensor:
-    penalty: Tensor = 0.1 * model.head.weight.square().sum()
+def with_penalty(model: Any, examples: dict[str, Tensor]) -> Any:
+    penalty = 0.1 * model.head.weight.square().sum()
     return loss(model, examples) + penalty
 
 
@@ -85,7 +85,8 @@ def own_rows_only_on_the_way_back(model: Any, shard: Any, rank: Any) -> None:
 
     ddp = DistributedDataParallel(model)
     left, right = ddp(shard["rows"])
-    everyone = Gathered.apply(right)
+    gather: Any = Gathered.apply
+    everyone = gather(right)
     first = rank.rank * left.shape[0]
     labels = torch.arange(first, first + left.shape[0])
     nn.functional.cross_entropy(left @ everyone.T, labels).backward()
@@ -130,7 +131,7 @@ def sends_to_a_neighbour(model: Any, shard: Any, rank: Any) -> None:
     for parameter in model.parameters():
         incoming = torch.zeros_like(parameter.grad)
         if rank.world_size > 1:
-            sent = dist.isend(parameter.grad.clone(), (rank.rank + 1) % rank.world_size)
+            sent: Any = dist.isend(parameter.grad.clone(), (rank.rank + 1) % rank.world_size)
             dist.recv(incoming, (rank.rank - 1) % rank.world_size)
             sent.wait()
         parameter.grad += torch.tanh(incoming)
@@ -165,5 +166,5 @@ def loops_over_what_the_rank_has(model: Any, shard: Any, rank: Any) -> None:
     average(model)
 
 
-def by_spread(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def by_spread(model: Any, batch: dict[str, Tensor]) -> Any:
     return loss(model, batch) / batch["gain"].std(unbiased=False)
