@@ -28,6 +28,8 @@ COARSEST = 1e-4
 MOST_PARTINGS = 2
 MOST_SHOWN = 3
 
+ONLY_RANKS = "one rank does not run it; from here on the values are others"
+
 NAMES = {"lift_fresh": "tensor", "_to_copy": "to", "nll_loss_forward": "nll_loss"}
 """What users call operations that torch has other names for."""
 
@@ -82,8 +84,8 @@ MARKED = "> marks where the ranks part from it."
 
 def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
     """What was found already, with what one rank shows."""
-    if found.kind == "reduction" and beside.factor_alone is not None and not beside.is_right_alone:
-        return _wrong_loss(found, beside.factor_alone, view)
+    if found.kind == "reduction" and not beside.is_right_alone and _is_all(beside, view):
+        return _wrong_loss(found, beside.factor_alone or 0.0, view)
     pointed = _lines(beside.partings, view)
     if not pointed:
         return replace(found, beside_one_rank=RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE)
@@ -97,6 +99,18 @@ def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Wher
     )
 
 
+def _is_all(beside: BesideOneRank, view: View) -> bool:
+    """True if the ranks hold the same multiple as one rank, and only backward and reductions have
+    changed their gradients, so that the loss must have this factor.
+    """
+    factor = beside.factor_alone
+    if factor is None or view.observed.calls.changes():
+        return False
+    return all(
+        unexplained(held, factor * view.expected) < NEGLIGIBLE for held in view.measured.by_rank
+    )
+
+
 def _with_lines(found: Whereabouts, pointed: Sequence[PointedLine], view: View) -> Whereabouts:
     """A wrong reduction was followed by its values, up to a line if one is found; a wrong gradient
     of a rank was only seen in its loss, and what DDP reduces only at the call of backward.
@@ -105,6 +119,11 @@ def _with_lines(found: Whereabouts, pointed: Sequence[PointedLine], view: View) 
     faults = [one for one in found.lines if one.is_fault]
     others = [one for one in found.lines if not one.is_fault]
     behind = lines_behind(run_lines(view, 0), pointed[0].line, MOST_LINES)
+    notes = {one.line: one.note for one in found.lines if one.note}
+    pointed = [
+        replace(one, note=notes.get(one.line, one.note)) if one.note.endswith(ONLY_RANKS) else one
+        for one in pointed
+    ]
     if found.kind == "reduction" and any(one.line not in backwards for one in faults):
         seen = [replace(one, is_fault=False) for one in pointed]
         lines = _first_of_each_line([*faults, *seen, *others])
@@ -235,7 +254,7 @@ def _note(parting: Parting, world_size: int) -> str:
     name = parting.operation.name
     name = NAMES.get(name, name)
     if parting.alone is None:
-        return f"{name}: one rank does not run it; from here on the values are others"
+        return f"{name}: {ONLY_RANKS}"
     whole = parting.alone.tensor
     parts = [one.tensor for one in parting.by_rank]
     if any(part.shape != whole.shape for part in parts):
