@@ -58,7 +58,9 @@ def updates_of(
 ) -> dict[str, Tensor | None]:
     """How far every parameter has moved; its value, if it was not there before."""
     return {
-        name: update_of(parameter.detach(), before.get(name), frozen=not parameter.requires_grad)
+        name: update_of(
+            gathered(parameter.detach()), before.get(name), frozen=not parameter.requires_grad
+        )
         for name, parameter in parameters.items()
     }
 
@@ -82,9 +84,20 @@ def sgd_step(model: nn.Module, lr: float) -> None:
                 parameter.add_(parameter.grad, alpha=-lr)
 
 
+def gathered(tensor: Tensor) -> Tensor:
+    """The tensor; if it is sharded over ranks, as FSDP2 leaves gradients, all of it on each rank.
+
+    All ranks must call this for the same tensors in the same order, since they gather the shards.
+    """
+    gather = getattr(tensor, "full_tensor", None)  # of DTensor, which takes half a second to import
+    return tensor if gather is None else gather()
+
+
 def dense(gradient: Tensor) -> Tensor:
-    """The gradient without its graph, and dense if it was sparse."""
-    gradient = gradient.detach()
+    """The gradient without its graph, and dense if it was sparse; of a sharded one, this rank's
+    shard.
+    """
+    gradient = getattr(gradient, "to_local", lambda: gradient)().detach()
     return gradient.to_dense() if gradient.layout is not torch.strided else gradient
 
 

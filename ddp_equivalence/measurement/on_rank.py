@@ -22,6 +22,7 @@ from ddp_equivalence.comparison.chunks import raw_messages
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.comparison.gradients import (
     describe,
+    gathered,
     gradients_of,
     in_first_step,
     sgd_step,
@@ -108,6 +109,7 @@ def _run_step(
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     collectives = new_collectives()
+    gradients = {key: None if one is None else gathered(one) for key, one in gradients.items()}
     dealt = None if case.shards == OWN else tuple(one.indices[rank.rank] for one in shards)
     evidence = Evidence(
         examples=dealt,

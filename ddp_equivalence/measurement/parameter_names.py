@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from ddp_equivalence.comparison.digest import digest
+from ddp_equivalence.comparison.gradients import gathered
 from ddp_equivalence.measurement.returned import no_parameters
 
 WRAPPER_SEGMENTS = frozenset(
@@ -118,7 +119,10 @@ class ParameterNames:
     def digest(self, model: nn.Module) -> str:
         """A digest of the weights. It does not change if the step renames or adds parameters."""
         parameters = self.parameters(model)
-        return digest((name, parameters.get(name)) for name in self._known)
+        return digest(
+            (name, None if (one := parameters.get(name)) is None else gathered(one))
+            for name in self._known
+        )
 
     def _matched_as_a_whole(self, model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         """Each name -> the model's own name, by the first way that fits all names.
