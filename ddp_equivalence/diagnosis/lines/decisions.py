@@ -51,6 +51,7 @@ def decisions(run: RunLines, way: Sequence[CodeLine]) -> list[Decision]:
     for line in way:
         place = place_of(line.file, line.number)
         if place is not None and place.function is not None:
+            place = run.beside_backward(place)
             found += [one for one in conditions(run, place) if one.chosen < one.times]
             found += _ways_out(run, place)
     return found

@@ -6,6 +6,10 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ddp_equivalence.diagnosis.lines.attributes import (
+    line_in_function,
+    lines_that_set_attribute,
+)
 from ddp_equivalence.diagnosis.lines.decisions import lines_that_set_variable
 from ddp_equivalence.diagnosis.lines.run_lines import RunLines
 from ddp_equivalence.diagnosis.lines.source_tree import (
@@ -51,6 +55,7 @@ def gone_through(run: RunLines, way: Sequence[CodeLine]) -> list[Link]:
         place = place_of(line.file, line.number)
         if place is None:
             continue
+        place = run.beside_backward(place)
         for expression in _iterables(place, line.number):
             return links_of(run, place, expression, way[number + 1 :])
     return []
@@ -166,48 +171,6 @@ def _keyword_value(statement: ast.stmt, name: str) -> ast.expr | None:
     return None
 
 
-def lines_that_set_attribute(run: RunLines, name: str) -> list[CodeLine]:
-    """The line that has run and set an attribute of this name, or gave it to a constructor.
-
-    Empty if several different lines did.
-    """
-    found: dict[CodeLine, None] = {}
-    for file in run.files:
-        tree = tree_of(file)
-        for node in ast.walk(tree) if tree is not None else ():
-            line = _line_if_sets(file, node, name)
-            if line is not None and run.times.get(line):
-                found[line] = None
-    return list(found) if len(found) == 1 else []
-
-
-def _line_if_sets(file: str, node: ast.AST, name: str) -> CodeLine | None:
-    if isinstance(node, ast.Assign):
-        targets = node.targets
-    elif isinstance(node, ast.AnnAssign):
-        targets = [node.target] if node.value is not None else []
-    elif isinstance(node, ast.Call):
-        for keyword in node.keywords:
-            if keyword.arg == name and called_name(node)[:1].isupper():
-                return _in_function(file, keyword.value.lineno)
-        return None
-    else:
-        return None
-    for target in targets:
-        parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
-        if any(isinstance(one, ast.Attribute) and one.attr == name for one in parts):
-            return _in_function(file, target.lineno)
-    return None
-
-
-def _in_function(file: str, number: int) -> CodeLine | None:
-    place = place_of(file, number)
-    if place is None:
-        return None
-    name = place.function.name if place.function is not None else "<module>"
-    return CodeLine(file, number, name)
-
-
 def _returned_by(run: RunLines, place: Place, call: ast.Call) -> list[Link]:
     """The line that has run and returned or yielded what this function of the user's gives."""
     name = called_name(call)
@@ -278,7 +241,7 @@ def _callers_by_name(run: RunLines, name: str) -> list[CodeLine]:
         tree = tree_of(file)
         for node in ast.walk(tree) if tree is not None else ():
             if isinstance(node, ast.Call) and called_name(node) == name:
-                line = _in_function(file, node.lineno)
+                line = line_in_function(file, node.lineno)
                 if line is not None and run.times.get(line):
                     found[line] = None
     return list(found) if len(found) == 1 else []

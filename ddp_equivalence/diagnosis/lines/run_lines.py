@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import takewhile
 
 from ddp_equivalence.diagnosis.lines.source_tree import LOOPS, Function, Place
 from ddp_equivalence.diagnosis.view import View
@@ -17,16 +18,33 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 @dataclass(frozen=True)
 class RunLines:
     """``times``: each line that has run -> how often it began, in all steps. ``last``: -> a number
-    that says in which order they ran last.
+    that says in which order they ran last. ``backwards``: the lines that called backward.
     """
 
     times: Mapping[CodeLine, int]
     last: Mapping[CodeLine, int]
+    backwards: tuple[CodeLine, ...] = ()
 
     @cached_property
     def files(self) -> tuple[str, ...]:
         """The files of the user's code that ran."""
         return tuple(dict.fromkeys(line.file for line in self.times))
+
+    def beside_backward(self, place: Place) -> Place:
+        """The place without the statements around it that also hold a call of backward: these do
+        not decide about single gradients.
+        """
+        numbers = [line.number for line in self.backwards if line.file == place.file]
+        inner = takewhile(
+            lambda one: (
+                not any(
+                    one.statement.lineno <= number <= (one.statement.end_lineno or 0)
+                    for number in numbers
+                )
+            ),
+            place.around,
+        )
+        return replace(place, around=tuple(inner))
 
     def count(self, place: Place, node: ast.AST) -> int:
         """How often the line began at which a part of this function begins."""
@@ -86,4 +104,5 @@ def run_lines(view: View, rank: int) -> RunLines:
     seen = view.observed.by_rank.get(rank)
     if seen is None:
         return RunLines({}, {})
-    return RunLines(seen.trace.times_run or {}, seen.trace.lines_run or {})
+    backwards = tuple(place.line for place in view.observed.calls.backwards)
+    return RunLines(seen.trace.times_run or {}, seen.trace.lines_run or {}, backwards)

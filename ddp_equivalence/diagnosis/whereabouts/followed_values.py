@@ -12,7 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddp_equivalence.diagnosis.lines.source_tree import Place, called_name, inside, place_of
+from ddp_equivalence.diagnosis.lines.source_tree import (
+    Place,
+    called_name,
+    functions_named,
+    inside,
+    place_of,
+)
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import ranked
@@ -162,8 +168,11 @@ def _makes(place: Place, name: str) -> bool:
     """True if the statement returns a tensor, or gives this name to one."""
     statement = place.statement
     value = getattr(statement, "value", None)
-    if isinstance(value, ast.Call) and called_name(value).startswith(FRESH):
+    calls = [one for one in ast.walk(value) if isinstance(one, ast.Call)] if value else []
+    if any(called_name(one).startswith(FRESH) for one in calls):
         return False
+    if any(functions_named(place.file, called_name(one)) for one in calls):
+        return False  # the lines of that function are followed themselves
     if isinstance(statement, ast.Return):
         return not name
     targets: list[ast.expr] = []
