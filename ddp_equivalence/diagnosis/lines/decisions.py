@@ -11,6 +11,7 @@ from ddp_equivalence.diagnosis.lines.run_lines import RunLines
 from ddp_equivalence.diagnosis.lines.source_tree import (
     LOOPS,
     Place,
+    inside,
     leaving,
     loops_around,
     place_of,
@@ -107,21 +108,30 @@ def _only_line_that_sets(run: RunLines, place: Place, name: str) -> CodeLine | N
 def lines_that_set_variable(run: RunLines, place: Place, name: str) -> list[CodeLine]:
     """The lines of this function that have run and set a variable of this name."""
     found: dict[CodeLine, None] = {}
-    for node in ast.walk(place.function) if place.function is not None else ():
-        targets: list[ast.expr] = []
-        if isinstance(node, ast.Assign):
-            targets = node.targets
-        elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
-            targets = [node.target]
-        parts = [part for target in targets for part in ast.walk(target)]
-        if any(
-            isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store) and one.id == name
-            for one in parts
-        ):
+    for node in inside(place.function) if place.function is not None else ():
+        if isinstance(node, ast.stmt) and name in _names_set(node):
             line = place.line(node)
             if run.times.get(line):
                 found[line] = None
     return list(found)
+
+
+def _names_set(node: ast.stmt) -> set[str]:
+    """The variables that a statement sets, without those that the statements inside it set."""
+    parts: list[ast.expr | None] = []
+    if isinstance(node, ast.Assign):
+        parts = [*node.targets]
+    elif isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.For, ast.AsyncFor)):
+        parts = [node.target]
+    elif isinstance(node, (ast.With, ast.AsyncWith)):
+        parts = [one.optional_vars for one in node.items]
+    return {
+        one.id
+        for part in parts
+        if part is not None
+        for one in ast.walk(part)
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+    }
 
 
 def _ways_out(run: RunLines, place: Place) -> Iterator[Decision]:

@@ -157,6 +157,7 @@ def lines_of_exchange(view: View, rank: int) -> list[PointedLine]:
     ]
     if not calls:
         return []
+    calls = [one for one in calls if (one.line, one.callers) == (calls[0].line, calls[0].callers)]
     times = "once" if len(calls) == 1 else f"{len(calls)} times"
     others = view.world_size - 1
     note = f"rank {rank} receives {times}; there {'is' if others == 1 else 'are'} {others} other"

@@ -27,6 +27,12 @@ from ddp_equivalence.measurement.calls import CodeLine
 MOST_LINKS = 8
 """So many lines are followed from an expression to where it comes from."""
 
+OF_A_MODULE = frozenset(
+    {"parameters", "named_parameters", "modules", "named_modules", "children", "named_children"}
+    | {"state_dict"}
+)
+"""Methods that give all of a module, whatever line has made the module."""
+
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 
 
@@ -138,6 +144,8 @@ def _links(
 def _parts(expression: ast.expr) -> Iterator[ast.expr]:
     """What an expression is made of, as far as values go through it."""
     if isinstance(expression, ast.Call):
+        if called_name(expression) in OF_A_MODULE:
+            return
         yield from expression.args
         if isinstance(expression.func, ast.Attribute):
             yield expression.func.value
@@ -158,6 +166,9 @@ def _of_assignment(
     place = place_of(line.file, line.number)
     if place is None:
         return []
+    if isinstance(place.statement, (ast.For, ast.AsyncFor)):
+        made = _links(run, place, place.statement.iter, callers, depth + 1)
+        return made or [Link(name, line, selects(place.statement.iter))]
     value = _keyword_value(place.statement, name) or getattr(place.statement, "value", None)
     if not isinstance(value, ast.expr):
         return [Link(name, line, False)]

@@ -12,6 +12,9 @@ from ddp_equivalence.diagnosis.lines.source_tree import LOOPS, Function, Place
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import CodeLine
 
+WITHOUT_CODE = (ast.AnnAssign, ast.Global, ast.Nonlocal)
+"""Statements that may leave no code, so that no line of theirs ever runs."""
+
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -71,12 +74,23 @@ class RunLines:
                 return None
         return self.count(place, node)
 
+    def has_begun(self, place: Place, body: Sequence[ast.stmt]) -> bool:
+        """True if a line of a block of this function has run."""
+        first, last = body[0].lineno, body[-1].end_lineno or body[-1].lineno
+        name = place.line(body[0]).function
+        return any(
+            line.file == place.file and line.function == name and first <= line.number <= last
+            for line in self.times
+        )
+
     def times_begun(self, place: Place, body: Sequence[ast.stmt]) -> int | None:
         """How often a block of this function began; None if that is not certain."""
         first = body[0] if body else None
         while isinstance(first, (ast.With, ast.AsyncWith, ast.Try)):
             first = first.body[0]
-        if first is None or isinstance(first, LOOPS):
+        if first is None or isinstance(first, (*LOOPS, *WITHOUT_CODE)):
+            return None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
             return None
         return self.exact_count(place, first)
 

@@ -101,7 +101,7 @@ def line_that_mixes_up(pieces: Pieces, rank: int) -> list[PointedLine]:
         known = [name for name, of in sources if len(of) and not bool((of == UNKNOWN).any())]
         if is_none and known and len(known) == len(sources):
             what = one.name or "the result"
-            note = f"{known[0]} holds gradients or their sums, {what} neither"
+            note = f"{known[0]} holds gradients or their sums, {what} does not"
             return [PointedLine(one.line, note, True)]
     return []
 
@@ -116,7 +116,7 @@ def line_that_sums(pieces: Pieces, rank: int, ranks: Sequence[int]) -> list[Poin
             continue
         what = one.name or "the result"
         who = ranked(ranks, pieces.view.world_size)
-        return [PointedLine(one.line, f"{what} holds the sum over {who} only", True)]
+        return [PointedLine(one.line, f"{what} is made of {who} only", True)]
     return []
 
 
