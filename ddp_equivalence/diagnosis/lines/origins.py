@@ -73,7 +73,7 @@ def links_of_line(run: RunLines, line: CodeLine, callers: Sequence[CodeLine] = (
     value = getattr(place.statement, "value", None) if place is not None else None
     if place is None or not isinstance(value, ast.expr):
         return []
-    first = Link("", place.line(place.statement), selects(value))
+    first = Link("", line, selects(value))
     return [first, *_links(run, place, value, callers, 0)]
 
 
