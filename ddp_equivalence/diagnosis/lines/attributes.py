@@ -6,6 +6,7 @@ import ast
 
 from ddp_equivalence.diagnosis.lines.run_lines import RunLines
 from ddp_equivalence.diagnosis.lines.source_tree import called_name, place_of, tree_of
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.measurement.calls import CodeLine
 
 
@@ -27,7 +28,7 @@ def lines_that_set_attribute(run: RunLines, name: str) -> list[CodeLine]:
 def _line_if_sets(file: str, node: ast.AST, name: str) -> CodeLine | None:
     if isinstance(node, ast.Assign):
         targets = node.targets
-    elif isinstance(node, ast.AnnAssign):
+    elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
         targets = [node.target] if node.value is not None else []
     elif isinstance(node, ast.Call):
         for keyword in node.keywords:
@@ -50,3 +51,12 @@ def line_in_function(file: str, number: int) -> CodeLine | None:
         return None
     name = place.function.name if place.function is not None else "<module>"
     return CodeLine(file, number, name)
+
+
+def line_of_compared(run: RunLines, test: ast.expr | None, at: CodeLine) -> list[PointedLine]:
+    """The only line that set an attribute which a condition compares; [] if there are several."""
+    for node in ast.walk(test) if isinstance(test, ast.Compare) else ():
+        if isinstance(node, ast.Attribute):
+            for line in lines_that_set_attribute(run, node.attr):
+                return [PointedLine(line, f"sets {node.attr}, which line {at.number} compares")]
+    return []

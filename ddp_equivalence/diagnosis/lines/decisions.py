@@ -28,7 +28,7 @@ class Decision:
     """``line`` left a loop, went on with its next pass, or is a condition that chose a branch.
 
     ``note``: what was seen of it, as a clause. ``chosen``: a condition chose this branch so often,
-    of ``times``.
+    of ``times``. ``test``: the condition itself.
     """
 
     line: CodeLine
@@ -36,6 +36,7 @@ class Decision:
     note: str
     chosen: int = 0
     times: int = 0
+    test: ast.expr | None = None
 
     def pointed(self, is_fault: bool = True) -> PointedLine:
         """The line, to be shown in a report."""
@@ -89,7 +90,7 @@ def _condition(run: RunLines, place: Place, node: ast.If, branch: str) -> Decisi
             truth = "true" if (branch == "body") != is_not else "false"
             seen = f"{name} is {truth} {chosen} of {times} times"
         return Decision(set_at, "condition", seen, chosen, times)
-    return Decision(line, "condition", seen, chosen, times)
+    return Decision(line, "condition", seen, chosen, times, node.test)
 
 
 def _name_of(test: ast.expr) -> tuple[str, bool]:

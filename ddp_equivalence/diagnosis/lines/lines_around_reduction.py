@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis.lines.attributes import lines_that_set_attribute
+from ddp_equivalence.diagnosis.lines.attributes import line_of_compared, lines_that_set_attribute
 from ddp_equivalence.diagnosis.lines.decisions import Decision, conditions, decisions
 from ddp_equivalence.diagnosis.lines.origins import (
     chosen,
@@ -54,10 +54,11 @@ def lines_that_left_out(view: View, place: Place) -> list[PointedLine]:
     for kind in ("left", "condition", "skipped"):
         for one in decided:
             if one.what == kind:
-                return [one.pointed()]
+                return [*line_of_compared(run, one.test, one.line), one.pointed()]
     link = chosen(gone_through(run, way))
     if link is not None:
-        note = f"makes {link.name}, which the loop goes through" if link.name else ""
+        note = f"makes {link.name}, which the loop goes through"
+        note = note if link.name else "chooses what the loop goes through"
         return [PointedLine(link.line, note, True)] if link.line != place.line else []
     return _lines_that_made(run, place, way[1:])
 

@@ -287,7 +287,7 @@ def _divisor(node: ast.AST) -> ast.expr | None:
     """What a node of the syntax tree divides or multiplies by; None if it does neither."""
     if isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Div, ast.Mult)):
         return node.value
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.Mult)):
         return node.right
     if isinstance(node, ast.Call) and called_name(node) in SCALING and node.args:
         return node.args[-1]

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ddp_equivalence.diagnosis.lines.attributes import line_of_compared
 from ddp_equivalence.diagnosis.lines.origins import Link, chosen, links_of
 from ddp_equivalence.diagnosis.lines.run_lines import RunLines, run_lines
 from ddp_equivalence.diagnosis.lines.source_tree import (
@@ -103,7 +104,10 @@ def _kept_from(run: RunLines, one: Unreached, begun: int, up: int) -> list[Point
             return [PointedLine(line, f"the condition is false at once, {after}", True)]
         if isinstance(node, ast.If) and body[0].lineno != node.lineno:
             truth = "false" if around.branch == "body" else "true"
-            return [PointedLine(line, f"always {truth}, {after}", True)]
+            return [
+                *line_of_compared(run, node.test, line),
+                PointedLine(line, f"always {truth}, {after}", True),
+            ]
         return []
     returned = _returned_before(run, place, place.function)
     if returned is None:
