@@ -60,7 +60,7 @@ class LocalTensors:
         place = line.function, name
         if self._values.get(place) != sample:
             self._values[place] = sample
-            self.found.append(LocalTensor(step, line, name, sample))
+            self.found.append(LocalTensor(step, line, name, sample, value.numel()))
 
 
 def _named(frame: FrameType) -> Iterator[tuple[str, Tensor]]:

@@ -72,13 +72,15 @@ class LocalTensor:
     """Some elements of a tensor that a line of the user's code has made or changed.
 
     ``name``: that the code has for it, such as ``flat``, ``parts[0]`` or ``self.buffer``; "" for
-    what the line returned. ``values``: as bytes of float64.
+    what the line returned. ``values``: as bytes of float64, at equal distances. ``elements``: so
+    many it has in all.
     """
 
     step: int
     line: CodeLine
     name: str
     values: bytes
+    elements: int
 
 
 @dataclass(frozen=True)

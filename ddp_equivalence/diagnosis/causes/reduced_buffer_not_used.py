@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.causes import no_all_reduce
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_that_left_out
+from ddp_equivalence.diagnosis.lines.words_of_lines import names_text
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place, reduces_gradients
 from ddp_equivalence.diagnosis.view import View
@@ -88,7 +90,21 @@ def lines(view: View) -> Sequence[PointedLine]:
         shown.append(
             place.pointed(note, is_fault=True, missing="copy the result back into each .grad")
         )
-    return shown
+    return [*shown, *_lines_that_write_others(view)]
+
+
+def _lines_that_write_others(view: View) -> list[PointedLine]:
+    """The line that wrote other gradients, whose copies were reduced too, and what decided it."""
+    unused = _copied_and_not_used(view)
+
+    def writes(call: Call) -> bool:
+        return call.change is not None and call.change.factor is None and call.backwards > 0
+
+    for place in reversed(view.observed.calls.changes(writes)):
+        if not unused & set(place.names):
+            note = f"writes {names_text(place.names)}, not {names_text(sorted(unused))}"
+            return [*lines_that_left_out(view, place), place.pointed(note, is_fault=True)]
+    return []
 
 
 def fix(view: View) -> str:

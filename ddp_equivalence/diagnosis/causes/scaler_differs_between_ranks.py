@@ -85,12 +85,12 @@ def lines(view: View) -> Sequence[PointedLine]:
         for place in calls.places(Kind.SCALE)
         if (numbers := _by_rank(place, lambda call: call.value))
     ]
+    begun = [] if scaled else _lines_of_scaled_loss(view)
     changed = [
-        place.pointed(f"divides gradients by {numbers}, by rank", not scaled)
+        place.pointed(f"divides gradients by {numbers}, by rank", not scaled and not begun)
         for place in calls.changes()
         if (numbers := _by_rank(place, _divisor))
     ]
-    begun = [] if scaled else _lines_of_scaled_loss(view)
     if scaled or changed:
         uneven = [] if scaled else lines_run_unevenly(view)[:1]
         return in_order(

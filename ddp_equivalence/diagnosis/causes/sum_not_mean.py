@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -63,6 +64,9 @@ def lines(view: View) -> Sequence[PointedLine]:
     again = _reduced_again(view)
     if again:
         return [again[0].pointed(), again[-1].pointed("reduces the same gradients again", True)]
+    twice = _reduced_twice_by_one_line(view)
+    if twice is not None:
+        return [twice.pointed("reduces the same gradients more than once", is_fault=True)]
     divided = line_that_scales(view, 1 / count)
     if divided is not None:
         return in_order(view, line_of_reduction(view), replace(divided, is_fault=False))
@@ -85,6 +89,20 @@ def _reduced_again(view: View) -> list[Place]:
     return [places[0], *twice] if twice else []
 
 
+def _reduced_twice_by_one_line(view: View) -> Place | None:
+    """The line that reduces a gradient again, without a backward pass in between."""
+    for place in by_hand(view):
+        times = Counter(
+            (name, call.backwards)
+            for call in place.calls
+            if call.collective is not None and call.collective.contents is Contents.GRADIENTS
+            for name in call.collective.names
+        )
+        if times and max(times.values()) > 1:
+            return place
+    return None
+
+
 def fix(view: View) -> str:
     """Divide by the world size, or do not multiply by it."""
     count = view.world_size
@@ -93,7 +111,7 @@ def fix(view: View) -> str:
         what = "the loss" if line_that_scales_gradients(view, count) is None else "the gradients"
         why = f": DDP averages over the {count} ranks by itself" if ddp_reduces(view) else ""
         return f"do not multiply {what} by {count}{why}."
-    if _reduced_again(view):
+    if _reduced_again(view) or _reduced_twice_by_one_line(view) is not None:
         return f"reduce each gradient once, and divide it by {count}, the number of ranks."
     if is_unseen(view):
         return f"divide the gradients by {count}, the ranks, or do not multiply the loss by it."

@@ -11,6 +11,7 @@ from ddp_equivalence.diagnosis.lines.run_lines import RunLines
 from ddp_equivalence.diagnosis.lines.source_tree import (
     LOOPS,
     Place,
+    inside,
     leaving,
     loops_around,
     place_of,
@@ -27,7 +28,7 @@ class Decision:
     """``line`` left a loop, went on with its next pass, or is a condition that chose a branch.
 
     ``note``: what was seen of it, as a clause. ``chosen``: a condition chose this branch so often,
-    of ``times``.
+    of ``times``. ``test``: the condition itself.
     """
 
     line: CodeLine
@@ -35,6 +36,7 @@ class Decision:
     note: str
     chosen: int = 0
     times: int = 0
+    test: ast.expr | None = None
 
     def pointed(self, is_fault: bool = True) -> PointedLine:
         """The line, to be shown in a report."""
@@ -51,6 +53,7 @@ def decisions(run: RunLines, way: Sequence[CodeLine]) -> list[Decision]:
     for line in way:
         place = place_of(line.file, line.number)
         if place is not None and place.function is not None:
+            place = run.beside_backward(place)
             found += [one for one in conditions(run, place) if one.chosen < one.times]
             found += _ways_out(run, place)
     return found
@@ -87,7 +90,7 @@ def _condition(run: RunLines, place: Place, node: ast.If, branch: str) -> Decisi
             truth = "true" if (branch == "body") != is_not else "false"
             seen = f"{name} is {truth} {chosen} of {times} times"
         return Decision(set_at, "condition", seen, chosen, times)
-    return Decision(line, "condition", seen, chosen, times)
+    return Decision(line, "condition", seen, chosen, times, node.test)
 
 
 def _name_of(test: ast.expr) -> tuple[str, bool]:
@@ -106,21 +109,30 @@ def _only_line_that_sets(run: RunLines, place: Place, name: str) -> CodeLine | N
 def lines_that_set_variable(run: RunLines, place: Place, name: str) -> list[CodeLine]:
     """The lines of this function that have run and set a variable of this name."""
     found: dict[CodeLine, None] = {}
-    for node in ast.walk(place.function) if place.function is not None else ():
-        targets: list[ast.expr] = []
-        if isinstance(node, ast.Assign):
-            targets = node.targets
-        elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
-            targets = [node.target]
-        parts = [part for target in targets for part in ast.walk(target)]
-        if any(
-            isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store) and one.id == name
-            for one in parts
-        ):
+    for node in inside(place.function) if place.function is not None else ():
+        if isinstance(node, ast.stmt) and name in _names_set(node):
             line = place.line(node)
             if run.times.get(line):
                 found[line] = None
     return list(found)
+
+
+def _names_set(node: ast.stmt) -> set[str]:
+    """The variables that a statement sets, without those that the statements inside it set."""
+    parts: list[ast.expr | None] = []
+    if isinstance(node, ast.Assign):
+        parts = [*node.targets]
+    elif isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.For, ast.AsyncFor)):
+        parts = [node.target]
+    elif isinstance(node, (ast.With, ast.AsyncWith)):
+        parts = [one.optional_vars for one in node.items]
+    return {
+        one.id
+        for part in parts
+        if part is not None
+        for one in ast.walk(part)
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+    }
 
 
 def _ways_out(run: RunLines, place: Place) -> Iterator[Decision]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
+from ddp_equivalence.diagnosis.lines.attributes import line_of_compared, lines_that_set_attribute
 from ddp_equivalence.diagnosis.lines.decisions import Decision, conditions, decisions
 from ddp_equivalence.diagnosis.lines.origins import (
     chosen,
     divisors,
     divisors_in_function,
     gone_through,
-    lines_that_set_attribute,
     links_of,
     links_of_line,
 )
@@ -24,20 +24,21 @@ from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
 
 
 def way_to(view: View, call: Call) -> tuple[CodeLine, ...]:
-    """The line that made a call and those that led to it, the innermost first, without those of
-    functions that called backward: these do not decide about single gradients.
+    """The line that made a call and those that led to it, the innermost first, up to the function
+    that called backward; of a call in a hook, only those of the hook.
     """
     line = call.users_line or call.line
     if line is None:
         return ()
-    backward = {
-        (one.line.file, one.line.function) for one in view.observed.calls.places(Kind.BACKWARD)
-    }
-    way = [line]
-    for caller in call.callers:
-        if (caller.file, caller.function) in backward:
+    backward = {one.line for one in view.observed.calls.places(Kind.BACKWARD)}
+    functions = {(one.file, one.function) for one in backward}
+    way: list[CodeLine] = []
+    for one in (line, *call.callers):
+        if one in backward:
             break
-        way.append(caller)
+        way.append(one)
+        if (one.file, one.function) in functions:
+            break
     return tuple(way)
 
 
@@ -53,10 +54,11 @@ def lines_that_left_out(view: View, place: Place) -> list[PointedLine]:
     for kind in ("left", "condition", "skipped"):
         for one in decided:
             if one.what == kind:
-                return [one.pointed()]
+                return [*line_of_compared(run, one.test, one.line), one.pointed()]
     link = chosen(gone_through(run, way))
     if link is not None:
-        note = f"makes {link.name}, which the loop goes through" if link.name else ""
+        note = f"makes {link.name}, which the loop goes through"
+        note = note if link.name else "chooses what the loop goes through"
         return [PointedLine(link.line, note, True)] if link.line != place.line else []
     return _lines_that_made(run, place, way[1:])
 
@@ -134,7 +136,9 @@ def lines_of_hook_number(view: View, number: float, meaning: str) -> list[Pointe
         for name in held:
             if name in named:
                 return [
-                    PointedLine(at, f"{name} is {number:g}, {meaning}", True)
+                    PointedLine(
+                        links_of_line(run, at)[-1].line, f"{name} is {number:g}, {meaning}", True
+                    )
                     for at in lines_that_set_attribute(run, name)
                 ]
     return []
@@ -148,10 +152,13 @@ def lines_of_exchange(view: View, rank: int) -> list[PointedLine]:
     calls = [
         call
         for call in view.observed.calls.of(rank)
-        if call.kind is Kind.POINT_TO_POINT and call.what in ("recv", "irecv")
+        if call.kind is Kind.POINT_TO_POINT
+        and call.what in ("recv", "irecv")
+        and call.backwards > 0
     ]
     if not calls:
         return []
+    calls = [one for one in calls if (one.line, one.callers) == (calls[0].line, calls[0].callers)]
     times = "once" if len(calls) == 1 else f"{len(calls)} times"
     others = view.world_size - 1
     note = f"rank {rank} receives {times}; there {'is' if others == 1 else 'are'} {others} other"

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.indications import ranks_by_number
+from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_of_exchange
 from ddp_equivalence.diagnosis.lines.paths_of_ranks import where_they_part
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts.followed_values import line_that_sums
+from ddp_equivalence.diagnosis.whereabouts.pieces import pieces_of
 from ddp_equivalence.measurement.calls import Call, Kind
 
 
@@ -31,11 +34,21 @@ def lines_of_left_out(view: View, ranks: Sequence[int]) -> Sequence[PointedLine]
     made = [place.pointed(is_fault=True) for place in _groups_made(view, without, ranks)]
     note = f"reduces without {who}"
     pointed = [*made, *(place.pointed(note, is_fault=not made) for place in without)]
+    pointed = pointed or _sums_without(view, ranks)
     if pointed or parting is not None:
         return pointed or [one for one in (parting,) if one is not None]
     reduced = view.observed.calls.backwards if view.observed.wrappers else []
     note = f"DDP reduces here; the gradients of {who} are missing in the result"
     return [place.pointed(note, is_fault=True) for place in reduced[-1:]]
+
+
+def _sums_without(view: View, ranks: Sequence[int]) -> list[PointedLine]:
+    """Where tensors are received point to point, or where gathered ones are added up."""
+    others = [rank for rank in range(view.world_size) if rank not in ranks]
+    pieces = pieces_of(view)
+    if pieces is None or not others:
+        return []
+    return lines_of_exchange(view, others[0]) or line_that_sums(pieces, others[0], others)
 
 
 def fix_of_left_out(view: View, ranks: Sequence[int]) -> str:

@@ -6,6 +6,10 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ddp_equivalence.diagnosis.lines.attributes import (
+    line_in_function,
+    lines_that_set_attribute,
+)
 from ddp_equivalence.diagnosis.lines.decisions import lines_that_set_variable
 from ddp_equivalence.diagnosis.lines.run_lines import RunLines
 from ddp_equivalence.diagnosis.lines.source_tree import (
@@ -22,6 +26,12 @@ from ddp_equivalence.measurement.calls import CodeLine
 
 MOST_LINKS = 8
 """So many lines are followed from an expression to where it comes from."""
+
+OF_A_MODULE = frozenset(
+    {"parameters", "named_parameters", "modules", "named_modules", "children", "named_children"}
+    | {"state_dict"}
+)
+"""Methods that give all of a module, whatever line has made the module."""
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 
@@ -51,6 +61,7 @@ def gone_through(run: RunLines, way: Sequence[CodeLine]) -> list[Link]:
         place = place_of(line.file, line.number)
         if place is None:
             continue
+        place = run.beside_backward(place)
         for expression in _iterables(place, line.number):
             return links_of(run, place, expression, way[number + 1 :])
     return []
@@ -62,7 +73,7 @@ def links_of_line(run: RunLines, line: CodeLine, callers: Sequence[CodeLine] = (
     value = getattr(place.statement, "value", None) if place is not None else None
     if place is None or not isinstance(value, ast.expr):
         return []
-    first = Link("", place.line(place.statement), selects(value))
+    first = Link("", line, selects(value))
     return [first, *_links(run, place, value, callers, 0)]
 
 
@@ -133,6 +144,8 @@ def _links(
 def _parts(expression: ast.expr) -> Iterator[ast.expr]:
     """What an expression is made of, as far as values go through it."""
     if isinstance(expression, ast.Call):
+        if called_name(expression) in OF_A_MODULE:
+            return
         yield from expression.args
         if isinstance(expression.func, ast.Attribute):
             yield expression.func.value
@@ -153,6 +166,9 @@ def _of_assignment(
     place = place_of(line.file, line.number)
     if place is None:
         return []
+    if isinstance(place.statement, (ast.For, ast.AsyncFor)):
+        made = _links(run, place, place.statement.iter, callers, depth + 1)
+        return made or [Link(name, line, selects(place.statement.iter))]
     value = _keyword_value(place.statement, name) or getattr(place.statement, "value", None)
     if not isinstance(value, ast.expr):
         return [Link(name, line, False)]
@@ -164,48 +180,6 @@ def _keyword_value(statement: ast.stmt, name: str) -> ast.expr | None:
         if isinstance(node, ast.keyword) and node.arg == name:
             return node.value
     return None
-
-
-def lines_that_set_attribute(run: RunLines, name: str) -> list[CodeLine]:
-    """The line that has run and set an attribute of this name, or gave it to a constructor.
-
-    Empty if several different lines did.
-    """
-    found: dict[CodeLine, None] = {}
-    for file in run.files:
-        tree = tree_of(file)
-        for node in ast.walk(tree) if tree is not None else ():
-            line = _line_if_sets(file, node, name)
-            if line is not None and run.times.get(line):
-                found[line] = None
-    return list(found) if len(found) == 1 else []
-
-
-def _line_if_sets(file: str, node: ast.AST, name: str) -> CodeLine | None:
-    if isinstance(node, ast.Assign):
-        targets = node.targets
-    elif isinstance(node, ast.AnnAssign):
-        targets = [node.target] if node.value is not None else []
-    elif isinstance(node, ast.Call):
-        for keyword in node.keywords:
-            if keyword.arg == name and called_name(node)[:1].isupper():
-                return _in_function(file, keyword.value.lineno)
-        return None
-    else:
-        return None
-    for target in targets:
-        parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
-        if any(isinstance(one, ast.Attribute) and one.attr == name for one in parts):
-            return _in_function(file, target.lineno)
-    return None
-
-
-def _in_function(file: str, number: int) -> CodeLine | None:
-    place = place_of(file, number)
-    if place is None:
-        return None
-    name = place.function.name if place.function is not None else "<module>"
-    return CodeLine(file, number, name)
 
 
 def _returned_by(run: RunLines, place: Place, call: ast.Call) -> list[Link]:
@@ -278,7 +252,7 @@ def _callers_by_name(run: RunLines, name: str) -> list[CodeLine]:
         tree = tree_of(file)
         for node in ast.walk(tree) if tree is not None else ():
             if isinstance(node, ast.Call) and called_name(node) == name:
-                line = _in_function(file, node.lineno)
+                line = line_in_function(file, node.lineno)
                 if line is not None and run.times.get(line):
                     found[line] = None
     return list(found) if len(found) == 1 else []
@@ -313,7 +287,7 @@ def _divisor(node: ast.AST) -> ast.expr | None:
     """What a node of the syntax tree divides or multiplies by; None if it does neither."""
     if isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Div, ast.Mult)):
         return node.value
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.Mult)):
         return node.right
     if isinstance(node, ast.Call) and called_name(node) in SCALING and node.args:
         return node.args[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddp_equivalence.diagnosis.examples_read import read_by_no_rank
 from ddp_equivalence.diagnosis.indications import ranks_by_number
 from ddp_equivalence.diagnosis.lines.lines_that_read import data_collectives
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
@@ -11,10 +12,10 @@ from ddp_equivalence.diagnosis.view import View
 def ranks_with_other_rows(view: View) -> tuple[int, ...]:
     """The ranks that read rows which others were given, and none of their own.
 
-    Empty if it is not known what the ranks read.
+    Empty if it is not known what the ranks read, or if every row was read.
     """
     shards, read = view.setting.shards, view.observed.examples_read
-    if shards is None or read is None:
+    if shards is None or read is None or not read_by_no_rank(view):
         return ()
     found = []
     for rank, (given, parts) in enumerate(zip(shards, read, strict=True)):

@@ -29,5 +29,5 @@ def lines_run_unevenly(view: View) -> list[PointedLine]:
         if place is not None and run.exact_count(place, place.statement) is not None:
             shown = ", ".join(map(str, times_by_rank[:MOST_NUMBERS]))
             note = f"runs {shown}{', ...' if len(ranks) > MOST_NUMBERS else ''} times, by rank"
-        found.append(PointedLine(line, note, True))
+        found.append(PointedLine(line, note))
     return found

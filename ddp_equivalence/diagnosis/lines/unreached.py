@@ -6,9 +6,11 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ddp_equivalence.diagnosis.lines.attributes import line_of_compared
 from ddp_equivalence.diagnosis.lines.origins import Link, chosen, links_of
 from ddp_equivalence.diagnosis.lines.run_lines import RunLines, run_lines
 from ddp_equivalence.diagnosis.lines.source_tree import (
+    LOOPS,
     Function,
     Place,
     called_name,
@@ -85,7 +87,9 @@ def _kept_from(run: RunLines, one: Unreached, begun: int, up: int) -> list[Point
         return []
     for around in reversed(place.around):  # the outermost that did not go on
         node, body = around.statement, getattr(around.statement, around.branch)
-        if run.count_of_first(place, body) or not run.count(place, node):
+        if not isinstance(node, (ast.If, *LOOPS)):
+            continue
+        if run.has_begun(place, body) or not run.count(place, node):
             continue
         line = place.line(node)
         after = f"so line {one.line.number} never runs"
@@ -100,7 +104,10 @@ def _kept_from(run: RunLines, one: Unreached, begun: int, up: int) -> list[Point
             return [PointedLine(line, f"the condition is false at once, {after}", True)]
         if isinstance(node, ast.If) and body[0].lineno != node.lineno:
             truth = "false" if around.branch == "body" else "true"
-            return [PointedLine(line, f"always {truth}, {after}", True)]
+            return [
+                *line_of_compared(run, node.test, line),
+                PointedLine(line, f"always {truth}, {after}", True),
+            ]
         return []
     returned = _returned_before(run, place, place.function)
     if returned is None:

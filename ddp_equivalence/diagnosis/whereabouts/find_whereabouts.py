@@ -4,17 +4,20 @@ what the big batch divides by.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.lines.lost_results import lines_of_lost_results
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.division_fault import fault_of_division
 from ddp_equivalence.diagnosis.whereabouts.forward_alone import forward_alone, idle_ranks
-from ddp_equivalence.diagnosis.whereabouts.gradient_path import paths_of
+from ddp_equivalence.diagnosis.whereabouts.gradient_path import line_of, paths_of
 from ddp_equivalence.diagnosis.whereabouts.own_gradient_fault import (
+    SAME_LOSS,
     Compared,
     compared_with_rows,
     fault_of_own_gradient,
@@ -22,7 +25,13 @@ from ddp_equivalence.diagnosis.whereabouts.own_gradient_fault import (
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces, pieces_of
 from ddp_equivalence.diagnosis.whereabouts.reduction_fault import fault_of_reduction
 from ddp_equivalence.diagnosis.whereabouts.reduction_weights import Wanted
-from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, distinct, not_seen
+from ddp_equivalence.diagnosis.whereabouts.station_text import at
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
+    MOST_RANKS,
+    Whereabouts,
+    distinct,
+    not_seen,
+)
 
 COARSEST = 0.1
 """If equal vectors may differ by more than this, nothing is said about which differ."""
@@ -149,7 +158,19 @@ def _factor(pieces: Pieces, weight: float, uniform: float) -> Whereabouts:
         )
     if reduction is None:
         return not_seen(f"{text[:1].lower()}{text[1:].rstrip('. ')}, and no line shows this factor")
-    return reduction
+    scaled = _lines_that_scale_losses(compared or [])
+    return replace(reduction, lines=distinct([*reduction.lines, *scaled]))
+
+
+def _lines_that_scale_losses(compared: Sequence[Compared]) -> list[PointedLine | None]:
+    """The backward passes that began at another loss than that of their rows."""
+    factors = [one.loss_factor for one in compared]
+    if not factors or None in factors or all(abs((one or 0.0) - 1) <= SAME_LOSS for one in factors):
+        return []
+    shown = ", ".join(f"{one:.4g}" for one in factors[:MOST_RANKS] if one is not None)
+    note = f"begins at {shown} times the rows' loss"
+    call = compared[0].piece.call
+    return [at(line_of(call), note, is_fault=True)] if call is not None else []
 
 
 def _common_factor(compared: list[Compared] | None) -> float | None:

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddp_equivalence.diagnosis.lines.source_tree import Place, called_name, inside, place_of
+from ddp_equivalence.diagnosis.lines.source_tree import (
+    Place,
+    called_name,
+    functions_named,
+    inside,
+    place_of,
+)
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import ranked
@@ -44,23 +50,32 @@ FRESH = ("empty", "zeros", "ones", "full", "rand", "new_", "arange", "tensor", "
 @dataclass(frozen=True)
 class Sums:
     """``values``: all sums, in ascending order, shape (sums,). ``masks``: of which ranks each is
-    the sum, rank r as bit r. ``tolerance``: relative.
+    the sum, rank r as bit r. ``elements``: of which element of the gradients. ``tolerance``:
+    relative.
     """
 
     values: Tensor
     masks: Tensor
+    elements: Tensor
     tolerance: float
 
     def masks_of(self, sample: bytes) -> Tensor:
         """For each element that is not zero, the ranks that it is a sum of; ``UNKNOWN`` if none."""
         held = unpacked(sample)
-        held = held[held != 0]
+        return self._looked_up(held[held != 0], self.masks)
+
+    def elements_of(self, sample: bytes) -> Tensor:
+        """For each element, the element of the gradients that it belongs to, or ``UNKNOWN``."""
+        held = unpacked(sample)
+        return torch.where(held != 0, self._looked_up(held, self.elements), UNKNOWN)
+
+    def _looked_up(self, held: Tensor, of_sums: Tensor) -> Tensor:
         at = torch.searchsorted(self.values, held).clamp(max=len(self.values) - 1)
-        masks = torch.full_like(at, UNKNOWN)
+        found = torch.full_like(at, UNKNOWN)
         for near in (at, (at - 1).clamp(min=0)):
             equal = (self.values[near] - held).abs() <= self.tolerance * held.abs()
-            masks = torch.where(equal & (masks == UNKNOWN), self.masks[near], masks)
-        return masks
+            found = torch.where(equal & (found == UNKNOWN), of_sums[near], found)
+        return found
 
 
 def sums_of(pieces: Pieces) -> Sums | None:
@@ -73,18 +88,27 @@ def sums_of(pieces: Pieces) -> Sums | None:
     if view.parameters.total != view.parameters.whole_total:
         return None
     own = pieces.own.double() / view.setting.scale
-    values, masks = [], []
+    values, masks, places = [], [], []
     for mask in range(1, sets + 1):
         chosen = [rank for rank in range(world_size) if mask >> rank & 1]
         total = own[chosen].sum(0)
         for divisor in (1, world_size):
             values.append(total / divisor)
             masks.append(torch.full((elements,), mask))
+            places.append(torch.arange(elements))
     order = torch.cat(values).argsort()
     eps = torch.finfo(view.setting.dtype).eps
     return Sums(
-        torch.cat(values)[order], torch.cat(masks)[order], max(SMALLEST_TOLERANCE, ROUNDING * eps)
+        torch.cat(values)[order],
+        torch.cat(masks)[order],
+        torch.cat(places)[order],
+        max(SMALLEST_TOLERANCE, ROUNDING * eps),
     )
+
+
+def line_of_other_values(pieces: Pieces, rank: int) -> list[PointedLine]:
+    """The first line that made something else of gradients than their sums, in their order."""
+    return line_that_mixes_up(pieces, rank) or line_that_reorders(pieces, rank)
 
 
 def line_that_mixes_up(pieces: Pieces, rank: int) -> list[PointedLine]:
@@ -95,7 +119,30 @@ def line_that_mixes_up(pieces: Pieces, rank: int) -> list[PointedLine]:
         known = [name for name, of in sources if len(of) and not bool((of == UNKNOWN).any())]
         if is_none and known and len(known) == len(sources):
             what = one.name or "the result"
-            note = f"{known[0]} holds gradients or their sums, {what} neither"
+            note = f"{known[0]} holds gradients or their sums, {what} does not"
+            return [PointedLine(one.line, note, True)]
+    return []
+
+
+def line_that_reorders(pieces: Pieces, rank: int) -> list[PointedLine]:
+    """The first line that put elements in another order than a tensor of the same size had them."""
+    sums, seen = sums_of(pieces), pieces.view.observed.by_rank.get(rank)
+    if sums is None or seen is None:
+        return []
+    first: dict[int, tuple[str, Tensor]] = {}
+    for one in seen.trace.local_tensors:
+        if one.step != pieces.view.setting.step or one.elements < pieces.own.shape[1]:
+            continue
+        places = sums.elements_of(one.values)
+        known = places[places != UNKNOWN]
+        if len(known) < FEWEST or 2 * len(known) < len(places):
+            continue
+        name, before = first.setdefault(one.elements, (one.name, places))
+        both = (places != UNKNOWN) & (before != UNKNOWN)
+        alike = int((places[both] == before[both]).sum()) if len(before) == len(places) else None
+        if alike is not None and 2 * alike < int(both.sum()):
+            what = one.name or "the result"
+            note = f"{what} has the elements in another order than {name or 'before'}"
             return [PointedLine(one.line, note, True)]
     return []
 
@@ -110,7 +157,7 @@ def line_that_sums(pieces: Pieces, rank: int, ranks: Sequence[int]) -> list[Poin
             continue
         what = one.name or "the result"
         who = ranked(ranks, pieces.view.world_size)
-        return [PointedLine(one.line, f"{what} holds the sum over {who} only", True)]
+        return [PointedLine(one.line, f"{what} is made of {who} only", True)]
     return []
 
 
@@ -162,8 +209,11 @@ def _makes(place: Place, name: str) -> bool:
     """True if the statement returns a tensor, or gives this name to one."""
     statement = place.statement
     value = getattr(statement, "value", None)
-    if isinstance(value, ast.Call) and called_name(value).startswith(FRESH):
+    calls = [one for one in ast.walk(value) if isinstance(one, ast.Call)] if value else []
+    if any(called_name(one).startswith(FRESH) for one in calls):
         return False
+    if any(functions_named(place.file, called_name(one)) for one in calls):
+        return False  # the lines of that function are followed themselves
     if isinstance(statement, ast.Return):
         return not name
     targets: list[ast.expr] = []

@@ -175,9 +175,9 @@ def _plain(pieces: Pieces, path: Path, good: Path | None, counted: set[int]) -> 
     exchanged = lines_of_exchange(pieces.view, path.rank) if sent else []
     if not exchanged and not reduced and len(counted) > 1:
         exchanged = line_that_sums(pieces, path.rank, sorted(counted))
-    lines: list[PointedLine | None] = (
-        exchanged if reduced or exchanged else [*lines_that_keep_from_reducing(pieces.view)]
-    )
+    lines: list[PointedLine | None] = [*exchanged]
+    if not reduced and not exchanged:
+        lines += lines_that_keep_from_reducing(pieces.view)
     lines += [
         at(
             line_of(one.call),

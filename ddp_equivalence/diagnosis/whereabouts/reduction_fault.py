@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.whereabouts.followed_values import line_that_mixes_up
+from ddp_equivalence.diagnosis.whereabouts.followed_values import line_of_other_values
 from ddp_equivalence.diagnosis.whereabouts.gradient_mix import SAME_WEIGHT, SPARE
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import Path, Station, went_alike
 from ddp_equivalence.diagnosis.whereabouts.missing_reduction import why_not_reduced
 from ddp_equivalence.diagnosis.whereabouts.mix_text import mix_text
+from ddp_equivalence.diagnosis.whereabouts.not_sent_back import not_sent_back
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
 from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on
 from ddp_equivalence.diagnosis.whereabouts.reduced_again import reduced_again
@@ -20,6 +21,7 @@ from ddp_equivalence.diagnosis.whereabouts.reduction_weights import (
     other_weights,
 )
 from ddp_equivalence.diagnosis.whereabouts.station_text import done_text, hooks, pointed
+from ddp_equivalence.diagnosis.whereabouts.unlike_calls import unlike_calls
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, distinct, of_all, ranked
 from ddp_equivalence.measurement.calls import Kind
 
@@ -45,6 +47,7 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
     found = (
         _returned(pieces, first)
         or _changed_after_it_was_right(pieces, first, wanted)
+        or not_sent_back(pieces, first, [one for one in paths if one not in bad])
         or _no_mixture(pieces, told)
         or reduced_again(pieces, first, paths)
         or later_pieces_stay(pieces, first)
@@ -148,6 +151,9 @@ def _no_mixture(pieces: Pieces, bad: Sequence[Path]) -> Whereabouts | None:
     if number is None:
         return None
     station = path.stations[number]
+    unlike = unlike_calls(pieces, path, station)
+    if unlike is not None:
+        return unlike
     before = path.stations[number - 1] if number else None
     what, text = done_text(station.call, pieces), mix_text(station.mix, pieces)
     collective = station.call.collective
@@ -165,7 +171,7 @@ def _no_mixture(pieces: Pieces, bad: Sequence[Path]) -> Whereabouts | None:
     elif collective is not None and collective.reduce_op not in ("SUM", "AVG", ""):
         headline = f"gradients are reduced with {collective.reduce_op}"
         fix = f"use ReduceOp.SUM, and divide by {pieces.view.world_size}."
-    elif collective is None and (mixed := line_that_mixes_up(pieces, path.rank)):
+    elif collective is None and (mixed := line_of_other_values(pieces, path.rank)):
         lines = [*mixed]
     elif collective is None:
         ranks = tuple(sorted({one.rank for one in bad if _changes(one, station)}))

@@ -51,8 +51,8 @@ PADDED = [
     ),
     (
         steps.padded_by_hand,
-        "return {name: leaf[own] for name, leaf in batch.items()}",
-        "ranks 0, 2 read example 0; ranks 1, 3 read example 1",
+        "indices.append(indices[len(indices) - count])",
+        "indices holds examples 0, 1 more than once",
     ),
 ]
 

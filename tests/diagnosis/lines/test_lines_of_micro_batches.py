@@ -162,10 +162,10 @@ def scaled_by_hand(model: Any, rows: Rows, rank: Rank) -> None:
 def scaled_by_rank(model: Any, rows: Rows, rank: Rank) -> None:
     scale = 64.0 * 2**rank.rank
     loss = mean_loss(model, rows)
-    (loss * scale).backward()
+    (loss * scale).backward()  # the fault
     average(model, rank)
     for parameter in model.parameters():
-        parameter.grad.div_(scale)  # the fault
+        parameter.grad.div_(scale)
 
 
 def scaler_by_rank(model: Any, rows: Rows, rank: Rank) -> None:

@@ -27,14 +27,14 @@ REDUCTIONS = [
     (
         steps.only_matrices,
         "parameter_not_reduced",
-        "dist.all_reduce(parameter.grad)",
+        "matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]",
         "reduces 2 gradients, not that of 0.bias, 2.bias, 4.bias",
         "all_reduce 0.bias, 2.bias, 4.bias too: go through all 6 parameters of the model.",
     ),
     (
         steps.flat_without_the_last_layer,
         "parameter_not_reduced",
-        "dist.all_reduce(flat)",
+        "reducer = FlatReducer(list(model.parameters())[:-2], rank.world_size)",
         "reduces 4 gradients, not that of 4.bias, 4.weight",
         "all_reduce 4.bias, 4.weight too: go through all 6 parameters of the model.",
     ),
@@ -81,5 +81,5 @@ def test_the_line_that_reduces_wrongly_is_pointed_at(
     step: Step, cause: str, line: str, note: str, fix: str
 ) -> None:
     verdict = checked(CASE, step, cause)
-    assert (faults(verdict), verdict.findings[0].fix) == ([line], fix)
+    assert (faults(verdict)[0], verdict.findings[0].fix) == (line, fix)
     assert note in notes(verdict)

@@ -1,0 +1,62 @@
+"""The lines that set an attribute of an object."""
+
+from __future__ import annotations
+
+import ast
+
+from ddp_equivalence.diagnosis.lines.run_lines import RunLines
+from ddp_equivalence.diagnosis.lines.source_tree import called_name, place_of, tree_of
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.measurement.calls import CodeLine
+
+
+def lines_that_set_attribute(run: RunLines, name: str) -> list[CodeLine]:
+    """The line that has run and set an attribute of this name, or gave it to a constructor.
+
+    Empty if several different lines did.
+    """
+    found: dict[CodeLine, None] = {}
+    for file in run.files:
+        tree = tree_of(file)
+        for node in ast.walk(tree) if tree is not None else ():
+            line = _line_if_sets(file, node, name)
+            if line is not None and run.times.get(line):
+                found[line] = None
+    return list(found) if len(found) == 1 else []
+
+
+def _line_if_sets(file: str, node: ast.AST, name: str) -> CodeLine | None:
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
+        targets = [node.target] if node.value is not None else []
+    elif isinstance(node, ast.Call):
+        for keyword in node.keywords:
+            if keyword.arg == name and called_name(node)[:1].isupper():
+                return line_in_function(file, keyword.value.lineno)
+        return None
+    else:
+        return None
+    for target in targets:
+        parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+        if any(isinstance(one, ast.Attribute) and one.attr == name for one in parts):
+            return line_in_function(file, target.lineno)
+    return None
+
+
+def line_in_function(file: str, number: int) -> CodeLine | None:
+    """The line with the name of the function that it stands in; None if the file is not read."""
+    place = place_of(file, number)
+    if place is None:
+        return None
+    name = place.function.name if place.function is not None else "<module>"
+    return CodeLine(file, number, name)
+
+
+def line_of_compared(run: RunLines, test: ast.expr | None, at: CodeLine) -> list[PointedLine]:
+    """The only line that set an attribute which a condition compares; [] if there are several."""
+    for node in ast.walk(test) if isinstance(test, ast.Compare) else ():
+        if isinstance(node, ast.Attribute):
+            for line in lines_that_set_attribute(run, node.attr):
+                return [PointedLine(line, f"sets {node.attr}, which line {at.number} compares")]
+    return []

@@ -1,0 +1,269 @@
+"""Steps whose reduction is wrong because of a line beside it, which ends with ``# fault``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+from tests.diagnosis.lines.faulty_line import mean_squares
+
+Batch = dict[str, Tensor]
+
+
+def average(parameter: Any, world_size: int) -> None:
+    dist.all_reduce(parameter.grad)
+    parameter.grad /= world_size
+
+
+def budget_is_used_up(model: nn.Module, batch: Batch, rank: Any) -> None:
+    mean_squares(model, batch).backward()
+    sent = 0
+    for parameter in model.parameters():
+        sent += parameter.numel()
+        if sent > 80:
+            break  # fault
+        average(parameter, rank.world_size)
+
+
+def small_ones_are_skipped(model: nn.Module, batch: Batch, rank: Any) -> None:
+    mean_squares(model, batch).backward()
+    for parameter in model.parameters():
+        count = parameter.numel()
+        if count < 6:
+            continue  # fault
+        average(parameter, rank.world_size)
+
+
+class Named:
+    """Reduces the gradients of the parameters with these words in their names."""
+
+    def __init__(self, model: nn.Module, world_size: int) -> None:
+        self.model, self.world_size = model, world_size
+
+    def reduce(self, parameter: Any) -> None:
+        flat = parameter.grad.flatten().clone()
+        dist.all_reduce(flat)
+        flat /= self.world_size
+        parameter.grad.copy_(flat.view_as(parameter))
+
+    def run(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if "weight" in name:  # fault
+                self.reduce(parameter)
+
+
+def only_those_of_a_name(model: nn.Module, batch: Batch, rank: Any) -> None:
+    mean_squares(model, batch).backward()
+    Named(model, rank.world_size).run()
+
+
+class Counting:
+    """Counts its parameters once, and reduces their gradients later."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.found = (one for one in model.parameters() if one.requires_grad)  # fault
+        self.count = sum(one.numel() for one in self.found)
+
+    def reduce(self, world_size: int) -> None:
+        for parameter in self.found:
+            average(parameter, world_size)
+
+
+def generator_is_used_up(model: nn.Module, batch: Batch, rank: Any) -> None:
+    counting = Counting(model)
+    mean_squares(model, batch).backward()
+    counting.reduce(rank.world_size)
+
+
+class Switched:
+    """Reduces only if it is switched on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.enabled = model, False
+
+    def reduce(self, world_size: int) -> None:
+        if not self.enabled:
+            return  # fault
+        for parameter in self.model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world_size
+
+
+def switched_off(model: nn.Module, batch: Batch, rank: Any) -> None:
+    switched = Switched(model)
+    mean_squares(model, batch).backward()
+    switched.reduce(rank.world_size)
+
+
+def never_more_than_one_rank(model: nn.Module, batch: Batch, rank: Any) -> None:
+    mean_squares(model, batch).backward()
+    several = rank.local_world_size > 8
+    if several:  # fault
+        for parameter in model.parameters():
+            average(parameter, rank.world_size)
+
+
+def context_with_a_name(model: nn.Module, batch: Batch, rank: Any) -> None:
+    ddp = DistributedDataParallel(model)
+    halves = list(zip(*(leaf.chunk(2) for leaf in batch.values()), strict=True))
+    for number, (x, y) in enumerate(halves):
+        context = ddp.no_sync() if number != 0 else contextlib.nullcontext()  # fault
+        with context:
+            (mean_squares(ddp, {"x": x, "y": y}) / 2).backward()
+
+
+def only_the_first_three(model: nn.Module, batch: Batch, rank: Any) -> None:
+    mean_squares(model, batch).backward()
+    flatten_and_reduce(list(model.parameters())[:3], rank.world_size)  # fault
+
+
+def flatten_and_reduce(parameters: Iterable[Any], world_size: int) -> None:
+    gradients = [one.grad for one in parameters]
+    flat = torch.cat([one.flatten() for one in gradients])
+    dist.all_reduce(flat)
+    flat.div_(world_size)
+    for one, part in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+        one.copy_(part.view_as(one))
+
+
+def count_is_lost(model: nn.Module, batch: Batch, rank: Any) -> None:
+    ddp = DistributedDataParallel(model)
+    count = torch.tensor(len(batch["x"]))
+    errors = (ddp(batch["x"]) - batch["y"]).square().mean(1)
+    dist.all_reduce(count.double(), op=dist.ReduceOp.SUM)  # fault
+    (rank.world_size * errors.sum() / count).backward()
+
+
+def every_module_with_its_children(model: nn.Module, batch: Batch, rank: Any) -> None:
+    mean_squares(model, batch).backward()
+    for module in model.modules():
+        for parameter in module.parameters():
+            dist.all_reduce(parameter.grad)  # fault
+    for parameter in model.parameters():
+        parameter.grad /= rank.world_size
+
+
+def last_rank_never_sends(model: nn.Module, batch: Batch, rank: Any) -> None:
+    mean_squares(model, batch).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    flat = torch.cat([one.flatten() for one in gradients])  # type: ignore[union-attr]
+    if rank.rank == 0:
+        received = torch.empty_like(flat)
+        for source in range(1, rank.world_size - 1):  # fault
+            dist.recv(received, src=source)
+            flat += received
+        flat /= rank.world_size
+    elif rank.rank < rank.world_size - 1:
+        dist.send(flat, dst=0)
+    dist.broadcast(flat, src=0)
+    write(gradients, flat)
+
+
+def write(gradients: list[Any], flat: Tensor) -> None:
+    at = 0
+    for one in gradients:
+        one.copy_(flat[at : at + one.numel()].view_as(one))
+        at += one.numel()
+
+
+def gathered(flat: Tensor, world_size: int) -> list[Tensor]:
+    parts = [torch.empty_like(flat) for _ in range(world_size)]
+    dist.all_gather(parts, flat)
+    return parts
+
+
+def sums_all_but_the_first(model: nn.Module, batch: Batch, rank: Any) -> None:
+    mean_squares(model, batch).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    flat = torch.cat([one.flatten() for one in gradients])  # type: ignore[union-attr]
+    parts = gathered(flat, rank.world_size)
+    total = torch.stack(parts[1:]).sum(0)  # fault
+    mean = total / rank.world_size
+    del parts
+
+    write(gradients, mean)
+
+
+def averages_neighbours(model: nn.Module, batch: Batch, rank: Any) -> None:
+    mean_squares(model, batch).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    flat = torch.cat([one.flatten() for one in gradients])  # type: ignore[union-attr]
+    parts = gathered(flat, rank.world_size)
+    stacked = torch.stack(parts)
+    mean = stacked.view(-1, rank.world_size).mean(1)  # fault
+    del parts, stacked
+
+    write(gradients, mean)
+
+
+class Half(Sampler[int]):
+    """Every second example, for two ranks, without the rest of a whole number of fours."""
+
+    def __init__(self, count: int, rank: Any) -> None:
+        self.count, self.rank = count, rank
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.arange(self.count)
+        order = order[: self.count // 4 * 4]  # fault
+        return iter(order[self.rank.rank :: self.rank.world_size].tolist())
+
+    def __len__(self) -> int:
+        return self.count // 4 * 2
+
+
+def order_is_cut(model: nn.Module, batch: Batch, rank: Any) -> None:
+    data = TensorDataset(batch["x"], batch["y"])
+    loader = DataLoader(data, batch_size=99, sampler=Half(len(data), rank))
+    for x, y in loader:
+        mean_squares(model, {"x": x, "y": y}).backward()
+    for parameter in model.parameters():
+        average(parameter, rank.world_size)
+
+
+def rows_of_the_neighbour(model: nn.Module, batch: Batch, rank: Any) -> None:
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank.rank // 2]
+    rows, targets = batch["x"].clone(), batch["y"].clone()
+    dist.broadcast(rows, src=rank.rank - rank.rank % 2, group=group)
+    dist.broadcast(targets, src=rank.rank - rank.rank % 2, group=group)  # fault
+    mean_squares(model, {"x": rows, "y": targets}).backward()
+    for parameter in model.parameters():
+        average(parameter, rank.world_size)
+
+
+def main_rank_divides_alone(model: nn.Module, batch: Batch, rank: Any) -> None:
+    mean_squares(model, batch).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    if rank.rank == 0:
+        for parameter in model.parameters():
+            parameter.grad.mul_(1 / rank.world_size)  # type: ignore[union-attr]  # fault
+
+
+class Divided:
+    """A hook's state."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self.calls = 0
+
+
+def dividing_hook(state, bucket):  # type: ignore[no-untyped-def]
+    state.calls += 1
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0] / state.workers)
+
+
+def hook_divides_by_a_node(model: nn.Module, batch: Batch, rank: Any) -> None:
+    ddp = DistributedDataParallel(model)
+    number = rank.local_world_size  # fault
+    state = Divided(number)
+
+    ddp.register_comm_hook(state, dividing_hook)
+    mean_squares(ddp, batch).backward()
