@@ -49,6 +49,7 @@ class Kind(Enum):
     REQUIRES_GRAD = "requires_grad"
     MODULE_STATE = "state of a module"
     DRAW = "draw"
+    BUFFERS = "buffers"
 
 
 class Contents(Enum):

@@ -142,8 +142,8 @@ class Observer:
             calls=tuple(self._calls.calls),
             lines_run=tuple(self._calls.further.lines_run),
             trace=self._calls.trace(self._modules),
-            cuts=self._calls.cuts.found,
-            own_backwards=self._calls.own_backwards.found,
+            cuts=self._calls.events.cuts.found,
+            own_backwards=self._calls.events.own_backwards.found,
         )
 
     def _on_forward(self, arguments: tuple[Any, ...]) -> Heard:
@@ -160,6 +160,7 @@ class Observer:
                 generator=torch.get_rng_state().numpy().tobytes(),
                 seed=torch.initial_seed(),
                 step=self.step,
+                buffers=self._calls.events.buffers.values(),
             )
         )
         return lambda _: ended()

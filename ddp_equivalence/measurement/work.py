@@ -63,7 +63,7 @@ class Evidence:
     ``autocast``: the autocast regions that it entered with gradients enabled. ``float32_at``: where
     it computed in float32, if this was looked for; "" if it did not. ``missed_waits``: the
     collectives that nobody waited for. ``changed_later``: the gradients that changed after the step
-    had returned.
+    had returned. ``buffers``: a digest of every buffer of the model after the last step.
     """
 
     examples: tuple[tuple[int, ...], ...] | None
@@ -84,3 +84,4 @@ class Evidence:
     changed_later: tuple[str, ...] = ()
     gpu: str = ""
     tf32: Tf32 | None = None
+    buffers: Mapping[str, str] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.division_fault import fault_of_division
 from ddp_equivalence.diagnosis.whereabouts.forward_alone import forward_alone, idle_ranks
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import paths_of
+from ddp_equivalence.diagnosis.whereabouts.other_buffers import fault_of_buffers
 from ddp_equivalence.diagnosis.whereabouts.own_gradient_fault import (
     Compared,
     compared_with_rows,
@@ -119,7 +120,7 @@ def _own(pieces: Pieces) -> Whereabouts | None:
         if not wrong:
             return not_seen("in this precision the gradients of all rows are rounded that far")
     if wrong:
-        return fault_of_own_gradient(pieces, wrong)
+        return fault_of_buffers(pieces, wrong) or fault_of_own_gradient(pieces, wrong)
     return fault_of_division(pieces, compared)
 
 
