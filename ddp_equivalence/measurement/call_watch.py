@@ -30,6 +30,7 @@ from ddp_equivalence.measurement.gradient_changes import changed_by_hooks, merge
 from ddp_equivalence.measurement.gradient_watch import GradientWatch
 from ddp_equivalence.measurement.line_events import LineEvents
 from ddp_equivalence.measurement.line_tracer import LineTracer, code_of, merged_handlers
+from ddp_equivalence.measurement.loss_terms import LossTerms
 from ddp_equivalence.measurement.loss_watch import LossWatch
 from ddp_equivalence.measurement.module_watch import ModuleWatch
 from ddp_equivalence.measurement.shuffles import randperm_recorded, shuffle_handlers
@@ -65,6 +66,7 @@ class CallWatch:
         self._gradients = GradientWatch(model, sample)
         self._states = StateLog(self._gradients)
         self._losses = LossWatch(self._on_loss)
+        self._terms = LossTerms(self._names, self.calls)
         self._in_vain: dict[CodeLine, int] = {}
         self._synchronisation = SynchronisationWatch()
         self.further = FurtherCalls(model, self._gradients.parameters, self._append)
@@ -87,6 +89,7 @@ class CallWatch:
         self.step = self.further.step = number
         self.backwards = 0
         self.events.begin_step()
+        self._terms.begin_step()
 
     def trace(self, modules: ModuleWatch) -> Trace:
         """The values on the way. ``modules``: has watched the modules of the same model."""
@@ -140,6 +143,7 @@ class CallWatch:
         frame = sys._getframe(2)
         self._note_changes(frame, by_value=True)
         self.further.backward(roots)
+        self._terms.backward()
         self.events.cuts.backward(roots)
         made_at = self._tracer.line_that_made(roots[0], frame) if len(roots) == 1 else None
         self._record(Kind.BACKWARD, frame, value=loss, made_at=made_at)
@@ -160,16 +164,13 @@ class CallWatch:
         self._gradients.accept()
         self._states.note(call, tuple(self._gradients.parameters))
 
-    def backward_inside(self, roots: Sequence[Tensor]) -> None:
-        """A backward pass from ``roots`` begins inside another one."""
-        self.events.cuts.backward(roots)
-
     def _now(self) -> tuple[int, int, bool]:
         return self.step, self.backwards, self._in_backward
 
-    def _on_loss(self, line: CodeLine, value: float, what: str) -> None:
+    def _on_loss(self, line: CodeLine, value: float, node: Any) -> None:
         if self._is_recorded():
-            self._append(Kind.LOSS, (line, line), value=value, what=what)
+            self._append(Kind.LOSS, (line, line), value=value, what=node.name())
+            self._terms.add(len(self.calls) - 1, node)
 
     def _on_shuffle(self, frame: FrameType, what: str, seed: float | None) -> None:
         self._record(Kind.SHUFFLE, frame, value=seed, what=what)

@@ -22,6 +22,7 @@ from ddp_equivalence.diagnosis.whereabouts.own_gradient_fault import (
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces, pieces_of
 from ddp_equivalence.diagnosis.whereabouts.reduction_fault import fault_of_reduction
 from ddp_equivalence.diagnosis.whereabouts.reduction_weights import Wanted
+from ddp_equivalence.diagnosis.whereabouts.term_fault import fault_of_a_term
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, not_seen
 
 COARSEST = 0.1
@@ -72,6 +73,10 @@ def _find(view: View, pieces: Pieces) -> Whereabouts:
         )
     if weight is not None and uniform is not None:
         return _factor(pieces, weight, uniform)
+    if uniform is not None:
+        term = fault_of_a_term(pieces, uniform)
+        if term is not None:
+            return term
     own = _own(pieces)
     if uniform is not None:
         return own or not_seen(
