@@ -139,6 +139,16 @@ def middle_is_copied(model: Any, shard: Any, rank: Any) -> None:
     average_those_there_are(model)
 
 
+def head_is_frozen(model: Any, shard: Any, rank: Any) -> None:
+    def freeze(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            parameter.requires_grad_(False)  # fault
+
+    freeze(model.head)
+    loss(model, shard).backward()
+    average_those_there_are(model)
+
+
 def average_those_there_are(model: Any) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
