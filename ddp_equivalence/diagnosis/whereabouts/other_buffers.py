@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis.step_calls import Place, StepCalls
+from ddp_equivalence.diagnosis.lines.lines_of_buffers import buffer_changes, buffers_apart
 from ddp_equivalence.diagnosis.whereabouts.own_gradient_fault import Compared
 from ddp_equivalence.diagnosis.whereabouts.pieces import Piece, Pieces
 from ddp_equivalence.diagnosis.whereabouts.station_text import at
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, distinct, named, ranked
-from ddp_equivalence.measurement.calls import Kind
 
 MOST_COMPARED = 16
 """The gradients of so many pieces are computed again."""
@@ -21,11 +20,11 @@ def fault_of_buffers(pieces: Pieces, wrong: Sequence[Compared]) -> Whereabouts |
     """Says that buffers are the difference; None unless each of these pieces has the gradient that
     its rows give with the buffers of its rank.
     """
-    changes = _changes(pieces)
+    changes = buffer_changes(pieces.view)
     if not changes or not all(_is_of_buffers(pieces, one.piece) for one in wrong[:MOST_COMPARED]):
         return None
     changed = dict.fromkeys(name for place in changes for name in place.names)
-    apart = _apart(pieces, wrong[0].piece.number)
+    apart = buffers_apart(pieces.view)
     names = [name for name in changed if name in apart] or list(changed)
     ranks = tuple(sorted({one.piece.rank for one in wrong}))
     who = ranked(ranks, pieces.view.world_size)
@@ -55,30 +54,3 @@ def _is_of_buffers(pieces: Pieces, piece: Piece) -> bool:
     generator = piece.forward.generator if pieces.view.setting.draws_on_cpu else b""
     found = pieces.view.examples.with_buffers(piece.rows, generator, piece.forward.buffers)
     return pieces.factor_between(piece.gradient, found.gradient) is not None
-
-
-def _changes(pieces: Pieces) -> list[Place]:
-    """The lines that changed buffers up to this step, in this step before backward.
-
-    DistributedDataParallel also writes to them, when it is made and when it is called.
-    """
-    step = pieces.view.setting.step
-    calls = {
-        rank: tuple(call for call in seen.calls if (call.step, call.backwards) <= (step, 0))
-        for rank, seen in pieces.view.observed.by_rank.items()
-    }
-    found = StepCalls(calls)
-    wraps = {place.line for place in found.places(Kind.WRAP)}
-    forwards = {place.line for place in found.places(Kind.FORWARD)}
-    places = [place for place in found.places(Kind.BUFFERS) if place.line not in wraps]
-    return [place for place in places if place.line not in forwards] or places
-
-
-def _apart(pieces: Pieces, number: int) -> set[str]:
-    """The buffers that differ between ranks before the forward passes of this number."""
-    held: dict[str, set[bytes]] = {}
-    for of_rank in pieces.by_rank:
-        for piece in of_rank[number : number + 1]:
-            for name, value in piece.forward.buffers.items() if piece.forward else ():
-                held.setdefault(name, set()).add(value.contiguous().numpy().tobytes())
-    return {name for name, values in held.items() if len(values) > 1}

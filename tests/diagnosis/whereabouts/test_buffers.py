@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Case, check
 from tests.diagnosis.whereabouts.faulty import CASE, average, distance, loss
+from tests.package.pointed_at import faulty_lines
 
 
 class Centred(nn.Module):
@@ -84,27 +85,22 @@ def reduced(model: Any, shard: Any, rank: Any) -> None:
     by_hand(model, shard, rank)
 
 
-@pytest.mark.parametrize(
-    ("step", "words", "note"),
-    [
-        (
-            by_hand,
-            "buffers differ between the ranks",
-            "changes centre, which differs between the ranks afterwards",
-        ),
-        (under_ddp, "buffers are not those of the big batch", "changes centre"),
-    ],
-)
-def test_buffers_that_a_later_step_reads_are_shown(
-    step: Callable[..., Any], words: str, note: str
-) -> None:
-    verdict = check(CENTRED, step, steps=2)
+def test_buffers_that_differ_where_a_later_step_reads_them_are_named() -> None:
+    verdict = check(CENTRED, by_hand, steps=2)
+    assert verdict.causes == ("buffers_differ_between_ranks",), str(verdict)
+    assert faulty_lines(verdict) == ["self.centre.lerp_(mean, 0.5)  # fault"]
+    notes = [one.note for one in verdict.findings[0].lines]
+    assert notes == ["changes centre, which differs between the ranks afterwards"]
+
+
+def test_buffers_of_rank_0_that_all_ranks_read_are_shown() -> None:
+    verdict = check(CENTRED, under_ddp, steps=2)
     assert (verdict.outcome, verdict.cause) == ("different", None), str(verdict)
     found = verdict.localisation.whereabouts
     assert found is not None
-    assert found.headline == words
+    assert found.headline == "buffers are not those of the big batch"
     assert "centre" in found.sentence
-    assert [one.note for one in found.lines] == [note]
+    assert [one.note for one in found.lines] == ["changes centre"]
     assert distance(found, Centred) == 0
 
 
