@@ -15,6 +15,7 @@ def change_buffers(record_firing: RecordFiring) -> Any:
     """On all ranks except 0, multiply every buffer by random numbers from 0.5 to 1.5."""
 
     def change(ddp: Any) -> None:
+        ddp.broadcast_buffers = False
         if dist.get_rank() == 0:
             return
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -24,7 +25,7 @@ def change_buffers(record_firing: RecordFiring) -> Any:
                 buffer.mul_((0.5 + noise).to(buffer))
         record_firing()
 
-    return after_ddp_init(change, broadcast_buffers=False)
+    return after_ddp_init(change)
 
 
 FAULT = Fault(

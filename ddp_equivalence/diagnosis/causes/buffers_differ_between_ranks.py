@@ -84,7 +84,7 @@ HYPOTHESIS = Hypothesis(
     sentence="Buffers of the model (running statistics, moving averages) differ between the ranks, "
     "and the forward pass reads them, so that gradients of different functions were averaged.",
     look_at="the lines that change a buffer: reduce what they write over all ranks, or let "
-    "DistributedDataParallel broadcast the buffers (broadcast_buffers=True)",
+    "DistributedDataParallel broadcast the buffers before each forward pass",
     predict=predict,
     indication=indication,
     headline="ranks read different buffers",
