@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -118,6 +118,17 @@ class ExampleGradients:
                 self.cache[key] = self._compute(examples, generator)
         return self.cache[key]
 
+    def with_buffers(
+        self, examples: Indices, generator: bytes, buffers: Mapping[str, Tensor]
+    ) -> LossAndGradient:
+        """The same with these values in the buffers of the model. It is not remembered."""
+        if self.whole is not None:
+            whole = self.whole.with_buffers(examples, generator, buffers)
+            positions = self.whole.parameters.positions_of(self.parameters.names)
+            return LossAndGradient(whole.loss, whole.gradient[positions], whole.drew)
+        with self._computing(examples):
+            return self._compute(examples, generator, buffers=buffers)
+
     @contextmanager
     def _computing(self, examples: Indices) -> Iterator[None]:
         """The block computes a gradient. It may do so while a report is printed."""
@@ -131,7 +142,11 @@ class ExampleGradients:
             yield
 
     def _compute(
-        self, examples: Indices, generator: bytes, other_numbers: bool = False
+        self,
+        examples: Indices,
+        generator: bytes,
+        other_numbers: bool = False,
+        buffers: Mapping[str, Tensor] | None = None,
     ) -> LossAndGradient:
         setting, sample, drawn = self.setting, self.parameters.sample, Drawn()
         try:
@@ -143,6 +158,7 @@ class ExampleGradients:
                 generator,
                 other_numbers,
                 drawn,
+                buffers,
             )
         except BadCase:
             return LossAndGradient(float("nan"), torch.full_like(self.expected, torch.nan))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,18 +52,25 @@ def loss_and_gradient_of(
     generator: bytes = b"",
     other_numbers: bool = False,
     drawn: Drawn | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> tuple[float, dict[str, Tensor | None]]:
     """The float64 loss of ``batch`` alone and its gradient by parameter name.
 
     The weights are those that plain SGD on the ``earlier_batches`` leaves. ``generator`` is the
     state that torch's generator gets before each forward pass; empty means the usual state.
     ``other_numbers``: let all generators draw others than usual. ``drawn`` is told whether anything
-    was drawn.
+    was drawn. ``buffers``: what the model's buffers hold before the last forward pass, if it is not
+    what the earlier ones have left.
     Raises BadCase as the reference does, for instance if the loss needs more examples.
     """
     loss = loss_of_the_case(case)
+    left = len(earlier_batches)
 
     def with_generators(model: nn.Module, batch: Any) -> Any:
+        nonlocal left
+        if buffers and not left:
+            _fill_buffers(model, buffers)
+        left -= 1
         if generator:
             torch.set_rng_state(torch.frombuffer(bytearray(generator), dtype=torch.uint8))
         if other_numbers:
@@ -87,6 +94,14 @@ def loss_and_gradient_of(
     return losses[-1], {
         name: gradient for (step, name), gradient in gradients.items() if step == last
     }
+
+
+def _fill_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Let the buffers of the model hold these values. Those of another shape are left alone."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in values and values[name].shape == buffer.shape:
+                buffer.copy_(values[name])
 
 
 def gradient_of_outputs(case: Case, batch: Any) -> tuple[Tensor, Tensor] | None:

@@ -25,27 +25,23 @@ from ddp_equivalence.measurement.calls import (
 )
 from ddp_equivalence.measurement.code_lines import (
     callers_of,
-    line_at,
     line_that_named,
     lines_of,
 )
 from ddp_equivalence.measurement.collective_contents import contents_of, dtype_of
-from ddp_equivalence.measurement.cut_watch import CutWatch
-from ddp_equivalence.measurement.draw_watch import DrawWatch
 from ddp_equivalence.measurement.further_calls import FurtherCalls
 from ddp_equivalence.measurement.gradient_changes import changed_by_hooks, merged
 from ddp_equivalence.measurement.gradient_watch import GradientWatch
+from ddp_equivalence.measurement.line_events import LineEvents
 from ddp_equivalence.measurement.line_tracer import (
     LineTracer,
     code_of,
-    line_of_caller,
     merged_handlers,
 )
 from ddp_equivalence.measurement.local_tensors import LocalTensors
+from ddp_equivalence.measurement.loss_terms import LossTerms
 from ddp_equivalence.measurement.loss_watch import LossWatch
-from ddp_equivalence.measurement.module_states import ModuleStates
 from ddp_equivalence.measurement.module_watch import ModuleWatch
-from ddp_equivalence.measurement.own_backwards import OwnBackwards
 from ddp_equivalence.measurement.shuffles import randperm_recorded, shuffle_handlers
 from ddp_equivalence.measurement.state_log import StateLog
 from ddp_equivalence.measurement.synchronisation_watch import SynchronisationWatch
@@ -80,6 +76,7 @@ class CallWatch:
         self._gradients = GradientWatch(model, sample)
         self._states = StateLog(self._gradients)
         self._losses = LossWatch(self._on_loss)
+        self._terms = LossTerms(self._names, self.calls)
         self._in_vain: dict[CodeLine, int] = {}
         self._temporaries = TemporaryResults()
         self._locals = LocalTensors()
@@ -87,14 +84,14 @@ class CallWatch:
         self.further = FurtherCalls(model, self._gradients.parameters, self._append)
         torchs = TorchCalls(self._record, self._names).handlers()
         shuffles = {code_of(f): one for f, one in shuffle_handlers(self._on_shuffle).items()}
-        states = ModuleStates(model, self._on_state).handlers()
-        handlers = merged_handlers(self.further.handlers(), torchs, shuffles, states)
-        self.cuts = CutWatch(self._now)
-        self.own_backwards = OwnBackwards(self._now)
+        self.events = LineEvents(
+            model, self._now, self.calls, self._append_if_recorded, lambda: self._tracer.paused
+        )
+        events = self.events.handlers()
+        handlers = merged_handlers(self.further.handlers(), torchs, shuffles, events)
         self._tracer = LineTracer(handlers, self._after_line, self._in_frame)
-        self._draws = DrawWatch(self._on_draw)
-        self._tracer.on_event = self._on_event
-        self._tracer.around_compiler = self.cuts.around_compiler
+        self._tracer.on_event = self.events.on_event
+        self._tracer.around_compiler = self.events.cuts.around_compiler
         self.backwards = 0
         self._in_backward = False
         self._process = os.getpid()
@@ -103,7 +100,8 @@ class CallWatch:
         """What is recorded from now on belongs to this step."""
         self.step = self.further.step = number
         self.backwards = 0
-        self._draws.begin_step()
+        self.events.begin_step()
+        self._terms.begin_step()
 
     def trace(self, modules: ModuleWatch) -> Trace:
         """The values on the way. ``modules``: has watched the modules of the same model."""
@@ -124,7 +122,7 @@ class CallWatch:
             listening(self._on_issue, self._on_wait),
             randperm_recorded(self._on_shuffle),
             self._tracer.tracing(),
-            self.cuts.watching(),
+            self.events.cuts.watching(),
         ):
             yield
         self._note_changes(None, by_value=True)
@@ -159,7 +157,8 @@ class CallWatch:
         frame = sys._getframe(2)
         self._note_changes(frame, by_value=True)
         self.further.backward(roots)
-        self.cuts.backward(roots)
+        self._terms.backward()
+        self.events.cuts.backward(roots)
         made_at = self._tracer.line_that_made(roots[0], frame) if len(roots) == 1 else None
         self._record(Kind.BACKWARD, frame, value=loss, made_at=made_at)
         self.backwards += 1
@@ -179,42 +178,13 @@ class CallWatch:
         self._gradients.accept()
         self._states.note(call, tuple(self._gradients.parameters))
 
-    def backward_inside(self, roots: Sequence[Tensor]) -> None:
-        """A backward pass from ``roots`` begins inside another one."""
-        self.cuts.backward(roots)
-
     def _now(self) -> tuple[int, int, bool]:
         return self.step, self.backwards, self._in_backward
 
-    def _on_event(self, frame: FrameType, event: str, returned: object) -> None:
-        if event == "line":
-            if not self._in_backward:  # what is computed again draws the same numbers again
-                self._draws.next_line(line_at(frame))
-            return
-        if event == "return":
-            self._draws.next_line(line_of_caller(frame))
-            self.cuts.frame_returns(frame)
-        if self._in_backward:
-            if event == "call":
-                self.cuts.frame_begins(frame)
-            else:
-                self.own_backwards.on_return(frame, returned)
-
-    def _on_draw(self, line: CodeLine, what: str) -> None:
-        if self._is_recorded() and not self._in_backward:
-            self._append(Kind.DRAW, (line, line), what=what, value=float(self._tracer.paused))
-
-    def _on_state(self, frame: FrameType, what: str, name: str) -> None:
-        last, lines = self.calls[-1] if self.calls else None, lines_of(frame)
-        this = Kind.MODULE_STATE, *lines, what
-        if last is not None and (last.kind, last.line, last.users_line, last.what) == this:
-            self.calls[-1] = replace(last, names=(*last.names, name))
-        else:
-            self._record(Kind.MODULE_STATE, frame, what=what, names=(name,))
-
-    def _on_loss(self, line: CodeLine, value: float, what: str) -> None:
+    def _on_loss(self, line: CodeLine, value: float, node: Any) -> None:
         if self._is_recorded():
-            self._append(Kind.LOSS, (line, line), value=value, what=what)
+            self._append(Kind.LOSS, (line, line), value=value, what=node.name())
+            self._terms.add(len(self.calls) - 1, node)
 
     def _on_shuffle(self, frame: FrameType, what: str, seed: float | None) -> None:
         self._record(Kind.SHUFFLE, frame, value=seed, what=what)
@@ -311,6 +281,10 @@ class CallWatch:
     def _record(self, kind: Kind, frame: FrameType | None, **more: Any) -> None:
         if self._is_recorded():
             self._append(kind, lines_of(frame), **more)
+
+    def _append_if_recorded(self, kind: Kind, lines: Any, **more: Any) -> None:
+        if self._is_recorded():
+            self._append(kind, lines, **more)
 
     def _append(
         self,

@@ -11,6 +11,7 @@ import linecache
 import random
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,7 +89,7 @@ def _state_on_cuda() -> tuple[int, int] | None:
 
 
 def _states_of_others() -> tuple[State, State]:
-    state = np.random.get_state()
+    state: Any = np.random.get_state()
     return (random.getstate(),), (np.asarray(state[1]).tobytes(), *state[2:])
 
 

@@ -15,8 +15,8 @@ from ddp_equivalence.measurement.calls import CodeLine
 MOST_LOSSES = 1_000
 """Later ones are not noticed, so that a loop over tokens leaves room for other calls."""
 
-Note = Callable[[CodeLine, float, str], object]
-"""Gets the line, the value of the loss, and the name of the operation that made it."""
+Note = Callable[[CodeLine, float, Any], object]
+"""Gets the line, the value of the loss, and the node of the graph that made it."""
 
 
 class LossWatch:
@@ -48,5 +48,5 @@ class LossWatch:
             return False
         self._noted += 1
         with torch.no_grad():
-            self._note(line, float(loss.detach()), loss.grad_fn.name())
+            self._note(line, float(loss.detach()), loss.grad_fn)
         return True

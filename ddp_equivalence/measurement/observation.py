@@ -49,7 +49,8 @@ class Forward:
     ``rows``: the rows that the model was called with; None if they are not known to be rows of the
     batch. ``weights``: a digest of the parameters at
     that moment. ``generator``: the state of torch's CPU generator. ``seed``: the seed that this
-    generator was last given. ``step``: the number of the step, from 0.
+    generator was last given. ``step``: the number of the step, from 0. ``buffers``: what the
+    model's buffers held then; empty if they are not known.
     """
 
     rows: RowsRead | None
@@ -57,6 +58,7 @@ class Forward:
     generator: bytes
     seed: int
     step: int
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

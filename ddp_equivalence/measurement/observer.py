@@ -42,9 +42,9 @@ MOST_BUCKET_ELEMENTS = 2_000_000
 
 
 class Observer:
-    """``batch``: the big batch of all steps, in which the model's inputs are looked up. ``given``:
-    what the rank was given in each step, with its positions there. ``sample``: the elements of each
-    gradient that are kept. ``dims``: where the batch holds its examples.
+    """``batch``: that of all steps, in which the model's inputs are looked up. ``given``: what the
+    rank was given in each step, with its positions there. ``sample``: the elements of each gradient
+    that are kept. ``dims``: where the batch holds its examples.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class Observer:
             calls=tuple(self._calls.calls),
             lines_run=tuple(self._calls.further.lines_run),
             trace=self._calls.trace(self._modules),
-            cuts=self._calls.cuts.found,
-            own_backwards=self._calls.own_backwards.found,
+            cuts=self._calls.events.cuts.found,
+            own_backwards=self._calls.events.own_backwards.found,
         )
 
     def _on_forward(self, arguments: tuple[Any, ...]) -> Heard:
@@ -160,6 +160,7 @@ class Observer:
                 generator=torch.get_rng_state().numpy().tobytes(),
                 seed=torch.initial_seed(),
                 step=self.step,
+                buffers=self._calls.events.buffers.values(),
             )
         )
         return lambda _: ended()
@@ -181,7 +182,7 @@ class Observer:
         def observed(tensors: Any, *arguments: Any, **named: Any) -> Any:
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             if self._inside:  # activation checkpointing calls backward inside backward
-                self._calls.backward_inside(roots)
+                self._calls.events.cuts.backward(roots)
                 return differentiate(tensors, *arguments, **named)
             loss = _sum_of_scalars(roots)
             for wrapper in self._wrappers:
@@ -265,10 +266,9 @@ class _WrapperObserver:
         self._synchronised.append(bool(ddp.require_backward_grad_sync))
         self._waiting = True
         if sum(parameter.numel() for parameter in ddp.parameters()) <= MOST_BUCKET_ELEMENTS:
-            # Torch 2.13 has no public way to ask which parameter is in which bucket.
             self._buckets = tuple(
                 tuple(self._names.get(id(parameter), "?") for parameter in bucket.parameters())
-                for bucket in ddp.reducer._get_zeros_like_grad_buckets()
+                for bucket in ddp.reducer._get_zeros_like_grad_buckets()  # torch: not public
             )
         self._logged = {
             name: value

@@ -31,6 +31,7 @@ from ddp_equivalence.comparison.gradients import (
     weights_of,
 )
 from ddp_equivalence.faults.plant import PlantedFault, plant_here
+from ddp_equivalence.measurement.buffer_watch import digests_of_buffers
 from ddp_equivalence.measurement.called_with import CalledWith
 from ddp_equivalence.measurement.cuda_evidence import gpus_used, tf32_of
 from ddp_equivalence.measurement.observer import Observer
@@ -131,6 +132,7 @@ def _run_step(
         changed_later=tuple(dict.fromkeys(races.changed_later)),
         gpu=gpus_used(rank, chain(model.parameters(), gradients.values()), notes),
         tf32=tf32_of(rank),
+        buffers=digests_of_buffers(model),
     )
     return gradients, evidence
 

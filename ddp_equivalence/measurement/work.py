@@ -69,6 +69,7 @@ class Evidence:
     it computed in float32, if this was looked for; "" if it did not. ``missed_waits``: the
     collectives that nobody waited for. ``changed_later``: the gradients that changed after the step
     had returned. ``operations``: those of torch that the step ran, if they were recorded.
+    ``buffers``: a digest of every buffer of the model after the last step.
     """
 
     examples: tuple[tuple[int, ...], ...] | None
@@ -90,3 +91,4 @@ class Evidence:
     gpu: str = ""
     tf32: Tf32 | None = None
     operations: Operations | None = None
+    buffers: Mapping[str, str] = field(default_factory=dict)

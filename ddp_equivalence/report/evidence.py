@@ -63,6 +63,11 @@ def _evidence(verdict: Verdict) -> Iterator[str]:
         if rounding:
             names = ", ".join(rounding[:MOST_NAMES])
             yield f"{names} {plural(len(rounding), 'holds', 'hold')} nothing but rounding"
+    buffers = verdict.differing_buffers
+    if buffers:
+        names = ", ".join(buffers[:MOST_NAMES])
+        more = f" and {len(buffers) - MOST_NAMES} more" if len(buffers) > MOST_NAMES else ""
+        yield f"at the end the ranks hold different buffers: {names}{more}"
     if comparison is not None and verdict.compare == "gradients":
         yield from other_form_texts(comparison)
     yield _place(verdict)

@@ -149,6 +149,19 @@ class Verdict:
         return autocast_of(self.evidence)
 
     @property
+    def differing_buffers(self) -> tuple[str, ...]:
+        """The model's buffers, such as running statistics, that differ between ranks at the end.
+
+        That is no difference of gradients: every rank may keep statistics of its own examples. A
+        later step whose forward pass reads them can differ.
+        """
+        held: dict[str, set[str]] = {}
+        for one in self.evidence.values():
+            for name, digest in one.buffers.items():
+                held.setdefault(name, set()).add(digest)
+        return tuple(name for name, digests in held.items() if len(digests) > 1)
+
+    @property
     def shares(self) -> Shares | None:
         """How often each example entered the gradient of each rank; None if that is not known."""
         shares = None if self.analysis is None else self.analysis.shares

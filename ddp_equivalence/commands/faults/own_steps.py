@@ -35,6 +35,20 @@ def with_dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(5, WIDTH), nn.Dropout(), nn.Linear(WIDTH, WIDTH))
 
 
+class Scaled(nn.Module):
+    """A linear layer, times a buffer."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, WIDTH)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.layer(inputs) * self.scale
+
+
 def rows(generator: torch.Generator) -> dict[str, Tensor]:
     """A batch of rows and their targets."""
     return {
@@ -104,6 +118,7 @@ of_two_batches = _case(), ddp_step, {"steps": 2}
 on_unequal_nodes = _case("1+3"), ddp_step
 on_three_ranks = _case("1x3", shards="uneven"), ddp_step
 of_batch_norm = _case(model=with_batch_norm), ddp_step
+of_buffers = _case(model=Scaled), ddp_step
 of_dropout = _case(model=with_dropout), ddp_step
 accumulating = _case(), accumulating_step
 by_hand = _case(loss=sum_loss), by_hand_step

@@ -10,6 +10,7 @@ from ddp_equivalence.diagnosis.causes import (
     batch_norm_local_statistics,
     batch_statistics_local,
     bucket_not_reduced,
+    buffers_differ_between_ranks,
     clipped_before_reduce,
     clipped_per_micro_batch,
     clipped_per_parameter,
@@ -70,6 +71,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     contrastive_local_negatives.HYPOTHESIS,
     batch_statistics_local.HYPOTHESIS,
     statistic_not_additive.HYPOTHESIS,
+    buffers_differ_between_ranks.HYPOTHESIS,
     # One factor is wrong, for all parameters.
     mean_not_sum.HYPOTHESIS,
     sum_not_mean.HYPOTHESIS,

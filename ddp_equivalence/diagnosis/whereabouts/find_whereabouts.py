@@ -16,6 +16,7 @@ from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.division_fault import fault_of_division
 from ddp_equivalence.diagnosis.whereabouts.forward_alone import forward_alone, idle_ranks
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import line_of, paths_of
+from ddp_equivalence.diagnosis.whereabouts.other_buffers import fault_of_buffers
 from ddp_equivalence.diagnosis.whereabouts.own_gradient_fault import (
     SAME_LOSS,
     Compared,
@@ -26,6 +27,7 @@ from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces, pieces_of
 from ddp_equivalence.diagnosis.whereabouts.reduction_fault import fault_of_reduction
 from ddp_equivalence.diagnosis.whereabouts.reduction_weights import Wanted
 from ddp_equivalence.diagnosis.whereabouts.station_text import at
+from ddp_equivalence.diagnosis.whereabouts.term_fault import fault_of_a_term
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
     MOST_RANKS,
     Whereabouts,
@@ -83,6 +85,10 @@ def _find(view: View, pieces: Pieces) -> Whereabouts:
         )
     if weight is not None and uniform is not None:
         return _factor(pieces, weight, uniform)
+    if uniform is not None:
+        term = fault_of_a_term(pieces, uniform)
+        if term is not None:
+            return term
     own = _own(pieces)
     if uniform is not None:
         return own or not_seen(
@@ -131,7 +137,7 @@ def _own(pieces: Pieces) -> Whereabouts | None:
         if not wrong:
             return not_seen("in this precision the gradients of all rows are rounded that far")
     if wrong:
-        return fault_of_own_gradient(pieces, wrong)
+        return fault_of_buffers(pieces, wrong) or fault_of_own_gradient(pieces, wrong)
     return fault_of_division(pieces, compared)
 
 

@@ -43,7 +43,7 @@ def where_gradients_are_missing(
     headline, reasons = "", list[PointedLine | None]()
     if not backwards:
         text = f"No backward pass ran on {who}."
-    elif backwards and (why := _why(seen, module, calls, backwards[-1], replay)) is not None:
+    elif backwards and (why := _why(seen, gone, calls, backwards[-1], replay)) is not None:
         headline, text, reasons = why
     elif called and module not in called:
         text = f"The module {module or 'itself'} is not called on rank {ranks[0]}."
@@ -75,12 +75,19 @@ Why = tuple[str, str, list[PointedLine | None]]
 
 def _why(
     seen: Observation,
-    module: str,
+    gone: Sequence[str],
     calls: Sequence[ModuleCall],
     backward: Call,
     replay: Replay | None,
 ) -> Why | None:
-    """What was recorded that keeps gradients from a module; None if nothing was."""
+    """What was recorded that keeps gradients from these parameters; None if nothing was."""
+    frozen = _frozen(seen, gone)
+    if frozen:
+        what = f"sets requires_grad of {named(list(frozen))} to False"
+        lines = dict.fromkeys(line_of(call) for call in frozen.values())
+        pointed = [at(line, what if len(lines) == 1 else "freezes some", True) for line in lines]
+        return "parameters are frozen", f"A line {what}.", pointed
+    module = gone[0].rpartition(".")[0]
     mode = None if replay is None else wrong_mode(calls, replay.with_gradients)
     if mode is not None:
         lines = lines_of_mode(seen, mode)
@@ -98,6 +105,15 @@ def _why(
         return "a module runs without gradients", text, [called]
     cut = cut_graph_of(seen, backward.step, backward.backwards, replay)
     return None if cut is None else (cut.headline, cut.sentence, list(cut.lines))
+
+
+def _frozen(seen: Observation, gone: Sequence[str]) -> dict[str, Call]:
+    """Those of the parameters that were frozen last -> the call that did it."""
+    last: dict[str, Call] = {}
+    for call in seen.calls:
+        if call.kind is Kind.REQUIRES_GRAD:
+            last |= dict.fromkeys(call.names, call)
+    return {name: last[name] for name in gone if name in last and last[name].what.endswith("False")}
 
 
 def _missing(seen: Observation, names: Sequence[str]) -> list[str]:

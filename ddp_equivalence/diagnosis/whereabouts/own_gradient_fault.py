@@ -9,11 +9,8 @@ from torch import Tensor
 
 from ddp_equivalence.diagnosis.examples_read import example_numbers
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.whereabouts.cut_graph import (
-    CutGraph,
-    cut_graph,
-    own_backward_lines,
-)
+from ddp_equivalence.diagnosis.whereabouts.cut_graph import CutGraph, cut_graph
+from ddp_equivalence.diagnosis.whereabouts.exchanges import exchange_lines
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import line_of
 from ddp_equivalence.diagnosis.whereabouts.module_state import (
     lines_of_mode,
@@ -27,7 +24,7 @@ from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on
 from ddp_equivalence.diagnosis.whereabouts.replay import FirstDifference, calls_of, first_difference
 from ddp_equivalence.diagnosis.whereabouts.station_text import at
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, distinct, named, ranked
-from ddp_equivalence.measurement.calls import Contents, Kind
+from ddp_equivalence.measurement.calls import Kind
 from ddp_equivalence.measurement.trace import ModuleCall
 
 MOST_REPLAYED = 8
@@ -99,8 +96,7 @@ def fault_of_own_gradient(pieces: Pieces, wrong: Sequence[Compared]) -> Whereabo
     else:
         sentence = f"{sentence[:1].upper()}{sentence[1:]}"
     only_there = lines_only_on(pieces.view.observed.by_rank, ranks)
-    exchanges = _exchanges(pieces, one.piece) if len(ranks) == world_size else []
-    exchanges += own_backward_lines(pieces, one.piece) if exchanges else []
+    exchanges = exchange_lines(pieces, one.piece) if len(ranks) == world_size else []
     return Whereabouts(
         kind="own gradient",
         headline=f"{who if len(ranks) in (1, world_size) else f'{len(ranks)} ranks'}: {headline}",
@@ -109,28 +105,6 @@ def fault_of_own_gradient(pieces: Pieces, wrong: Sequence[Compared]) -> Whereabo
         parameters=names,
         ranks=ranks,
     )
-
-
-def _exchanges(pieces: Pieces, piece: Piece) -> list[PointedLine]:
-    """The last collective of something else than gradients or parameters before a backward pass:
-    with it, what a rank computes may depend on the rows of others.
-    """
-    places = pieces.view.observed.calls.places(
-        Kind.COLLECTIVE,
-        where=lambda call: (
-            piece.call is not None
-            and call.backwards == piece.call.backwards
-            and not call.in_backward
-            and call.collective is not None
-            and call.collective.contents is Contents.OTHER
-            and call.collective.elements > 1
-        ),
-    )
-    return [
-        place.pointed(f"{place.first.collective.op} before backward")
-        for place in places[-1:]
-        if place.first.collective is not None
-    ]
 
 
 Told = tuple[str, str, tuple[str, ...], list[PointedLine | None]]

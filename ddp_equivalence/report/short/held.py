@@ -121,7 +121,7 @@ def _not_finite(comparison: Comparison) -> list[int]:
             error.rank
             for parameter in comparison.parameters
             for error in parameter.by_rank
-            if not isfinite(error.ratio) or isnan(error.factor)
+            if 0 not in parameter.shape and (not isfinite(error.ratio) or isnan(error.factor))
         }
     )
 

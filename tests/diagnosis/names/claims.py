@@ -101,6 +101,14 @@ def weights_differed(verdict: Verdict) -> bool:
     return len(first) > 1
 
 
+def buffers_differed(verdict: Verdict) -> bool:
+    held: dict[str, set[bytes]] = {}
+    for seen in ranks(verdict):
+        for name, value in seen.forwards[-1].buffers.items() if seen.forwards else ():
+            held.setdefault(name, set()).add(value.numpy().tobytes())
+    return any(len(values) > 1 for values in held.values())
+
+
 def read(verdict: Verdict) -> dict[int, int]:
     view = verdict.view
     return {} if view is None else dict(view.observed.times_read)
@@ -196,6 +204,8 @@ CLAIMS = (
     Claim("DistributedDataParallel itself was called", lambda verdict: bool(flags(verdict))),
     Claim(r"backward was called \d+ times", several_backwards),
     Claim("backward was called once", lambda verdict: not several_backwards(verdict)),
+    Claim("Buffers of the model .* differ between the ranks", buffers_differed),
+    Claim("before the forward pass, .* differed between the ranks", buffers_differed),
     Claim("the step set the same seed", one_seed),
     Claim("The step gives all ranks the same seed", one_seed),
     Claim("The ranks did not begin the forward pass with the same weights", weights_differed),

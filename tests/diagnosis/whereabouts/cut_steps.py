@@ -71,14 +71,18 @@ class Steep(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         (result,) = ctx.saved_tensors
         slope = 1 - result
         return gradients[0] * slope  # fault
 
 
+def applied(function: Any, *tensors: Tensor) -> Any:
+    return function.apply(*tensors)
+
+
 def derivative_is_wrong(model: Any, shard: Any, rank: Any) -> None:
-    hidden = Steep.apply(model.norm(model.first(shard["rows"])))
+    hidden = applied(Steep, model.norm(model.first(shard["rows"])))
     output = model.head(torch.tanh(model.middle(hidden)))
     nn.functional.mse_loss(output, shard["targets"]).backward()
     average(model)
@@ -101,7 +105,7 @@ class Product(torch.autograd.Function):
 def one_factor_gets_no_gradient(model: Any, shard: Any, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
     errors = (ddp(shard["rows"]) - shard["targets"]).square().mean(1)
-    Product.apply(errors, torch.sigmoid(errors)).mean().backward()
+    applied(Product, errors, torch.sigmoid(errors)).mean().backward()
 
 
 def logs_and_teaches_and_shifts(model: Any, shard: Any, rank: Any) -> None:
@@ -132,6 +136,16 @@ def middle_is_copied(model: Any, shard: Any, rank: Any) -> None:
     hidden = torch.tensor(hidden.tolist(), dtype=hidden.dtype)  # fault
     output = model.head(torch.tanh(model.middle(hidden)))
     nn.functional.mse_loss(output, shard["targets"]).backward()
+    average_those_there_are(model)
+
+
+def head_is_frozen(model: Any, shard: Any, rank: Any) -> None:
+    def freeze(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            parameter.requires_grad_(False)  # fault
+
+    freeze(model.head)
+    loss(model, shard).backward()
     average_those_there_are(model)
 
 

@@ -54,6 +54,7 @@ def test_tensors_that_are_cut_on_purpose_are_not_shown() -> None:
             steps.first_layer_without_gradients,
             "first is called only where gradients are turned",
         ),
+        (CASE, steps.head_is_frozen, "sets requires_grad of head.weight, head.bias to False"),
         (CASE, steps.middle_is_copied, "without a gradient"),
         (BRANCHES, steps.left_in_evaluation_mode, "The model is called in evaluation mode"),
     ],
