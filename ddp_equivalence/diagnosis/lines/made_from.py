@@ -7,7 +7,13 @@ from collections.abc import Iterator
 
 from ddp_equivalence.diagnosis.lines.origins import lines_that_set_attribute
 from ddp_equivalence.diagnosis.lines.run_lines import RunLines
-from ddp_equivalence.diagnosis.lines.source_tree import Place, inside, place_of
+from ddp_equivalence.diagnosis.lines.source_tree import (
+    Place,
+    called_name,
+    functions_named,
+    inside,
+    place_of,
+)
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.measurement.calls import CodeLine
 
@@ -28,16 +34,35 @@ def lines_behind(
     found: dict[CodeLine, PointedLine] = {}
     level = [line]
     for _ in range(DEEPEST):
-        behind = [
-            (setter, f"sets {name}, which line {reader.number} reads")
-            for reader in level
-            for name, setter in _setters(run, reader, only_attributes)
-        ]
+        behind = []
+        for reader in level:
+            for name, setter in _setters(run, reader, only_attributes):
+                behind.append((setter, f"sets {name}, which line {reader.number} reads"))
+                for returning in lines_that_return(run, setter):
+                    behind.append((returning, f"returns what line {setter.number} sets {name} to"))
         for setter, note in behind:
             if setter != line:
                 found.setdefault(setter, PointedLine(setter, note))
         level = [setter for setter, _ in behind]
     return list(found.values())[:most]
+
+
+def lines_that_return(run: RunLines, line: CodeLine) -> Iterator[CodeLine]:
+    """The lines that have run and returned what a line assigns, if it calls the user's functions.
+
+    Only functions of the same file are known, and only those whose name none of the others has.
+    """
+    place = place_of(line.file, line.number)
+    for node in inside(place.statement) if place is not None else ():
+        if not isinstance(node, ast.Call):
+            continue
+        name = called_name(node)
+        functions = functions_named(line.file, name) if name else []
+        for returned in inside(functions[0]) if len(functions) == 1 else ():
+            if isinstance(returned, ast.Return):
+                at = CodeLine(line.file, returned.lineno, name)
+                if run.times.get(at):
+                    yield at
 
 
 def _setters(

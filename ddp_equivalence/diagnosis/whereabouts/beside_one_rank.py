@@ -112,8 +112,8 @@ def _is_all(beside: BesideOneRank, view: View) -> bool:
 
 
 def _with_lines(found: Whereabouts, pointed: Sequence[PointedLine], view: View) -> Whereabouts:
-    """A wrong reduction was followed by its values, up to a line if one is found; a wrong gradient
-    of a rank was only seen in its loss, and what DDP reduces only at the call of backward.
+    """A line that was found already comes first, unless it is only that of the loss, or the call of
+    backward, which is all that is seen of what DDP reduces.
     """
     backwards = {one.line for one in view.observed.calls.backwards}
     faults = [one for one in found.lines if one.is_fault]
@@ -124,7 +124,7 @@ def _with_lines(found: Whereabouts, pointed: Sequence[PointedLine], view: View) 
         replace(one, note=notes.get(one.line, one.note)) if one.note.endswith(ONLY_RANKS) else one
         for one in pointed
     ]
-    if found.kind == "reduction" and any(one.line not in backwards for one in faults):
+    if not found.shows_in_loss and any(one.line not in backwards for one in faults):
         seen = [replace(one, is_fault=False) for one in pointed]
         lines = _first_of_each_line([*faults, *seen, *others])
         return replace(found, lines=lines, beside_one_rank=RIGHT_ALONE)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.lines.lost_results import lines_of_lost_results
+from ddp_equivalence.diagnosis.lines.made_from import lines_behind
+from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.division_fault import fault_of_division
@@ -29,6 +31,7 @@ from ddp_equivalence.diagnosis.whereabouts.reduction_weights import Wanted
 from ddp_equivalence.diagnosis.whereabouts.station_text import at
 from ddp_equivalence.diagnosis.whereabouts.term_fault import fault_of_a_term
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
+    MOST_LINES,
     MOST_RANKS,
     Whereabouts,
     distinct,
@@ -56,7 +59,18 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
         return not_seen("gradients of so low a precision are equal up to rounding")
     found = _find(view, pieces)
     found = replace(found, lines=distinct([*lines_of_lost_results(view), *found.lines]))
-    return _in_order(view, _in_step(view, found))
+    return _in_order(view, _in_step(view, _with_lines_behind(view, found)))
+
+
+def _with_lines_behind(view: View, found: Whereabouts) -> Whereabouts:
+    """A wrong gradient shows in the loss, and is made by the lines behind this."""
+    faults = [one for one in found.lines if one.is_fault]
+    if not found.shows_in_loss or not faults:
+        return found
+    rank = found.ranks[0] if found.ranks else 0
+    behind = lines_behind(run_lines(view, rank), faults[-1].line, MOST_LINES)
+    others = [one for one in found.lines if not one.is_fault]
+    return replace(found, lines=distinct([*faults, *behind, *others]))
 
 
 def _in_order(view: View, found: Whereabouts) -> Whereabouts:

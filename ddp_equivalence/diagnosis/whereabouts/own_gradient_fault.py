@@ -97,8 +97,11 @@ def fault_of_own_gradient(pieces: Pieces, wrong: Sequence[Compared]) -> Whereabo
         sentence = f"{sentence[:1].upper()}{sentence[1:]}"
     only_there = lines_only_on(pieces.view.observed.by_rank, ranks)
     exchanges = exchange_lines(pieces, one.piece) if len(ranks) == world_size else []
+    of_loss = [_loss_line(one), _backward_line(one)]
+    marked = [line for line in (*only_there, *exchanges, *lines) if line and line.is_fault]
     return Whereabouts(
         kind="own gradient",
+        shows_in_loss=all(line in of_loss for line in marked),
         headline=f"{who if len(ranks) in (1, world_size) else f'{len(ranks)} ranks'}: {headline}",
         sentence=f"{whole} {sentence}",
         lines=distinct([*only_there, *exchanges, *lines]),

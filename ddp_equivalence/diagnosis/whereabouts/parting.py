@@ -128,13 +128,20 @@ class _Search:
         place = self._logs.places_that_part(number)[0]
         by_rank, alone = self._logs.returned(number, place)
         operation = self._operations[number]
-        lines = [
-            writer.line
-            for given, writer in self._logs.given(number)
-            if given in ("sum", "scaled") and writer is not None and writer.line is not None
-        ]
-        parts = tuple(dict.fromkeys(line for line in lines if line != operation.line))
+        parts = tuple(dict.fromkeys(self._lines_of_parts(number, operation.line)))
         return Parting(operation, by_rank, alone, is_certain, parts)
+
+    def _lines_of_parts(self, number: int, line: CodeLine | None) -> Iterator[CodeLine]:
+        """The other lines that made parts of sums, or multiples, of which this makes its result."""
+        for given, writer in self._logs.given(number):
+            if given not in ("sum", "scaled") or writer is None:
+                continue
+            if writer.line != line and writer.line is not None:
+                yield writer.line
+            elif writer.line == line:
+                before = self._logs.number_of(writer)
+                if before is not None and before < number:
+                    yield from self._lines_of_parts(before, line)
 
     def _is_parting(self, number: int) -> bool:
         """True if the result is another one, and nothing is that the operation was given.

@@ -21,10 +21,15 @@ class TwoLogs:
         self.partners = list(_partners(self.alone, self.ranks))
         self._deal = deal
         self._kinship = cache(self._kinship_of)
+        self._number = {id(one): number for number, one in enumerate(self.alone.operations)}
         self._readers: dict[int, list[int]] = {}
         for number, operation in enumerate(self.alone.operations):
             for writer in operation.after:
                 self._readers.setdefault(writer, []).append(number)
+
+    def number_of(self, operation: Operation) -> int | None:
+        """The number of an operation that one rank ran; None if only other ranks did."""
+        return self._number.get(id(operation))
 
     def is_wrong(self, name: str, value: int) -> bool:
         """True if the ranks hold another gradient than one rank, whose value has this number."""
