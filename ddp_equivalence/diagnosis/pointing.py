@@ -8,13 +8,13 @@ from dataclasses import replace
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis
+from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_of_divisor
 from ddp_equivalence.diagnosis.lines.lost_results import lines_of_lost_results
 from ddp_equivalence.diagnosis.lines.made_from import lines_behind
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
-
-MOST_LINES = 3
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import MOST_LINES
 
 _BY_NAME = {hypothesis.name: hypothesis for hypothesis in HYPOTHESES}
 
@@ -28,6 +28,12 @@ OF_THE_LOSS = frozenset(
     }
 )
 """The causes that a wrong count or a wrong loss may have."""
+
+OF_A_NUMBER = frozenset(
+    {"averaged_twice", "sum_not_mean", "gradient_scaled_not_unscaled", "accumulation_not_divided"}
+    | {"last_window_divided_by_full", "local_loss_summed", "gather_without_gradient"}
+)
+"""The causes whose faulty line multiplies or divides by a number."""
 
 
 def pointed(findings: Iterable[Finding], view: View) -> tuple[Finding, ...]:
@@ -56,10 +62,17 @@ def _lines(hypothesis: Hypothesis, view: View) -> tuple[PointedLine, ...]:
     known = {one.line for one in lines}
     lost = lines_of_lost_results(view, hypothesis.name not in OF_THE_LOSS)
     found = [*(one for one in lost if one.line not in known), *lines]
+    rank = min(view.observed.by_rank, default=0)
+    if hypothesis.name in OF_A_NUMBER and len(found) < MOST_LINES:
+        made = [line for one in lines if one.is_fault for line in _numbers(view, rank, one)]
+        found = [*(one for one in made[:1] if one.line not in known), *found]
     faults = [one for one in found if one.is_fault and not one.missing]
-    run = run_lines(view, min(view.observed.by_rank, default=0))
     for fault in faults[:1]:
         known = {one.line for one in found}
-        behind = lines_behind(run, fault.line, MOST_LINES, only_attributes=True)
+        behind = lines_behind(run_lines(view, rank), fault.line, MOST_LINES, only_attributes=True)
         found += [one for one in behind if one.line not in known]
     return tuple(found[: max(MOST_LINES, len(lines))])
+
+
+def _numbers(view: View, rank: int, pointed: PointedLine) -> list[PointedLine]:
+    return [replace(one, is_fault=True) for one in lines_of_divisor(view, rank, pointed.line)]

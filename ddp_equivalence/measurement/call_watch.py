@@ -234,13 +234,13 @@ class CallWatch:
             for number in self._temporaries.gone_after(frame):
                 self._result_is_gone(number)
         self.further.values(frame, line, returned)
-        if self.backwards and not some_are_pending():
-            self._locals.after(frame, line, returned, self.step)
         if line is not None and line.function != "<module>":
             in_vain = self._in_vain.get(line, 0)
             if in_vain < MOST_IN_VAIN:
                 found = self._losses.after_line(line, frame, returned)
                 self._in_vain[line] = 0 if found else in_vain + 1
+        if self.backwards and not some_are_pending():
+            self._locals.after(frame, line, returned, self.step)
 
     def _result_is_gone(self, number: int) -> None:
         call = self.calls[number]

@@ -123,7 +123,8 @@ class Call:
     changed; the names of modules.
     ``collective`` and ``change``: of calls of these kinds. ``ranks``: of a new group.
     ``in_backward``: the call was made while a backward pass ran. ``chosen_at``: of a forward pass,
-    the line of the user's that named the module; functions that were given it come below.
+    the line of the user's that named the module; functions that were given it come below. Of a
+    loader, where the length of a data set of the user's own begins.
     ``examples``: the positions, in the batch of all steps, that a forward pass read; () if they are
     not known. ``line`` of these is the one that first held what was read.
 

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from ddp_equivalence.measurement.calls import CodeLine, Kind
 from ddp_equivalence.measurement.code_lines import beginning_of, lines_of
-from ddp_equivalence.measurement.data_functions import DATA_FUNCTIONS, Described, own_sampler
+from ddp_equivalence.measurement.data_functions import (
+    DATA_FUNCTIONS,
+    Described,
+    own_length,
+    own_sampler,
+)
 from ddp_equivalence.measurement.graph_lines import GraphLines
 from ddp_equivalence.measurement.index_lists import IndexLists
 from ddp_equivalence.measurement.line_tracer import Handler
@@ -133,7 +138,8 @@ class FurtherCalls:
         lines = lines_of(frame)
         if lines[0] is not None:
             kind, what, value = describe(frame)
-            self._append(kind, lines, what=what, value=value, made_at=own_sampler(frame))
+            made_at, length = own_sampler(frame), own_length(frame)
+            self._append(kind, lines, what=what, value=value, made_at=made_at, chosen_at=length)
 
     def _on_module(self, is_active: Callable[[FrameType], bool], frame: FrameType) -> None:
         module = frame.f_locals.get("self")

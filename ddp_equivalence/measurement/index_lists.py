@@ -45,12 +45,13 @@ class IndexLists:
     def _see(self, frame: FrameType, line: CodeLine, name: str, value: Any) -> None:
         try:
             length = len(value)
-        except TypeError:  # a tensor without dimensions
+            version = value._version if type(value) is Tensor else 0
+        except (TypeError, RuntimeError):  # a tensor without dimensions, or of inference mode
             return
         if not FEWEST <= length <= MOST:
             return
         key = id(frame), name
-        state = id(value), length, value._version if type(value) is Tensor else 0
+        state = id(value), length, version
         if self._known.get(key) == state:
             return
         self._known[key] = state

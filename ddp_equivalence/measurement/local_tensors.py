@@ -44,10 +44,12 @@ class LocalTensors:
         """This line of the frame has run. This is called after every line, so it must be quick."""
         if line is None or len(self.found) >= MOST_TENSORS:
             return
-        for name, value in _named(frame):
-            self._see(frame, line, name, value, step)
-        if type(returned) is Tensor:
-            self._see(frame, line, "", returned, step)
+        named = [*_named(frame), *([("", returned)] if type(returned) is Tensor else [])]
+        for name, value in named:
+            try:
+                self._see(frame, line, name, value, step)
+            except Exception:  # a tensor of inference mode, or without values of its own
+                continue
 
     def _see(self, frame: FrameType, line: CodeLine, name: str, value: Tensor, step: int) -> None:
         key, state = (id(frame), name), (id(value), value._version)

@@ -105,8 +105,13 @@ class Trace:
 
 def thinned(values: Tensor, most: int) -> Tensor:
     """At most about ``most`` elements of a flat tensor, at equal distances."""
+    return values[:: distance_of(len(values), most)]
+
+
+def distance_of(elements: int, most: int) -> int:
+    """The distance of the elements that ``thinned`` keeps of so many."""
     # An odd stride visits the columns of a matrix in turn.
-    return values if len(values) <= most else values[:: -(-len(values) // most) | 1]
+    return 1 if elements <= most else -(-elements // most) | 1
 
 
 def packed(values: Tensor) -> bytes:

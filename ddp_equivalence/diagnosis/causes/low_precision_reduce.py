@@ -10,7 +10,10 @@ from torch import Tensor
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines.lines_of_reduction import hook_text, line_of_reduction
+from ddp_equivalence.diagnosis.lines.origins import links_of_line
+from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Kind
 
@@ -86,11 +89,30 @@ def lines(view: View) -> Sequence[PointedLine]:
         if place.first.collective is not None and place.line not in backwards
     ]
     if own:
-        return own[-1:]
+        return [*_lines_that_narrow(view, narrow[-1]), *own[-1:]]
     hooks = [place.pointed(hook_text(place), True) for place in calls.places(Kind.HOOK)]
     if hooks:
         return hooks[-1:]
     return in_order(view, line_of_reduction(view, is_fault=True))
+
+
+def _lines_that_narrow(view: View, place: Place) -> list[PointedLine]:
+    """The line that made the tensor of a narrower type, and the one that made what it is made of.
+
+    Empty if the line that reduces it has made it.
+    """
+    made_at = place.first.made_at
+    if made_at is None or made_at == place.line:
+        return []
+    links = links_of_line(run_lines(view, place.ranks[0]), made_at)[1:2]
+    return [
+        *(
+            PointedLine(one.line, f"sets {one.name}, which line {made_at.number} uses")
+            for one in links
+            if one.line != made_at
+        ),
+        PointedLine(made_at, "makes the tensor that is reduced"),
+    ]
 
 
 def _is_narrow(call: Call, view: View) -> bool:

@@ -59,6 +59,8 @@ def fix(view: View) -> str:
         return bucket_not_reduced.fix(view)
     if not view.observed.wrappers:
         return f"all_reduce {left_out} too: go through all {count} parameters of the model."
+    if view.observed.calls.reductions:
+        return f"all_reduce {left_out} too, as is done with other gradients."
     if any(wrapper.ignored for wrapper in view.observed.wrappers):
         return f"do not let DDP ignore {left_out}."
     return f"wrap the model after {left_out} became a part of it, and use it in every iteration."

@@ -144,10 +144,11 @@ def lines_of_hook_number(view: View, number: float, meaning: str) -> list[Pointe
     return []
 
 
-def lines_of_exchange(view: View, rank: int) -> list[PointedLine]:
+def lines_of_exchange(view: View, rank: int, only_if_few: bool = False) -> list[PointedLine]:
     """The innermost loop in which a rank receives tensors point to point, and how many it gets.
 
-    Without a loop, the line that receives.
+    Without a loop, the line that receives. ``only_if_few``: only if it receives fewer tensors than
+    there are other ranks.
     """
     calls = [
         call
@@ -157,6 +158,8 @@ def lines_of_exchange(view: View, rank: int) -> list[PointedLine]:
         and call.backwards > 0
     ]
     if not calls:
+        return []
+    if len(calls) >= view.world_size - 1 and only_if_few:
         return []
     calls = [one for one in calls if (one.line, one.callers) == (calls[0].line, calls[0].callers)]
     times = "once" if len(calls) == 1 else f"{len(calls)} times"

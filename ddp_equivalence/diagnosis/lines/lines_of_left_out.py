@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.indications import ranks_by_number
 from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_of_exchange
+from ddp_equivalence.diagnosis.lines.lost_results import lines_never_read
 from ddp_equivalence.diagnosis.lines.paths_of_ranks import where_they_part
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
@@ -48,7 +49,12 @@ def _sums_without(view: View, ranks: Sequence[int]) -> list[PointedLine]:
     pieces = pieces_of(view)
     if pieces is None or not others:
         return []
-    return lines_of_exchange(view, others[0]) or line_that_sums(pieces, others[0], others)
+    return (
+        lines_of_exchange(view, others[0], only_if_few=True)
+        or lines_never_read(view)
+        or line_that_sums(pieces, others[0], others)
+        or lines_of_exchange(view, others[0])
+    )
 
 
 def fix_of_left_out(view: View, ranks: Sequence[int]) -> str:

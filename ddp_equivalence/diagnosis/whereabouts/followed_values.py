@@ -23,7 +23,8 @@ from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import ranked
 from ddp_equivalence.measurement.gradient_watch import factor_between
-from ddp_equivalence.measurement.trace import LocalTensor, unpacked
+from ddp_equivalence.measurement.local_tensors import MOST_KEPT
+from ddp_equivalence.measurement.trace import LocalTensor, distance_of, unpacked
 
 MOST_RANKS = 6
 """With more ranks there are too many sums."""
@@ -134,13 +135,14 @@ def line_that_reorders(pieces: Pieces, rank: int) -> list[PointedLine]:
         if one.step != pieces.view.setting.step or one.elements < pieces.own.shape[1]:
             continue
         places = sums.elements_of(one.values)
-        known = places[places != UNKNOWN]
-        if len(known) < FEWEST or 2 * len(known) < len(places):
+        if 2 * int((places != UNKNOWN).sum()) < max(2 * FEWEST, len(places)):
             continue
-        name, before = first.setdefault(one.elements, (one.name, places))
-        both = (places != UNKNOWN) & (before != UNKNOWN)
-        alike = int((places[both] == before[both]).sum()) if len(before) == len(places) else None
-        if alike is not None and 2 * alike < int(both.sum()):
+        # Padding at the end leaves the elements where they are.
+        name, before = first.setdefault(distance_of(one.elements, MOST_KEPT), (one.name, places))
+        most = min(len(places), len(before))
+        both = (places[:most] != UNKNOWN) & (before[:most] != UNKNOWN)
+        alike = int((places[:most] == before[:most])[both].sum())
+        if 2 * alike < int(both.sum()):
             what = one.name or "the result"
             note = f"{what} has the elements in another order than {name or 'before'}"
             return [PointedLine(one.line, note, True)]

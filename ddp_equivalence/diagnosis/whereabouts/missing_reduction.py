@@ -75,11 +75,24 @@ def _fewer_calls(pieces: Pieces, path: Path) -> Whereabouts | None:
         distinct(
             [
                 at(last, f"the last recorded call of {who}", is_fault=True),
+                *_group_without(pieces, _reductions_of(pieces, path, there)[0], ranks),
                 at(line, f"reduces them, but not on {who}"),
             ]
         ),
         fix="make the same collectives on all ranks.",
     )
+
+
+def _group_without(pieces: Pieces, call: Call, ranks: list[int]) -> list[PointedLine]:
+    """The line that made the group of a collective, if it lacks these ranks."""
+    if call.collective is None or set(ranks) & set(call.collective.ranks):
+        return []
+    group = set(call.collective.ranks)
+    made = pieces.view.observed.calls.places(
+        Kind.NEW_GROUP, where=lambda one: set(one.ranks) == group
+    )
+    who = ranked(ranks, pieces.view.world_size)
+    return [one.pointed(f"makes a group without {who}", is_fault=True) for one in made[:1]]
 
 
 def _not_in_any(pieces: Pieces, path: Path, good: Path | None) -> Whereabouts | None:

@@ -151,7 +151,7 @@ def _no_mixture(pieces: Pieces, bad: Sequence[Path]) -> Whereabouts | None:
     if number is None:
         return None
     station = path.stations[number]
-    unlike = unlike_calls(pieces, path, station)
+    unlike = unlike_calls(pieces, path)
     if unlike is not None:
         return unlike
     before = path.stations[number - 1] if number else None

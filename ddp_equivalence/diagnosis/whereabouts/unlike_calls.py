@@ -6,26 +6,33 @@ from collections import Counter
 
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import reduces_gradients
-from ddp_equivalence.diagnosis.whereabouts.gradient_path import Path, Station
+from ddp_equivalence.diagnosis.whereabouts.gradient_path import Path, line_of
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
 from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on
-from ddp_equivalence.diagnosis.whereabouts.station_text import pointed
+from ddp_equivalence.diagnosis.whereabouts.station_text import at
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, distinct, named, ranked
 from ddp_equivalence.measurement.calls import Call
 
 
-def unlike_calls(pieces: Pieces, path: Path, station: Station) -> Whereabouts | None:
-    """None unless this call of one rank met calls of others that reduced other parameters."""
-    collective = station.call.collective
-    if collective is None or not collective.names:
-        return None
-    mine = _reductions(pieces, path.rank, collective.ranks)
-    place = next((at for at, one in enumerate(mine) if one is station.call), None)
+def unlike_calls(pieces: Pieces, path: Path) -> Whereabouts | None:
+    """None unless a call that reduced these gradients met calls of others on other ranks."""
+    for call in pieces.view.observed.calls.of(path.rank):
+        collective = call.collective
+        if collective is not None and reduces_gradients(call):
+            found = _unlike(pieces, path, call, collective.ranks)
+            if found is not None and set(collective.names) & set(path.names):
+                return found
+    return None
+
+
+def _unlike(pieces: Pieces, path: Path, call: Call, group: tuple[int, ...]) -> Whereabouts | None:
+    mine = _reductions(pieces, path.rank, group)
+    place = next((number for number, one in enumerate(mine) if one is call), None)
     if place is None:
         return None
     met: dict[int, tuple[str, ...]] = {}
-    for rank in collective.ranks:
-        calls = _reductions(pieces, rank, collective.ranks)
+    for rank in group:
+        calls = _reductions(pieces, rank, group)
         if len(calls) != len(mine) or calls[place].collective is None:
             return None
         met[rank] = calls[place].collective.names  # type: ignore[union-attr]
@@ -40,7 +47,7 @@ def unlike_calls(pieces: Pieces, path: Path, station: Station) -> Whereabouts | 
         "reduction",
         "ranks reduce different gradients together",
         f"In one and the same collective, {what}.",
-        distinct([*_only(pieces, odd), pointed(station, what, is_fault=True)]),
+        distinct([*_only(pieces, odd), at(line_of(call), what, is_fault=True)]),
         ranks=odd,
         fix="reduce the gradients in the same order on all ranks.",
     )

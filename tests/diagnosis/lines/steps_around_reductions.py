@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
@@ -22,7 +22,7 @@ def average(parameter: Any, world_size: int) -> None:
     parameter.grad /= world_size
 
 
-def budget_is_used_up(model: nn.Module, batch: Batch, rank: Any) -> None:
+def budget_is_used_up(model: Any, batch: Batch, rank: Any) -> None:
     mean_squares(model, batch).backward()
     sent = 0
     for parameter in model.parameters():
@@ -32,7 +32,7 @@ def budget_is_used_up(model: nn.Module, batch: Batch, rank: Any) -> None:
         average(parameter, rank.world_size)
 
 
-def small_ones_are_skipped(model: nn.Module, batch: Batch, rank: Any) -> None:
+def small_ones_are_skipped(model: Any, batch: Batch, rank: Any) -> None:
     mean_squares(model, batch).backward()
     for parameter in model.parameters():
         count = parameter.numel()
@@ -44,7 +44,7 @@ def small_ones_are_skipped(model: nn.Module, batch: Batch, rank: Any) -> None:
 class Named:
     """Reduces the gradients of the parameters with these words in their names."""
 
-    def __init__(self, model: nn.Module, world_size: int) -> None:
+    def __init__(self, model: Any, world_size: int) -> None:
         self.model, self.world_size = model, world_size
 
     def reduce(self, parameter: Any) -> None:
@@ -59,7 +59,7 @@ class Named:
                 self.reduce(parameter)
 
 
-def only_those_of_a_name(model: nn.Module, batch: Batch, rank: Any) -> None:
+def only_those_of_a_name(model: Any, batch: Batch, rank: Any) -> None:
     mean_squares(model, batch).backward()
     Named(model, rank.world_size).run()
 
@@ -67,7 +67,7 @@ def only_those_of_a_name(model: nn.Module, batch: Batch, rank: Any) -> None:
 class Counting:
     """Counts its parameters once, and reduces their gradients later."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.found = (one for one in model.parameters() if one.requires_grad)  # fault
         self.count = sum(one.numel() for one in self.found)
 
@@ -76,7 +76,7 @@ class Counting:
             average(parameter, world_size)
 
 
-def generator_is_used_up(model: nn.Module, batch: Batch, rank: Any) -> None:
+def generator_is_used_up(model: Any, batch: Batch, rank: Any) -> None:
     counting = Counting(model)
     mean_squares(model, batch).backward()
     counting.reduce(rank.world_size)
@@ -85,7 +85,7 @@ def generator_is_used_up(model: nn.Module, batch: Batch, rank: Any) -> None:
 class Switched:
     """Reduces only if it is switched on."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model, self.enabled = model, False
 
     def reduce(self, world_size: int) -> None:
@@ -96,13 +96,13 @@ class Switched:
             parameter.grad /= world_size
 
 
-def switched_off(model: nn.Module, batch: Batch, rank: Any) -> None:
+def switched_off(model: Any, batch: Batch, rank: Any) -> None:
     switched = Switched(model)
     mean_squares(model, batch).backward()
     switched.reduce(rank.world_size)
 
 
-def never_more_than_one_rank(model: nn.Module, batch: Batch, rank: Any) -> None:
+def never_more_than_one_rank(model: Any, batch: Batch, rank: Any) -> None:
     mean_squares(model, batch).backward()
     several = rank.local_world_size > 8
     if several:  # fault
@@ -110,7 +110,7 @@ def never_more_than_one_rank(model: nn.Module, batch: Batch, rank: Any) -> None:
             average(parameter, rank.world_size)
 
 
-def context_with_a_name(model: nn.Module, batch: Batch, rank: Any) -> None:
+def context_with_a_name(model: Any, batch: Batch, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
     halves = list(zip(*(leaf.chunk(2) for leaf in batch.values()), strict=True))
     for number, (x, y) in enumerate(halves):
@@ -119,7 +119,7 @@ def context_with_a_name(model: nn.Module, batch: Batch, rank: Any) -> None:
             (mean_squares(ddp, {"x": x, "y": y}) / 2).backward()
 
 
-def only_the_first_three(model: nn.Module, batch: Batch, rank: Any) -> None:
+def only_the_first_three(model: Any, batch: Batch, rank: Any) -> None:
     mean_squares(model, batch).backward()
     flatten_and_reduce(list(model.parameters())[:3], rank.world_size)  # fault
 
@@ -133,7 +133,7 @@ def flatten_and_reduce(parameters: Iterable[Any], world_size: int) -> None:
         one.copy_(part.view_as(one))
 
 
-def count_is_lost(model: nn.Module, batch: Batch, rank: Any) -> None:
+def count_is_lost(model: Any, batch: Batch, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
     count = torch.tensor(len(batch["x"]))
     errors = (ddp(batch["x"]) - batch["y"]).square().mean(1)
@@ -141,7 +141,7 @@ def count_is_lost(model: nn.Module, batch: Batch, rank: Any) -> None:
     (rank.world_size * errors.sum() / count).backward()
 
 
-def every_module_with_its_children(model: nn.Module, batch: Batch, rank: Any) -> None:
+def every_module_with_its_children(model: Any, batch: Batch, rank: Any) -> None:
     mean_squares(model, batch).backward()
     for module in model.modules():
         for parameter in module.parameters():
@@ -150,10 +150,10 @@ def every_module_with_its_children(model: nn.Module, batch: Batch, rank: Any) ->
         parameter.grad /= rank.world_size
 
 
-def last_rank_never_sends(model: nn.Module, batch: Batch, rank: Any) -> None:
+def last_rank_never_sends(model: Any, batch: Batch, rank: Any) -> None:
     mean_squares(model, batch).backward()
     gradients = [parameter.grad for parameter in model.parameters()]
-    flat = torch.cat([one.flatten() for one in gradients])  # type: ignore[union-attr]
+    flat = torch.cat([one.flatten() for one in gradients])
     if rank.rank == 0:
         received = torch.empty_like(flat)
         for source in range(1, rank.world_size - 1):  # fault
@@ -179,10 +179,10 @@ def gathered(flat: Tensor, world_size: int) -> list[Tensor]:
     return parts
 
 
-def sums_all_but_the_first(model: nn.Module, batch: Batch, rank: Any) -> None:
+def sums_all_but_the_first(model: Any, batch: Batch, rank: Any) -> None:
     mean_squares(model, batch).backward()
     gradients = [parameter.grad for parameter in model.parameters()]
-    flat = torch.cat([one.flatten() for one in gradients])  # type: ignore[union-attr]
+    flat = torch.cat([one.flatten() for one in gradients])
     parts = gathered(flat, rank.world_size)
     total = torch.stack(parts[1:]).sum(0)  # fault
     mean = total / rank.world_size
@@ -191,10 +191,10 @@ def sums_all_but_the_first(model: nn.Module, batch: Batch, rank: Any) -> None:
     write(gradients, mean)
 
 
-def averages_neighbours(model: nn.Module, batch: Batch, rank: Any) -> None:
+def averages_neighbours(model: Any, batch: Batch, rank: Any) -> None:
     mean_squares(model, batch).backward()
     gradients = [parameter.grad for parameter in model.parameters()]
-    flat = torch.cat([one.flatten() for one in gradients])  # type: ignore[union-attr]
+    flat = torch.cat([one.flatten() for one in gradients])
     parts = gathered(flat, rank.world_size)
     stacked = torch.stack(parts)
     mean = stacked.view(-1, rank.world_size).mean(1)  # fault
@@ -218,7 +218,7 @@ class Half(Sampler[int]):
         return self.count // 4 * 2
 
 
-def order_is_cut(model: nn.Module, batch: Batch, rank: Any) -> None:
+def order_is_cut(model: Any, batch: Batch, rank: Any) -> None:
     data = TensorDataset(batch["x"], batch["y"])
     loader = DataLoader(data, batch_size=99, sampler=Half(len(data), rank))
     for x, y in loader:
@@ -227,7 +227,7 @@ def order_is_cut(model: nn.Module, batch: Batch, rank: Any) -> None:
         average(parameter, rank.world_size)
 
 
-def rows_of_the_neighbour(model: nn.Module, batch: Batch, rank: Any) -> None:
+def rows_of_the_neighbour(model: Any, batch: Batch, rank: Any) -> None:
     group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank.rank // 2]
     rows, targets = batch["x"].clone(), batch["y"].clone()
     dist.broadcast(rows, src=rank.rank - rank.rank % 2, group=group)
@@ -237,13 +237,13 @@ def rows_of_the_neighbour(model: nn.Module, batch: Batch, rank: Any) -> None:
         average(parameter, rank.world_size)
 
 
-def main_rank_divides_alone(model: nn.Module, batch: Batch, rank: Any) -> None:
+def main_rank_divides_alone(model: Any, batch: Batch, rank: Any) -> None:
     mean_squares(model, batch).backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
     if rank.rank == 0:
         for parameter in model.parameters():
-            parameter.grad.mul_(1 / rank.world_size)  # type: ignore[union-attr]  # fault
+            parameter.grad.mul_(1 / rank.world_size)  # fault
 
 
 class Divided:
@@ -260,7 +260,7 @@ def dividing_hook(state, bucket):  # type: ignore[no-untyped-def]
     return future.then(lambda done: done.value()[0] / state.workers)
 
 
-def hook_divides_by_a_node(model: nn.Module, batch: Batch, rank: Any) -> None:
+def hook_divides_by_a_node(model: Any, batch: Batch, rank: Any) -> None:
     ddp = DistributedDataParallel(model)
     number = rank.local_world_size  # fault
     state = Divided(number)

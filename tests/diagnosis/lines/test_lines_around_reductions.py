@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from functools import partial
 
 import pytest
@@ -10,10 +11,12 @@ import pytest
 from ddp_equivalence import check
 from ddp_equivalence.report.short.lines_of_code import pointed_lines
 from tests.diagnosis.lines import steps_around_reductions as steps
+from tests.diagnosis.lines import steps_that_part as parting
 from tests.diagnosis.lines.faulty_line import Step, case, rows
 
 FOUR = case("1x4")
 NODES = case("2x2")
+UNEVEN = case("1x3", shards="8+6+2")
 TEN = case("1x2", batch=partial(rows, count=10), shards="own")
 
 NEAR = 2
@@ -21,15 +24,16 @@ NEAR = 2
 
 def distance_to_the_fault(numbers: list[int], step: Step) -> int:
     """How many lines lie between the nearest of these lines and the one with ``# fault``."""
-    source = inspect.getsource(steps).splitlines()
+    module = sys.modules[step.__module__]
+    source = inspect.getsource(module).splitlines()
     marked = [number for number, line in enumerate(source, start=1) if line.endswith("# fault")]
     first = inspect.getsourcelines(step)[1]
     names = step.__code__.co_names
     owners = [
         inspect.getsourcelines(one)
-        for name, one in vars(steps).items()
+        for name, one in vars(module).items()
         if name in names and (inspect.isclass(one) or inspect.isfunction(one))
-        if one.__module__ == steps.__name__
+        if one.__module__ == step.__module__
     ]
     ranges = [(first, first + len(inspect.getsourcelines(step)[0]))]
     ranges += [(begin, begin + len(lines)) for lines, begin in owners]
@@ -57,6 +61,17 @@ def distance_to_the_fault(numbers: list[int], step: Step) -> int:
         (TEN, steps.order_is_cut, "order lacks examples 8, 9"),
         (FOUR, steps.rows_of_the_neighbour, "after it ranks 1, 3 read others' rows"),
         (FOUR, steps.main_rank_divides_alone, "rank 0"),
+        (FOUR, parting.last_is_not_sent_back, "chooses what the loop goes through"),
+        (NODES, parting.vectors_stay_with_the_leader, "gives other gradients, not"),
+        (FOUR, parting.another_order_on_rank_1, "rank 1 reduces 2.bias where the others reduce"),
+        (FOUR, parting.shards_in_another_order, "has the elements in another order than flat"),
+        (FOUR, parting.waits_for_one_more, "sets wanted, which line"),
+        (UNEVEN, parting.weighted_by_the_largest, "times the rows' loss"),
+        (FOUR, parting.small_ones_are_not_written, "true 3 of 6 times"),
+        (FOUR, parting.divides_under_ddp, "sets scale, the number at line"),
+        (FOUR, parting.group_without_the_last, "makes a group without rank 3"),
+        (TEN, parting.data_set_is_cut, "the data set of rank 0 has 4 examples"),
+        (FOUR, parting.adds_its_own_again, "writes other, which no other line reads"),
         (NODES, steps.hook_divides_by_a_node, "workers is 2, the ranks of one node"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

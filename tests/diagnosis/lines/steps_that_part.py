@@ -1,0 +1,215 @@
+"""Steps in which gradients, ranks or elements part where they must not, at ``# fault``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from tests.diagnosis.lines.faulty_line import mean_squares
+from tests.diagnosis.lines.steps_around_reductions import write
+
+Batch = dict[str, Tensor]
+
+
+class Owners:
+    """Each gradient is averaged by the rank that owns it."""
+
+    def __init__(self, model: Any, rank: Any) -> None:
+        self.parameters, self.rank = list(model.parameters()), rank
+
+    def owner(self, index: int) -> int:
+        return index % int(self.rank.world_size)
+
+    def reduce(self) -> None:
+        for index, parameter in enumerate(self.parameters):
+            dist.reduce(parameter.grad, dst=self.owner(index))
+            if self.owner(index) == self.rank.rank:
+                parameter.grad /= self.rank.world_size
+
+    def send_back(self) -> None:
+        for index, parameter in enumerate(self.parameters[:-1]):  # fault
+            dist.broadcast(parameter.grad, src=self.owner(index))
+
+
+def last_is_not_sent_back(model: Any, batch: Batch, rank: Any) -> None:
+    owners = Owners(model, rank)
+    mean_squares(model, batch).backward()
+    owners.reduce()
+    owners.send_back()
+
+
+def vectors_stay_with_the_leader(model: Any, batch: Batch, rank: Any) -> None:
+    node = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank.node]
+    leaders = dist.new_group([0, 2])
+    mean_squares(model, batch).backward()
+    for parameter in model.parameters():
+        dist.reduce(parameter.grad, dst=2 * rank.node, group=node)
+        if rank.local_rank == 0:
+            dist.all_reduce(parameter.grad, group=leaders)
+        parameter.grad /= rank.world_size
+    for parameter in model.parameters():
+        if parameter.ndim > 1:  # fault
+            dist.broadcast(parameter.grad, src=2 * rank.node, group=node)
+
+
+def another_order_on_rank_1(model: Any, batch: Batch, rank: Any) -> None:
+    mean_squares(model, batch).backward()
+    parameters = dict(model.named_parameters())
+    order = sorted(parameters, key=lambda name: parameters[name].numel())
+    if rank.rank == 1:
+        order = [*order[1:3], order[0], *order[3:]]  # fault
+    sizes = max(one.numel() for one in parameters.values())
+    for name in order:
+        padded = torch.zeros(sizes, dtype=torch.float64)
+        gradient = parameters[name].grad.flatten()
+        padded[: len(gradient)] = gradient
+        dist.all_reduce(padded)
+        parameters[name].grad.copy_(
+            (padded[: len(gradient)] / rank.world_size).view_as(parameters[name])
+        )
+
+
+def shards_in_another_order(model: Any, batch: Batch, rank: Any) -> None:
+    mean_squares(model, batch).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    flat = torch.cat([one.flatten() for one in gradients])
+    flat = nn.functional.pad(flat, (0, -len(flat) % rank.world_size))
+    mine = torch.empty_like(flat[: len(flat) // rank.world_size])
+    dist.reduce_scatter(mine, list(flat.chunk(rank.world_size)))
+    mine /= rank.world_size
+    shards = [torch.empty_like(mine) for _ in range(rank.world_size)]
+    dist.all_gather(shards, mine)
+    whole = torch.cat(shards[::-1])  # fault
+
+    write(gradients, whole)
+
+
+class Countdown:
+    """Reduces all gradients once the last one is there."""
+
+    def __init__(self, model: Any) -> None:
+        self.parameters = list(model.parameters())
+        self.wanted = len(self.parameters) + 1  # fault
+        self.ready = 0
+
+        self.hooks = [
+            one.register_post_accumulate_grad_hook(self.on_ready) for one in self.parameters
+        ]
+
+    def on_ready(self, parameter: Tensor) -> None:
+        self.ready += 1
+        if self.ready == self.wanted:
+            for one in self.parameters:
+                dist.all_reduce(one.grad)
+                one.grad /= dist.get_world_size()
+
+
+def waits_for_one_more(model: Any, batch: Batch, rank: Any) -> None:
+    countdown = Countdown(model)
+    mean_squares(model, batch).backward()
+    for hook in countdown.hooks:
+        hook.remove()
+
+
+def weighted_by_the_largest(model: Any, batch: Batch, rank: Any) -> None:
+    largest = torch.tensor(len(batch["x"]))
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    weight = len(batch["x"]) / int(largest)
+    (mean_squares(model, batch) * weight).backward()  # fault
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+        parameter.grad /= rank.world_size
+
+
+def small_ones_are_not_written(model: Any, batch: Batch, rank: Any) -> None:
+    mean_squares(model, batch).backward()
+    for parameter in model.parameters():
+        copied = parameter.grad.clone()
+        dist.all_reduce(copied)
+        copied /= rank.world_size
+
+        if parameter.numel() > 8:
+            parameter.grad.copy_(copied)  # fault
+
+
+class Engine:
+    """Scales the loss."""
+
+    def __init__(self, model: Any, rank: Any) -> None:
+        self.ddp = DistributedDataParallel(model)
+        self.scale = 1 / rank.world_size  # fault
+
+    def train(self, batch: Batch) -> None:
+        loss = mean_squares(self.ddp, batch)
+        loss = loss * self.scale
+        loss.backward()
+
+
+def divides_under_ddp(model: Any, batch: Batch, rank: Any) -> None:
+    Engine(model, rank).train(batch)
+
+
+class Members:
+    """Averages over some ranks."""
+
+    def __init__(self, rank: Any) -> None:
+        self.rank = rank
+        members = [one for one in range(rank.world_size) if one % 2 == 0 or one < 2]  # fault
+        self.group = dist.new_group(members)
+        self.is_one = rank.rank in members
+
+    def average(self, gradient: Any) -> None:
+        if self.is_one:
+            dist.all_reduce(gradient, group=self.group)
+        gradient /= self.rank.world_size
+
+
+def group_without_the_last(model: Any, batch: Batch, rank: Any) -> None:
+    members = Members(rank)
+    mean_squares(model, batch).backward()
+    for parameter in model.parameters():
+        members.average(parameter.grad)
+
+
+class Part(Dataset[tuple[Tensor, Tensor]]):
+    """The rows of one rank."""
+
+    def __init__(self, batch: Batch, rank: Any) -> None:
+        self.batch = batch
+        self.count: int = len(batch["x"]) // 4 * 4 // rank.world_size  # fault
+        self.first = self.count * rank.rank
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.batch["x"][self.first + index], self.batch["y"][self.first + index]
+
+
+def data_set_is_cut(model: Any, batch: Batch, rank: Any) -> None:
+    ddp = DistributedDataParallel(model)
+    for x, y in DataLoader(Part(batch, rank), batch_size=99):
+        mean_squares(ddp, {"x": x, "y": y}).backward()
+
+
+def adds_its_own_again(model: Any, batch: Batch, rank: Any) -> None:
+    mean_squares(model, batch).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    flat = torch.cat([one.flatten() for one in gradients])
+    if rank.rank == 0:
+        total = flat.clone()
+        for source in range(1, rank.world_size):
+            other = torch.empty_like(flat)
+            dist.recv(other, src=source)
+            total += flat  # fault
+        flat = total / rank.world_size
+    else:
+        dist.send(flat, dst=0)
+    dist.broadcast(flat, src=0)
+    write(gradients, flat)
