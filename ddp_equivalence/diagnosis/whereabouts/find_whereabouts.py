@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts.backward_alone import backward_lines, losses_are_right
 from ddp_equivalence.diagnosis.whereabouts.division_fault import fault_of_division
 from ddp_equivalence.diagnosis.whereabouts.forward_alone import forward_alone, idle_ranks
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import paths_of
@@ -23,7 +24,7 @@ from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces, pieces_of
 from ddp_equivalence.diagnosis.whereabouts.reduction_fault import fault_of_reduction
 from ddp_equivalence.diagnosis.whereabouts.reduction_weights import Wanted
 from ddp_equivalence.diagnosis.whereabouts.term_fault import fault_of_a_term
-from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, not_seen
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, distinct, not_seen
 
 COARSEST = 0.1
 """If equal vectors may differ by more than this, nothing is said about which differ."""
@@ -142,12 +143,14 @@ def _factor(pieces: Pieces, weight: float, uniform: float) -> Whereabouts:
         is_right = abs(factors - 1) <= 1e-6
         passes = len(pieces.by_rank[0])
         each = f"each of {passes} backward passes" if passes > 1 else "backward"
+        on_the_way_back = backward_lines(pieces) if losses_are_right(pieces) else []
         what = "what its rows give" if is_right else f"{factors:.6g} times what its rows give"
         return replace(
             lines,
             kind="big batch" if is_right else "own gradient",
             headline=f"every gradient is {times:.4g} times the big batch's",
             sentence=f"{text}The reduction returns the mean, and {each} of a rank computes {what}.",
+            lines=distinct([*on_the_way_back, *lines.lines]),
             fix="",
         )
     if reduction is None:
