@@ -122,6 +122,20 @@ def logs_and_teaches_and_shifts(model: Any, shard: Any, rank: Any) -> None:
     average(model)
 
 
+def teaches_and_clamps(model: Any, shard: Any, rank: Any) -> None:
+    """What it detaches is meant; its fault is a hook."""
+    with torch.no_grad():
+        old = model(shard["rows"] + 1)
+    model.middle.register_full_backward_hook(
+        lambda module, given, gradients: (given[0].clamp(-1e-3, 1e-3),)  # fault
+    )
+    output = model(shard["rows"])
+    value = nn.functional.mse_loss(output, old)
+    value = value + nn.functional.mse_loss(output, shard["targets"])
+    value.backward()
+    average(model)
+
+
 def first_layer_without_gradients(model: Any, shard: Any, rank: Any) -> None:
     with torch.no_grad():
         hidden = model.first(shard["rows"])  # fault

@@ -10,7 +10,7 @@ import pytest
 
 from ddp_equivalence import Case, check
 from tests.diagnosis.whereabouts import cut_steps as steps
-from tests.diagnosis.whereabouts.faulty import CASE, distance, marked_line, where
+from tests.diagnosis.whereabouts.faulty import CASE, NEAR, distance, marked_line, where
 
 FOCAL = replace(CASE, loss=steps.focal)
 DISTILLED = replace(CASE, loss=steps.distilled)
@@ -55,8 +55,10 @@ def test_what_backward_divides_by_the_world_size_is_not_called_an_average(
     assert distance(found, function) == 0
 
 
-def test_tensors_that_are_cut_on_purpose_are_not_shown() -> None:
-    found = where(DISTILLED, steps.logs_and_teaches_and_shifts)
+@pytest.mark.parametrize("step", [steps.logs_and_teaches_and_shifts, steps.teaches_and_clamps])
+def test_tensors_that_are_cut_on_purpose_are_not_shown(step: Callable[..., Any]) -> None:
+    found = where(DISTILLED, step)
+    assert distance(found, step) <= NEAR
     notes = " ".join(one.note for one in found.lines)
     assert "gradient" not in notes
     assert "without a gradient" not in found.sentence
