@@ -85,7 +85,7 @@ class CallWatch:
         torchs = TorchCalls(self._record, self._names).handlers()
         shuffles = {code_of(f): one for f, one in shuffle_handlers(self._on_shuffle).items()}
         self.events = LineEvents(
-            model, self._now, self.calls, self._append_if_recorded, lambda: self._tracer.paused
+            model, self.now, self.calls, self._append_if_recorded, lambda: self._tracer.paused
         )
         events = self.events.handlers()
         handlers = merged_handlers(self.further.handlers(), torchs, shuffles, events)
@@ -178,7 +178,8 @@ class CallWatch:
         self._gradients.accept()
         self._states.note(call, tuple(self._gradients.parameters))
 
-    def _now(self) -> tuple[int, int, bool]:
+    def now(self) -> tuple[int, int, bool]:
+        """The number of the step, how many calls of backward have begun, and whether one runs."""
         return self.step, self.backwards, self._in_backward
 
     def _on_loss(self, line: CodeLine, value: float, node: Any) -> None:

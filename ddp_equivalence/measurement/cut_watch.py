@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.code_lines import lines_of
 from ddp_equivalence.measurement.cuts import Cut
+from ddp_equivalence.measurement.line_tracer import Handler
 from ddp_equivalence.measurement.plain_tensors import plain
 from ddp_equivalence.measurement.trace import TensorSample
 
@@ -56,11 +57,32 @@ class CutWatch(TorchFunctionMode):
         self._followed: dict[int, tuple[weakref.ref[Tensor], frozenset[int]]] = {}
         self._numbers: dict[float, int] = {}
         self._resumed: set[int] = set()
+        self._off_at: list[CodeLine | None] = []
 
     @property
     def found(self) -> tuple[Cut, ...]:
         """The cuts of all steps, in the order in which their lines ran first."""
         return tuple(self._found)
+
+    def handlers(self) -> dict[CodeType, Handler]:
+        """The functions that turn gradients off, and on again."""
+        return {
+            torch.no_grad.__enter__.__code__: self._on_off,
+            torch.no_grad.__exit__.__code__: self._on_again,
+            torch.inference_mode.__enter__.__code__: self._on_off,
+            torch.inference_mode.__exit__.__code__: self._on_again,
+        }
+
+    def off_at(self) -> CodeLine | None:
+        """The user's line that has turned gradients off last, while they are off."""
+        return self._off_at[-1] if self._off_at else None
+
+    def _on_off(self, frame: FrameType) -> None:
+        self._off_at.append(lines_of(frame)[1])
+
+    def _on_again(self, frame: FrameType) -> None:
+        if self._off_at:
+            self._off_at.pop()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -152,7 +174,7 @@ class CutWatch(TorchFunctionMode):
                 continue
             if one.requires_grad:
                 if func.__name__ in ("requires_grad_", "__set__"):
-                    self._followed.pop(id(one), None)  # a new leaf
+                    self._note_leaf(self._of(one))
                 elif before:
                     self._note_use(fresh, name_of(func))
                     self._follow(one, before)
@@ -197,12 +219,17 @@ class CutWatch(TorchFunctionMode):
                 return None
             number = self._cuts[key] = len(self._found)
             off = not torch.is_grad_enabled()
-            self._found.append(Cut(what, line, step, backwards, in_backward, off))
+            off_at = self.off_at() if off else None
+            self._found.append(Cut(what, line, step, backwards, in_backward, off, off_at=off_at))
         found = self._found[number]
         if len(found.values) < MOST_VALUES:
             sample = TensorSample.of(plain(result))
             self._found[number] = replace(found, values=(*found.values, sample))
         return number
+
+    def _note_leaf(self, cuts: frozenset[int]) -> None:
+        for number in cuts:
+            self._found[number] = replace(self._found[number], is_leaf=True)
 
     def _note_use(self, cuts: frozenset[int], what: str) -> None:
         unused = [one for one in cuts if self._found[one].used_at is None]

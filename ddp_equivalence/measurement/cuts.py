@@ -13,10 +13,11 @@ class Cut:
     """A tensor without a gradient was computed from one that has a gradient.
 
     ``what``: the operation, such as ``detach``. ``without_grad``: it ran where gradients are turned
-    off. ``line``: the innermost line of the user's code. ``backwards``: how many calls of backward
-    had begun before; ``in_backward``: one of them ran. ``values``: samples of the first few results
-    of this line, as they were then.
+    off, ``off_at``: by the user's line that did this, if it is known. ``line``: the innermost line
+    of the user's code. ``backwards``: how many calls of backward had begun before; ``in_backward``:
+    one of them ran. ``values``: samples of the first few results of this line, as they were then.
 
+    ``is_leaf``: a result was made to require a gradient of its own, which goes no further.
     ``used_at``, ``used_by``: the first line and operation that computed something that has a
     gradient with such a result; None and "" if none was seen. ``reached``: backward began at
     something that was computed with it.
@@ -32,6 +33,8 @@ class Cut:
     used_at: CodeLine | None = None
     used_by: str = ""
     reached: bool = False
+    off_at: CodeLine | None = None
+    is_leaf: bool = False
 
 
 @dataclass(frozen=True)

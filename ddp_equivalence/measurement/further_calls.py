@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ddp_equivalence.measurement.calls import CodeLine, Kind
-from ddp_equivalence.measurement.code_lines import beginning_of, lines_of
+from ddp_equivalence.measurement.code_lines import beginning_of, is_users, lines_of
 from ddp_equivalence.measurement.data_functions import (
     DATA_FUNCTIONS,
     Described,
@@ -155,7 +155,9 @@ class FurtherCalls:
         owner = frame.f_locals["self"]
         name = self._parameter_names.get(id(owner))
         lines = lines_of(frame)
-        known = name is not None or isinstance(owner, nn.Module)
+        known = name is not None or isinstance(owner, nn.Module) or _is_of_user(frame)
+        if _is_called_again(frame):
+            return
         if known and lines[0] is not None:  # the suite registers hooks of its own
             self._append(
                 Kind.TENSOR_HOOK,
@@ -164,6 +166,15 @@ class FurtherCalls:
                 names=(name,) if name is not None else (),
                 made_at=beginning_of(frame.f_locals.get("hook")),
             )
+
+
+def _is_of_user(frame: FrameType) -> bool:
+    return frame.f_back is not None and is_users(frame.f_back.f_code.co_filename)
+
+
+def _is_called_again(frame: FrameType) -> bool:
+    """True where a mode of the suite has called the function a second time."""
+    return frame.f_back is not None and frame.f_back.f_code.co_name == "__torch_function__"
 
 
 @lru_cache(maxsize=4096)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.code_lines import lines_of
 from ddp_equivalence.measurement.module_calls import Heard, heard
 from ddp_equivalence.measurement.plain_tensors import plain
@@ -26,13 +27,19 @@ MOST_MODULES = 500
 
 class ModuleWatch:
     """``now()``: the number of the step, how many calls of backward have begun, and whether one
-    runs.
+    runs. ``off_at()``: the line that has turned gradients off, if it is known.
     """
 
-    def __init__(self, model: nn.Module, now: Callable[[], tuple[int, int, bool]]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        now: Callable[[], tuple[int, int, bool]],
+        off_at: Callable[[], CodeLine | None] = lambda: None,
+    ) -> None:
         self.calls: list[ModuleCall] = []
         self.complete = True
         self._now = now
+        self._off_at = off_at
         self._modules = list(model.named_modules())
         self._ticks = 0
 
@@ -50,6 +57,7 @@ class ModuleWatch:
         if in_backward:
             return None
         with_gradients = torch.is_grad_enabled()
+        off_at = None if with_gradients else self._off_at()
         if len(self.calls) >= MOST_CALLS:
             self.complete = False
             return None
@@ -71,6 +79,7 @@ class ModuleWatch:
                     order=(began, self._tick()),
                     training=training,
                     with_gradients=with_gradients,
+                    off_at=off_at,
                 )
             )
 

@@ -66,9 +66,7 @@ class Observer:
         self._clipped: list[float] = []
         self._inside = False
         self._calls = CallWatch(model, sample)
-        self._modules = ModuleWatch(
-            model, lambda: (self._step, self._calls.backwards, self._inside)
-        )
+        self._modules = ModuleWatch(model, self._calls.now, self._calls.events.cuts.off_at)
         self._step = 0
 
     @property

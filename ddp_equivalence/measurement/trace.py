@@ -40,7 +40,8 @@ class ModuleCall:
     backward had begun before. ``line``: the line that called it, of the user's code. ``given`` and
     ``returned``: the first tensor of floating-point numbers in each; None if there is none.
     ``order``: (when it began, when it ended), counted over all modules. ``training``: its mode.
-    ``with_gradients``: False if it was called where gradients are turned off.
+    ``with_gradients``: False if it was called where gradients are turned off,
+    ``off_at``: by this line, if it is known.
     """
 
     name: str
@@ -53,6 +54,7 @@ class ModuleCall:
     order: tuple[int, int]
     training: bool
     with_gradients: bool = True
+    off_at: CodeLine | None = None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
 from ddp_equivalence.diagnosis.lines.loss_lines import line_that_scales_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts.backward_alone import backward_alone_is_wrong
 
 
 def predict(view: View) -> Sequence[Prediction]:
@@ -45,9 +46,12 @@ def factors(view: View) -> Sequence[WrongFactor]:
 
 
 def indication(view: View) -> Indication | None:
-    """Speaks against this cause if a loss over gathered outputs explains the factor."""
+    """Speaks against this cause if a loss over gathered outputs, or backward, has the factor."""
     if every_loss_is_the_big_batch_loss(view) and view.observed.a_rank_gathered:
         because = "every rank's loss is that of the whole batch, which explains the factor"
+        return Indication(False, because)
+    if backward_alone_is_wrong(view):
+        because = "the ranks hold the mean of what they computed, and began at the right losses"
         return Indication(False, because)
     return None
 

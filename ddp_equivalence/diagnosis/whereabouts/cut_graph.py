@@ -10,11 +10,15 @@ from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.whereabouts.pieces import Piece, Pieces
 from ddp_equivalence.diagnosis.whereabouts.replay import agree
 from ddp_equivalence.diagnosis.whereabouts.replayed_loss import Replay, replay_of
+from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.cut_watch import TO_PYTHON
 from ddp_equivalence.measurement.cuts import Cut, OwnBackward
 from ddp_equivalence.measurement.observation import Observation
 
 MOST_CUT_LINES = 2
+
+NEAR = 2
+"""Lines that are no further apart are shown as one."""
 
 SAME = 1e-5
 """Values of a rank and of the replay whose relative difference is smaller are equal."""
@@ -63,6 +67,7 @@ def cut_graph_of(
     own = _own_backwards(seen, step, backwards, replay)
     cuts = [one for one in seen.cuts if _is_of(one, step, backwards)]
     cuts = [one for one in cuts if replay is None or not _is_meant(one, replay.cuts)]
+    cuts = [one for one in cuts if not one.is_leaf]
     reached = [one for one in cuts if one.reached and one.used_at is not None]
     withheld = [one for one in own if one.withheld]
     if reached:
@@ -121,6 +126,7 @@ def cut_text(cut: Cut) -> str:
 def _of_cuts(cuts: Sequence[Cut], own: Sequence[OwnBackward]) -> CutGraph:
     lines: list[PointedLine] = []
     for cut in _distinct(cuts)[:MOST_CUT_LINES]:
+        lines += off_lines(cut.off_at, cut.line)
         lines.append(PointedLine(cut.line, cut_text(cut), is_fault=cut.reached))
         if cut.used_at is not None and cut.used_at != cut.line:
             where = "a backward inside this one" if cut.in_backward else "the loss"
@@ -133,6 +139,20 @@ def _of_cuts(cuts: Sequence[Cut], own: Sequence[OwnBackward]) -> CutGraph:
     text = f"In line {first.line.number}, {cut_text(first)}"
     ends = "so no gradient flows back through it" if first.reached else "which goes on from there"
     return CutGraph("a gradient is cut off", f"{text}, {ends}.", tuple(lines), first.reached)
+
+
+def off_lines(off: CodeLine | None, line: CodeLine) -> list[PointedLine]:
+    """The line that turned gradients off, unless it is next to the line that it was done for."""
+    if off is None or (off.file == line.file and abs(off.number - line.number) <= NEAR):
+        return []
+    return [PointedLine(off, "turns gradients off for what it runs", is_fault=True)]
+
+
+def leaf_line(seen: Observation, step: int, backwards: int) -> PointedLine | None:
+    """The last line of a backward pass that made a new leaf of something that has a gradient."""
+    leaves = [one for one in seen.cuts if one.is_leaf and _is_of(one, step, backwards)]
+    note = "a new leaf: its gradient goes on only where the step passes it on"
+    return PointedLine(leaves[-1].line, note, is_fault=True) if leaves else None
 
 
 def _of_withheld(own: Sequence[OwnBackward]) -> CutGraph:

@@ -15,6 +15,7 @@ from ddp_equivalence.diagnosis.lines.made_from import lines_behind
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts.backward_alone import backward_lines, losses_are_right
 from ddp_equivalence.diagnosis.whereabouts.division_fault import fault_of_division
 from ddp_equivalence.diagnosis.whereabouts.forward_alone import forward_alone, idle_ranks
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import line_of, paths_of
@@ -168,12 +169,14 @@ def _factor(pieces: Pieces, weight: float, uniform: float) -> Whereabouts:
         is_right = abs(factors - 1) <= 1e-6
         passes = len(pieces.by_rank[0])
         each = f"each of {passes} backward passes" if passes > 1 else "backward"
+        on_the_way_back = backward_lines(pieces) if losses_are_right(pieces) else []
         what = "what its rows give" if is_right else f"{factors:.6g} times what its rows give"
         return replace(
             lines,
             kind="big batch" if is_right else "own gradient",
             headline=f"every gradient is {times:.4g} times the big batch's",
             sentence=f"{text}The reduction returns the mean, and {each} of a rank computes {what}.",
+            lines=distinct([*on_the_way_back, *lines.lines]),
             fix="",
         )
     if reduction is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.whereabouts.cut_graph import cut_graph_of
+from ddp_equivalence.diagnosis.whereabouts.cut_graph import cut_graph_of, leaf_line, off_lines
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import line_of
 from ddp_equivalence.diagnosis.whereabouts.module_state import lines_of_mode, mode_text, wrong_mode
 from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on
@@ -84,8 +84,10 @@ def _why(
     frozen = _frozen(seen, gone)
     if frozen:
         what = f"sets requires_grad of {named(list(frozen))} to False"
-        lines = dict.fromkeys(line_of(call) for call in frozen.values())
-        pointed = [at(line, what if len(lines) == 1 else "freezes some", True) for line in lines]
+        places = dict.fromkeys(line_of(call) for call in frozen.values())
+        pointed = [
+            at(place, what if len(places) == 1 else "freezes some", True) for place in places
+        ]
         return "parameters are frozen", f"A line {what}.", pointed
     module = gone[0].rpartition(".")[0]
     mode = None if replay is None else wrong_mode(calls, replay.with_gradients)
@@ -101,10 +103,16 @@ def _why(
     ]
     if without and module not in {call.name for call in calls}:
         text = f"{module or 'The model'} is called only where gradients are turned off."
-        called = at(without[-1].line, "called where gradients are turned off", True)
-        return "a module runs without gradients", text, [called]
+        line = without[-1].line
+        called = at(line, "called where gradients are turned off", True)
+        off = off_lines(without[-1].off_at, line) if line is not None else []
+        return "a module runs without gradients", text, [*off, called]
     cut = cut_graph_of(seen, backward.step, backward.backwards, replay)
-    return None if cut is None else (cut.headline, cut.sentence, list(cut.lines))
+    if cut is not None:
+        return cut.headline, cut.sentence, list(cut.lines)
+    leaf = leaf_line(seen, backward.step, backward.backwards)
+    text = "A line makes a new leaf of a tensor that has a gradient."
+    return None if leaf is None else ("a tensor was made a leaf", text, [leaf])
 
 
 def _frozen(seen: Observation, gone: Sequence[str]) -> dict[str, Call]:

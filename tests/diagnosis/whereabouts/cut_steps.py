@@ -122,6 +122,20 @@ def logs_and_teaches_and_shifts(model: Any, shard: Any, rank: Any) -> None:
     average(model)
 
 
+def teaches_and_clamps(model: Any, shard: Any, rank: Any) -> None:
+    """What it detaches is meant; its fault is a hook."""
+    with torch.no_grad():
+        old = model(shard["rows"] + 1)
+    model.middle.register_full_backward_hook(
+        lambda module, given, gradients: (given[0].clamp(-1e-3, 1e-3),)  # fault
+    )
+    output = model(shard["rows"])
+    value = nn.functional.mse_loss(output, old)
+    value = value + nn.functional.mse_loss(output, shard["targets"])
+    value.backward()
+    average(model)
+
+
 def first_layer_without_gradients(model: Any, shard: Any, rank: Any) -> None:
     with torch.no_grad():
         hidden = model.first(shard["rows"])  # fault
@@ -147,6 +161,61 @@ def head_is_frozen(model: Any, shard: Any, rank: Any) -> None:
     freeze(model.head)
     loss(model, shard).backward()
     average_those_there_are(model)
+
+
+@torch.no_grad()
+def encoded(model: Any, rows: Tensor) -> Any:
+    """Rows as features.
+
+    This is for evaluation.
+    """
+    hidden = model.first(rows)
+    return torch.tanh(model.norm(hidden))
+
+
+def features_of_the_evaluation(model: Any, shard: Any, rank: Any) -> None:
+    hidden = encoded(model, shard["rows"])  # fault
+    output = model.head(torch.tanh(model.middle(hidden)))
+    nn.functional.mse_loss(output, shard["targets"]).backward()
+    average_those_there_are(model)
+
+
+def rest_of_a_leaf_is_forgotten(model: Any, shard: Any, rank: Any) -> None:
+    hidden = torch.tanh(model.norm(model.first(shard["rows"])))
+    given = hidden.detach().requires_grad_()  # fault
+    output = model.head(torch.tanh(model.middle(given)))
+    value = nn.functional.mse_loss(output, shard["targets"])
+
+    value.backward()
+    average_those_there_are(model)
+
+
+def hook_on_a_tensor(model: Any, shard: Any, rank: Any) -> None:
+    hidden = torch.tanh(model.norm(model.first(shard["rows"])))
+    hidden.register_hook(lambda gradient: gradient / 4)  # fault
+    output = model.head(torch.tanh(model.middle(hidden)))
+
+    value = nn.functional.mse_loss(output, shard["targets"])
+    value.backward()
+    average(model)
+
+
+class Weakened(torch.autograd.Function):
+    """The same values, and a smaller gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] / 4  # fault
+
+
+def weakened_by_the_world_size(model: Any, shard: Any, rank: Any) -> None:
+    ddp = DistributedDataParallel(model)
+    output = applied(Weakened, ddp(shard["rows"]))
+    nn.functional.mse_loss(output, shard["targets"]).backward()
 
 
 def average_those_there_are(model: Any) -> None:

@@ -126,8 +126,17 @@ def test_buffers_that_nothing_changes_are_not_mentioned() -> None:
     assert "different buffers" not in verdict.full_report()
 
 
-def test_running_statistics_are_not_the_cause_of_what_batch_norm_does() -> None:
+def parted_before(model: Any, shard: Any, rank: Any) -> None:
+    with torch.no_grad():
+        model.layers[1].running_mean += rank.rank
+    by_hand(model, shard, rank)
+
+
+@pytest.mark.parametrize("step", [by_hand, parted_before])
+def test_running_statistics_are_not_the_cause_of_what_batch_norm_does(
+    step: Callable[..., Any],
+) -> None:
     case: Case = replace(CASE, model=Normalised)
-    verdict = check(case, by_hand)
+    verdict = check(case, step)
     assert verdict.cause == "batch_norm_local_statistics", str(verdict)
     assert verdict.differing_buffers == ("layers.1.running_mean", "layers.1.running_var")

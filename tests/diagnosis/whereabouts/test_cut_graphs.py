@@ -10,7 +10,7 @@ import pytest
 
 from ddp_equivalence import Case, check
 from tests.diagnosis.whereabouts import cut_steps as steps
-from tests.diagnosis.whereabouts.faulty import CASE, distance, marked_line, where
+from tests.diagnosis.whereabouts.faulty import CASE, NEAR, distance, marked_line, where
 
 FOCAL = replace(CASE, loss=steps.focal)
 DISTILLED = replace(CASE, loss=steps.distilled)
@@ -39,8 +39,26 @@ def test_the_line_that_stops_or_changes_a_gradient_is_shown(
     assert marked[0].is_fault
 
 
-def test_tensors_that_are_cut_on_purpose_are_not_shown() -> None:
-    found = where(DISTILLED, steps.logs_and_teaches_and_shifts)
+@pytest.mark.parametrize(
+    ("step", "function"),
+    [
+        (steps.hook_on_a_tensor, steps.hook_on_a_tensor),
+        (steps.weakened_by_the_world_size, steps.Weakened),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_backward_divides_by_the_world_size_is_not_called_an_average(
+    step: Callable[..., Any], function: Any
+) -> None:
+    found = where(CASE, step)
+    assert check(CASE, step).cause is None
+    assert distance(found, function) == 0
+
+
+@pytest.mark.parametrize("step", [steps.logs_and_teaches_and_shifts, steps.teaches_and_clamps])
+def test_tensors_that_are_cut_on_purpose_are_not_shown(step: Callable[..., Any]) -> None:
+    found = where(DISTILLED, step)
+    assert distance(found, step) <= NEAR
     notes = " ".join(one.note for one in found.lines)
     assert "gradient" not in notes
     assert "without a gradient" not in found.sentence
@@ -54,6 +72,8 @@ def test_tensors_that_are_cut_on_purpose_are_not_shown() -> None:
             steps.first_layer_without_gradients,
             "first is called only where gradients are turned",
         ),
+        (CASE, steps.features_of_the_evaluation, "is called only where gradients are turned off"),
+        (CASE, steps.rest_of_a_leaf_is_forgotten, "makes a new leaf"),
         (CASE, steps.head_is_frozen, "sets requires_grad of head.weight, head.bias to False"),
         (CASE, steps.middle_is_copied, "without a gradient"),
         (BRANCHES, steps.left_in_evaluation_mode, "The model is called in evaluation mode"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.diagnosis.whereabouts.faulty import CASE, average, distance, where
+from tests.diagnosis.whereabouts.faulty import CASE, average, marked_line, where
 
 
 class TwoHeads(nn.Module):
@@ -86,7 +86,7 @@ def test_a_term_that_counts_otherwise_is_found(
 ) -> None:
     found = where(TWO_HEADS, step)
     assert found.headline == words
-    assert distance(found, function) == 0
+    assert [one.line.number for one in found.lines if one.is_fault] == [marked_line(function)]
 
 
 def test_a_factor_after_backward_is_no_term_of_the_loss() -> None:
