@@ -21,7 +21,8 @@ from ddp_equivalence.case.steps import Compare, Steps
 from ddp_equivalence.comparison.batch_digest import data_by_rank
 from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.diagnosis import distinct_gpus, races, vacuity
-from ddp_equivalence.diagnosis.analysis import Analysis, without_ranks
+from ddp_equivalence.diagnosis.analysis import Analysis
+from ddp_equivalence.diagnosis.catalogue_cache import without_ranks
 from ddp_equivalence.diagnosis.finding import finding_of_wrong_collectives
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.faults.plant import without_planted_faults

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.case.steps import GradientKey, Steps
+from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.comparison import ParameterComparison
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.comparison.tolerance import Noise
 from ddp_equivalence.diagnosis.batch_parts import PartsByRank
+from ddp_equivalence.diagnosis.catalogue_cache import catalogue_cache, without_ranks
 from ddp_equivalence.diagnosis.diagnose import diagnose
 from ddp_equivalence.diagnosis.divisors import Divisors, find_divisors
 from ddp_equivalence.diagnosis.example_gradients import GradientCache
@@ -52,7 +52,6 @@ from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, not_s
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import Measurement
 from ddp_equivalence.measurement.observation import Observation
-from ddp_equivalence.measurement.one_rank import operations_beside_one_rank
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.strategies.sharded_batch import sharded_batches
 
@@ -61,9 +60,6 @@ MAX_ELEMENTS = 2_000_000
 
 MAX_SELECTED = 200_000
 """The ranks x elements that are then kept: enough to tell causes apart, few beside the model."""
-
-MOST_SECONDS_BESIDE = 10.0
-"""The seconds that the step gets on one rank, and again on its own ranks, to be compared."""
 
 
 class Analysis:
@@ -92,9 +88,7 @@ class Analysis:
         if has_cause or self.view is None or request.strategy or not self.observed:
             return
         if request.step_count == 1:
-            deadline = min(request.deadline, MOST_SECONDS_BESIDE)
-            run = partial(operations_beside_one_rank, request, deadline)
-            self._beside = beside_one_rank(self.view, run)
+            self._beside = beside_one_rank(self.view, request)
 
     @property
     def lowest_dtype(self) -> torch.dtype:
@@ -303,21 +297,4 @@ class Analysis:
         if not request.case.is_catalogue:
             return {}
         scale = -request.lr if request.compare == "update" else 1.0
-        return _catalogue_cache(without_ranks(request.case), request.steps, step, request.lr, scale)
-
-
-def without_ranks(case: Case) -> Case:
-    """The case as one device sees it, which is the same for many layouts and shards.
-
-    Layout and shards change only the batch of a catalogue case: its size and, where the last shard
-    is padded, its targets.
-    """
-    if case.shards == "no_valid_token":
-        return case
-    return replace(case, layout="1x1", shards="equal", examples=case.catalogue_examples)
-
-
-@lru_cache(maxsize=256)
-def _catalogue_cache(case: Case, steps: Steps, step: int, lr: float, scale: float) -> GradientCache:
-    """Shared by the views of one catalogue case, since many strategies ask for the same parts."""
-    return {}
+        return catalogue_cache(without_ranks(request.case), request.steps, step, request.lr, scale)

@@ -55,17 +55,16 @@ MOST_CALLS = 5_000
 """Later calls are not recorded."""
 
 MOST_IN_VAIN = 20
-"""A line after which no loss was found so often is not looked at again, so that long loops stay
-fast."""
+"""A line after which no loss was found so often is not looked at again: long loops stay fast."""
 
 
 class CallWatch:
     """Records what one rank's step does with the gradients of ``model``.
 
     ``sample``: the elements of each gradient that are kept to see what becomes of them. The caller
-    says when the model is called and when backward runs, and when a step begins.
-    ``further`` records where examples, weights and losses come from. ``backwards``: how many calls
-    of backward have begun in this step.
+    says when the model is called and when backward runs, and when a step begins. ``further``
+    records where examples, weights and losses come from. ``backwards``: how many calls of backward
+    have begun in this step.
     """
 
     def __init__(self, model: nn.Module, sample: ElementSample[str]) -> None:
@@ -90,8 +89,7 @@ class CallWatch:
         events = self.events.handlers()
         handlers = merged_handlers(self.further.handlers(), torchs, shuffles, events)
         self._tracer = LineTracer(handlers, self._after_line, self._in_frame)
-        self._tracer.on_event = self.events.on_event
-        self._tracer.around_compiler = self.events.cuts.around_compiler
+        self.events.attach(self._tracer)
         self.backwards = 0
         self._in_backward = False
         self._process = os.getpid()
@@ -149,10 +147,8 @@ class CallWatch:
     def backward(
         self, roots: Sequence[Tensor], loss: float | None, own: Mapping[str, Tensor]
     ) -> Iterator[None]:
-        """The block is one backward pass from ``roots``.
-
-        ``own``: gets the gradients that it computes, by parameter; empty if they are not added to
-        ``.grad``.
+        """The block is one backward pass from ``roots``. ``own``: gets the gradients that it
+        computes, by parameter; empty if they are not added to ``.grad``.
         """
         frame = sys._getframe(2)
         self._note_changes(frame, by_value=True)
@@ -215,11 +211,8 @@ class CallWatch:
         if contents is Contents.GRADIENTS:
             self._gradients.accept_these(names, pending=True)
             issued.names = names
-        made_at = self.further.origin_of(issued.tensors)
-        callers = callers_of(frame)
-        self._record(
-            Kind.COLLECTIVE, frame, collective=collective, made_at=made_at, callers=callers
-        )
+        way = {"made_at": self.further.origin_of(issued.tensors), "callers": callers_of(frame)}
+        self._record(Kind.COLLECTIVE, frame, collective=collective, **way)
         issued.call = len(self.calls) - 1
         self._locals.forget()
         if not self._tracer.paused:
@@ -280,8 +273,7 @@ class CallWatch:
         return os.getpid() == self._process and len(self.calls) < MOST_CALLS
 
     def _record(self, kind: Kind, frame: FrameType | None, **more: Any) -> None:
-        if self._is_recorded():
-            self._append(kind, lines_of(frame), **more)
+        self._append_if_recorded(kind, lines_of(frame), **more)
 
     def _append_if_recorded(self, kind: Kind, lines: Any, **more: Any) -> None:
         if self._is_recorded():

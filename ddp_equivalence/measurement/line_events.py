@@ -13,7 +13,12 @@ from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
 from ddp_equivalence.measurement.code_lines import line_at, lines_of
 from ddp_equivalence.measurement.cut_watch import CutWatch
 from ddp_equivalence.measurement.draw_watch import DrawWatch
-from ddp_equivalence.measurement.line_tracer import Handler, line_of_caller, merged_handlers
+from ddp_equivalence.measurement.line_tracer import (
+    Handler,
+    LineTracer,
+    line_of_caller,
+    merged_handlers,
+)
 from ddp_equivalence.measurement.module_states import ModuleStates
 from ddp_equivalence.measurement.own_backwards import OwnBackwards
 
@@ -46,6 +51,11 @@ class LineEvents:
     def handlers(self) -> dict[CodeType, Handler]:
         """The functions of torch that are recorded when they are called."""
         return merged_handlers(self._states.handlers(), self.cuts.handlers())
+
+    def attach(self, tracer: LineTracer) -> None:
+        """From now on the tracer tells of its events."""
+        tracer.on_event = self.on_event
+        tracer.around_compiler = self.cuts.around_compiler
 
     def begin_step(self) -> None:
         """What happens from now on belongs to the next step."""

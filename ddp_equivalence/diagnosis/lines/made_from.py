@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ddp_equivalence.diagnosis.lines.origins import lines_that_set_attribute
+from ddp_equivalence.diagnosis.lines.attributes import lines_that_set_attribute
 from ddp_equivalence.diagnosis.lines.run_lines import RunLines
 from ddp_equivalence.diagnosis.lines.source_tree import (
     Place,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -20,7 +20,8 @@ from ddp_equivalence.diagnosis.whereabouts.parting import Parting, partings
 from ddp_equivalence.diagnosis.whereabouts.two_logs import TwoLogs
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import MOST_LINES, Whereabouts
 from ddp_equivalence.measurement.calls import CodeLine
-from ddp_equivalence.measurement.one_rank import OneRank
+from ddp_equivalence.measurement.one_rank import OneRank, operations_beside_one_rank
+from ddp_equivalence.measurement.request import Request
 
 COARSEST = 1e-4
 """In a precision with a larger eps, rounding alone makes other values."""
@@ -35,9 +36,8 @@ NAMES = {"lift_fresh": "tensor", "_to_copy": "to", "nll_loss_forward": "nll_loss
 
 PART_OF_SUM = "makes a part, or a multiple, of what one rank has"
 
-RunBeside = Callable[[tuple[int, ...]], OneRank | None]
-"""Runs the step on its ranks and on one rank, with the whole batch in the order that it is given;
-an empty order leaves the batch as it is."""
+MOST_SECONDS = 10.0
+"""The seconds that the step gets on one rank, and again on its own ranks."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,12 @@ class BesideOneRank:
     partings: tuple[Parting, ...] = ()
 
 
-def beside_one_rank(view: View, run: RunBeside) -> BesideOneRank | None:
+def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
     """Run the step on one rank as well; None if this shows nothing."""
     rows = _rows(view)
     order = () if rows is None else _order(view, rows)
-    runs = run(order or ())
+    deadline = min(request.deadline, MOST_SECONDS)
+    runs = operations_beside_one_rank(request, deadline, order or ())
     if runs is None or torch.finfo(view.setting.dtype).eps > COARSEST:
         return None
     factor = _factor(view, runs)
