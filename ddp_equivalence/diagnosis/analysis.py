@@ -41,11 +41,8 @@ from ddp_equivalence.diagnosis.time_left import (
     TimeLeft,
 )
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.beside_one_rank import (
-    BesideOneRank,
-    beside_one_rank,
-    with_one_rank,
-)
+from ddp_equivalence.diagnosis.whereabouts.beside_one_rank import BesideOneRank, beside_one_rank
+from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import with_one_rank
 from ddp_equivalence.diagnosis.whereabouts.missing_gradients import where_gradients_are_missing
 from ddp_equivalence.diagnosis.whereabouts.replayed_loss import replay_of_a_shard
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, not_seen

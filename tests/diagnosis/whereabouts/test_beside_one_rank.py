@@ -9,7 +9,7 @@ import pytest
 
 from ddp_equivalence import Case, check
 from ddp_equivalence.diagnosis.whereabouts import beside_one_rank
-from ddp_equivalence.diagnosis.whereabouts.beside_one_rank import RIGHT_ALONE, WRONG_ALONE
+from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import RIGHT_ALONE, WRONG_ALONE
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts
 from tests.diagnosis.whereabouts import one_rank_steps as steps
 from tests.diagnosis.whereabouts.faulty import CASE, distance
