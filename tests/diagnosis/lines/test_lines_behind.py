@@ -1,0 +1,96 @@
+"""The lines that set what a line reads are found, also far away and through functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddp_equivalence.diagnosis.lines.made_from import lines_behind
+from ddp_equivalence.diagnosis.lines.run_lines import RunLines
+from ddp_equivalence.measurement.calls import CodeLine
+
+SOURCE = """
+class Pool:
+    def __init__(self, rank):
+        self.slot = rank.local_rank
+        self.unused = 3
+
+    def collect(self, own):
+        parts = [None] * 4
+        parts[self.slot] = own
+        if not parts:
+            parts = []
+        return join(parts)
+
+
+def counted(batch):
+    mask = batch["mask"]
+    return mask.sum()
+
+
+def mean(batch, total):
+    count = counted(batch)
+    factor = 2
+    if factor == 3:
+        count = 1
+    value = total / count
+    return value
+"""
+
+LINES = SOURCE.splitlines()
+
+
+@pytest.fixture
+def ran(tmp_path: Path) -> tuple[str, RunLines]:
+    file = tmp_path / "pooled.py"
+    file.write_text(SOURCE)
+    not_run = {number_of("parts = []"), number_of("count = 1")}
+    every = {
+        CodeLine(str(file), number, function_at(number)): 1
+        for number, text in enumerate(LINES, 1)
+        if text.strip() and number not in not_run
+    }
+    return str(file), RunLines(every, every)
+
+
+def number_of(text: str) -> int:
+    return next(number for number, line in enumerate(LINES, 1) if line.strip() == text)
+
+
+def function_at(number: int) -> str:
+    named = [line.split("def ")[1].split("(")[0] for line in LINES[:number] if "def " in line]
+    return named[-1] if named else "<module>"
+
+
+@pytest.mark.parametrize(
+    ("line", "behind"),
+    [
+        ("return join(parts)", ["parts[self.slot] = own", "self.slot = rank.local_rank"]),
+        ("value = total / count", ["count = counted(batch)", "return mask.sum()"]),
+        ("return value", ["value = total / count", "count = counted(batch)"]),
+        ("parts[self.slot] = own", ["self.slot = rank.local_rank", "parts = [None] * 4"]),
+        ("factor = 2", []),
+    ],
+)
+def test_the_nearest_lines_behind_come_first(
+    line: str, behind: list[str], ran: tuple[str, RunLines]
+) -> None:
+    file, run = ran
+    number = number_of(line)
+    found = lines_behind(run, CodeLine(file, number, function_at(number)), most=2)
+    assert [LINES[one.line.number - 1].strip() for one in found] == behind
+
+
+def test_a_note_says_which_line_reads_what(ran: tuple[str, RunLines]) -> None:
+    file, run = ran
+    number = number_of("parts[self.slot] = own")
+    first, *_ = lines_behind(run, CodeLine(file, number, "collect"), most=1)
+    assert first.note == f"sets slot, which line {number} reads"
+
+
+def test_variables_of_the_same_function_may_be_left_out(ran: tuple[str, RunLines]) -> None:
+    file, run = ran
+    number = number_of("return join(parts)")
+    line = CodeLine(file, number, "collect")
+    assert lines_behind(run, line, most=3, only_attributes=True) == []
