@@ -84,8 +84,10 @@ def _state_of_torch() -> bytes:
 def _state_on_cuda() -> tuple[int, int] | None:
     if not torch.cuda.is_initialized():
         return None
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    return generator.initial_seed(), generator.get_offset()
+    device, generators = torch.cuda.current_device(), torch.cuda.default_generators
+    if device >= len(generators) or generators[device].device.type != "cuda":
+        return None  # the GPUs are pretended
+    return generators[device].initial_seed(), generators[device].get_offset()
 
 
 def _states_of_others() -> tuple[State, State]:
