@@ -86,9 +86,7 @@ def _run_step(
     given = [move(examples, rank.device) for examples in given]
     observer = None
     if work.observe:
-        positions = _positions(rank, sizes, shards)
-        if len(given) == 1:
-            positions = [tuple(chain.from_iterable(positions))]
+        positions = _positions(rank, sizes, shards, len(given))
         given_at = tuple(zip(given, positions, strict=True))
         observer = Observer(model, whole, given_at, work.observe, case.batch_dims)
     del whole
@@ -160,12 +158,17 @@ def _copy(leaf: Tensor) -> Tensor:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
-def _positions(rank: Rank, sizes: Sequence[int], shards: list[Shards]) -> list[tuple[int, ...]]:
-    """For each step, the positions of the rank's examples among the examples of all steps."""
-    return [
+def _positions(
+    rank: Rank, sizes: Sequence[int], shards: list[Shards], times: int
+) -> list[tuple[int, ...]]:
+    """The positions of the rank's examples among those of all steps: for each step, or joined if
+    the rank is given examples only once. ``times``: how often it is given some.
+    """
+    positions = [
         tuple(sum(sizes[:step]) + index for index in of_step.indices[rank.rank])
         for step, of_step in enumerate(shards)
     ]
+    return [tuple(chain.from_iterable(positions))] if times == 1 else positions
 
 
 def _train(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from ddp_equivalence.diagnosis.lines.attributes import lines_that_set_attribute
 from ddp_equivalence.diagnosis.lines.run_lines import RunLines
 from ddp_equivalence.diagnosis.lines.source_tree import (
@@ -79,6 +81,7 @@ def _setters(
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Load)
         and isinstance(node.value, ast.Name)
+        and not hasattr(Tensor, node.attr)  # torch sets .grad and .data itself
     ]
     for name in dict.fromkeys(attributes):
         for setter in lines_that_set_attribute(run, name):

@@ -36,8 +36,8 @@ class _Shape:
     """How much of everything is shown. ``texts``: the lines that one text may take. ``fix``: those
     of the fix, which is cut last. ``details``: also the shares by micro-batch and by example.
 
-    ``gaps``: the empty lines between the parts: all three, the one above what the ranks hold, or
-    none.
+    ``gaps``: the empty lines between the parts: all three, without that above the fix, only that
+    above what the ranks hold, or none.
     """
 
     code: int = MOST_LINES
@@ -67,7 +67,7 @@ def _shapes() -> Iterator[_Shape]:
             for rows in range(MOST_ROWS, 1, -1):
                 yield _Shape(code, texts, rows=rows, details=details)
         # Lines of code are worth more than empty lines, and two of them more than the table.
-        for gaps in (1, 0):
+        for gaps in (2, 1, 0):
             yield _Shape(code, 1, rows=2, details=False, gaps=gaps)
         if code == 2:
             yield _Shape(code, 1, rows=0, details=False, gaps=0)
@@ -92,7 +92,7 @@ def _lines(verdict: Verdict, shape: _Shape, width: int) -> Iterator[Line]:
             *again_lines(verdict, width),
         ],
     ]
-    above = {3: (1, 2, 3), 1: (2,), 0: ()}[shape.gaps]
+    above = {3: (1, 2, 3), 2: (1, 2), 1: (2,), 0: ()}[shape.gaps]
     for number, block in enumerate(blocks):
         if block and number in above:
             yield Line("")
