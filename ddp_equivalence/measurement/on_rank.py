@@ -86,8 +86,7 @@ def _run_step(
     given = [move(examples, rank.device) for examples in given]
     observer = None
     if work.observe:
-        positions = _positions(rank, sizes, shards, len(given))
-        given_at = tuple(zip(given, positions, strict=True))
+        given_at = tuple(zip(given, _positions(rank, sizes, shards, len(given)), strict=True))
         observer = Observer(model, whole, given_at, work.observe, case.batch_dims)
     del whole
     notes: dict[str, Any] = {}
