@@ -55,6 +55,6 @@ def _is_shown(key: dict[str, Any], path: Path, report: str) -> bool:
     text = path.read_text("utf-8").splitlines()
     faulty = {key["line"], *key.get("also", [])}
     wanted = [number for number, line in enumerate(text, 1) if line.strip() in faulty]
-    pattern = rf"(?m)^[> ] {re.escape(path.name)}:(\d+)  "
+    pattern = rf"(?m)^[> ] \S*{re.escape(path.name)}:(\d+)  "
     shown = [int(number) for number in re.findall(pattern, report)]
     return any(abs(one - number) <= NEAR for one in shown for number in wanted)

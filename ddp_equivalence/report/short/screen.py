@@ -53,23 +53,24 @@ def short_lines(verdict: Verdict) -> list[Line]:
     """The report of a difference, at most 16 lines of 100 columns."""
     width = min(settings.current().width, WIDEST)
     lines: list[Line] = []
-    for shape in _shapes():
+    for shape in _shapes(is_named=bool(verdict.causes)):
         lines = list(_lines(verdict, shape, width))
         if sum(_rows(line, width) for line in lines) <= MOST_ROWS_OF_SCREEN:
             break
     return lines
 
 
-def _shapes() -> Iterator[_Shape]:
-    """All shapes that are tried, the largest first."""
+def _shapes(is_named: bool) -> Iterator[_Shape]:
+    """All shapes that are tried, the largest first. ``is_named``: the difference has a cause."""
     for code in range(MOST_LINES, 0, -1):
         for texts, details in ((2, True), (1, True), (2, False), (1, False)):
             for rows in range(MOST_ROWS, 1, -1):
                 yield _Shape(code, texts, rows=rows, details=details)
-        # Lines of code are worth more than empty lines, and two of them more than the table.
+        # Lines of code are worth more than empty lines, and two of them more than the table. Where
+        # no cause explains the table, all of them are.
         for gaps in (2, 1, 0):
             yield _Shape(code, 1, rows=2, details=False, gaps=gaps)
-        if code == 2:
+        if code == 2 or (code > 2 and not is_named):
             yield _Shape(code, 1, rows=0, details=False, gaps=0)
     yield _Shape(1, 1, rows=0)
     yield _Shape(1, 1, rows=0, notes=1)
