@@ -33,16 +33,17 @@ def elements_left_out(pieces: Pieces) -> Whereabouts | None:
     several = len(texts) > 1 or max(map(len, found.values())) > 1
     are = "are" if several else "is"
     what = named(texts)
+    note = f"{what} {'stay' if several else 'stays'} the rank's own"
     places = [place for place in view.observed.calls.reductions if not place.first.in_backward]
     return Whereabouts(
         "reduction",
-        "some elements of a gradient are not reduced",
+        "some elements of a gradient stay each rank's own",
         f"{what[:1].upper()}{what[1:]} {are}, on each rank, what the rank itself computed; all "
         "other elements are right.",
         distinct(
             [
                 *(line for place in places[:1] for line in _slice(pieces, place)),
-                *(place.pointed(f"{what} stay{'' if several else 's'} the rank's own", True) for place in places[:1]),
+                *(place.pointed(note, is_fault=True) for place in places[:1]),
             ]
         ),
         fix=f"reduce all {view.parameters.total} elements.",
@@ -85,7 +86,7 @@ def _text(name: str, numbers: list[int], size: int) -> str:
     return f"{len(numbers)} elements of {name}"
 
 
-def _made_at(run: RunLines, at: AtLine, name: str) -> list[tuple[RunLines, CodeLine]]:
+def _made_at(run: RunLines, at: AtLine, name: str) -> CodeLine | None:
     """The only line that gives a variable a tensor; those that change it in place do not count."""
     lines = [
         line
@@ -93,7 +94,7 @@ def _made_at(run: RunLines, at: AtLine, name: str) -> list[tuple[RunLines, CodeL
         if (place := place_of(line.file, line.number)) is not None
         and not isinstance(place.statement, ast.AugAssign)
     ]
-    return [(run, line) for line in lines] if len(lines) == 1 else []
+    return lines[0] if len(lines) == 1 else None
 
 
 def _slice(pieces: Pieces, place: Place) -> list[PointedLine]:
@@ -107,7 +108,8 @@ def _slice(pieces: Pieces, place: Place) -> list[PointedLine]:
             given = node.args[0]
             links = links_of(run, at, given, way[1:])
             if not links and isinstance(given, ast.Name):
-                links = [one for line in _made_at(run, at, given.id) for one in links_of_line(*line)]
+                made_at = _made_at(run, at, given.id)
+                links = links_of_line(run, made_at) if made_at is not None else []
             link = chosen(links)
             if link is not None and link.selects and link.line != place.line:
                 note = f"takes the part that line {place.line.number} reduces"

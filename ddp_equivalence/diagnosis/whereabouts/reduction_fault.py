@@ -14,6 +14,7 @@ from ddp_equivalence.diagnosis.whereabouts.mix_text import mix_text
 from ddp_equivalence.diagnosis.whereabouts.not_sent_back import not_sent_back
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
 from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on
+from ddp_equivalence.diagnosis.whereabouts.ranks_not_joined import ranks_not_joined
 from ddp_equivalence.diagnosis.whereabouts.reduced_again import reduced_again
 from ddp_equivalence.diagnosis.whereabouts.reduction_weights import (
     Wanted,
@@ -50,6 +51,7 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
         _returned(pieces, first)
         or _changed_after_it_was_right(pieces, first, wanted)
         or not_sent_back(pieces, first, [one for one in paths if one not in bad])
+        or ranks_not_joined(pieces)
         or elements_left_out(pieces)
         or _no_mixture(pieces, told)
         or reduced_again(pieces, first, paths)

@@ -34,8 +34,9 @@ def passes_count_unequally(pieces: Pieces, path: Path) -> Whereabouts | None:
         for number, weight in enumerate(weights)
         if abs(weight / weights[largest] - 1) > SAME_WEIGHT
     ]
-    more = ", ..." if len(shown) > MOST_PASSES else ""
-    text = f"Of {len(weights)} backward passes of a rank, number {', number '.join(shown[:MOST_PASSES])}{more}"
+    more = " and so on," if len(shown) > MOST_PASSES else ""
+    text = f"Of {len(weights)} backward passes of a rank, number "
+    text += ", number ".join(shown[:MOST_PASSES]) + more
     lines = [
         pointed(one, f"{done_text(one.call, pieces)}; pass {shown[0]}", True)
         for one in _changes_between(path)
