@@ -45,6 +45,7 @@ from ddp_equivalence.diagnosis.causes import (
     reduced_before_backward_finished,
     reduced_buffer_not_used,
     reduced_in_wrong_group,
+    reduced_more_than_once,
     sampler_padding_counted,
     scaler_differs_between_ranks,
     stale_gradient_added,
@@ -74,6 +75,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     buffers_differ_between_ranks.HYPOTHESIS,
     # One factor is wrong, for all parameters.
     mean_not_sum.HYPOTHESIS,
+    reduced_more_than_once.HYPOTHESIS,
     sum_not_mean.HYPOTHESIS,
     gather_without_gradient.HYPOTHESIS,
     accumulation_not_divided.HYPOTHESIS,

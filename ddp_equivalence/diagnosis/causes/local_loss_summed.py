@@ -10,6 +10,7 @@ from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines.lines_of_reduction import common_factor, line_of_reduction
 from ddp_equivalence.diagnosis.lines.loss_lines import line_of_unscaled_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.sums_of_gradients import sum_is_right
 from ddp_equivalence.diagnosis.view import View
 
 
@@ -33,6 +34,8 @@ def indication(view: View) -> Indication | None:
     ratios = [value / own for value, own in pairs or () if own]
     if ratios and all(losses_close(ratio, 1.0) for ratio in ratios):
         return Indication(False, "backward began at the mean over the rank's own examples")
+    if sum_is_right(view):
+        return Indication(False, "the sum of what the ranks computed is the big batch's gradient")
     return None
 
 

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from ddp_equivalence.diagnosis.causes import bucket_not_reduced
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
 from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_that_left_out
-from ddp_equivalence.diagnosis.lines.unreached import lines_that_keep_from_reducing
+from ddp_equivalence.diagnosis.lines.unreached import (
+    lines_that_keep_from_reducing,
+    lines_that_return_before,
+)
 from ddp_equivalence.diagnosis.lines.words_of_lines import counted, names_text
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
@@ -39,6 +42,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     others = [place for place in calls.reductions if not differing & set(place.names)]
     for place in reversed(others):
         decided = lines_that_left_out(view, place)
+        decided = decided or lines_that_return_before(view, place.line.function)
         note = f"reduces {counted(len(place.names), 'gradient')}, not that of {left_out}"
         return [*decided, place.pointed(note, is_fault=True)]
     unreached = [] if calls.reductions else lines_that_keep_from_reducing(view)

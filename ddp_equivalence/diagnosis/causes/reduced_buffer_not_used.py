@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ddp_equivalence.diagnosis.causes import no_all_reduce
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_that_left_out
+from ddp_equivalence.diagnosis.lines.lines_into_temporaries import lines_into_temporaries
 from ddp_equivalence.diagnosis.lines.words_of_lines import names_text
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place, reduces_gradients
@@ -90,6 +92,9 @@ def lines(view: View) -> Sequence[PointedLine]:
         shown.append(
             place.pointed(note, is_fault=True, missing="copy the result back into each .grad")
         )
+    temporaries = lines_into_temporaries(view, names_text(sorted(_copied_and_not_used(view))))
+    if temporaries:
+        return [*(replace(one, is_fault=False, missing="") for one in shown[:1]), *temporaries]
     return [*shown, *_lines_that_write_others(view)]
 
 
@@ -110,6 +115,8 @@ def _lines_that_write_others(view: View) -> list[PointedLine]:
 def fix(view: View) -> str:
     """Copy the result back."""
     places = _reductions(view)
+    if lines_into_temporaries(view, ""):
+        return "copy the reduced tensor into .grad itself: p.grad.copy_(piece.view_as(p.grad))."
     where = f"after line {places[-1].line.number} " if places else ""
     return (
         f"{where}copy the reduced tensor back into each .grad, divided by {view.world_size} once."

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ddp_equivalence.diagnosis.causes import token_counts_weighted_equally
+from ddp_equivalence.diagnosis.causes.uneven_shards_weighted_equally import is_mean_over_examples
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction, WrongFactor
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
@@ -18,7 +19,8 @@ from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
     line_that_scales_gradients,
 )
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.step_calls import Place
+from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.sums_of_gradients import sum_is_right, sums_repeated
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Contents
 
@@ -47,12 +49,16 @@ def factors(view: View) -> Sequence[WrongFactor]:
 
 
 def indication(view: View) -> Indication | None:
-    """Speaks against this cause if some gradients are too large although a line divides them."""
-    count = view.world_size
+    """Speaks against this cause if what differs was divided, or went into several sums."""
+    count, differing = view.world_size, view.measured.differing
+    if differing and differing <= set(sums_repeated(view)):
+        return Indication(False, "the gradients that differ went into several sums over all ranks")
+    if sum_is_right(view) and line_that_scales_gradients(view, count) is None:
+        return Indication(False, "the sum of what the ranks computed is the big batch's gradient")
     divided = {name for one in view.observed.calls.multiplied_by(1 / count) for name in one.names}
-    if not view.measured.only_some_parameters_differ or not view.measured.differing <= divided:
-        return None
-    return Indication(False, f"a line divides these gradients by {count}")
+    if view.measured.only_some_parameters_differ and differing <= divided:
+        return Indication(False, f"a line divides these gradients by {count}")
+    return None
 
 
 def lines(view: View) -> Sequence[PointedLine]:
@@ -61,12 +67,6 @@ def lines(view: View) -> Sequence[PointedLine]:
     scaled = line_that_scales(view, count)
     if scaled is not None:
         return in_order(view, line_of_reduction(view), scaled)
-    again = _reduced_again(view)
-    if again:
-        return [again[0].pointed(), again[-1].pointed("reduces the same gradients again", True)]
-    twice = _reduced_twice_by_one_line(view)
-    if twice is not None:
-        return [twice.pointed("reduces the same gradients more than once", is_fault=True)]
     divided = line_that_scales(view, 1 / count)
     if divided is not None:
         return in_order(view, line_of_reduction(view), replace(divided, is_fault=False))
@@ -82,27 +82,6 @@ def lines(view: View) -> Sequence[PointedLine]:
     return in_order(view, line_of_reduction(view, lambda seen: f"{seen}{undivided}", True, missing))
 
 
-def _reduced_again(view: View) -> list[Place]:
-    """The lines that reduce gradients which another line has reduced before; [] without any."""
-    places = by_hand(view)
-    twice = [place for place in places[1:] if set(place.names) & set(places[0].names)]
-    return [places[0], *twice] if twice else []
-
-
-def _reduced_twice_by_one_line(view: View) -> Place | None:
-    """The line that reduces a gradient again, without a backward pass in between."""
-    for place in by_hand(view):
-        times = Counter(
-            (name, call.backwards)
-            for call in place.calls
-            if call.collective is not None and call.collective.contents is Contents.GRADIENTS
-            for name in call.collective.names
-        )
-        if times and max(times.values()) > 1:
-            return place
-    return None
-
-
 def fix(view: View) -> str:
     """Divide by the world size, or do not multiply by it."""
     count = view.world_size
@@ -110,13 +89,22 @@ def fix(view: View) -> str:
     if scaled is not None:
         what = "the loss" if line_that_scales_gradients(view, count) is None else "the gradients"
         why = f": DDP averages over the {count} ranks by itself" if ddp_reduces(view) else ""
+        if _means_weigh_unequally(view):
+            # Without this factor the loss would still be a mean over the rank's own count.
+            return token_counts_weighted_equally.fix(view)
         return f"do not multiply {what} by {count}{why}."
-    if _reduced_again(view) or _reduced_twice_by_one_line(view) is not None:
-        return f"reduce each gradient once, and divide it by {count}, the number of ranks."
     if is_unseen(view):
         return f"divide the gradients by {count}, the ranks, or do not multiply the loss by it."
     where = "in the hook" if in_hook(view) and not by_hand(view) else "after the reduction"
     return f"divide the gradients by {count}, the number of ranks, {where}."
+
+
+def _means_weigh_unequally(view: View) -> bool:
+    """True if the ranks' means do not weigh as they should either, as counts of them show."""
+    contributions = view.parts.contributions()
+    if contributions is None or nearly_equal(contributions.mean(0), view.expected):
+        return False
+    return is_mean_over_examples(view) or token_counts_weighted_equally.counted(view) is not None
 
 
 HYPOTHESIS = Hypothesis(

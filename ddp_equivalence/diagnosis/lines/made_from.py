@@ -55,7 +55,7 @@ def lines_that_return(run: RunLines, line: CodeLine) -> Iterator[CodeLine]:
     Only functions of the same file are known, and only those whose name none of the others has.
     """
     place = place_of(line.file, line.number)
-    for node in inside(place.statement) if place is not None else ():
+    for node in _in_head(place.statement) if place is not None else ():
         if not isinstance(node, ast.Call):
             continue
         name = called_name(node)
@@ -67,6 +67,18 @@ def lines_that_return(run: RunLines, line: CodeLine) -> Iterator[CodeLine]:
                     yield at
 
 
+def _in_head(statement: ast.stmt) -> list[ast.AST]:
+    """What stands in a statement, without the lines of the block that it opens."""
+    heads: list[ast.AST] = [statement]
+    if isinstance(statement, (ast.If, ast.While)):
+        heads = [statement.test]
+    elif isinstance(statement, (ast.For, ast.AsyncFor)):
+        heads = [statement.iter]
+    elif isinstance(statement, (ast.With, ast.AsyncWith)):
+        heads = [item.context_expr for item in statement.items]
+    return [node for head in heads for node in (head, *inside(head))]
+
+
 def _setters(
     run: RunLines, line: CodeLine, only_attributes: bool
 ) -> Iterator[tuple[str, CodeLine]]:
@@ -74,7 +86,7 @@ def _setters(
     place = place_of(line.file, line.number)
     if place is None:
         return
-    read = [place.statement, *inside(place.statement)]
+    read = _in_head(place.statement)
     attributes = [
         node.attr
         for node in read

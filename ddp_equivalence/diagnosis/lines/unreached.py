@@ -129,3 +129,31 @@ def _returned_before(run: RunLines, place: Place, function: Function) -> CodeLin
             if alone and run.count(place, node):
                 return place.line(node)
     return None
+
+
+def lines_that_return_before(view: View, function: str) -> list[PointedLine]:
+    """A ``return`` that ran after backward began, above a call of this function."""
+    rank = min(view.observed.by_rank, default=0)
+    run = run_lines(view, rank)
+    begun = max((run.last.get(at, 0) for at in run.backwards), default=0)
+    for file in run.files:
+        tree = tree_of(file)
+        for node in ast.walk(tree) if tree is not None else ():
+            if not isinstance(node, ast.Call) or called_name(node) != function:
+                continue
+            place = place_of(file, node.lineno)
+            found = _returned_above(run, place, begun) if place is not None else None
+            if found is not None:
+                times = "once" if run.times[found] == 1 else f"{run.times[found]} times"
+                note = f"returned {times}, before line {node.lineno} calls {function}()"
+                return [PointedLine(found, note, True)]
+    return []
+
+
+def _returned_above(run: RunLines, place: Place, begun: int) -> CodeLine | None:
+    for node in inside(place.function) if place.function is not None else ():
+        line = place.line(node)
+        is_above = isinstance(node, ast.Return) and line.number < place.statement.lineno
+        if is_above and run.last.get(line, 0) > begun:
+            return line
+    return None

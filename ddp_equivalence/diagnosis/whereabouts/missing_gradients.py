@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ddp_equivalence.diagnosis.lines.origins import chosen, gone_through
+from ddp_equivalence.diagnosis.lines.run_lines import RunLines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.step_calls import reduces_gradients
 from ddp_equivalence.diagnosis.whereabouts.cut_graph import cut_graph_of, leaf_line, off_lines
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import line_of
 from ddp_equivalence.diagnosis.whereabouts.module_state import lines_of_mode, mode_text, wrong_mode
@@ -60,6 +63,7 @@ def where_gradients_are_missing(
             [
                 *reasons,
                 *lines_only_on(observed, ranks),
+                *_gone_through(seen, backwards),
                 *(at(line_of(call), "backward began here") for call in backwards[-1:]),
                 *(at(line, f"the last recorded call of rank {ranks[0]}") for line in last),
             ]
@@ -67,6 +71,20 @@ def where_gradients_are_missing(
         tuple(gone),
         ranks,
     )
+
+
+def _gone_through(seen: Observation, backwards: Sequence[Call]) -> list[PointedLine | None]:
+    """The line of the user's that chose what the loop around the last reduction goes through."""
+    lines = tuple(line for call in backwards if (line := line_of(call)) is not None)
+    run = RunLines(seen.trace.times_run or {}, seen.trace.lines_run or {}, lines)
+    reductions = [one for one in seen.calls if reduces_gradients(one) and not one.in_backward]
+    for call in reductions[-1:]:
+        line = line_of(call)
+        if line is not None:
+            link = chosen(gone_through(run, (line, *call.callers)))
+            note = f"chooses what the loop of line {line.number} goes through"
+            return [at(link.line, note)] if link is not None and link.line != line else []
+    return []
 
 
 Why = tuple[str, str, list[PointedLine | None]]

@@ -10,11 +10,11 @@ from ddp_equivalence.diagnosis.lines.unreached import lines_that_keep_from_reduc
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place, reduces_gradients
 from ddp_equivalence.diagnosis.whereabouts.followed_values import line_that_sums
-from ddp_equivalence.diagnosis.whereabouts.gradient_mix import SAME_WEIGHT
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import Path, line_of
 from ddp_equivalence.diagnosis.whereabouts.mix_text import mix_text
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
 from ddp_equivalence.diagnosis.whereabouts.station_text import at
+from ddp_equivalence.diagnosis.whereabouts.unequal_passes import least_weight
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, distinct, named, ranked
 from ddp_equivalence.measurement.calls import Call, Contents, Kind
 
@@ -27,7 +27,7 @@ def why_not_reduced(pieces: Pieces, path: Path, good: Path | None) -> Whereabout
     counted = {
         piece.rank
         for piece, weight in zip(pieces.all, path.held.weights.tolist(), strict=True)
-        if abs(weight) > SAME_WEIGHT * most
+        if abs(weight) > least_weight(pieces, most)
     }
     missing = [rank for rank in range(pieces.view.world_size) if rank not in counted]
     if not missing or not counted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.whereabouts.elements_left_out import elements_left_out
 from ddp_equivalence.diagnosis.whereabouts.followed_values import line_of_other_values
 from ddp_equivalence.diagnosis.whereabouts.gradient_mix import SAME_WEIGHT, SPARE
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import Path, Station, went_alike
@@ -13,6 +14,7 @@ from ddp_equivalence.diagnosis.whereabouts.mix_text import mix_text
 from ddp_equivalence.diagnosis.whereabouts.not_sent_back import not_sent_back
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
 from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on
+from ddp_equivalence.diagnosis.whereabouts.ranks_not_joined import ranks_not_joined
 from ddp_equivalence.diagnosis.whereabouts.reduced_again import reduced_again
 from ddp_equivalence.diagnosis.whereabouts.reduction_weights import (
     Wanted,
@@ -21,6 +23,7 @@ from ddp_equivalence.diagnosis.whereabouts.reduction_weights import (
     other_weights,
 )
 from ddp_equivalence.diagnosis.whereabouts.station_text import done_text, hooks, pointed
+from ddp_equivalence.diagnosis.whereabouts.unequal_passes import passes_count_unequally
 from ddp_equivalence.diagnosis.whereabouts.unlike_calls import unlike_calls
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, distinct, of_all, ranked
 from ddp_equivalence.measurement.calls import Kind
@@ -48,10 +51,13 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
         _returned(pieces, first)
         or _changed_after_it_was_right(pieces, first, wanted)
         or not_sent_back(pieces, first, [one for one in paths if one not in bad])
+        or ranks_not_joined(pieces)
+        or elements_left_out(pieces)
         or _no_mixture(pieces, told)
         or reduced_again(pieces, first, paths)
         or later_pieces_stay(pieces, first)
         or why_not_reduced(pieces, first, good)
+        or passes_count_unequally(pieces, first)
         or another_factor(pieces, first, good, wanted)
         or other_weights(pieces, first, paths)
     )

@@ -13,6 +13,7 @@ from ddp_equivalence.diagnosis.whereabouts.mix_text import mix_text
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
 from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on, odd_ranks
 from ddp_equivalence.diagnosis.whereabouts.station_text import done_text, hooks, pointed
+from ddp_equivalence.diagnosis.whereabouts.unequal_passes import least_weight
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import MOST_RANKS, Whereabouts, distinct
 from ddp_equivalence.measurement.calls import Kind
 
@@ -43,7 +44,7 @@ def later_pieces_stay(pieces: Pieces, path: Path) -> Whereabouts | None:
     every: set[int] = set()
     for piece, weight in zip(pieces.all, path.held.weights.tolist(), strict=True):
         every.add(piece.number)
-        if abs(weight) > SAME_WEIGHT * most:
+        if abs(weight) > least_weight(pieces, most):
             (local if piece.rank == path.rank else shared).add(piece.number)
     local -= shared
     lost = every - shared - local

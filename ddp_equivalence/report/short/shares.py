@@ -21,6 +21,7 @@ WORST_FIT = 0.01
 """If no mixture of the examples explains more than this part, their shares say nothing."""
 
 ROUNDING = 1e-6
+LEAST_SHARE = 1e-5
 MOST_NAMES = 3
 LONGEST_NAME = 30
 
@@ -163,7 +164,12 @@ def _micro_batches(shares: Shares) -> str:
     """The shares of micro-batches, if they are the same on all ranks but not within a rank."""
     if shares.by_micro_batch is None:
         return ""
-    held = {tuple(map(share_text, row)) for rows in shares.by_micro_batch.values() for row in rows}
+    least = _least(shares)
+    held = {
+        tuple(_small_text(share, least) for share in row)
+        for rows in shares.by_micro_batch.values()
+        for row in rows
+    }
     if len(held) != 1 or len(set(next(iter(held)))) == 1:
         return ""
     numbers = next(iter(held))
@@ -172,7 +178,11 @@ def _micro_batches(shares: Shares) -> str:
 
 def _examples(shares: Shares) -> str:
     """The examples that do not count once, if they are few."""
-    held = {tuple(map(share_text, row)) for row in (shares.by_example or {}).values()}
+    least = _least(shares)
+    held = {
+        tuple(_small_text(share, least) for share in row)
+        for row in (shares.by_example or {}).values()
+    }
     if len(held) != 1:
         return ""
     row = next(iter(held))
@@ -198,3 +208,16 @@ def share_text(share: float | None) -> str:
     # Rounding errors would decide how 0.875 is printed. With this it is always rounded up.
     text = f"{share + 1e-9:.2f}"
     return "0.00" if text == "-0.00" else text
+
+
+def _least(shares: Shares) -> float:
+    """A smaller share may be rounding."""
+    return max(LEAST_SHARE, shares.condition * max(shares.unexplained.values()))
+
+
+def _small_text(share: float | None, least: float) -> str:
+    """The share with two digits; one that would be 0.00, and is not zero, with two that count."""
+    text = share_text(share)
+    if share is not None and text == "0.00" and abs(share) > least:
+        return f"{share:.2g}"
+    return text

@@ -143,7 +143,7 @@ SUMMED = {"loss": sum_loss}
     [
         (summed_by_hand, {}, "sum_not_mean", "divide the gradients by 4"),
         (loss_times_ranks, {}, "sum_not_mean", "do not multiply the loss by 4"),
-        (reduced_twice, {}, "sum_not_mean", "reduce each gradient once"),
+        (reduced_twice, {}, "reduced_more_than_once", "once in a step, not several"),
         (gradients_times_ranks, {}, "sum_not_mean", "do not multiply the gradients by 4"),
         (sum_under_ddp, SUMMED, "mean_not_sum", "multiply the summed loss by 4"),
         (sum_divided_by_hand, SUMMED, "mean_not_sum", "do not divide the gradients by 4"),
