@@ -93,7 +93,7 @@ def _setters(
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Load)
         and isinstance(node.value, ast.Name)
-        and not hasattr(Tensor, node.attr)  # torch sets .grad and .data itself
+        and (node.value.id == "self" or not hasattr(Tensor, node.attr))  # not .grad or .data
     ]
     for name in dict.fromkeys(attributes):
         for setter in lines_that_set_attribute(run, name):
