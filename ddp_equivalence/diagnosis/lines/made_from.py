@@ -91,6 +91,7 @@ def _setters(
         if isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Load)
         and isinstance(node.value, ast.Name)
+        and node.attr != "grad"  # backward and optimizers set it too, for each parameter
     ]
     for name in dict.fromkeys(attributes):
         for setter in lines_that_set_attribute(run, name):
