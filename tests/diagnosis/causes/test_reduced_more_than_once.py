@@ -31,7 +31,7 @@ class Tied(nn.Module):
 
 
 def squares(model: nn.Module, batch: Rows) -> torch.Tensor:
-    return (model(batch["rows"]) - batch["targets"]).square().mean()
+    return (model(batch["rows"]) - batch["targets"]).square().mean()  # type: ignore[no-any-return]
 
 
 def make(generator: torch.Generator) -> Rows:
@@ -134,3 +134,20 @@ def test_what_is_added_up_once_is_not_said_to_be_added_up_again(step: Any, layou
     assert verdict.cause == "sum_not_mean", verdict
     assert "more than once" not in str(verdict)
     assert "the same gradients again" not in str(verdict)
+
+
+def a_copy_is_summed_twice(model: nn.Module, shard: Rows, rank: Rank) -> None:
+    """The loss divides by the ranks; no gradient itself goes into a collective."""
+    (squares(model, shard) / rank.world_size).backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = nn.utils.parameters_to_vector(gradients)
+    dist.all_reduce(flat)
+    dist.all_reduce(flat)
+    nn.utils.vector_to_parameters(flat, gradients)
+
+
+def test_no_division_is_missing_where_the_sum_is_right() -> None:
+    verdict = check(tied_case(), a_copy_is_summed_twice)
+    assert verdict.outcome == "different"
+    assert "never divided" not in str(verdict)
+    assert "the loss is summed" not in str(verdict)

@@ -54,7 +54,7 @@ def distance_to_the_fault(numbers: list[int], step: Step) -> int:
         (FOUR, steps.context_with_a_name, "chooses whether DDP synchronises"),
         (FOUR, steps.only_the_first_three, "gives parameters, of which line"),
         (FOUR, steps.count_is_lost, "a temporary tensor, which nothing uses afterwards"),
-        (FOUR, steps.every_module_with_its_children, "reduces the same gradients more than once"),
+        (FOUR, steps.every_module_with_its_children, "and 4 more 2 times"),
         (FOUR, steps.last_rank_never_sends, "rank 0 receives 2 times; there are 3 other ranks"),
         (FOUR, steps.sums_all_but_the_first, "total is made of ranks 1, 2 and 3 only"),
         (FOUR, steps.averages_neighbours, "stacked holds gradients or their sums, mean does not"),

@@ -163,6 +163,20 @@ def everywhere_at_one_loss(verdict: Verdict) -> bool:
     return len(known) == len(losses) and max(known) - min(known) <= 1e-3 * max(map(abs, known))
 
 
+def summed_again(verdict: Verdict) -> bool:
+    """A rank gave gradients of the same parameters to two sums over the same ranks."""
+    for seen in ranks(verdict):
+        given = [
+            (name, one.ranks)
+            for one in (call.collective for call in seen.calls)
+            if one is not None and one.reduce_op == "SUM" and one.contents is Contents.GRADIENTS
+            for name in one.names
+        ]
+        if len(given) > len(set(given)):
+            return True
+    return False
+
+
 def draws(verdict: Verdict) -> bool:
     return verdict.view is not None and verdict.view.examples.draws_random_numbers
 
@@ -225,6 +239,7 @@ CLAIMS = (
     Claim("The gradients of a whole bucket of DDP|whole buckets? of DDP", several_buckets),
     Claim("the second run of the step left other bits", lambda one: one.repeated is False),
     Claim("began at the loss of the whole batch on every rank", everywhere_at_one_loss),
+    Claim(r"went into (\d+|several) sums over|were added up over the same ranks", summed_again),
     Claim("draws random numbers", draws),
 )
 
