@@ -25,7 +25,7 @@ from ddp_equivalence.diagnosis.whereabouts.unlike_calls import unlike_calls
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, distinct, of_all, ranked
 from ddp_equivalence.measurement.calls import Kind
 
-OTHER = "What the ranks hold in the end is not the mean of what they computed."
+OTHER = "The ranks do not hold the mean of what they computed."
 
 HEADLINES = {
     "reduce": "reduce leaves its result on one rank only",
@@ -95,10 +95,7 @@ def _premise(pieces: Pieces, wanted: Wanted) -> str:
             what = f"the {name}"
     if world_size == 1:
         return "What backward computed is right, and what the rank holds in the end is not this."
-    return (
-        f"The big batch is {what} of what the ranks computed before any reduction, but this is "
-        "not what they hold in the end."
-    )
+    return f"{what[:1].upper()}{what[1:]} of the ranks' own gradients is right."
 
 
 def _returned(pieces: Pieces, path: Path) -> Whereabouts | None:
