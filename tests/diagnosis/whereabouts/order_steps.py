@@ -26,7 +26,7 @@ class Guided(nn.Module):
 
     def guide(self, rows: Tensor) -> Any:
         with torch.no_grad():
-            return self.slow(rows)
+            return torch.tanh(self.slow(rows))
 
 
 def guided(model: Any, examples: Any) -> Any:
@@ -40,10 +40,8 @@ def follow(slow: nn.Module, fast: nn.Module, share: float = 0.5) -> None:
 
 def guide_follows_first(model: Any, shard: Any, rank: Any) -> None:
     model.zero_grad()
-    before = guided
     follow(model.slow, model.fast)  # fault
-
-    before(model, shard).backward()
+    guided(model, shard).backward()
     average_those_with(model)
 
 
@@ -126,9 +124,11 @@ class Outer(torch.autograd.Function):
 
 
 def loses_the_right_factor(model: Any, shard: Any, rank: Any) -> None:
-    output = model(shard["rows"])
-    one = torch.ones_like(output, requires_grad=True)
-    nn.functional.mse_loss(Outer.apply(one, output), shard["targets"]).backward()
+    hidden = torch.tanh(model.norm(model.first(shard["rows"])))
+    output = torch.tanh(model.middle(hidden)) @ model.head.weight.T
+    output = output + Outer.apply(torch.ones_like(output), model.head.bias)
+    nn.functional.mse_loss(output, shard["targets"]).backward()
+    average_those_with(model)
 
 
 def summed(tensor: Tensor) -> Tensor:
