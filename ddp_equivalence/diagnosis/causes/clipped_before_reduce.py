@@ -110,7 +110,9 @@ def lines(view: View) -> Sequence[PointedLine]:
     reduction = line_of_reduction(view, is_fault=not clips)
     for place, note in clips[:1]:
         clip, later = place.pointed(note, True), _reduction_after(place, view)
-        if later is not None and meeting_lines(place.first, later) is not None:
+        reduced_at = (later.users_line or later.line) if later is not None else None
+        is_seen = reduction is not None and reduction.line == reduced_at
+        if is_seen and later is not None and meeting_lines(place.first, later) is not None:
             return at_meeting(clip, reduction, place.first, later)
         return in_order(view, clip, reduction)
     return in_order(view, reduction)

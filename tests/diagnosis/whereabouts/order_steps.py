@@ -126,7 +126,8 @@ class Outer(torch.autograd.Function):
 def loses_the_right_factor(model: Any, shard: Any, rank: Any) -> None:
     hidden = torch.tanh(model.norm(model.first(shard["rows"])))
     output = torch.tanh(model.middle(hidden)) @ model.head.weight.T
-    output = output + Outer.apply(torch.ones_like(output), model.head.bias)
+    product: Any = Outer.apply
+    output = output + product(torch.ones_like(output), model.head.bias)
     nn.functional.mse_loss(output, shard["targets"]).backward()
     average_those_with(model)
 
@@ -154,6 +155,7 @@ def moment(model: Any, examples: Any) -> Any:
 
 
 def moment_of_all(model: Any, shard: Any, rank: Any) -> None:
-    mean = MeanOfRanks.apply(model(shard["rows"]).mean(dim=0))
+    mean_of_ranks: Any = MeanOfRanks.apply
+    mean = mean_of_ranks(model(shard["rows"]).mean(dim=0))
     mean.square().sum().backward()
     average(model)
