@@ -24,20 +24,17 @@ from ddp_equivalence.measurement.calls import (
     Kind,
 )
 from ddp_equivalence.measurement.code_lines import (
+    callers_behind,
     callers_of,
     line_that_named,
     lines_of,
 )
 from ddp_equivalence.measurement.collective_contents import contents_of, dtype_of
-from ddp_equivalence.measurement.further_calls import FurtherCalls
+from ddp_equivalence.measurement.further_calls import FurtherCalls, Lines
 from ddp_equivalence.measurement.gradient_changes import changed_by_hooks, merged
 from ddp_equivalence.measurement.gradient_watch import GradientWatch
 from ddp_equivalence.measurement.line_events import LineEvents
-from ddp_equivalence.measurement.line_tracer import (
-    LineTracer,
-    code_of,
-    merged_handlers,
-)
+from ddp_equivalence.measurement.line_tracer import LineTracer, code_of, merged_handlers
 from ddp_equivalence.measurement.local_tensors import LocalTensors
 from ddp_equivalence.measurement.loss_terms import LossTerms
 from ddp_equivalence.measurement.loss_watch import LossWatch
@@ -156,7 +153,7 @@ class CallWatch:
         self._terms.backward()
         self.events.cuts.backward(roots)
         made_at = self._tracer.line_that_made(roots[0], frame) if len(roots) == 1 else None
-        self._record(Kind.BACKWARD, frame, value=loss, made_at=made_at)
+        self._record(Kind.BACKWARD, frame, value=loss, made_at=made_at, callers=callers_of(frame))
         self.backwards += 1
         call = len(self.calls) - 1
         lines = lines_of(frame)
@@ -246,7 +243,8 @@ class CallWatch:
         if not self._in_backward and self._is_recorded():
             self.further.after_line(line, by_value)
             for change in self._gradients.changes(by_value):
-                self._append_change((line, line), change)
+                way = callers_behind(line, sys._getframe(1))
+                self._append_change((line, line), change, way)
             for flag in self._synchronisation.changes():
                 self._append(Kind.SYNCHRONISATION, (line, line), value=float(flag))
 
@@ -258,7 +256,7 @@ class CallWatch:
             self._append_change(lines_of(frame), replace(change, exact=False))
 
     def _append_change(
-        self, lines: tuple[CodeLine | None, CodeLine | None], change: GradientChange
+        self, lines: Lines, change: GradientChange, callers: tuple[CodeLine, ...] = ()
     ) -> None:
         """Record the change, together with the last one if the same line has made both."""
         names_now = change.names
@@ -266,7 +264,7 @@ class CallWatch:
         if last is not None and last.change is not None and merged(last, lines[0], change):
             self.calls.pop()
             change = replace(change, names=last.change.names + change.names)
-        self._append(Kind.CHANGE, lines, change=change)
+        self._append(Kind.CHANGE, lines, change=change, callers=callers)
         self._states.note(len(self.calls) - 1, names_now)
 
     def _is_recorded(self) -> bool:

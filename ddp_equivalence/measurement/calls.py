@@ -140,9 +140,9 @@ class Call:
     first held the tensor that went into a collective, if that is known. A ``POINT_TO_POINT`` sends
     a tensor to one rank or receives one, and ``what`` is the function. An ``INDICES`` is a line
     that gave the variable ``what`` a list of whole numbers, ``examples``. ``callers``: the user's
-    lines that led to a collective, to a ``POINT_TO_POINT`` or to ``no_sync``: those behind
-    ``users_line``, the innermost first. ``numbers``: those that the state of a communication hook
-    held as attributes, by name.
+    lines that led to a collective, a ``POINT_TO_POINT``, ``no_sync``, a backward, a clip or a
+    change of gradients or weights: those behind ``users_line``, the innermost first. ``numbers``:
+    those that the state of a communication hook held as attributes, by name.
     """
 
     kind: Kind

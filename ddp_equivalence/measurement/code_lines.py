@@ -66,6 +66,16 @@ def callers_of(frame: FrameType | None) -> tuple[CodeLine, ...]:
     return tuple(found[1:])
 
 
+def callers_behind(line: CodeLine, frame: FrameType | None) -> tuple[CodeLine, ...]:
+    """The user's lines that led to the function of a line that runs, or has just run in it."""
+    while frame is not None:
+        code = frame.f_code
+        if (code.co_filename, code.co_name) == (line.file, line.function):
+            return callers_of(frame)
+        frame = frame.f_back
+    return ()
+
+
 def line_that_named(module: object, frame: FrameType | None) -> CodeLine | None:
     """The user's line that named a module which is called now.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from types import CodeType, FrameType
@@ -11,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ddp_equivalence.measurement.calls import CodeLine, Kind
-from ddp_equivalence.measurement.code_lines import beginning_of, is_users, lines_of
+from ddp_equivalence.measurement.code_lines import beginning_of, callers_behind, is_users, lines_of
 from ddp_equivalence.measurement.data_functions import (
     DATA_FUNCTIONS,
     Described,
@@ -58,7 +59,8 @@ class FurtherCalls:
         self._origins = TensorOrigins()
         self._indices = IndexLists(self._on_indices)
         self._graph = GraphLines()
-        self._weights = WeightWatch(parameters)
+        others = {name: one for name, one in model.named_parameters() if name not in parameters}
+        self._weights = WeightWatch(parameters, others)
         self._weights_are_settled = False
         self._flags_are_settled = False
         self._compare_weights = False
@@ -73,6 +75,8 @@ class FurtherCalls:
     def step(self, number: int) -> None:
         self._step = number
         self._flags_are_settled = False
+        if number and not self._weights_are_settled:
+            self._weights.changed(by_value=True)  # what happens between steps is of no line
 
     def handlers(self) -> dict[CodeType, Handler]:
         """The functions of torch that are recorded when they are called."""
@@ -104,7 +108,8 @@ class FurtherCalls:
             names, digest = self._weights.changed(by_value or self._compare_weights)
             self._compare_weights = False
             if names:
-                self._append(Kind.WEIGHTS, (line, line), what=digest, names=names)
+                way = callers_behind(line, sys._getframe(1))
+                self._append(Kind.WEIGHTS, (line, line), what=digest, names=names, callers=way)
 
     def origin_of(self, tensors: Iterable[Tensor]) -> CodeLine | None:
         """The line that first held the first of these tensors that any line held."""

@@ -70,6 +70,7 @@ class TorchCalls:
             value=float(most) if most is not None else None,
             what=frame.f_code.co_name,
             names=self._names_of(values.get("parameters")),
+            callers=callers_of(frame),
         )
 
     def _on_zero_grad(self, frame: FrameType) -> None:

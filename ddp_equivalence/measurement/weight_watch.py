@@ -18,14 +18,24 @@ DIGITS = 16
 
 
 class WeightWatch:
-    """Compares the weights of a model, and what requires a gradient, with what they were."""
+    """Compares the weights of a model, and what requires a gradient, with what they were.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    ``parameters``: those that get a gradient. ``others``: those that get none, such as a teacher's.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        others: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
         self._parameters = parameters
         self._flags = self._flags_now()
-        self._compares = sum(one.numel() for one in parameters.values()) <= MOST_ELEMENTS
+        elements = sum(one.numel() for one in parameters.values())
+        self._compares = elements <= MOST_ELEMENTS
+        self._compared = {**parameters, **_comparable(others or {}, MOST_ELEMENTS - elements)}
         self._versions = self._versions_now()
         self._digests = self._digests_now() if self._compares else {}
+        self._first = self._digests
 
     def switched(self) -> dict[bool, tuple[str, ...]]:
         """Whether a gradient is required now -> the parameters for which this is new."""
@@ -44,7 +54,8 @@ class WeightWatch:
         }
 
     def changed(self, by_value: bool) -> tuple[tuple[str, ...], str]:
-        """The parameters that have changed since the last call, and a digest of all weights.
+        """The parameters that have changed since the last call, and a digest of all weights; "" if
+        they are again what they were at first.
 
         ``by_value``: compare all values, and not only those whose version has changed.
         """
@@ -56,16 +67,28 @@ class WeightWatch:
         before = self._digests
         self._versions, self._digests = versions, self._digests_now()
         names = tuple(name for name, one in self._digests.items() if one != before[name])
-        return names, digest_of(self._digests)
+        return names, "" if self._digests == self._first else digest_of(self._digests)
 
     def _flags_now(self) -> list[bool]:
         return [one.requires_grad for one in self._parameters.values()]
 
     def _versions_now(self) -> list[int]:
-        return [one._version for one in self._parameters.values()]
+        return [one._version for one in self._compared.values()]
 
     def _digests_now(self) -> dict[str, str]:
-        return {name: digest({name: plain(one)}) for name, one in self._parameters.items()}
+        return {name: digest({name: plain(one)}) for name, one in self._compared.items()}
+
+
+def _comparable(others: Mapping[str, nn.Parameter], most: int) -> Mapping[str, nn.Parameter]:
+    """The parameters without a gradient; {} if there are too many, or some hold no values."""
+    try:
+        if sum(one.numel() for one in others.values()) > most:
+            return {}
+        for name, one in others.items():
+            digest({name: plain(one)})
+    except Exception:  # it is on no device, or has no shape yet
+        return {}
+    return others
 
 
 def digest_of(digests: Mapping[str, str]) -> str:

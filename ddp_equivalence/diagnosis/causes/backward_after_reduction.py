@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import ranks_by_number
+from ddp_equivalence.diagnosis.lines.meeting_lines import at_meeting
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place, reduces_gradients
 from ddp_equivalence.diagnosis.view import View
@@ -146,6 +147,11 @@ def lines(view: View) -> Sequence[PointedLine]:
         by_ddp = place.kind is Kind.BACKWARD
         shown.append(place.pointed("DDP reduced here" if by_ddp else "gradients are reduced here"))
     note = "afterwards: what it adds stays on its own rank"
+    if shown and late:
+        late_line = late[0].pointed(note, is_fault=True)
+        met = at_meeting(shown[0], late_line, reductions[-1].calls[-1], late[0].first)
+        if met[:2] != [shown[0], late_line]:
+            return met
     return [*shown, *(place.pointed(note, is_fault=True) for place in late[:2])]
 
 

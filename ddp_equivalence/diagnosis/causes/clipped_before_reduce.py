@@ -12,10 +12,11 @@ from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Predict
 from ddp_equivalence.diagnosis.indications import ranks_by_number
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines.lines_of_reduction import by_hand, line_of_reduction
+from ddp_equivalence.diagnosis.lines.meeting_lines import at_meeting, meeting_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.measurement.calls import Kind
+from ddp_equivalence.measurement.calls import Call, Kind
 
 EQUAL = 1e-3
 """Factors and norms whose relative difference is smaller are equal."""
@@ -96,25 +97,33 @@ def lines(view: View) -> Sequence[PointedLine]:
     """Where gradients are clipped, and where they are reduced afterwards."""
     calls = view.observed.calls
     clips = [
-        place.pointed(f"clips each rank's own gradients{_to(place)}", True)
+        (place, f"clips each rank's own gradients{_to(place)}")
         for place in calls.places(Kind.CLIP)
-        if _is_before_reduction(place, view)
+        if _reduction_after(place, view) is not None
     ]
     if not clips:  # by hand: the same line multiplies by another number on another rank
         clips = [
-            place.pointed("scales each rank's gradients by a number of its own", True)
+            (place, "scales each rank's gradients by a number of its own")
             for place in calls.changes(lambda call: not call.in_backward)
             if len({_factor(place, rank) for rank in place.ranks}) > 1
         ]
-    return in_order(view, *clips[:1], line_of_reduction(view, is_fault=not clips))
+    reduction = line_of_reduction(view, is_fault=not clips)
+    for place, note in clips[:1]:
+        clip, later = place.pointed(note, True), _reduction_after(place, view)
+        reduced_at = (later.users_line or later.line) if later is not None else None
+        is_seen = reduction is not None and reduction.line == reduced_at
+        if is_seen and later is not None and meeting_lines(place.first, later) is not None:
+            return at_meeting(clip, reduction, place.first, later)
+        return in_order(view, clip, reduction)
+    return in_order(view, reduction)
 
 
-def _is_before_reduction(place: Place, view: View) -> bool:
-    """True if gradients were reduced by hand after the first clip of this place."""
+def _reduction_after(place: Place, view: View) -> Call | None:
+    """The first call that reduced gradients by hand after the first clip of this place."""
     calls = view.observed.calls.of(place.ranks[0])
     after = calls[calls.index(place.first) :]
     reducing = {id(call) for one in by_hand(view) for call in one.by_rank.get(place.ranks[0], ())}
-    return any(id(call) in reducing for call in after)
+    return next((call for call in after if id(call) in reducing), None)
 
 
 def _to(place: Place) -> str:

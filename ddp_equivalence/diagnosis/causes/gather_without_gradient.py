@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, WrongFactor
 from ddp_equivalence.diagnosis.indications import (
@@ -10,11 +11,16 @@ from ddp_equivalence.diagnosis.indications import (
     indication_if,
     losses_of_backwards,
 )
+from ddp_equivalence.diagnosis.lines.source_tree import is_in_class
 from ddp_equivalence.diagnosis.lines.words_of_lines import counted
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Contents, Kind
+from ddp_equivalence.measurement.cuts import OwnBackward
+
+OF_TORCH = "torch.distributed.nn.functional"
+"""The collectives of torch that pass a gradient on."""
 
 
 def factors(view: View) -> Sequence[WrongFactor]:
@@ -52,7 +58,34 @@ def lines(view: View) -> Sequence[PointedLine]:
             pointed.append(place.pointed(note, is_fault=True))
     backward = view.observed.calls.backwards[-1:]
     note = "begins at the loss of the whole batch on every rank"
-    return [*pointed, *(place.pointed(note, is_fault=not pointed) for place in backward)]
+    at_loss = [place.pointed(note, is_fault=not pointed) for place in backward]
+    own = [] if losing else _own_backwards(view)
+    if own:
+        what = f"the gradient that {own[0].name} gives back; no collective ran in backward"
+        returned = PointedLine(own[0].line, what, is_fault=True)
+        return [returned, *(replace(one, is_fault=False) for one in (*pointed, *at_loss))]
+    return [*pointed, *at_loss]
+
+
+def _own_backwards(view: View) -> list[OwnBackward]:
+    """The backward methods of those functions of the user's whose forward pass gathered.
+
+    [] if a collective ran in a backward pass.
+    """
+    seen = view.observed.by_rank.get(0)
+    if seen is None or any(call.collective and call.in_backward for call in seen.calls):
+        return []
+    ways = [
+        line
+        for place in _gathers(view)
+        for call in place.calls
+        for line in (place.line, *call.callers)
+    ]
+    return [
+        one
+        for one in seen.own_backwards
+        if one.step == view.setting.step and any(is_in_class(line, one.name) for line in ways)
+    ]
 
 
 def _gathers(view: View) -> list[Place]:
@@ -78,7 +111,11 @@ def fix(view: View) -> str:
     """Use a collective that passes the gradient on."""
     ops = [place.first.collective.op for place in _gathers(view) if place.first.collective]
     op = "all_reduce" if ops and "reduce" in ops[-1] else "all_gather"
-    return f"use torch.distributed.nn.functional.{op}, which passes the gradient on."
+    losing = any(_loses(call) for place in _gathers(view) for call in place.calls)
+    own = [] if losing else _own_backwards(view)
+    if own:
+        return f"all_reduce the gradient in {own[0].name}.backward, or use {OF_TORCH}.{op}."
+    return f"use {OF_TORCH}.{op}, which passes the gradient on."
 
 
 HYPOTHESIS = Hypothesis(

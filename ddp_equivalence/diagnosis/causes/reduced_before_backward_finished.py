@@ -8,7 +8,9 @@ from ddp_equivalence.diagnosis.causes import bucket_not_reduced
 from ddp_equivalence.diagnosis.causes.accumulation_boundary_off_by_one import reduced_early
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if
+from ddp_equivalence.diagnosis.lines.meeting_lines import at_meeting
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 
@@ -54,12 +56,13 @@ def lines(view: View) -> Sequence[PointedLine]:
         note = f"{len(inside[-1].calls)} calls while backward was running"
         return [*hooks, inside[-1].pointed(note, is_fault=True)]
     last = max((call.backwards for call in calls.of(0)), default=0)
-    early = [
-        place.pointed("ran before the last backward", is_fault=True)
-        for place in calls.reductions
-        if place.first.backwards < last
-    ]
-    return [*early[:1], *(place.pointed() for place in calls.backwards[-1:])]
+    early = [place for place in calls.reductions if place.first.backwards < last]
+    late = calls.backwards[-1:]
+    note = "ran before the last backward"
+    if early and late:
+        first = early[0].pointed(note, is_fault=True)
+        return at_meeting(first, late[0].pointed(), early[0].first, late[0].calls[-1])
+    return [*(place.pointed(note, is_fault=True) for place in early[:1]), *map(Place.pointed, late)]
 
 
 def fix(view: View) -> str:

@@ -15,6 +15,7 @@ from ddp_equivalence.diagnosis.hypothesis import (
 )
 from ddp_equivalence.diagnosis.lines.lines_between_backwards import backward_count, lines_that_clear
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines.meeting_lines import at_meeting, meeting_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.view import View
@@ -70,6 +71,10 @@ def lines(view: View) -> Sequence[PointedLine]:
         places = calls.backwards
         cleared = lines_that_clear(view)
         note = "leaves its gradients" + ("" if cleared else "; nothing clears them")
+        first, last = places[0].first, places[-1].calls[-1]
+        if meeting_lines(first, last) is not None:
+            leaves = places[0].pointed(note, True, missing)
+            return at_meeting(leaves, places[-1].pointed("adds to them"), first, last)
         if len(places) == 1:
             return [places[0].pointed(f"runs {backward_count(view)} times; {note}", True, missing)]
         return [places[0].pointed(note, True, missing), places[-1].pointed("adds to them")]

@@ -146,3 +146,12 @@ def functions_named(file: str, name: str) -> list[Function]:
     tree = tree_of(file)
     nodes = ast.walk(tree) if tree is not None else ()
     return [one for one in nodes if isinstance(one, FUNCTIONS) and one.name == name]
+
+
+def is_in_class(line: CodeLine, name: str) -> bool:
+    """True for a line that stands in a class of this name."""
+    tree = tree_of(line.file)
+    return any(
+        isinstance(one, ast.ClassDef) and one.name == name and _holds(one, line.number)
+        for one in (ast.walk(tree) if tree is not None else ())
+    )

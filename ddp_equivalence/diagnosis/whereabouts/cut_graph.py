@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ddp_equivalence.diagnosis.lines.withheld_lines import lines_that_ask
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.whereabouts.pieces import Piece, Pieces
 from ddp_equivalence.diagnosis.whereabouts.replay import agree
@@ -73,7 +74,7 @@ def cut_graph_of(
     if reached:
         return _of_cuts(reached, withheld)
     if withheld:
-        return _of_withheld(withheld)
+        return _of_withheld(seen, withheld)
     if own:
         return _of_own(own)
     used = [one for one in cuts if one.used_at is not None or _has_left_torch(one)]
@@ -155,12 +156,16 @@ def leaf_line(seen: Observation, step: int, backwards: int) -> PointedLine | Non
     return PointedLine(leaves[-1].line, note, is_fault=True) if leaves else None
 
 
-def _of_withheld(own: Sequence[OwnBackward]) -> CutGraph:
+def _of_withheld(seen: Observation, own: Sequence[OwnBackward]) -> CutGraph:
     one = own[0]
+    asked = lines_that_ask(seen, one)
+    returned = [_own_line(other) for other in own[:MOST_CUT_LINES]]
+    if asked:
+        returned = [replace(other, is_fault=False) for other in returned]
     return CutGraph(
         "a backward method returns no gradient",
         f"{one.name}.backward returned None for input {one.withheld[0]}, which needs a gradient.",
-        tuple(_own_line(other) for other in own[:MOST_CUT_LINES]),
+        (*asked, *returned),
     )
 
 

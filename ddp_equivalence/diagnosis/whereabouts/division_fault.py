@@ -75,7 +75,7 @@ def _other_factors(pieces: Pieces, compared: Sequence[Compared], factors: Tensor
     for one, factor in zip(compared, factors.tolist(), strict=True):
         by_rank.setdefault(one.piece.rank, []).append(factor)
         by_number.setdefault(one.piece.number, []).append(factor)
-    whole = "losses begin" if _begun_so(compared) else "gradients are"
+    whole = "losses" if _begun_so(compared) else "gradients"
     if all(_alike(torch.tensor(one)) for one in by_rank.values()):
         each = {rank: values[0] for rank, values in by_rank.items()}
         odd = odd_ranks(each)
@@ -90,9 +90,7 @@ def _other_factors(pieces: Pieces, compared: Sequence[Compared], factors: Tensor
     ranks = odd or tuple(range(pieces.view.world_size))
     first = next(one for one in compared if one.piece.rank == ranks[0])
     call = first.piece.call
-    sentence = f"The {whole} at different multiples of what their rows give: {shown}."
-    if whole == "gradients are":
-        sentence = f"The {whole} different multiples of what their rows give: {shown}."
+    sentence = f"These are the {whole}, in multiples of what their rows give: {shown}."
     return Whereabouts(
         "own gradient",
         f"{who}: the loss has another factor",
@@ -130,8 +128,8 @@ def _no_mean(pieces: Pieces, compared: Sequence[Compared]) -> Whereabouts:
     return Whereabouts(
         "big batch",
         "the big batch is no mean of the parts",
-        f"Each gradient is that of its {pieces_text}, and they are averaged rightly, but the "
-        f"gradient of the big batch is not this mean. {_why_no_mean(pieces, compared)}",
+        f"{_why_no_mean(pieces, compared)} Each gradient is that of its {pieces_text}, and they "
+        "are averaged rightly, but the gradient of the big batch is not this mean.",
         distinct(
             [
                 *_lines_of_rows(pieces, compared),
@@ -178,8 +176,8 @@ def _why_no_mean(pieces: Pieces, compared: Sequence[Compared]) -> str:
         if unexplained(view.expected, again) > pieces.tolerance:
             return "The forward pass draws random numbers, and other ones for the big batch."
     if _is_mixture(pieces, torch.stack([one.gradient_alone for one in compared])):
-        return "It is a mixture of these gradients with weights that no count of the batch gives."
-    return "It is no mixture of these gradients, as where the loss or the model looks across rows."
+        return "The big batch weights its parts, and no count of the batch gives these weights."
+    return "The big batch is no mixture of its parts, as where loss or model look across rows."
 
 
 def _is_mixture(pieces: Pieces, gradients: Tensor) -> bool:
@@ -196,7 +194,7 @@ def _other_divisor(
     call = compared[0].piece.call
     what = "rank" if len(compared) == pieces.view.world_size else "micro-batch"
     if not unit:
-        text = "the big batch is their sum"
+        text = "the big batch is the sum of its parts, not their mean"
         note = "the loss of the rows is a sum"
     else:
         shown = ", ".join(f"{count:g}" for count in counts[:MOST_COUNTS])
@@ -212,7 +210,8 @@ def _other_divisor(
     return Whereabouts(
         "big batch",
         "the big batch divides by another number",
-        f"Each {what}'s gradient is that of its rows, and they are averaged: {text}.",
+        f"{text[:1].upper()}{text[1:]}. Each {what}'s gradient is that of its rows, and they are "
+        "averaged.",
         distinct(_loss_lines(call, note)),
         pieces.view.parameters.names,
         tuple(range(pieces.view.world_size)),

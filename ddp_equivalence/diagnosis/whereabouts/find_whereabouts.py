@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.lines.lost_results import lines_of_lost_results
-from ddp_equivalence.diagnosis.lines.made_from import lines_behind
+from ddp_equivalence.diagnosis.lines.made_from import lines_behind, lines_that_return
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
@@ -21,6 +21,7 @@ from ddp_equivalence.diagnosis.whereabouts.forward_alone import forward_alone, i
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import line_of, paths_of
 from ddp_equivalence.diagnosis.whereabouts.other_buffers import fault_of_buffers
 from ddp_equivalence.diagnosis.whereabouts.own_gradient_fault import (
+    RIGHT,
     SAME_LOSS,
     Compared,
     compared_with_rows,
@@ -38,6 +39,9 @@ from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
     distinct,
     not_seen,
 )
+
+MOST_BEHIND = 8
+"""Of so many lines behind the loss, those that lead to right outputs are shown last."""
 
 COARSEST = 0.1
 """If equal vectors may differ by more than this, nothing is said about which differ."""
@@ -69,9 +73,15 @@ def _with_lines_behind(view: View, found: Whereabouts) -> Whereabouts:
     if not found.shows_in_loss or not faults:
         return found
     rank = found.ranks[0] if found.ranks else 0
-    behind = lines_behind(run_lines(view, rank), faults[-1].line, MOST_LINES)
+    run = run_lines(view, rank)
+    behind = lines_behind(run, faults[-1].line, MOST_BEHIND)
     others = [one for one in found.lines if not one.is_fault]
-    return replace(found, lines=distinct([*faults, *behind, *others]))
+    right = {one.line for one in others if one.note == RIGHT}
+    # What leads to outputs that are right is the least likely to be wrong.
+    behind.sort(
+        key=lambda one: one.line in right or bool(right & {*lines_that_return(run, one.line)})
+    )
+    return replace(found, lines=distinct([*faults, *behind[:MOST_LINES], *others]))
 
 
 def _in_order(view: View, found: Whereabouts) -> Whereabouts:

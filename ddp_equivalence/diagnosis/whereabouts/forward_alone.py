@@ -51,14 +51,10 @@ def forward_alone(view: View) -> Whereabouts | None:
         calls = [piece.call for piece in pieces.by_rank[0] if piece.call is not None]
         lines = distinct([at(line_of(call), "the loss is right here") for call in calls[:1]])
         return replace(not_seen(f"{seen}; {unseen}"), lines=lines)
-    found_there = fault_of_own_gradient(pieces, wrong)
-    who = ranked(found_there.ranks, view.world_size)
-    does = "computes" if len(found_there.ranks) in (1, view.world_size) else "compute"
-    _, _, rest = found_there.sentence.partition(" give.")
+    found_there = fault_of_own_gradient(pieces, wrong, "other outputs or losses")
     return replace(
         found_there,
-        sentence=f"{who[:1].upper()}{who[1:]} {does} other outputs or losses than its rows give."
-        f"{rest} It is not known whether this is all, since {unseen}.",
+        sentence=f"{found_there.sentence} It is not known whether this is all, since {unseen}.",
         parameters=(),
     )
 

@@ -58,7 +58,7 @@ def where_gradients_are_missing(
         (f"{headline}, and " if headline else "")
         + (f"{len(gone)} gradients are" if len(gone) > 1 else "the gradient of a parameter is")
         + " missing",
-        f"{who[:1].upper()}{who[1:]} left no gradient of {named(gone)}. {text}",
+        f"{text} {who[:1].upper()}{who[1:]} left no gradient of {named(gone)}.",
         distinct(
             [
                 *reasons,

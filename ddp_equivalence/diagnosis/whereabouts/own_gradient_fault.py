@@ -22,13 +22,16 @@ from ddp_equivalence.diagnosis.whereabouts.output_notes import notes_of_output
 from ddp_equivalence.diagnosis.whereabouts.pieces import Piece, Pieces
 from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on
 from ddp_equivalence.diagnosis.whereabouts.replay import FirstDifference, calls_of, first_difference
-from ddp_equivalence.diagnosis.whereabouts.station_text import at
+from ddp_equivalence.diagnosis.whereabouts.station_text import at, module_text
+from ddp_equivalence.diagnosis.whereabouts.weight_lines import lines_of_weights, weights_text
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, distinct, named, ranked
+from ddp_equivalence.diagnosis.whereabouts.without_gradients import agreement, without_gradients
 from ddp_equivalence.measurement.calls import Kind
-from ddp_equivalence.measurement.trace import ModuleCall
 
 MOST_REPLAYED = 8
 """The forward passes of so many pieces are replayed."""
+
+RIGHT = "the outputs are right"
 
 SAME_LOSS = 1e-5
 """Losses whose relative difference is smaller are equal."""
@@ -77,8 +80,13 @@ def compared_with_rows(pieces: Pieces) -> list[Compared] | None:
     return found
 
 
-def fault_of_own_gradient(pieces: Pieces, wrong: Sequence[Compared]) -> Whereabouts:
-    """Where the pieces in ``wrong``, which are no multiples of their rows' gradients, go astray."""
+def fault_of_own_gradient(
+    pieces: Pieces, wrong: Sequence[Compared], computed: str = "another gradient"
+) -> Whereabouts:
+    """Where the pieces in ``wrong``, which are no multiples of their rows' gradients, go astray.
+
+    ``computed``: what their ranks computed that their rows do not give.
+    """
     differences = [(one, first_difference(pieces, one.piece)) for one in wrong[:MOST_REPLAYED]]
     one, found = next(
         ((one, found) for one, found in differences if found and found.what != "none"),
@@ -88,13 +96,17 @@ def fault_of_own_gradient(pieces: Pieces, wrong: Sequence[Compared]) -> Whereabo
     ranks = tuple(sorted({other.piece.rank for other in wrong}))
     who = ranked(ranks, world_size)
     verb = "computes" if len(ranks) == 1 or len(ranks) == world_size else "compute"
-    whole = f"{who[:1].upper()}{who[1:]} {verb} another gradient than its rows give."
+    whole = f"{who[:1].upper()}{who[1:]} {verb} {computed} than its rows give."
     whole += _which_piece(pieces, wrong)
     headline, sentence, names, lines = _from_where(pieces, one, found)
     if len(ranks) > 1:
         sentence = f"On rank {one.piece.rank}, {sentence}"
     else:
         sentence = f"{sentence[:1].upper()}{sentence[1:]}"
+    changed = lines_of_weights(pieces.view, one.piece.rank, one.piece.call)
+    if changed:
+        sentence = f"{weights_text(pieces.view, one.piece.rank)} {sentence}"
+        lines = [*changed, *lines]
     only_there = lines_only_on(pieces.view.observed.by_rank, ranks)
     exchanges = exchange_lines(pieces, one.piece) if len(ranks) == world_size else []
     of_loss = [_loss_line(one), _backward_line(one)]
@@ -103,7 +115,7 @@ def fault_of_own_gradient(pieces: Pieces, wrong: Sequence[Compared]) -> Whereabo
         kind="own gradient",
         shows_in_loss=all(line in of_loss for line in marked),
         headline=f"{who if len(ranks) in (1, world_size) else f'{len(ranks)} ranks'}: {headline}",
-        sentence=f"{whole} {sentence}",
+        sentence=f"{sentence} {whole}",  # a short report shows the first 95 characters
         lines=distinct([*only_there, *exchanges, *lines]),
         parameters=names,
         ranks=ranks,
@@ -136,11 +148,11 @@ def _from_where(pieces: Pieces, one: Compared, found: FirstDifference | None) ->
     call = found.call or found.before
     line = call.line if call else None
     if found.what == "missing":
-        text = f"{_module(found.alone)} is not called, though the loss of its rows calls it."
+        text = f"{module_text(found.alone)} is not called, though the loss of its rows calls it."
         last = at(found.before.line if found.before else None, "its output is right")
-        then = at(line, f"called without {_module(found.alone)} before it", True)
+        then = at(line, f"called without {module_text(found.alone)} before it", True)
         return "a module is not called", text, names, [last, then, backward]
-    module = _module(found.call or found.alone)
+    module = module_text(found.call or found.alone)
     if found.what == "input":
         return _wrong_input(one, found, module, names)
     assert found.call is not None
@@ -165,7 +177,9 @@ def _wrong_input(
         text = f"the model is called with other values than those of its rows ({rows})."
         note = f"called with other values than those of {rows}"
         return "the model's input is not its rows", text, names, [at(line, note, True), backward]
-    after = f"after {_module(found.before)}, whose output is right, and " if found.before else ""
+    after = (
+        f"after {module_text(found.before)}, whose output is right, and " if found.before else ""
+    )
     text = f"{after}before {module}, whose input differs, something changes the values."
     return (
         "values change between two modules",
@@ -183,31 +197,31 @@ def _after_the_model(pieces: Pieces, one: Compared, found: FirstDifference) -> T
     """All modules return what the rows give: the loss or the backward pass is another one."""
     names = _names(pieces, one)
     factor = one.loss_factor
-    agree = "all modules return what the rows give" if found.before else "no module was heard"
+    beside = without_gradients(pieces, one.piece)
+    agree = agreement(found, beside)
     lines: list[PointedLine | None] = [_loss_line(one), _backward_line(one)]
     last = found.before.line if found.before else None
     if factor is not None and abs(factor - 1) > SAME_LOSS:
-        text = f"{agree}, but {_loss_text(one)}"
-        return (
-            "the loss is not that of its rows",
-            text,
-            names,
-            [
-                at(last, "the outputs are right"),
-                *lines,
-            ],
+        text = f"{_loss_text(one)} {agree[:1].upper()}{agree[1:]}."
+        other = beside.differs
+        other_line = other and at(
+            other.line,
+            f"without gradients; {module_text(other)} returns other values than for the rows",
         )
+        right = at(last, "the outputs with gradients are right" if other else RIGHT)
+        shown = [other_line, right] if other else [right]
+        return "the loss is not that of its rows", text, names, [*shown, *lines]
     cut = cut_graph(pieces, one.piece, one.loss_factor)
     if cut is not None:
         return _where_cut(one, cut, names)
-    right = [name for name in pieces.view.parameters.names if name not in names]
+    rest = [name for name in pieces.view.parameters.names if name not in names]
     hooks = [
         place.pointed("a hook")
         for place in pieces.view.observed.calls.places(Kind.HOOK, Kind.TENSOR_HOOK)
     ]
-    text = f"{agree}, and {_loss_text(one)} "
+    text = f"{_loss_text(one)} {agree[:1].upper()}{agree[1:]}. "
     text += f"Backward first leaves the right way at {named(names[:1])}"
-    text += f"; {named(right)} {'are' if len(right) > 1 else 'is'} right." if right else "."
+    text += f"; {named(rest)} {'are' if len(rest) > 1 else 'is'} right." if rest else "."
     return "backward gives another gradient", text, names, [*hooks[-1:], *lines]
 
 
@@ -244,19 +258,13 @@ def _which_piece(pieces: Pieces, wrong: Sequence[Compared]) -> str:
     return f" That is so in backward pass {shown} of {max(counts)}."
 
 
-def _module(call: ModuleCall | None) -> str:
-    if call is None:
-        return "the model"
-    return f"{call.name} ({call.kind})" if call.name else f"the model ({call.kind})"
-
-
 def _loss_text(one: Compared) -> str:
     factor = one.loss_factor
     if factor is None or one.piece.loss is None:
         return "the loss is not known."
     if abs(factor - 1) <= SAME_LOSS:
         return f"backward began at the loss of its rows, {one.loss_alone:.5g}."
-    return f"backward began at {one.piece.loss:.5g}, and its rows give {one.loss_alone:.5g}."
+    return f"backward began at {one.piece.loss:.5g}, not at its rows' loss, {one.loss_alone:.5g}."
 
 
 def _loss_line(one: Compared) -> PointedLine | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
@@ -29,6 +30,8 @@ from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, disti
 from ddp_equivalence.measurement.calls import Kind
 
 OTHER = "What the ranks hold in the end is not the mean of what they computed."
+
+PRONOUN = re.compile(r"\b([Tt]hey|them)\b")
 
 HEADLINES = {
     "reduce": "reduce leaves its result on one rank only",
@@ -75,7 +78,7 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
     return Whereabouts(
         kind="reduction",
         headline=found.headline,
-        sentence=f"{_premise(pieces, wanted)} {found.sentence} {concerned}",
+        sentence=f"{_with_subject(found.sentence)} {concerned} {_premise(pieces, wanted)}",
         lines=found.lines,
         parameters=names,
         ranks=found.ranks or ranks,
@@ -101,10 +104,16 @@ def _premise(pieces: Pieces, wanted: Wanted) -> str:
             what = f"the {name}"
     if world_size == 1:
         return "What backward computed is right, and what the rank holds in the end is not this."
-    return (
-        f"The big batch is {what} of what the ranks computed before any reduction, but this is "
-        "not what they hold in the end."
-    )
+    return f"The big batch is {what} of what the ranks computed before any reduction."
+
+
+def _with_subject(sentence: str) -> str:
+    """The sentence, in which the first pronoun for the gradients is replaced by their name."""
+    found = PRONOUN.search(sentence)
+    if found is None or "gradient" in sentence[: found.start()]:
+        return sentence
+    name = "The gradients" if found[0] == "They" else "the gradients"
+    return f"{sentence[: found.start()]}{name}{sentence[found.end() :]}"
 
 
 def _returned(pieces: Pieces, path: Path) -> Whereabouts | None:

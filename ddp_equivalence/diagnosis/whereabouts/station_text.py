@@ -8,6 +8,7 @@ from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import ranked
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
 from ddp_equivalence.measurement.gradient_watch import SAME_FACTOR
+from ddp_equivalence.measurement.trace import ModuleCall
 
 
 def done_text(call: Call, pieces: Pieces) -> str:
@@ -67,3 +68,10 @@ def hooks(pieces: Pieces, path: Path, station: Station | None) -> list[PointedLi
     ]
     lines += [place.pointed("a collective of this hook") for place in inside[-1:]]
     return [one for one in lines if one is not None]
+
+
+def module_text(call: ModuleCall | None) -> str:
+    """A module and its class, as text."""
+    if call is None:
+        return "the model"
+    return f"{call.name} ({call.kind})" if call.name else f"the model ({call.kind})"
