@@ -24,7 +24,7 @@ NEAR = 2
 MOST_LINES = 16
 WIDEST = 100
 
-NOT_SHOWN: frozenset[str] = frozenset()
+NOT_SHOWN = frozenset({"s53_fine_tuning", "s62_split_division"})
 """The steps whose report shows other lines."""
 
 

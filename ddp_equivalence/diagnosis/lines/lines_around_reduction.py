@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.lines.attributes import line_of_compared, lines_that_set_attribute
 from ddp_equivalence.diagnosis.lines.decisions import Decision, conditions, decisions
+from ddp_equivalence.diagnosis.lines.divided_by import divisors, divisors_in_function
 from ddp_equivalence.diagnosis.lines.origins import (
     chosen,
-    divisors,
-    divisors_in_function,
     gone_through,
     links_of,
     links_of_line,

@@ -1,4 +1,4 @@
-"""The lines that made what a loop goes through, or a number that something is divided by."""
+"""The lines that made what a loop goes through, or any other expression."""
 
 from __future__ import annotations
 
@@ -256,43 +256,3 @@ def _callers_by_name(run: RunLines, name: str) -> list[CodeLine]:
                 if line is not None and run.times.get(line):
                     found[line] = None
     return list(found) if len(found) == 1 else []
-
-
-def divisors(run: RunLines, line: CodeLine) -> list[Link]:
-    """The lines that made the number by which this line divides or multiplies."""
-    place = place_of(line.file, line.number)
-    if place is None:
-        return []
-    for node in [place.statement, *inside(place.statement)]:
-        expression = _divisor(node)
-        if expression is not None:
-            if isinstance(expression, ast.BinOp):
-                expression = expression.right
-            return _links(run, place, expression, (), 0)
-    return []
-
-
-def divisors_in_function(begins: CodeLine) -> tuple[str, ...]:
-    """The names of the attributes by which a function, or one inside it, divides."""
-    found: dict[str, None] = {}
-    for function in functions_named(begins.file, begins.function):
-        for node in ast.walk(function):
-            expression = _divisor(node)
-            if isinstance(expression, ast.Attribute):
-                found[expression.attr] = None
-    return tuple(found)
-
-
-def _divisor(node: ast.AST) -> ast.expr | None:
-    """What a node of the syntax tree divides or multiplies by; None if it does neither."""
-    if isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Div, ast.Mult)):
-        return node.value
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.Mult)):
-        return node.right
-    if isinstance(node, ast.Call) and called_name(node) in SCALING and node.args:
-        return node.args[-1]
-    return None
-
-
-SCALING = frozenset({"div", "div_", "mul", "mul_", "_foreach_div_", "_foreach_mul_", "true_divide"})
-"""The functions of torch that divide or multiply by their last argument."""

@@ -70,7 +70,7 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
 def _with_lines_behind(view: View, found: Whereabouts) -> Whereabouts:
     """A wrong gradient shows in the loss, and is made by the lines behind this."""
     faults = [one for one in found.lines if one.is_fault]
-    if not found.shows_in_loss or not faults:
+    if not found.shows_later or not faults:
         return found
     rank = found.ranks[0] if found.ranks else 0
     run = run_lines(view, rank)

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from ddp_equivalence.diagnosis.lines.divided_by import divisors
 from ddp_equivalence.diagnosis.lines.loss_lines import line_of_loss
 from ddp_equivalence.diagnosis.lines.made_from import lines_behind
-from ddp_equivalence.diagnosis.lines.origins import divisors
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
@@ -76,7 +76,7 @@ def _with_lines(found: Whereabouts, pointed: Sequence[PointedLine], view: View) 
         replace(one, note=notes.get(one.line, one.note)) if one.note.endswith(ONLY_RANKS) else one
         for one in pointed
     ]
-    if not found.shows_in_loss and any(one.line not in backwards for one in faults):
+    if not found.shows_later and any(one.line not in backwards for one in faults):
         seen = [replace(one, is_fault=False) for one in pointed]
         lines = _first_of_each_line([*faults, *seen, *others])
         return replace(found, lines=lines, beside_one_rank=RIGHT_ALONE)

@@ -111,9 +111,10 @@ def fault_of_own_gradient(
     exchanges = exchange_lines(pieces, one.piece) if len(ranks) == world_size else []
     of_loss = [_loss_line(one), _backward_line(one)]
     marked = [line for line in (*only_there, *exchanges, *lines) if line and line.is_fault]
+    between_modules = found is not None and found.what == "input"
     return Whereabouts(
         kind="own gradient",
-        shows_in_loss=all(line in of_loss for line in marked),
+        shows_later=between_modules or all(line in of_loss for line in marked),
         headline=f"{who if len(ranks) in (1, world_size) else f'{len(ranks)} ranks'}: {headline}",
         sentence=f"{sentence} {whole}",  # a short report shows the first 95 characters
         lines=distinct([*only_there, *exchanges, *lines]),

@@ -23,8 +23,8 @@ class Whereabouts:
     none of these was shown. ``headline``: the same in at most ten words, in lower case.
     ``lines``: in the order in which they ran. ``parameters``, ``ranks``: that are concerned.
     ``fix``: "" if nothing certain can be said. ``beside_one_rank``: what the same step does on one
-    rank with the whole batch, as sentences; "" if it did not run there. ``shows_in_loss``: the
-    marked line is only that of the loss, in which the fault of another line shows.
+    rank with the whole batch, as sentences; "" if it did not run there. ``shows_later``: the
+    marked line is only one in which the fault of another shows, such as that of the loss.
     """
 
     kind: WhichPart
@@ -35,7 +35,7 @@ class Whereabouts:
     ranks: tuple[int, ...] = ()
     fix: str = ""
     beside_one_rank: str = ""
-    shows_in_loss: bool = False
+    shows_later: bool = False
 
 
 def not_seen(why: str) -> Whereabouts:

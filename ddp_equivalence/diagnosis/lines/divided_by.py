@@ -1,0 +1,62 @@
+"""The lines that made the number by which a line divides or multiplies."""
+
+from __future__ import annotations
+
+import ast
+
+from ddp_equivalence.diagnosis.lines.origins import Link, links_of
+from ddp_equivalence.diagnosis.lines.run_lines import RunLines
+from ddp_equivalence.diagnosis.lines.source_tree import (
+    called_name,
+    functions_named,
+    inside,
+    place_of,
+)
+from ddp_equivalence.measurement.calls import CodeLine
+
+
+def divisors(run: RunLines, line: CodeLine) -> list[Link]:
+    """The lines that made the number by which this line divides or multiplies."""
+    place = place_of(line.file, line.number)
+    if place is None:
+        return []
+    for node in [place.statement, *inside(place.statement)]:
+        expression = _divisor(node)
+        if expression is not None:
+            if isinstance(expression, ast.BinOp):
+                expression = expression.right
+            return links_of(run, place, expression)
+    return []
+
+
+def divisors_in_function(begins: CodeLine) -> tuple[str, ...]:
+    """The names of the attributes by which a function, or one inside it, divides."""
+    found: dict[str, None] = {}
+    for function in functions_named(begins.file, begins.function):
+        for node in ast.walk(function):
+            expression = _divisor(node)
+            if isinstance(expression, ast.Attribute):
+                found[expression.attr] = None
+    return tuple(found)
+
+
+def _divisor(node: ast.AST) -> ast.expr | None:
+    """What a node of the syntax tree divides or multiplies by; None if it does neither."""
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, (ast.Div, ast.Mult)):
+        return node.value
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        return node.right
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        plain = [one for one in (node.right, node.left) if not _calls(one)]
+        return plain[0] if plain else None  # what is called may return the loss
+    if isinstance(node, ast.Call) and called_name(node) in SCALING and node.args:
+        return node.args[-1]
+    return None
+
+
+def _calls(expression: ast.expr) -> bool:
+    return any(isinstance(node, ast.Call) for node in ast.walk(expression))
+
+
+SCALING = frozenset({"div", "div_", "mul", "mul_", "_foreach_div_", "_foreach_mul_", "true_divide"})
+"""The functions of torch that divide or multiply by their last argument."""
