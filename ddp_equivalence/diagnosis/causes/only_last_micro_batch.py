@@ -44,6 +44,8 @@ def lines(view: View) -> Sequence[PointedLine]:
     ]
     note = f"backward, only {len(calls.backwards[-1].calls)} times" if calls.backwards else ""
     note = note.replace("only 1 times", "only once")
+    if _runs_for_all(view):
+        note = f"backward, {count} times; the gradients of the last one are kept"
     return in_order(view, *called, *(place.pointed(note, True) for place in calls.backwards[-1:]))
 
 
@@ -54,7 +56,17 @@ def fix(view: View) -> str:
         return "clear gradients once before the window, and add the micro-batches up."
     if lines_that_clear(view):
         return f"clear gradients once before the window, not between its {count} backwards."
+    if _runs_for_all(view):
+        return f"add up the gradients of all {count} micro-batches; those of the last one are kept."
     return "call backward for every micro-batch of the window, not only for the last one."
+
+
+def _runs_for_all(view: View) -> bool:
+    """True if there is a backward pass for each forward pass."""
+    calls = view.observed.calls
+    rank = min(calls.by_rank, default=0)
+    forwards = sum(call.kind is Kind.FORWARD for call in calls.of(rank))
+    return 1 < forwards <= backward_count(view)
 
 
 HYPOTHESIS = Hypothesis(

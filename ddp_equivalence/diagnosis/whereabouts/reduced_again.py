@@ -28,6 +28,8 @@ def reduced_again(pieces: Pieces, path: Path, paths: Sequence[Path]) -> Whereabo
             for one in path.stations[:number]
             if one.call.collective is not None and line_of(one.call) != line
         ]
+        if times < 2 and not earlier:  # gradients of zero are any mixture
+            continue
         note = f"reduces the gradient{'s' if len(path.names) > 1 else ''} of {named(path.names)} "
         note += f"{times} times" if not earlier else "again"
         here = mix_text(path.stations[number - 1].mix, pieces)

@@ -17,6 +17,9 @@ from ddp_equivalence.diagnosis.whereabouts.unequal_passes import least_weight
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import MOST_RANKS, Whereabouts, distinct
 from ddp_equivalence.measurement.calls import Kind
 
+NOTHING = 1e-9
+"""Gradients that are so many times what they should be are zero."""
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -130,13 +133,13 @@ def another_factor(
         ]
     else:
         lines = _where_they_part(pieces, path, good)
-    return Whereabouts(
-        "reduction",
-        "all ranks count equally, with a wrong factor",
-        f"All ranks count equally, but these gradients are {weight / right:.4g} times what they "
-        "should be.",
-        distinct(lines),
-    )
+    headline = "all ranks count equally, with a wrong factor"
+    sentence = "All ranks count equally, but these gradients are "
+    sentence += f"{weight / right:.4g} times what they should be."
+    if abs(weight / right) < NOTHING:
+        headline = "gradients are zero in the end"
+        sentence = "These gradients are zero in the end, and were not before."
+    return Whereabouts("reduction", headline, sentence, distinct(lines))
 
 
 def _where_they_part(pieces: Pieces, path: Path, good: Path) -> list[PointedLine | None]:
