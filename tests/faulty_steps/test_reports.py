@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.faulty_steps.keys import HERE, STEPS, every_key, verdict_of
 from tests.package.report.golden_files import stable
@@ -20,6 +22,11 @@ REPORTS = HERE / "reports"
 
 NEAR = 2
 """The faulty line is found if the report shows a line so near to it."""
+
+WRITTEN_WITH = "2.13."
+"""The reports name operations of torch, which other versions of torch may split otherwise. Under
+these only the words of the reports are not held.
+"""
 
 MOST_LINES = 16
 WIDEST = 100
@@ -41,14 +48,16 @@ def test_the_report_is_as_it_was_kept(key: dict[str, Any], monkeypatch: pytest.M
     if path.stem in RACING:
         return
     assert (verdict.cause or "") == key.get("cause", ""), str(verdict)
-    text = stable(_without_repeating(str(verdict)))
+    # Torch prints a warning once in a process, so what ranks print depends on the checks before.
+    text = stable(_without_repeating(str(replace(verdict, output={}))))
     assert max(map(len, text.splitlines())) <= WIDEST
     assert _is_shown(key, path, text) is (path.stem not in NOT_SHOWN), text
     kept = REPORTS / f"{path.stem}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         kept.parent.mkdir(exist_ok=True)
         kept.write_text(text, "utf-8")
-    assert text == kept.read_text("utf-8")
+    if torch.__version__.startswith(WRITTEN_WITH):
+        assert text == kept.read_text("utf-8")
 
 
 def _without_repeating(report: str) -> str:
