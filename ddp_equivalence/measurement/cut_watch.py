@@ -139,6 +139,8 @@ class CutWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
+        if torch.jit.is_tracing():  # what is done here would become a part of the trace
+            return result
         try:
             kind = type(result)
             if kind is Tensor:

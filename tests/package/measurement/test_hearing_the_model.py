@@ -160,7 +160,7 @@ def test_such_a_step_is_watched_as_well_if_it_differs(step: Step) -> None:
 
     verdict = check(own_case(), doubled)
     assert verdict.cause == "sum_not_mean", verdict
-    assert sorted(verdict.observed) == [0, 1]
+    assert sorted(verdict.observed) == [0, 1], verdict.why_not_watched
 
 
 class Slotted(nn.Module):
