@@ -139,7 +139,7 @@ class CutWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if torch.jit.is_tracing():  # what is done here would become a part of the trace
+        if torch._C._is_tracing():  # what is done here would become a part of the trace
             return result
         try:
             kind = type(result)
