@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
-from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_equivalence.faults.changed_sums import after_each_sum
 from ddp_equivalence.faults.fault import Fault, RecordFiring
 
-SMALLEST_GRADIENT = 9
-"""Tensors with fewer elements are counts, losses or flags, and are summed as usual."""
 
-
-@contextmanager
-def average_sums(record_firing: RecordFiring) -> Iterator[None]:
+def average_sums(record_firing: RecordFiring) -> AbstractContextManager[None]:
     """``dist.all_reduce`` of gradients returns the mean where the caller asks for the sum."""
-    reduce = dist.all_reduce
 
-    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *more: Any, **named: Any) -> Any:
-        work = reduce(tensor, op, *more, **named)
-        if (
-            op == dist.ReduceOp.SUM
-            and tensor.is_floating_point()
-            and tensor.numel() >= SMALLEST_GRADIENT
-        ):
-            if work is not None:
-                work.wait()
-            tensor.div_(dist.get_world_size())
-            record_firing()
-        return work
+    def divide(sum_again: Callable[[], Any], tensor: Tensor) -> None:
+        tensor.div_(dist.get_world_size())
 
-    with patch.object(dist, "all_reduce", all_reduce):
-        yield
+    return after_each_sum(record_firing, divide)
 
 
 FAULT = Fault(

@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-from unittest.mock import patch
+from contextlib import AbstractContextManager
 
-import torch.distributed as dist
-from torch import Tensor
-
+from ddp_equivalence.faults.changed_sums import after_each_sum
 from ddp_equivalence.faults.fault import Fault, RecordFiring
-from ddp_equivalence.faults.mean_not_sum import SMALLEST_GRADIENT
 
 
-@contextmanager
-def reduce_twice(record_firing: RecordFiring) -> Iterator[None]:
+def reduce_twice(record_firing: RecordFiring) -> AbstractContextManager[None]:
     """``dist.all_reduce`` adds gradients up, and then adds up the sums."""
-    reduce = dist.all_reduce
-
-    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *more: Any, **named: Any) -> Any:
-        work = reduce(tensor, op, *more, **named)
-        if (
-            op == dist.ReduceOp.SUM
-            and tensor.is_floating_point()
-            and tensor.numel() >= SMALLEST_GRADIENT
-        ):
-            if work is not None:
-                work.wait()
-            work = reduce(tensor, op, *more, **named)
-            record_firing()
-        return work
-
-    with patch.object(dist, "all_reduce", all_reduce):
-        yield
+    return after_each_sum(record_firing, lambda sum_again, tensor: sum_again())
 
 
 FAULT = Fault(

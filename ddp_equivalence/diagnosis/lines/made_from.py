@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.lines.attributes import lines_that_set_attribute
+from ddp_equivalence.diagnosis.lines.origins import returns_of
 from ddp_equivalence.diagnosis.lines.run_lines import RunLines
 from ddp_equivalence.diagnosis.lines.source_tree import (
     Place,
     called_name,
-    functions_named,
     inside,
     place_of,
 )
@@ -50,21 +50,12 @@ def lines_behind(
 
 
 def lines_that_return(run: RunLines, line: CodeLine) -> Iterator[CodeLine]:
-    """The lines that have run and returned what a line assigns, if it calls the user's functions.
-
-    Only functions of the same file are known, and only those whose name none of the others has.
-    """
+    """The lines that have run and returned what a line assigns, if it calls a user's functions."""
     place = place_of(line.file, line.number)
     for node in _in_head(place.statement) if place is not None else ():
-        if not isinstance(node, ast.Call):
-            continue
-        name = called_name(node)
-        functions = functions_named(line.file, name) if name else []
-        for returned in inside(functions[0]) if len(functions) == 1 else ():
-            if isinstance(returned, ast.Return):
-                at = CodeLine(line.file, returned.lineno, name)
-                if run.times.get(at):
-                    yield at
+        if isinstance(node, ast.Call):
+            for returned, _ in returns_of(run, line.file, called_name(node)):
+                yield returned
 
 
 def _in_head(statement: ast.stmt) -> list[ast.AST]:

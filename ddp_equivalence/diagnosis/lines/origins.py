@@ -184,18 +184,22 @@ def _keyword_value(statement: ast.stmt, name: str) -> ast.expr | None:
 
 def _returned_by(run: RunLines, place: Place, call: ast.Call) -> list[Link]:
     """The line that has run and returned or yielded what this function of the user's gives."""
-    name = called_name(call)
-    functions = functions_named(place.file, name) if name else []
-    if len(functions) != 1:
-        return []
-    found: dict[CodeLine, Link] = {}
-    for node in inside(functions[0]):
+    for line, value in returns_of(run, place.file, called_name(call)):
+        return [Link(called_name(call), line, value is not None and selects(value))]
+    return []
+
+
+def returns_of(run: RunLines, file: str, name: str) -> Iterator[tuple[CodeLine, ast.expr | None]]:
+    """The lines that have run and returned or yielded what a function of this name gives, and what.
+
+    Only functions of the same file are known, and only those whose name none of the others has.
+    """
+    functions = functions_named(file, name) if name else []
+    for node in inside(functions[0]) if len(functions) == 1 else ():
         if isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom)):
-            line = CodeLine(place.file, node.lineno, name)
+            line = CodeLine(file, node.lineno, name)
             if run.times.get(line):
-                selected = node.value is not None and selects(node.value)
-                found[line] = Link(name, line, selected)
-    return list(found.values())[:1]
+                yield line, node.value
 
 
 def _argument(

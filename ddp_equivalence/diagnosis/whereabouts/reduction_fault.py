@@ -16,7 +16,6 @@ from ddp_equivalence.diagnosis.whereabouts.not_sent_back import not_sent_back
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
 from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on
 from ddp_equivalence.diagnosis.whereabouts.ranks_not_joined import ranks_not_joined
-from ddp_equivalence.diagnosis.whereabouts.reduced_again import reduced_again
 from ddp_equivalence.diagnosis.whereabouts.reduction_weights import (
     Wanted,
     another_factor,
@@ -57,7 +56,6 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
         or ranks_not_joined(pieces)
         or elements_left_out(pieces)
         or _no_mixture(pieces, told)
-        or reduced_again(pieces, first, paths)
         or later_pieces_stay(pieces, first)
         or why_not_reduced(pieces, first, good)
         or passes_count_unequally(pieces, first)
