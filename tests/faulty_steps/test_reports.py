@@ -31,7 +31,7 @@ these only the first line of each report is held, beside its cause and the lines
 MOST_LINES = 16
 WIDEST = 100
 
-NOT_SHOWN = frozenset({"s53_fine_tuning", "s62_split_division"})
+NOT_SHOWN: frozenset[str] = frozenset()
 """The steps whose report shows other lines."""
 
 RACING = frozenset({"s79_overlapped_lm"})

@@ -54,9 +54,32 @@ def line_in_function(file: str, number: int) -> CodeLine | None:
 
 
 def line_of_compared(run: RunLines, test: ast.expr | None, at: CodeLine) -> list[PointedLine]:
-    """The only line that set an attribute which a condition compares; [] if there are several."""
+    """The only line that set an attribute which a condition compares; [] if there are several.
+
+    Of an attribute that is set to another one and counted from there, it is the line of the other.
+    """
     for node in ast.walk(test) if isinstance(test, ast.Compare) else ():
         if isinstance(node, ast.Attribute):
             for line in lines_that_set_attribute(run, node.attr):
                 return [PointedLine(line, f"sets {node.attr}, which line {at.number} compares")]
+            for line, name in _begins_with(run, node.attr):
+                note = f"sets {name}; {node.attr} begins with it, which line {at.number} compares"
+                return [PointedLine(line, note)]
     return []
+
+
+def _begins_with(run: RunLines, name: str) -> list[tuple[CodeLine, str]]:
+    """The line that set the attribute to which an attribute of this name is set before it is
+    counted up or down, and the name of this attribute; [] if it is not set like this.
+    """
+    copied: set[str] = set()
+    for file in run.files:
+        tree = tree_of(file)
+        for node in ast.walk(tree) if tree is not None else ():
+            line = _line_if_sets(file, node, name)
+            if line is None or not run.times.get(line) or isinstance(node, ast.AugAssign):
+                continue
+            value = getattr(node, "value", None)
+            copied.add(value.attr if isinstance(value, ast.Attribute) else "")
+    source = copied.pop() if len(copied) == 1 else ""
+    return [(line, source) for line in lines_that_set_attribute(run, source)] if source else []

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ddp_equivalence.diagnosis.lines.divided_by import divisors
+from ddp_equivalence.diagnosis.lines.divided_by import divisors, lines_of_divisors
 from ddp_equivalence.diagnosis.lines.loss_lines import line_of_loss
 from ddp_equivalence.diagnosis.lines.made_from import lines_behind
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
@@ -70,7 +70,11 @@ def _with_lines(found: Whereabouts, pointed: Sequence[PointedLine], view: View) 
     backwards = {one.line for one in view.observed.calls.backwards}
     faults = [one for one in found.lines if one.is_fault]
     others = [one for one in found.lines if not one.is_fault]
-    behind = lines_behind(run_lines(view, 0), pointed[0].line, MOST_LINES)
+    run = run_lines(view, 0)
+    behind = [
+        *lines_of_divisors(run, pointed[0].line),
+        *lines_behind(run, pointed[0].line, MOST_LINES),
+    ]
     notes = {one.line: one.note for one in found.lines if one.note}
     pointed = [
         replace(one, note=notes.get(one.line, one.note)) if one.note.endswith(ONLY_RANKS) else one

@@ -67,6 +67,9 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
     where = ranked(ranks, pieces.view.world_size)
     every = pieces.view.parameters.names
     alike = [name for path in bad if went_alike(path, first) for name in path.names]
+    sentence = _with_subject(found.sentence)
+    if len(ranks) < pieces.view.world_size and not found.ranks:
+        sentence = f"On {where}, {sentence[:1].lower()}{sentence[1:]}"
     concerned = f"This concerns {of_all(names, every)} on {where}."
     if len(alike) < len(names):
         concerned = (
@@ -76,7 +79,7 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
     return Whereabouts(
         kind="reduction",
         headline=found.headline,
-        sentence=f"{_with_subject(found.sentence)} {concerned} {_premise(pieces, wanted)}",
+        sentence=f"{sentence} {concerned} {_premise(pieces, wanted)}",
         lines=found.lines,
         parameters=names,
         ranks=found.ranks or ranks,

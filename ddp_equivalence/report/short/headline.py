@@ -22,6 +22,8 @@ GAP = 2
 def headline_lines(verdict: Verdict, width: int, most: int) -> list[Line]:
     """The headline; the name of the cause stands at the right, on a line of its own if it must.
 
+    That there is no known cause is said only where there is room for it.
+
     ``most``: the lines that the sentence may take.
     """
     text, name = _sentence(verdict), _name(verdict)
@@ -33,7 +35,7 @@ def headline_lines(verdict: Verdict, width: int, most: int) -> list[Line]:
         lines = [line.text for line in wrapped_lines(text, width, most, "")]
         if len(lines[-1]) + len(name) + GAP <= width:
             lines[-1] += " " * (width - len(lines[-1]) - len(name)) + name
-        else:
+        elif verdict.causes:
             lines.append(name.rjust(width))
     first, *rest = lines
     return [Line(first, Style.BAD, link=link), *(Line(line, Style.BAD) for line in rest)]

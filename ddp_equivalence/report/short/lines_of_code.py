@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.report.line import Line
 from ddp_equivalence.report.short.definition import link_to, source_of
-from ddp_equivalence.report.short.text import cut
+from ddp_equivalence.report.short.text import cut, wrapped_lines
 
 if TYPE_CHECKING:
     from ddp_equivalence.diagnosis.pointed_line import PointedLine
@@ -44,8 +44,11 @@ def _fewer(pointed_at: list[PointedLine], most: int) -> list[PointedLine]:
     return pointed_at
 
 
-def code_lines(pointed_at: Sequence[PointedLine], width: int) -> list[Line]:
-    """Place, source and note of every line. Notes stand at the side if all of them fit there."""
+def code_lines(pointed_at: Sequence[PointedLine], width: int, most: int) -> list[Line]:
+    """Place, source and note of every line. Notes stand at the side if all of them fit there.
+
+    ``most``: the lines that a note may take otherwise.
+    """
     if not pointed_at:
         return []
     links = [link_to(one.line) for one in pointed_at]
@@ -62,7 +65,7 @@ def code_lines(pointed_at: Sequence[PointedLine], width: int) -> list[Line]:
             head = f"{head:<{column}}{one.note}"
         lines.append(Line(head.rstrip(), link=link))
         if one.note and not at_the_side:
-            lines.append(Line(cut(f"{'':<{indent}}{one.note}", width)))
+            lines += wrapped_lines(one.note, width, most, " " * indent)
         lines += _missing(one, indent, width)
     return lines
 

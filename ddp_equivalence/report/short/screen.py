@@ -1,7 +1,7 @@
 """Puts the parts of a short report together, so that they fit on one screen.
 
-Where they do not fit, the table gives up rows first, then texts are cut, then the code gives up
-lines.
+Where they do not fit, the table gives up rows first, then empty lines go, then texts are cut, then
+the code gives up lines.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Block = list[Line]
 
 @dataclass(frozen=True)
 class _Shape:
-    """How much of everything is shown. ``texts``: the lines that one text may take. ``fix``: those
-    of the fix, which is cut last. ``details``: also the shares by micro-batch and by example.
+    """How much of everything is shown. ``texts``: the lines that one text may take. ``line_notes``:
+    those of the note on a line of code. ``fix``: those of the fix, which is cut last. ``details``: also the shares by micro-batch and by example.
 
     ``gaps``: the empty lines between the parts: all three, without that above the fix, only that
     above what the ranks hold, or none.
@@ -42,6 +42,7 @@ class _Shape:
 
     code: int = MOST_LINES
     texts: int = 2
+    line_notes: int = 2
     fix: int = 2
     rows: int = MOST_ROWS
     details: bool = True
@@ -63,18 +64,21 @@ def short_lines(verdict: Verdict) -> list[Line]:
 def _shapes(is_named: bool) -> Iterator[_Shape]:
     """All shapes that are tried, the largest first. ``is_named``: the difference has a cause."""
     for code in range(MOST_LINES, 0, -1):
-        for texts, details in ((2, True), (1, True), (2, False), (1, False)):
-            for rows in range(MOST_ROWS, 1, -1):
-                yield _Shape(code, texts, rows=rows, details=details)
-        # Lines of code are worth more than empty lines, and two of them more than the table. Where
-        # no cause explains the table, all of them are.
-        for gaps in (2, 1, 0):
-            yield _Shape(code, 1, rows=2, details=False, gaps=gaps)
+        # A whole text is worth more than an empty line, and so is a line of code.
+        for texts, line_notes in ((2, 2), (1, 2), (1, 1)):
+            for details in (True, False):
+                for gaps in (3, 2, 1):
+                    for rows in range(MOST_ROWS, 1, -1):
+                        yield _Shape(code, texts, line_notes, rows=rows, details=details, gaps=gaps)
+        for line_notes in (2, 1):
+            yield _Shape(code, 1, line_notes, rows=2, details=False, gaps=0)
+        # Two lines of code are worth more than the table. Where no cause explains the table, all
+        # of them are.
         if code == 2 or (code > 2 and not is_named):
-            yield _Shape(code, 1, rows=0, details=False, gaps=0)
-    yield _Shape(1, 1, rows=0)
-    yield _Shape(1, 1, rows=0, notes=1)
-    yield _Shape(1, 1, fix=1, rows=0, notes=1, gaps=0)
+            yield _Shape(code, 1, 1, rows=0, details=False, gaps=0)
+    yield _Shape(1, 1, 1, rows=0)
+    yield _Shape(1, 1, 1, rows=0, notes=1)
+    yield _Shape(1, 1, 1, fix=1, rows=0, notes=1, gaps=0)
 
 
 def _lines(verdict: Verdict, shape: _Shape, width: int) -> Iterator[Line]:
@@ -83,7 +87,7 @@ def _lines(verdict: Verdict, shape: _Shape, width: int) -> Iterator[Line]:
         [
             *_details(verdict, width, shape.texts),
             *unnamed_lines(verdict, width, shape.texts),
-            *code_lines(pointed_lines(verdict, shape.code), width),
+            *code_lines(pointed_lines(verdict, shape.code), width, shape.line_notes),
         ],
         held_lines(verdict, shape.rows, width, shape.details),
         [

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from ddp_equivalence.report.line import Line, paragraph
 
 CUT = "..."
+
+ENDS = (re.compile(r"[.!?](?= )"), re.compile(r";(?= )"), re.compile(r"(?= )"))
+"""Where a text may be cut: after a sentence, else after a clause, else after a word."""
 
 
 def cut(text: str, width: int) -> str:
@@ -39,10 +43,18 @@ def range_of_ranks(ranks: Sequence[int]) -> str:
 
 
 def wrapped_lines(text: str, width: int, most: int, indent: str = "  ") -> list[Line]:
-    """The text in at most so many lines; the last one is cut if more would be needed."""
+    """The text in at most so many lines.
+
+    Where more would be needed, whole sentences are left out at its end, or clauses, or else words,
+    and dots stand for them.
+    """
     lines = paragraph(text, indent)
     if len(lines) <= most:
         return lines
-    rest = " ".join(line.text.strip() for line in lines[most - 1 :])
-    begin = indent if most == 1 else f"{indent}  "
-    return [*lines[: most - 1], Line(cut(f"{begin}{rest}", width))]
+    for end in ENDS:
+        for found in reversed(list(end.finditer(text))):
+            shown = f"{text[: found.end()].rstrip()} {CUT}"
+            lines = paragraph(shown, indent)
+            if len(lines) <= most and len(lines[-1].text) <= width:
+                return lines
+    return [Line(cut(f"{indent}{text}", width))]
