@@ -74,7 +74,7 @@ def where(case: Case, step: Callable[..., Any], **options: Any) -> Whereabouts:
     shown = found if verdict.cause is not None else verdict.localisation.whereabouts
     assert shown is not None
     assert shown.sentence == found.sentence
-    assert verdict.cause is not None or found.sentence[:60] in " ".join(str(verdict).split())
+    assert verdict.cause is not None or found.sentence[:40] in " ".join(str(verdict).split())
     assert len(shown.headline.split()) <= 10
     assert len(shown.lines) <= 3
     return shown
