@@ -28,15 +28,19 @@ def operations_beside_one_rank(
     request: Request, deadline: float, order: tuple[int, ...] = ()
 ) -> OneRank | None:
     """Run the step twice more: on its ranks, and on one rank with the whole batch in this order.
+    If it has only one rank, it runs once.
 
     None if the step cannot run on one rank, or if there is too much to record. ``deadline``:
     seconds for each of the two runs.
     """
-    if request.in_process or not request.second_look or request.processes.world_size == 1:
+    if request.in_process or not request.second_look:
         return None
     shards = OWN if request.case.shards == OWN else "equal"
     try:
         case = replace(request.case, layout="1x1", shards=shards)
+        if request.processes.world_size == 1:
+            only = _operations(request, deadline)
+            return OneRank(only, only[0]) if only and only[0].complete else None
         alone = _operations(replace(request, case=case), deadline, order)
         if not alone or not alone[0].complete:
             return None

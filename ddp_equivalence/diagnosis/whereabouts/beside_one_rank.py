@@ -10,9 +10,11 @@ import torch
 
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts.beside_the_loss import Unlike, unlike_the_loss
 from ddp_equivalence.diagnosis.whereabouts.kinship import Deal
 from ddp_equivalence.diagnosis.whereabouts.parting import Parting, partings
 from ddp_equivalence.diagnosis.whereabouts.two_logs import TwoLogs
+from ddp_equivalence.measurement.observation import Indices
 from ddp_equivalence.measurement.one_rank import OneRank, operations_beside_one_rank
 from ddp_equivalence.measurement.request import Request
 
@@ -28,12 +30,14 @@ class BesideOneRank:
     """``is_right_alone``: the step leaves the gradients of the big batch on one rank.
 
     ``factor_alone``: it leaves them times this number there; None if it leaves others.
-    ``partings``: where the ranks part from one rank that is right.
+    ``partings``: where the ranks part from one rank that is right. ``unlike_loss``: where one rank
+    that is wrong leaves the loss of the case.
     """
 
     is_right_alone: bool
     factor_alone: float | None = None
     partings: tuple[Parting, ...] = ()
+    unlike_loss: tuple[Unlike, ...] = ()
 
 
 def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
@@ -48,7 +52,12 @@ def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
     if factor is None or abs(factor - 1) > _tolerance(view, runs):
         # With other random numbers it may be right all the same.
         draws = any(one.draws for one in runs.alone.operations)
-        return None if draws else BesideOneRank(is_right_alone=False, factor_alone=factor)
+        if draws:
+            return None
+        unlike = unlike_the_loss(view, runs.alone, _parts(view, rows))
+        return BesideOneRank(is_right_alone=False, factor_alone=factor, unlike_loss=unlike)
+    if view.world_size == 1:
+        return None  # the step has left something else this time
     if rows is None or order is None:
         return BesideOneRank(is_right_alone=True, factor_alone=1.0)
     place = {example: number for number, example in enumerate(order)}
@@ -95,6 +104,17 @@ def _order(view: View, rows: Sequence[tuple[int, ...]]) -> tuple[int, ...] | Non
         for one, size in zip(rows, sizes, strict=True)
         for example in one[number * size : (number + 1) * size]
     )
+
+
+def _parts(view: View, rows: Sequence[tuple[int, ...]] | None) -> list[Indices]:
+    """The examples of each backward pass of one rank, if it has several and they are known."""
+    read = view.observed.examples_read
+    counts = {len(view.observed.backwards(rank)) for rank in view.observed.by_rank}
+    if rows is None or read is None or len(counts) != 1 or {len(one) for one in read} != counts:
+        return []
+    if counts <= {0, 1}:
+        return []
+    return [tuple(chain.from_iterable(each)) for each in zip(*read, strict=True)]
 
 
 def _factor(view: View, runs: OneRank) -> float | None:

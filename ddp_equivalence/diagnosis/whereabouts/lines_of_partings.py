@@ -15,6 +15,8 @@ from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.beside_one_rank import BesideOneRank
+from ddp_equivalence.diagnosis.whereabouts.lines_unlike_loss import with_unlike_loss
+from ddp_equivalence.diagnosis.whereabouts.operation_names import called
 from ddp_equivalence.diagnosis.whereabouts.parting import Parting
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import MOST_LINES, Whereabouts
 from ddp_equivalence.measurement.calls import CodeLine
@@ -28,14 +30,18 @@ MOST_SHOWN = 3
 
 ONLY_RANKS = "one rank does not run it; from here on the values are others"
 
-NAMES = {"lift_fresh": "tensor", "_to_copy": "to", "nll_loss_forward": "nll_loss"}
-"""What users call operations that torch has other names for."""
-
 PART_OF_SUM = "makes a part, or a multiple, of what one rank has"
 
 
 def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
     """What was found already, with what one rank shows."""
+    found = _with_partings(found, beside, view)
+    if view.world_size == 1:
+        found = replace(found, beside_one_rank="")
+    return with_unlike_loss(found, beside.unlike_loss, view.world_size)
+
+
+def _with_partings(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
     if found.kind == "reduction" and not beside.is_right_alone and _must_be_the_loss(beside, view):
         return _wrong_loss(found, beside.factor_alone or 0.0, view)
     pointed = _lines(beside.partings, view)
@@ -148,8 +154,7 @@ def _first_of_each_line(lines: Sequence[PointedLine]) -> tuple[PointedLine, ...]
 
 def _note(parting: Parting, world_size: int) -> str:
     """What the operation returned on one rank, and what it returned on the others."""
-    name = parting.operation.name
-    name = NAMES.get(name, name)
+    name = called(parting.operation)
     if parting.alone is None:
         return f"{name}: {ONLY_RANKS}"
     whole = parting.alone.tensor

@@ -1,0 +1,54 @@
+"""The lines at which a step leaves the loss of the case, with what they compute there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.whereabouts.beside_the_loss import Unlike
+from ddp_equivalence.diagnosis.whereabouts.operation_names import called
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import MOST_LINES, Whereabouts
+
+WRONG_ALONE = "On one rank the step is wrong, too. "
+MARKED = "> marks what the loss of the case does not compute."
+
+
+def with_unlike_loss(found: Whereabouts, unlike: Sequence[Unlike], world_size: int) -> Whereabouts:
+    """What was found already, after the lines at which the step leaves the loss of the case.
+
+    Nothing is added where the losses are right.
+    """
+    if found.kind in ("reduction", "big batch") or not unlike:
+        return found
+    first = [
+        PointedLine(one.operation.line, _note(one), is_fault=True)
+        for one in unlike
+        if one.operation.line is not None
+    ]
+    behind = [
+        PointedLine(line, f"makes what line {one.operation.line.number} reads")
+        for one in unlike
+        if one.operation.line is not None
+        for line in one.made_at
+    ]
+    others = [replace(one, is_fault=False) for one in found.lines]
+    lines: dict[tuple[str, int], PointedLine] = {}
+    for one in (*first, *behind, *others):
+        lines.setdefault((one.line.file, one.line.number), one)
+    said = MARKED if world_size == 1 else f"{WRONG_ALONE}{MARKED}"
+    return replace(found, lines=tuple(lines.values())[:MOST_LINES], beside_one_rank=said)
+
+
+def _note(one: Unlike) -> str:
+    """What the operation returned, and what that of the loss of the case returns instead."""
+    name, here = called(one.operation), one.value.tensor
+    if one.in_loss is None:
+        if here.numel() == 1:
+            return f"{name} gives {float(here):.5g}, which the loss of the case does not have"
+        return f"{name} gives values that the loss of the case does not have"
+    there = one.in_loss.tensor
+    element = int((here - there).abs().argmax())
+    which = f", element {element}" if here.numel() > 1 else ""
+    shown = float(here.flatten()[element]), float(there.flatten()[element])
+    return f"{name}{which}: {shown[0]:.4g} here, {shown[1]:.4g} in the loss of the case"
