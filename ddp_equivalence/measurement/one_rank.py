@@ -32,14 +32,10 @@ def operations_beside_one_rank(
     None if the step cannot run on one rank, or if there is too much to record. ``deadline``:
     seconds for each of the two runs.
     """
-    if request.in_process or not request.second_look or request.processes.world_size == 1:
+    alone = operations_on_one_rank(request, deadline, order)
+    if alone is None:
         return None
-    shards = OWN if request.case.shards == OWN else "equal"
     try:
-        case = replace(request.case, layout="1x1", shards=shards)
-        alone = _operations(replace(request, case=case), deadline, order)
-        if not alone or not alone[0].complete:
-            return None
         by_rank = _operations(request, deadline)
     except (RankFailed, BadCase):
         return None
@@ -47,7 +43,22 @@ def operations_beside_one_rank(
         return None
     if not all(one.complete for one in by_rank.values()):
         return None
-    return OneRank(by_rank, alone[0])
+    return OneRank(by_rank, alone)
+
+
+def operations_on_one_rank(
+    request: Request, deadline: float, order: tuple[int, ...] = ()
+) -> Operations | None:
+    """Run the step once more, on one rank with the whole batch in this order; None as above."""
+    if request.in_process or not request.second_look or request.processes.world_size == 1:
+        return None
+    shards = OWN if request.case.shards == OWN else "equal"
+    try:
+        case = replace(request.case, layout="1x1", shards=shards)
+        alone = _operations(replace(request, case=case), deadline, order)
+    except (RankFailed, BadCase):
+        return None
+    return alone[0] if alone and alone[0].complete else None
 
 
 def _operations(
