@@ -89,12 +89,13 @@ def _divided_again(view: View) -> bool:
 
 def lines(view: View) -> Sequence[PointedLine]:
     """Where the gradients are averaged, and where they or the loss are divided once more."""
-    *others, last = _divisions(view) or [None]
-    if last is None or not _divided_again(view):
-        shown = None if last is None else replace(last, is_fault=False)
+    divisions = _divisions(view)
+    if not _divided_again(view):
+        shown = replace(divisions[-1], is_fault=False) if divisions else None
         # What a communication hook does to its bucket is not watched; nothing else divides.
-        hides = last is None and bool(in_hook(view)) and not by_hand(view)
+        hides = not divisions and bool(in_hook(view)) and not by_hand(view)
         return in_order(view, line_of_reduction(view, is_fault=hides), shown)
+    *others, last = divisions
     before = replace(others[-1], is_fault=False) if others and not averages(view) else None
     return in_order(view, before, line_of_reduction(view), last)
 
