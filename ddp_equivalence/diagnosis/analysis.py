@@ -41,7 +41,11 @@ from ddp_equivalence.diagnosis.time_left import (
     TimeLeft,
 )
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.beside_one_rank import BesideOneRank, beside_one_rank
+from ddp_equivalence.diagnosis.whereabouts.beside_one_rank import (
+    BesideOneRank,
+    asking_one_rank,
+    beside_one_rank,
+)
 from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import with_one_rank
 from ddp_equivalence.diagnosis.whereabouts.missing_gradients import where_gradients_are_missing
 from ddp_equivalence.diagnosis.whereabouts.replayed_loss import replay_of_a_shard
@@ -80,12 +84,9 @@ class Analysis:
 
     def compare_with_one_rank(self) -> None:
         """Run the step on one rank as well, where a difference has no known cause."""
-        request = self._request
         has_cause = bool(self.findings) and self.findings[0].accepted
-        if has_cause or self.view is None or request.strategy or not self.observed:
-            return
-        if request.step_count == 1:
-            self._beside = beside_one_rank(self.view, request)
+        if self.view is not None and not has_cause:
+            self._beside = beside_one_rank(self.view, self._request)
 
     @property
     def lowest_dtype(self) -> torch.dtype:
@@ -161,7 +162,8 @@ class Analysis:
         view = self._view_of_step(step)
         if view is None:
             return None
-        return with_measurement(view, self.measurement, self.observed, step, self.repeated is False)
+        view = with_measurement(view, self.measurement, self.observed, step, self.repeated is False)
+        return asking_one_rank(view, self._request)
 
     @cached_property
     def why_no_view(self) -> str:

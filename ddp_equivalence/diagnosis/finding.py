@@ -28,7 +28,8 @@ class Finding:
 
     ``headline``: the sentence in a few words. ``fix``: what to write instead, on one line.
     ``lines``: the lines of the user's code that show what happened. Both are given only where the
-    explanation is believed.
+    explanation is believed. ``is_guess``: its lines show no more than what the step does; that one
+    of them is wrong is told by the numbers alone.
     """
 
     cause: str
@@ -47,6 +48,7 @@ class Finding:
     headline: str = ""
     fix: str = ""
     lines: tuple[PointedLine, ...] = ()
+    is_guess: bool = False
 
     @property
     def causes(self) -> tuple[str, ...]:

@@ -47,11 +47,27 @@ class Indication:
     conclusive: bool = False
 
 
+@dataclass(frozen=True)
+class Words:
+    """What a report says of a cause that it believes: the ``sentence``, and the ``headline``.
+
+    ``is_guess``: the numbers fit, and nothing of the cause was seen.
+    """
+
+    sentence: str
+    headline: str
+    is_guess: bool = False
+
+
 def _no_predictions(view: View) -> tuple[()]:
     return ()
 
 
 def _no_indication(view: View) -> None:
+    return None
+
+
+def _usual_words(view: View) -> None:
     return None
 
 
@@ -79,7 +95,8 @@ class Hypothesis:
     ``headline``: the sentence in at most seven words, in lower case, as the first line of a report
     has it. ``fix``: what to write instead, as an imperative on one line. ``lines(view)``: at most
     three lines of the user's code that show what happened, in the order in which they ran; they are
-    asked for only if the cause is believed.
+    asked for only if the cause is believed. ``words(view)``: what to say instead of the sentence
+    and the headline, where less was seen than these say; None if they are true.
 
     ``limits_must_catch``: the limits of every comparison must be narrow enough to catch what
     ``predict`` gives.
@@ -97,5 +114,6 @@ class Hypothesis:
     headline: str = ""
     fix: Callable[[View], str] = _no_fix
     lines: Callable[[View], Sequence[PointedLine]] = _no_lines
+    words: Callable[[View], Words | None] = _usual_words
     limits_must_catch: bool = False
     invalidates_gradients: bool = False

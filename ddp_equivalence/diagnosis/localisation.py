@@ -40,6 +40,18 @@ PARALLEL = 0.98
 FEWEST_WEIGHTS = 3
 """With fewer elements a residual is easily parallel to the weights by chance."""
 
+ACT_ON_A_MODULE = frozenset(
+    {
+        *("sum_not_mean", "averaged_twice", "mean_not_sum", "divided_by_local_world_size"),
+        *("divided_by_wrong_number", "accumulation_not_divided", "local_loss_summed"),
+        *("gradient_scaled_not_unscaled", "token_counts_weighted_equally", "rank_left_out"),
+        *("uneven_shards_weighted_equally", "stale_gradient_added", "parameter_not_reduced"),
+    }
+)
+"""The causes that may reach one module and leave all others right: those of one term of the loss,
+and those of lines that name parameters. Of other causes something must have been seen.
+"""
+
 Half = Literal["local gradients", "reduction"]
 
 
@@ -181,5 +193,13 @@ def _findings_by_module(view: View, comparison: Comparison) -> Iterator[tuple[st
         except OutOfTime:
             view.time.leave_out(BY_MODULE, f"{number} of {len(wrong)} modules tried")
             return
-        if findings and findings[0].accepted and not findings[0].more:
-            yield module, findings[0]
+        found = next((one for one in findings if one.accepted and _may_be_of_a_module(one)), None)
+        if found is not None:
+            yield module, found
+
+
+def _may_be_of_a_module(finding: Finding) -> bool:
+    """True if a cause acts on single modules, or was seen; False for two causes at once."""
+    if finding.more:
+        return False
+    return finding.cause in ACT_ON_A_MODULE or bool(finding.because)

@@ -45,8 +45,12 @@ def _pointed(finding: Finding, view: View) -> Finding:
     hypothesis = _BY_NAME.get(finding.cause)
     if hypothesis is None:
         return finding
+    words = hypothesis.words(view) or finding
     return replace(
         finding,
+        sentence=words.sentence,
+        headline=words.headline,
+        is_guess=words.is_guess,
         fix=hypothesis.fix(view),
         lines=_lines(hypothesis, view),
         more=tuple(_pointed(one, view) for one in finding.more),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,6 +25,10 @@ from ddp_equivalence.diagnosis.setting import Setting
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 
 
+def _not_known() -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class View:
     """Everything that a hypothesis may ask about one step.
@@ -33,6 +37,9 @@ class View:
     ``examples``: the gradient of any examples. ``parts``: the examples whose gradients the ranks
     average. ``measured``: what the ranks hold after the step. ``observed``: what they were seen to
     do. Before the ranks have run, nothing is measured or observed.
+
+    ``factor_on_one_rank``: runs the step on one rank with the whole batch, and returns what it
+    leaves there, in multiples of the big batch's gradient; None if that is not known.
     """
 
     setting: Setting
@@ -41,6 +48,7 @@ class View:
     parts: BatchParts
     measured: MeasuredGradients
     observed: ObservedStep
+    factor_on_one_rank: Callable[[], float | None] = _not_known
 
     @classmethod
     def before_the_run(
@@ -150,4 +158,5 @@ class View:
                 examples.parameters,
             ),
             observed=self.observed.only(positions),
+            factor_on_one_rank=self.factor_on_one_rank,
         )

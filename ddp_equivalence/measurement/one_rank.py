@@ -33,17 +33,13 @@ def operations_beside_one_rank(
     None if the step cannot run on one rank, or if there is too much to record. ``deadline``:
     seconds for each of the two runs.
     """
+    has_one = request.processes.world_size == 1
     if request.in_process or not request.second_look:
         return None
-    shards = OWN if request.case.shards == OWN else "equal"
+    alone = None if has_one else operations_on_one_rank(request, deadline, order)
+    if alone is None and not has_one:
+        return None
     try:
-        case = replace(request.case, layout="1x1", shards=shards)
-        if request.processes.world_size == 1:
-            only = _operations(request, deadline)
-            return OneRank(only, only[0]) if only and only[0].complete else None
-        alone = _operations(replace(request, case=case), deadline, order)
-        if not alone or not alone[0].complete:
-            return None
         by_rank = _operations(request, deadline)
     except (RankFailed, BadCase):
         return None
@@ -51,7 +47,22 @@ def operations_beside_one_rank(
         return None
     if not all(one.complete for one in by_rank.values()):
         return None
-    return OneRank(by_rank, alone[0])
+    return OneRank(by_rank, alone or by_rank[0])
+
+
+def operations_on_one_rank(
+    request: Request, deadline: float, order: tuple[int, ...] = ()
+) -> Operations | None:
+    """Run the step once more, on one rank with the whole batch in this order; None as above."""
+    if request.in_process or not request.second_look or request.processes.world_size == 1:
+        return None
+    shards = OWN if request.case.shards == OWN else "equal"
+    try:
+        case = replace(request.case, layout="1x1", shards=shards)
+        alone = _operations(replace(request, case=case), deadline, order)
+    except (RankFailed, BadCase):
+        return None
+    return alone[0] if alone and alone[0].complete else None
 
 
 def _operations(

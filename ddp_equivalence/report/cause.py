@@ -74,7 +74,8 @@ def _without_a_cause(verdict: Verdict) -> list[Line]:
     lines += labelled("What is known: ", f"{known}.") if known else []
     for module, finding in list((localisation.findings_by_module or {}).items())[:MOST_MODULES]:
         where = f"On the parameters of {module or 'the model itself'} alone"
-        lines += paragraph(f"{where} the cause is {finding.cause}: {finding.sentence}", "  ")
+        fits = "the cause is" if finding.because else "the numbers, and nothing that was seen, fit"
+        lines += paragraph(f"{where} {fits} {finding.cause}: {finding.sentence}", "  ")
         lines += labelled("Look at: ", finding.look_at)
     if localisation.wrong_half:
         no_sum = localisation.wrong_half == "local gradients" and _is_coupled(verdict)

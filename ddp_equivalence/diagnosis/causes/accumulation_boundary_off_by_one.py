@@ -27,8 +27,8 @@ def predict(view: View) -> Sequence[Prediction]:
 
 def reduced_early(view: View) -> Iterator[Prediction]:
     """The micro-batches up to the reduction are averaged, and those after it stay local."""
-    if not view.setting.every_rank_reports:
-        return
+    if not view.setting.every_rank_reports or view.world_size == 1:
+        return  # one rank reduces nothing
     for gradients in _stacked_micro_batches(view):
         count = gradients.shape[1]
         for end in range(1, count):

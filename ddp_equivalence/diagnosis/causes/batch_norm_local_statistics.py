@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, Words
 from ddp_equivalence.diagnosis.lines.lines_of_modules import BATCH_NORMS, module_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
@@ -21,7 +21,15 @@ def predict(view: View) -> Sequence[Prediction]:
 
 def lines(view: View) -> Sequence[PointedLine]:
     """The first batch norm in the forward pass."""
-    return module_lines(view, BATCH_NORMS, "normalises over the examples of one rank")
+    part = "rank" if view.world_size > 1 else "micro-batch"
+    return module_lines(view, BATCH_NORMS, f"normalises over the examples of one {part}")
+
+
+def words(view: View) -> Words | None:
+    """One rank has only micro-batches to take statistics of."""
+    if view.world_size > 1:
+        return None
+    return Words(HYPOTHESIS.sentence, "batch norm uses each micro-batch's own statistics")
 
 
 def fix(view: View) -> str:
@@ -39,5 +47,6 @@ HYPOTHESIS = Hypothesis(
     headline="batch norm uses each rank's own statistics",
     lines=lines,
     fix=fix,
+    words=words,
     limits_must_catch=True,
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
+from ddp_equivalence.diagnosis.factors_of_ranks import also_on_one_rank
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction, WrongFactor
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
     by_hand,
@@ -72,6 +73,11 @@ def factors(view: View) -> Sequence[WrongFactor]:
     return (WrongFactor(1 / view.world_size, f"divided by {view.world_size}, the number of ranks"),)
 
 
+def indication(view: View) -> Indication | None:
+    """Speaks against this cause if one rank, which has nothing to average, leaves the factor."""
+    return also_on_one_rank(view, 1 / view.world_size)
+
+
 def lines(view: View) -> Sequence[PointedLine]:
     """Where the loss is summed, and where the gradients are averaged."""
     count = view.world_size
@@ -104,6 +110,7 @@ HYPOTHESIS = Hypothesis(
     look_at="the reduction of the loss: under DDP, multiply a summed loss by the world size",
     predict=predict,
     factors=factors,
+    indication=indication,
     tell_apart="Use another world size: no other cause has a factor that changes with it.",
     headline="a summed loss is averaged over ranks",
     lines=lines,

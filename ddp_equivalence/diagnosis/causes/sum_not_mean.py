@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ddp_equivalence.diagnosis.causes import token_counts_weighted_equally
 from ddp_equivalence.diagnosis.causes.uneven_shards_weighted_equally import is_mean_over_examples
+from ddp_equivalence.diagnosis.factors_of_ranks import also_on_one_rank
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction, WrongFactor
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
@@ -49,7 +50,10 @@ def factors(view: View) -> Sequence[WrongFactor]:
 
 
 def indication(view: View) -> Indication | None:
-    """Speaks against this cause if what differs was divided, or went into several sums."""
+    """Speaks against this cause if what differs was divided, or went into several sums.
+
+    Also against it if one rank, which has nothing to add up, leaves the same factor.
+    """
     count, differing = view.world_size, view.measured.differing
     if differing and differing <= set(sums_repeated(view)):
         return Indication(False, "the gradients that differ went into several sums over all ranks")
@@ -58,7 +62,7 @@ def indication(view: View) -> Indication | None:
     divided = {name for one in view.observed.calls.multiplied_by(1 / count) for name in one.names}
     if view.measured.only_some_parameters_differ and differing <= divided:
         return Indication(False, f"a line divides these gradients by {count}")
-    return None
+    return also_on_one_rank(view, count)
 
 
 def lines(view: View) -> Sequence[PointedLine]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
 
 import torch
@@ -15,7 +16,11 @@ from ddp_equivalence.diagnosis.whereabouts.kinship import Deal
 from ddp_equivalence.diagnosis.whereabouts.parting import Parting, partings
 from ddp_equivalence.diagnosis.whereabouts.two_logs import TwoLogs
 from ddp_equivalence.measurement.observation import Indices
-from ddp_equivalence.measurement.one_rank import OneRank, operations_beside_one_rank
+from ddp_equivalence.measurement.one_rank import (
+    operations_beside_one_rank,
+    operations_on_one_rank,
+)
+from ddp_equivalence.measurement.operations import Operations
 from ddp_equivalence.measurement.request import Request
 
 COARSEST = 1e-4
@@ -42,14 +47,16 @@ class BesideOneRank:
 
 def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
     """Run the step on one rank as well; None if this shows nothing."""
+    if not _can_be_asked(view, request):
+        return None
     rows = _rows(view)
     order = () if rows is None else _order(view, rows)
     deadline = min(request.deadline, MOST_SECONDS)
     runs = operations_beside_one_rank(request, deadline, order or ())
     if runs is None or torch.finfo(view.setting.dtype).eps > COARSEST:
         return None
-    factor = _factor(view, runs)
-    if factor is None or abs(factor - 1) > _tolerance(view, runs):
+    factor = _factor(view, runs.alone)
+    if factor is None or abs(factor - 1) > _tolerance(view, runs.alone):
         # With other random numbers it may be right all the same.
         draws = any(one.draws for one in runs.alone.operations)
         if draws:
@@ -64,10 +71,29 @@ def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
     deal = Deal(
         tuple(tuple(place.get(one, one) for one in of_rank) for of_rank in rows),
         view.setting.example_count,
-        torch.finfo(_least_precise(view, runs)).eps,
+        torch.finfo(_least_precise(view, runs.alone)).eps,
         float(view.expected.abs().max()),
     )
     return BesideOneRank(True, 1.0, partings(TwoLogs(runs, deal)))
+
+
+def asking_one_rank(view: View, request: Request) -> View:
+    """The view, which runs the step on one rank if a cause asks for what it leaves there."""
+    return replace(view, factor_on_one_rank=cache(lambda: _factor_on_one_rank(view, request)))
+
+
+def _factor_on_one_rank(view: View, request: Request) -> float | None:
+    if not _can_be_asked(view, request) or torch.finfo(view.setting.dtype).eps > COARSEST:
+        return None
+    rows = _rows(view)
+    order = () if rows is None else _order(view, rows)
+    alone = operations_on_one_rank(request, min(request.deadline, MOST_SECONDS), order or ())
+    return None if alone is None else _factor(view, alone)
+
+
+def _can_be_asked(view: View, request: Request) -> bool:
+    """True for one step of a user that was watched."""
+    return request.strategy is None and request.step_count == 1 and bool(view.observed.by_rank)
 
 
 def _rows(view: View) -> list[tuple[int, ...]] | None:
@@ -117,9 +143,9 @@ def _parts(view: View, rows: Sequence[tuple[int, ...]] | None) -> list[Indices]:
     return [tuple(chain.from_iterable(each)) for each in zip(*read, strict=True)]
 
 
-def _factor(view: View, runs: OneRank) -> float | None:
+def _factor(view: View, alone: Operations) -> float | None:
     """One rank holds so many times the gradient of the big batch; None if it holds another one."""
-    sample, alone = view.parameters.sample, runs.alone
+    sample = view.parameters.sample
     if any(name not in alone.left for name in sample.sizes):
         return None
     values = {name: alone.values[alone.left[name]].tensor for name in sample.sizes}
@@ -127,14 +153,14 @@ def _factor(view: View, runs: OneRank) -> float | None:
         return None
     held, norm = sample.of(values), float(view.expected.norm())
     factor = float(held @ view.expected) / norm**2 if norm else 1.0
-    return factor if unexplained(held, factor * view.expected) < _tolerance(view, runs) else None
+    return factor if unexplained(held, factor * view.expected) < _tolerance(view, alone) else None
 
 
-def _tolerance(view: View, runs: OneRank) -> float:
-    return max(NEGLIGIBLE, 100 * torch.finfo(_least_precise(view, runs)).eps)
+def _tolerance(view: View, alone: Operations) -> float:
+    return max(NEGLIGIBLE, 100 * torch.finfo(_least_precise(view, alone)).eps)
 
 
-def _least_precise(view: View, runs: OneRank) -> torch.dtype:
-    dtypes = {value.dtype for value in runs.alone.values if value.is_floating_point}
+def _least_precise(view: View, alone: Operations) -> torch.dtype:
+    dtypes = {value.dtype for value in alone.values if value.is_floating_point}
     found: list[torch.dtype] = [getattr(torch, name) for name in dtypes]
     return max([view.setting.dtype, *found], key=lambda dtype: torch.finfo(dtype).eps)

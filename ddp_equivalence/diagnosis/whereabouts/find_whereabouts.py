@@ -17,6 +17,7 @@ from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.backward_alone import backward_lines, losses_are_right
 from ddp_equivalence.diagnosis.whereabouts.division_fault import fault_of_division
+from ddp_equivalence.diagnosis.whereabouts.factor_of_loss import lines_of_loss_factor
 from ddp_equivalence.diagnosis.whereabouts.forward_alone import forward_alone, idle_ranks
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import line_of, paths_of
 from ddp_equivalence.diagnosis.whereabouts.other_buffers import fault_of_buffers
@@ -27,7 +28,7 @@ from ddp_equivalence.diagnosis.whereabouts.own_gradient_fault import (
     compared_with_rows,
     fault_of_own_gradient,
 )
-from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces, pieces_of
+from ddp_equivalence.diagnosis.whereabouts.pieces import COARSE, Pieces, pieces_of
 from ddp_equivalence.diagnosis.whereabouts.reduction_fault import fault_of_reduction
 from ddp_equivalence.diagnosis.whereabouts.reduction_weights import Wanted
 from ddp_equivalence.diagnosis.whereabouts.station_text import at
@@ -45,6 +46,8 @@ MOST_BEHIND = 8
 
 COARSEST = 0.1
 """If equal vectors may differ by more than this, nothing is said about which differ."""
+
+FIX_OF_A_FACTOR = "leave this factor out, or put it into the loss of the big batch as well."
 
 STANDS_OUT = 10.0
 """In a coarse precision a piece is wrong if its error is so many times that of the others."""
@@ -155,7 +158,7 @@ def _own(pieces: Pieces) -> Whereabouts | None:
     if idle is not None:
         return idle
     wrong = [one for one in compared if one.factor is None]
-    if wrong and pieces.is_coarse:
+    if wrong and pieces.is_coarse and not _is_fine_but_for_a_parameter(pieces):
         errors = sorted(one.error for one in compared)
         least = STANDS_OUT * errors[len(errors) // 2]
         wrong = [one for one in wrong if one.error > least]
@@ -164,6 +167,11 @@ def _own(pieces: Pieces) -> Whereabouts | None:
     if wrong:
         return fault_of_buffers(pieces, wrong) or fault_of_own_gradient(pieces, wrong)
     return fault_of_division(pieces, compared)
+
+
+def _is_fine_but_for_a_parameter(pieces: Pieces) -> bool:
+    """True in a fine precision, where little differs because the wrong parameters are small."""
+    return pieces.eps <= COARSE and pieces.is_one_parameter_far_off
 
 
 def _factor(pieces: Pieces, weight: float, uniform: float) -> Whereabouts:
@@ -180,14 +188,15 @@ def _factor(pieces: Pieces, weight: float, uniform: float) -> Whereabouts:
         passes = len(pieces.by_rank[0])
         each = f"each of {passes} backward passes" if passes > 1 else "backward"
         on_the_way_back = backward_lines(pieces) if losses_are_right(pieces) else []
+        of_loss = lines.lines if is_right else lines_of_loss_factor(pieces, compared, factors)
         what = "what its rows give" if is_right else f"{factors:.6g} times what its rows give"
         return replace(
             lines,
             kind="big batch" if is_right else "own gradient",
             headline=f"every gradient is {times:.4g} times the big batch's",
             sentence=f"{text}The reduction returns the mean, and {each} of a rank computes {what}.",
-            lines=distinct([*on_the_way_back, *lines.lines]),
-            fix="",
+            lines=distinct([*on_the_way_back, *of_loss]),
+            fix="" if is_right or on_the_way_back else FIX_OF_A_FACTOR,
         )
     if reduction is None:
         return not_seen(f"{text[:1].lower()}{text[1:].rstrip('. ')}, and no line shows this factor")

@@ -109,9 +109,9 @@ def _wrong_loss(found: Whereabouts, factor: float, view: View) -> Whereabouts:
     return replace(
         found,
         kind="own gradient",
-        headline=f"the loss has a wrong factor, {factor:.4g}",
+        headline=f"the loss or backward has a factor, {factor:.4g}",
         sentence=f"On one rank every gradient is {factor:.6g} times that of the big batch, too. So "
-        "the loss is multiplied, or divided by another number; the reduction is not to blame.",
+        "the loss has this factor, or its backward pass; the reduction is not to blame.",
         lines=_first_of_each_line(lines),
         fix="",
         beside_one_rank="",

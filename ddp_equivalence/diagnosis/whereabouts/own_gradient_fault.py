@@ -202,7 +202,7 @@ def _after_the_model(pieces: Pieces, one: Compared, found: FirstDifference) -> T
     agree = agreement(found, beside)
     lines: list[PointedLine | None] = [_loss_line(one), _backward_line(one)]
     last = found.before.line if found.before else None
-    if factor is not None and abs(factor - 1) > SAME_LOSS:
+    if factor is not None and not abs(factor - 1) <= SAME_LOSS:  # it may be no number
         text = f"{_loss_text(one)} {agree[:1].upper()}{agree[1:]}."
         other = beside.differs
         other_line = other and at(
@@ -239,7 +239,7 @@ def _names(pieces: Pieces, one: Compared) -> tuple[str, ...]:
         wrong = []
         for name, place in pieces.view.parameters.places.items():
             found, right = one.piece.gradient[place], factor * one.gradient_alone[place]
-            if float((found - right).norm()) > 10 * pieces.tolerance * float(right.norm()):
+            if not float((found - right).norm()) <= 10 * pieces.tolerance * float(right.norm()):
                 wrong.append(name)
         if number == 0 or len(wrong) < len(best):
             best = wrong

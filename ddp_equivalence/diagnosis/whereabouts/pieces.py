@@ -67,6 +67,16 @@ class Pieces:
         return self.eps > COARSE or self.difference < SMALL
 
     @cached_property
+    def is_one_parameter_far_off(self) -> bool:
+        """True if a single parameter is off by more than rounding alone, however small it is."""
+        view = self.view
+        return any(
+            unexplained(view.measured.by_rank[:, place], view.expected_by_rank[:, place]) > FRACTION
+            for name, place in view.parameters.places.items()
+            if name in view.measured.differing
+        )
+
+    @cached_property
     def tolerance(self) -> float:
         """The largest relative difference of two equal vectors.
 

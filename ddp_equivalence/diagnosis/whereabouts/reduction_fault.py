@@ -44,7 +44,7 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
     if not bad:
         return None
     told = [path for path in bad if _is_known(pieces, path)] or bad
-    first = told[0]
+    first, unmixed = told[0], _first_without(pieces, told)
     good = next(
         (one for one in paths if one not in bad and one.rank == first.rank),
         next((one for one in paths if one not in bad), None),
@@ -55,7 +55,12 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
         or not_sent_back(pieces, first, [one for one in paths if one not in bad])
         or ranks_not_joined(pieces)
         or elements_left_out(pieces)
-        or _no_mixture(pieces, told)
+    )
+    if found is None and unmixed is not None:
+        first = unmixed[0]
+        found = _no_mixture(pieces, told, *unmixed)
+    found = (
+        found
         or later_pieces_stay(pieces, first)
         or why_not_reduced(pieces, first, good)
         or passes_count_unequally(pieces, first)
@@ -161,11 +166,8 @@ def _changed_after_it_was_right(pieces: Pieces, path: Path, wanted: Wanted) -> W
     )
 
 
-def _no_mixture(pieces: Pieces, bad: Sequence[Path]) -> Whereabouts | None:
-    """The first station that is no mixture, or one of another parameter's gradients."""
-    path, number = _first_without(bad)
-    if number is None:
-        return None
+def _no_mixture(pieces: Pieces, bad: Sequence[Path], path: Path, number: int) -> Whereabouts:
+    """A path's first station that is no mixture, or one of another parameter's gradients."""
     station = path.stations[number]
     unlike = unlike_calls(pieces, path)
     if unlike is not None:
@@ -213,22 +215,24 @@ def _no_mixture(pieces: Pieces, bad: Sequence[Path]) -> Whereabouts | None:
     )
 
 
-def _first_without(bad: Sequence[Path]) -> tuple[Path, int | None]:
+def _first_without(pieces: Pieces, bad: Sequence[Path]) -> tuple[Path, int] | None:
     """The path and the station at which a gradient first is no mixture; one before any reduction
-    of the ranks comes first, since the others take theirs from it.
+    of the ranks comes first, since the others take theirs from it. Of too few elements it is not
+    known whether they are a mixture.
     """
     found: list[tuple[bool, int, Path]] = []
     for path in bad:
         if path.held is not None and not path.held.of:
             continue  # what was no mixture for a while became one again
+        is_known = pieces.view.parameters.total_of(path.names) >= len(pieces.all) + SPARE
         for number, station in enumerate(path.stations):
-            if station.mix is None or station.mix.of:
+            if station.mix.of if station.mix is not None else is_known:
                 collective = station.call.collective
                 takes = collective is not None and collective.reduce_op in ("SUM", "AVG")
                 found.append((takes, number, path))
                 break
     if not found:
-        return bad[0], None
+        return None
     takes, number, path = min(found, key=lambda one: (one[0], one[1]))
     return path, number
 

@@ -59,6 +59,8 @@ def _not_told_apart(best: Finding, others: list[Finding]) -> str:
 
 
 def _was_seen(finding: Finding) -> bool:
+    if finding.is_guess:
+        return False
     return any(one.lines or one.because for one in (finding, *finding.more))
 
 

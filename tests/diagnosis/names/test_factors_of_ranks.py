@@ -1,0 +1,207 @@
+"""A factor that is the number of ranks by chance does not get the name of one that ranks bring."""
+
+from __future__ import annotations
+
+import linecache
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_equivalence import Rank, check
+from ddp_equivalence.report.verdict import Verdict
+from tests.diagnosis.causes.named import faulty_lines, first_finding, lines_shown
+from tests.diagnosis.names.small_case import Loss, Step, average, case, checked, report_of, squares
+
+pytestmark = pytest.mark.self_check
+
+OF_RANKS = {"averaged_twice", "sum_not_mean", "mean_not_sum"}
+
+
+def half_the_loss(model: nn.Module, shard: Any, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    loss = 0.5 * squares(ddp, shard)  # the factor
+    loss.backward()
+
+
+def half_of_each_square(model: nn.Module, shard: Any, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    loss = ((ddp(shard["rows"]) - shard["targets"]).square() / 2).mean()  # the factor
+    loss.backward()
+
+
+def one_of_two_micro_batches(model: nn.Module, shard: Any, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    micro_batches = 2
+    loss = squares(ddp, shard) / micro_batches  # the factor
+    loss.backward()
+
+
+def half_the_gradients(model: nn.Module, shard: Any, rank: Rank) -> None:
+    squares(model, shard).backward()
+    average(model, rank.world_size)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad *= 0.5  # the factor
+
+
+def twice_the_loss(model: nn.Module, shard: Any, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    loss = 2 * squares(ddp, shard)  # the factor
+    loss.backward()
+
+
+def marked(verdict: Verdict) -> list[str]:
+    """The text of the lines that the report marks, of a difference without a name."""
+    where = verdict.localisation.whereabouts
+    assert where is not None
+    faults = [one.line for one in where.lines if one.is_fault]
+    return [linecache.getline(line.file, line.number) for line in faults]
+
+
+@pytest.mark.parametrize(
+    ("step", "factor"),
+    [
+        (half_the_loss, 0.5),
+        (half_of_each_square, 0.5),
+        (one_of_two_micro_batches, 0.5),
+        (half_the_gradients, 0.5),
+        (twice_the_loss, 2),
+    ],
+)
+def test_a_factor_that_one_rank_leaves_too_has_no_name_and_its_line_is_marked(
+    step: Step, factor: float
+) -> None:
+    verdict = check(case(), step)
+    assert verdict.outcome == "different"
+    assert verdict.causes == (), verdict
+    assert f"{factor:g} times" in report_of(verdict) or f"by {factor:g}" in report_of(verdict)
+    assert "On one rank with the whole batch the step is wrong, too." in report_of(verdict)
+    assert ["# the factor" in one for one in marked(verdict)] == [True], str(verdict)
+    by_module = verdict.localisation.findings_by_module or {}
+    assert not OF_RANKS & {one.cause for one in by_module.values()}
+
+
+def summed(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch["rows"]), batch["targets"], reduction="sum")
+
+
+def half_of_a_sum(model: nn.Module, shard: Any, rank: Rank) -> None:
+    (0.5 * summed(model, shard)).backward()
+    average(model, 1)
+
+
+def test_half_of_a_sum_is_not_called_an_average_over_two_ranks() -> None:
+    verdict = check(case(loss=summed), half_of_a_sum)
+    assert verdict.outcome == "different"
+    assert verdict.causes == (), verdict
+
+
+def loss_by_ranks(model: nn.Module, shard: Any, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    (squares(ddp, shard) / rank.world_size).backward()
+
+
+def gradients_by_ranks_twice(model: nn.Module, shard: Any, rank: Rank) -> None:
+    squares(model, shard).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= rank.world_size
+        dist.all_reduce(parameter.grad)
+        parameter.grad.div_(rank.world_size)
+
+
+def loss_by_ranks_and_by_hand(model: nn.Module, shard: Any, rank: Rank) -> None:
+    (squares(model, shard) / dist.get_world_size()).backward()
+    average(model, rank.world_size)
+
+
+def sum_of_ranks(model: nn.Module, shard: Any, rank: Rank) -> None:
+    squares(model, shard).backward()
+    average(model, 1)
+
+
+def mean_of_sums(model: nn.Module, shard: Any, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    summed(ddp, shard).backward()
+
+
+@pytest.mark.parametrize("layout", ["1x2", "1x4"])
+@pytest.mark.parametrize(
+    ("step", "loss", "cause"),
+    [
+        (loss_by_ranks, squares, "averaged_twice"),
+        (gradients_by_ranks_twice, squares, "averaged_twice"),
+        (loss_by_ranks_and_by_hand, squares, "averaged_twice"),
+        (sum_of_ranks, squares, "sum_not_mean"),
+        (mean_of_sums, summed, "mean_not_sum"),
+    ],
+)
+def test_a_factor_that_comes_with_the_ranks_is_named(
+    step: Step, loss: Loss, cause: str, layout: str
+) -> None:
+    verdict = check(case(layout, loss=loss), step)
+    assert verdict.causes == (cause,), verdict
+    assert len(faulty_lines(verdict)) == 1, str(verdict)
+    assert "Explains every element." in report_of(verdict)
+
+
+@pytest.mark.parametrize(
+    ("step", "line"),
+    [
+        (loss_by_ranks, "(squares(ddp, shard) / rank.world_size).backward()"),
+        (gradients_by_ranks_twice, "parameter.grad.div_(rank.world_size)"),
+    ],
+)
+def test_the_second_division_is_marked_and_called_an_average(step: Step, line: str) -> None:
+    verdict = check(case("1x4"), step)
+    assert faulty_lines(verdict) == [line], str(verdict)
+    assert first_finding(verdict).headline == "gradients are averaged over ranks twice"
+
+
+def buffer_by_ranks_twice(model: nn.Module, shard: Any, rank: Rank) -> None:
+    """Nothing is seen of a division: it is not made on the gradients."""
+    squares(model, shard).backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = nn.utils.parameters_to_vector(gradients)
+    dist.all_reduce(flat)
+    nn.utils.vector_to_parameters(flat / rank.world_size**2, gradients)
+
+
+@pytest.mark.parametrize("layout", ["1x2", "1x4"])
+def test_a_second_division_that_was_not_seen_is_not_said_to_have_been(layout: str) -> None:
+    verdict = check(case(layout), buffer_by_ranks_twice)
+    ranks = layout[-1]
+    assert verdict.causes == ("averaged_twice",), verdict
+    assert faulty_lines(verdict) == [], str(verdict)
+    assert lines_shown(verdict) == ["dist.all_reduce(flat)"]
+    report = report_of(verdict)
+    assert f"Gradients are 1/{ranks} of what they should be. A second division by" in report
+    assert "explains this, but none was seen" in report
+    assert "Fits the numbers; not seen happening." in " ".join(str(verdict).split())
+    assert "averaged over ranks twice" not in report
+
+
+def needs_its_ranks(model: nn.Module, shard: Any, rank: Rank) -> None:
+    assert rank.world_size > 1, "this step is for several ranks"
+    half_the_loss(model, shard, rank)
+
+
+def test_where_one_rank_cannot_run_it_is_said_what_was_divided_and_not_why() -> None:
+    verdict = check(case(), needs_its_ranks)
+    assert verdict.causes == ("averaged_twice",), verdict
+    finding = first_finding(verdict)
+    assert finding.headline == "DDP averages, and the loss is divided by 2"
+    assert "It was not seen whether this 2 is the number of ranks." in finding.sentence
+    assert faulty_lines(verdict) == ["loss = 0.5 * squares(ddp, shard)  # the factor"]
+
+
+@pytest.mark.parametrize("step", [half_the_loss, twice_the_loss])
+def test_a_step_that_nobody_watched_is_not_run_on_one_rank(step: Step) -> None:
+    verdict = checked(case(), step, second_look=False)
+    assert verdict.outcome == "different"
+    assert "On one rank" not in report_of(verdict)
+    assert "averaged over ranks twice" not in report_of(verdict)
