@@ -7,14 +7,18 @@ import os
 import re
 import time
 import traceback
+from pathlib import Path
 
 from ddp_equivalence.ranks.collectives import last_collective
 from ddp_equivalence.ranks.messages import Raised
 
 
+PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+
+
 def describe_exception(error: BaseException) -> Raised:
     """The exception with its traceback, its innermost line outside torch, the last collective."""
-    text = "".join(traceback.format_exception(error))
+    text = "".join(_from_the_users_code(error).format())
     outside_torch = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -27,6 +31,17 @@ def describe_exception(error: BaseException) -> Raised:
         line = f"{frame.filename}:{frame.lineno}: {source}"
     what = "".join(traceback.format_exception_only(error)).strip()
     return Raised(what, text, line, time.monotonic(), last_collective())
+
+
+def _from_the_users_code(error: BaseException) -> traceback.TracebackException:
+    """The traceback without the frames of this package that led to the user's code."""
+    described = traceback.TracebackException.from_exception(error)
+    frames = list(described.stack)
+    while frames and frames[0].filename.startswith(PACKAGE):
+        frames.pop(0)
+    if frames:
+        described.stack = traceback.StackSummary.from_list(frames)
+    return described
 
 
 def is_describing_exception(stack: str) -> bool:

@@ -21,7 +21,7 @@ def wrong_divisor(view: View) -> int | None:
 
     A number that other causes explain is left to them.
     """
-    if view.world_size == 1 or view.parts.add_up_to_the_big_batch:
+    if view.parts.add_up_to_the_big_batch:
         return None
     by_rank = [
         {_divisor(call) for call in view.observed.calls.of(rank)} - {None}

@@ -82,3 +82,13 @@ def test_a_step_that_fails_on_every_rank_has_one_error_and_one_output() -> None:
     assert "  Ranks 1, 2, 3 raised the same." in text
     assert text.count("about to fail") == 1
     assert "  Output of ranks 0, 1, 2, 3" in text
+
+
+def test_a_traceback_begins_at_the_users_code() -> None:
+    def fails(model: nn.Module, shard: Any, rank: Rank) -> None:
+        raise LookupError("no such column")
+
+    text = str(check(own_case(), fails))
+    traceback = text[text.index("Traceback") : text.index("Evidence:")]
+    assert traceback.count("  File ") == 1
+    assert "in fails" in traceback
