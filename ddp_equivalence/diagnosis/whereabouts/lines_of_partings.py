@@ -54,6 +54,7 @@ def _with_partings(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
         found,
         kind="own gradient" if _before_reduction(beside.partings[0]) else "reduction",
         headline="the ranks part from one rank",
+        sentence="",
     )
 
 
@@ -78,7 +79,7 @@ def _with_lines(found: Whereabouts, pointed: Sequence[PointedLine], view: View) 
     others = [one for one in found.lines if not one.is_fault]
     run = run_lines(view, 0)
     behind = [
-        *lines_of_divisors(run, pointed[0].line),
+        *(lines_of_divisors(run, pointed[0].line) if found.kind == "reduction" else ()),
         *lines_behind(run, pointed[0].line, MOST_LINES),
     ]
     notes = {one.line: one.note for one in found.lines if one.note}

@@ -36,6 +36,9 @@ def with_unlike_loss(found: Whereabouts, unlike: Sequence[Unlike], world_size: i
     lines: dict[tuple[str, int], PointedLine] = {}
     for one in (*first, *behind, *others):
         lines.setdefault((one.line.file, one.line.number), one)
+    if found.kind == "not seen":
+        headline = "the loss is not that of the case"
+        found = replace(found, kind="own gradient", headline=headline, sentence="")
     said = MARKED if world_size == 1 else f"{WRONG_ALONE}{MARKED}"
     return replace(found, lines=tuple(lines.values())[:MOST_LINES], beside_one_rank=said)
 

@@ -25,8 +25,8 @@ def unnamed_lines(verdict: Verdict, width: int, most: int) -> list[Line]:
 def _where(verdict: Verdict) -> Iterator[str]:
     localisation = verdict.localisation
     if localisation.whereabouts is not None:
-        yield from filter(None, (localisation.whereabouts.beside_one_rank,))
-        yield localisation.whereabouts.sentence
+        whereabouts = localisation.whereabouts
+        yield from filter(None, (whereabouts.beside_one_rank, whereabouts.sentence))
     by_module = (localisation.findings_by_module or {}).items()
     certain = [(module, one.cause) for module, one in by_module if not one.fitted]
     for module, cause in certain[:MOST_MODULES]:
