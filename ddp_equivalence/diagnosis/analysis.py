@@ -18,6 +18,13 @@ from ddp_equivalence.comparison.tolerance import Noise
 from ddp_equivalence.diagnosis.batch_parts import PartsByRank
 from ddp_equivalence.diagnosis.catalogue_cache import catalogue_cache, without_ranks
 from ddp_equivalence.diagnosis.diagnose import diagnose
+from ddp_equivalence.diagnosis.draw_table import Draws
+from ddp_equivalence.diagnosis.drawn_findings import findings_of_drawn
+from ddp_equivalence.diagnosis.drawn_numbers import (
+    DrawnView,
+    draws_of_the_big_batch,
+    with_drawn_numbers,
+)
 from ddp_equivalence.diagnosis.divisors import Divisors, find_divisors
 from ddp_equivalence.diagnosis.example_gradients import GradientCache
 from ddp_equivalence.diagnosis.finding import Finding
@@ -35,6 +42,7 @@ from ddp_equivalence.diagnosis.time_left import (
     BY_RANK,
     CAUSES,
     DIVISORS,
+    DRAWS,
     LOSS,
     NEAREST,
     OutOfTime,
@@ -155,6 +163,36 @@ class Analysis:
     @cached_property
     def view(self) -> View | None:
         """The first step that differs, as hypotheses see it; None if nothing can be fitted."""
+        return self.drawn.view if self.drawn is not None else self._plain_view
+
+    @cached_property
+    def draws(self) -> tuple[Draws, ...]:
+        """The random numbers that the big batch draws; empty if no other can be given to it."""
+        request = self._request
+        if request.compare == "update" or request.step_count > 1:
+            return ()
+        try:
+            view = self._view_of_step(0)
+        except BadCase:  # the batch cannot be built a second time
+            return ()
+        return () if view is None else draws_of_the_big_batch(view.setting)
+
+    @cached_property
+    def drawn(self) -> DrawnView | None:
+        """The view with the random numbers that the ranks drew; None if these are not known."""
+        view = self._plain_view
+        if view is None or self.measurement is None or not view.observed.records_draws:
+            return None
+        with self.time.counted(DRAWS):
+            try:
+                return with_drawn_numbers(view, self.measurement.comparison, self.draws)
+            except OutOfTime:
+                self.time.leave_out(DRAWS)
+                return None
+
+    @cached_property
+    def _plain_view(self) -> View | None:
+        """The same with the random numbers that the big batch draws by itself."""
         if self.measurement is None or self.why_no_view:
             return None
         step = self.first_wrong_step
@@ -188,6 +226,8 @@ class Analysis:
         with self.time.counted(CAUSES):
             if self.view is None:
                 return ()
+            if self.drawn is not None:
+                return findings_of_drawn(self.drawn, self.measurement.comparison)
             return diagnose(self.view, self.measurement.comparison, in_part=True)
 
     @cached_property

@@ -38,6 +38,7 @@ from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.measurement.operation_log import OperationLog
 from ddp_equivalence.measurement.parameter_names import ParameterNames
 from ddp_equivalence.measurement.precision_watch import Float32Watch, autocast_entered
+from ddp_equivalence.measurement.random_draws import DrawLog
 from ddp_equivalence.measurement.races import Races
 from ddp_equivalence.measurement.returned import tensors_by_name
 from ddp_equivalence.measurement.work import Evidence, Work
@@ -91,6 +92,7 @@ def _run_step(
     del whole
     notes: dict[str, Any] = {}
     races = Races(rank.device)
+    draws = DrawLog(observer.backwards_so_far) if observer and work.log_draws else None
     called = CalledWith(given, in_any_order=case.shards == OWN)
     planted = plant_here(work.plant) if work.plant else None
     float32 = Float32Watch() if work.look_for_float32 else None
@@ -102,6 +104,7 @@ def _run_step(
         planted or nullcontext(),
         float32 or nullcontext(),
         log or nullcontext(),
+        draws.watching() if draws else nullcontext(),
     ):
         gradients = _train(rank, work, model, names, given, shards, notes, races, planted, observer)
     if rank.device.type == "cuda":
@@ -121,7 +124,7 @@ def _run_step(
         gradients=describe(gradients),
         notes=notes,
         planted=planted.fired if planted else None,
-        observed=observer.found(gradients, collectives) if observer else None,
+        observed=observer.found(gradients, collectives, draws) if observer else None,
         autocast=frozenset(autocast),
         float32_at=float32.found if float32 else "",
         operations=log.found(_of_first_step(gradients)) if log else None,

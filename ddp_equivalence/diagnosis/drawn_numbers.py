@@ -1,0 +1,244 @@
+"""The big batch with the random numbers that the ranks drew, so that only other faults are left.
+
+The second run records what every rank drew. Each rank's own gradient is then computed again from
+its rows and these numbers, on one device. If it is the gradient that the rank was seen to compute,
+the same numbers are given to the big batch, each example's to this example. What still differs
+then is no matter of random numbers, whatever drew them, on whatever device.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.case.build import build_model
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.comparison.comparison import Comparison
+from ddp_equivalence.diagnosis.draw_table import DrawTable, Draws, Part, joined_draws, table_of
+from ddp_equivalence.diagnosis.example_gradients import ExampleGradients
+from ddp_equivalence.diagnosis.limits_by_parameter import limits_by_name
+from ddp_equivalence.diagnosis.measured_gradients import MeasuredGradients
+from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.setting import Setting
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces, pieces_of, rows_by_rank
+from ddp_equivalence.faults.plant import without_planted_faults
+from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.measurement.observation import Indices
+from ddp_equivalence.measurement.random_draws import DrawLog
+from ddp_equivalence.reference import in_dtype, train
+
+MOST_WRONG = 0.5
+"""At most this part of the ranks' backward passes may have computed something else than their rows
+and numbers give: this is then a fault of their own.
+"""
+
+
+@dataclass(frozen=True)
+class DrawnView:
+    """``view``: of the step, with the numbers that the ranks drew in the big batch as well."""
+
+    view: View
+    table: DrawTable
+
+    @property
+    def nothing_else_differs(self) -> bool:
+        """True if the big batch with these numbers is what every rank holds."""
+        return not self.view.measured.differing
+
+    @property
+    def lines_of_rank_0(self) -> list[CodeLine]:
+        """The lines under which rank 0 drew these numbers, each once, in their order."""
+        lines = [one.line for part in self.table.parts if part.rank == 0 for one in part.draws]
+        return list(dict.fromkeys(line for line in lines if line is not None))
+
+
+def draws_of_the_big_batch(setting: Setting) -> tuple[Draws, ...]:
+    """What the reference draws; () if it draws nothing, or more than is recorded."""
+    log = DrawLog()
+    batch = in_dtype(setting.batch, torch.float64)
+    with without_planted_faults(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = build_model(setting.case).double()
+        try:
+            with log.watching():
+                train(setting.case, model, [batch], "gradients", setting.lr)
+        except BadCase:
+            return ()
+    return tuple(joined_draws(log.draws) or ()) if log.complete else ()
+
+
+def with_drawn_numbers(
+    view: View, comparison: Comparison, reference: Sequence[Draws]
+) -> DrawnView | None:
+    """The view in which the big batch draws what the ranks drew; None if that is not known.
+
+    ``reference``: what the big batch draws by itself. Raises OutOfTime.
+    """
+    pieces = pieces_of(view)
+    if pieces is None or not reference:
+        return None
+    parts = _parts(view, reference)
+    table = None if parts is None else table_of(parts, reference, view.setting.example_count)
+    if table is None:
+        return None
+    examples = replace(view.examples, cache={}, draws=table)
+    if not _is_what_was_drawn(view, pieces, examples, table):
+        return None
+    with_sums = _divided_as_the_big_batch(examples, table)
+    if with_sums is None:
+        return None
+    everything = tuple(range(view.setting.example_count))
+    expected = with_sums.compute(everything).gradient
+    if not bool(expected.isfinite().all()) or not nearly_equal(
+        expected, with_sums.compute(everything[::-1]).gradient
+    ):
+        return None  # the numbers do not belong to single examples
+    examples = replace(with_sums, expected=expected)
+    return DrawnView(_view(view, comparison, examples, table), table)
+
+
+def _parts(view: View, reference: Sequence[Draws]) -> list[Part] | None:
+    rows = rows_by_rank(view)
+    found: list[Part] = []
+    for rank, seen in sorted(view.observed.by_rank.items()):
+        if seen.draws is None:
+            return None
+        numbers = range(len(seen.backwards))
+        drawn: list[tuple[Draws, ...]] = []
+        for number in numbers:
+            joined = joined_draws([one for one in seen.draws if one.piece == number])
+            if joined is None:
+                return None
+            drawn.append(tuple(joined[len(joined) - min(len(joined), len(reference)) :]))
+        examples = (
+            rows[rank] if len(rows[rank]) == len(numbers) else _dealt(view, rank, drawn, reference)
+        )
+        if examples is None:
+            return None
+        found += [Part(rank, number, examples[number], drawn[number]) for number in numbers]
+    return found
+
+
+def _dealt(
+    view: View, rank: int, drawn: Sequence[Sequence[Draws]], reference: Sequence[Draws]
+) -> list[Indices] | None:
+    """The examples that the rank was given, dealt to its backward passes in their order.
+
+    How many each has read follows from the shapes of what was drawn.
+    """
+    shards, count = view.setting.shards, view.setting.example_count
+    if shards is None:
+        return None
+    sizes = []
+    for draws in drawn:
+        fitting = {
+            count * small // big
+            for one, whole in zip(draws, reference, strict=False)
+            if one.values.ndim == whole.values.ndim
+            for big, small in zip(whole.values.shape, one.values.shape, strict=True)
+            if big != small and big
+        }
+        if len(fitting) != 1:
+            return None
+        sizes.append(fitting.pop())
+    if sum(sizes) != len(shards[rank]):
+        return None
+    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+    return [tuple(shards[rank][end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _is_what_was_drawn(
+    view: View, pieces: Pieces, examples: ExampleGradients, table: DrawTable
+) -> bool:
+    """True if the numbers give what the ranks computed, in most of the backward passes.
+
+    A rank may have multiplied its loss by a number.
+    """
+    fitting = 0
+    for part in table.parts:
+        found = view.observed.backwards(part.rank)[part.number].gradient
+        if found is None or len(found) != len(view.expected):
+            continue
+        alone = examples.of_part(part).gradient
+        in_table = examples.as_if_drawn_by(table.parts.index(part), part.examples).gradient
+        if not nearly_equal(in_table, alone):
+            return False
+        fitting += pieces.factor_between(view.setting.scale * found, alone) is not None
+    return fitting > 0 and fitting >= (1 - MOST_WRONG) * len(table.parts)
+
+
+def _divided_as_the_big_batch(
+    examples: ExampleGradients, table: DrawTable
+) -> ExampleGradients | None:
+    """The examples whose gradients add up to those of more examples; None if none are known to.
+
+    Numbers that are drawn once for all examples of a part cannot be given to the big batch. It is
+    then computed part by part, if parts that draw the same make up the big batch.
+    """
+    if not table.differs_by_part:
+        return examples
+    everything = tuple(range(len(table.owners)))
+    owner = table.groups(everything)[0][0]
+    whole = examples.as_if_drawn_by(owner, everything).gradient
+    groups = table.groups(everything)
+    alone = [examples.as_if_drawn_by(owner, group).gradient for _, group in groups]
+    for adds_up in (False, True):
+        candidate = replace(examples, adds_up=adds_up)
+        total = torch.stack(
+            [
+                candidate.weight_of(len(group), len(everything)) * one
+                for (_, group), one in zip(groups, alone, strict=True)
+            ]
+        ).sum(0)
+        if nearly_equal(total, whole):
+            return candidate
+    return None
+
+
+def _view(view: View, comparison: Comparison, examples: ExampleGradients, table: DrawTable) -> View:
+    """The view with this big batch, and with what the ranks left when these numbers were drawn."""
+    measured = view.measured.by_rank
+    if view.observed.left_other_bits:
+        measured = torch.stack(
+            [
+                _joined(view, view.observed.by_rank[rank].left)
+                for rank in view.setting.reporting_ranks
+            ]
+        )
+    limits = limits_by_name(comparison)
+    differing = frozenset(
+        name
+        for name, place in view.parameters.places.items()
+        if not _is_same(measured[:, place], examples.expected[place], limits.get(name, 0.0))
+    )
+    read = tuple(
+        tuple(part.examples for part in table.parts if part.rank == rank)
+        for rank in range(view.world_size)
+    )
+    observed = view.observed
+    if observed.examples_read is None:
+        observed = replace(observed, examples_computed=read)
+    parts = replace(view.parts, examples=examples)
+    if not view.setting.case.is_catalogue and view.parts.by_rank != read:
+        parts = replace(parts, by_rank=read)
+    return replace(
+        view,
+        examples=examples,
+        parts=parts,
+        measured=MeasuredGradients(measured, differing, examples.expected, view.parameters),
+        observed=observed,
+    )
+
+
+def _joined(view: View, left: Mapping[str, Tensor]) -> Tensor:
+    return view.setting.scale * view.parameters.sample.joined(left)
+
+
+def _is_same(measured: Tensor, expected: Tensor, limit: float) -> bool:
+    most = limit * float(expected.norm())
+    return bool(((measured - expected).norm(dim=1) <= most).all())
