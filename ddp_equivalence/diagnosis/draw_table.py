@@ -118,50 +118,39 @@ class DrawTable:
 
 
 def table_of(
-    parts: Sequence[Part], reference: Sequence[Draws], example_count: int
+    parts: Sequence[Part], reference: Sequence[Draws], axes: Sequence[int | None], examples: int
 ) -> DrawTable | None:
     """The draws of the parts as rows; None if they are not those of their examples.
 
-    ``reference``: what the big batch draws, which has ``example_count`` examples.
+    ``reference``: what the big batch draws, which has so many ``examples``.
     """
     names = [one.name for one in reference]
     if any([one.name for one in part.draws] != names for part in parts):
         return None
-    owners = [NOBODY] * example_count
+    owners = [NOBODY] * examples
     for index, part in enumerate(parts):
         for example in part.examples:
             if owners[example] != NOBODY:
                 return None  # two ranks drew other numbers for the same example
             owners[example] = index
-    axes, all_rows = [], []
-    for number, whole in enumerate(reference):
-        found = {
-            _axis(whole, part.draws[number], len(part.examples), example_count) for part in parts
-        }
-        if len(found) != 1:
+    all_rows = []
+    for number, (whole, axis) in enumerate(zip(reference, axes, strict=True)):
+        own = [part.draws[number].values for part in parts]
+        if not all(
+            _fits(values, len(part.examples), whole.values, examples, axis)
+            for values, part in zip(own, parts, strict=True)
+        ):
             return None
-        axis = found.pop()
-        if axis == NO_FIT:
-            return None
-        axes.append(axis)
-        all_rows.append(None if axis is None else _rows(whole, number, axis, parts, example_count))
+        all_rows.append(None if axis is None else _rows(whole, number, axis, parts, examples))
     return DrawTable(tuple(parts), tuple(axes), tuple(all_rows), tuple(owners), tuple(reference))
 
 
-NO_FIT = -1
-
-
-def _axis(whole: Draws, part: Draws, examples: int, example_count: int) -> int | None:
-    """The dimension along which the examples stand; None if there is none."""
-    big, small = whole.values.shape, part.values.shape
-    if len(big) != len(small):
-        return NO_FIT
-    differing = [axis for axis in range(len(big)) if big[axis] != small[axis]]
-    if not differing:
-        return None
-    axis = differing[0]
-    fits = len(differing) == 1 and big[axis] * examples == small[axis] * example_count
-    return axis if fits and big[axis] % example_count == 0 else NO_FIT
+def _fits(part: Tensor, examples: int, whole: Tensor, all_examples: int, axis: int | None) -> bool:
+    """True if the part has the shape of the whole, but for the number of examples."""
+    shape = list(whole.shape)
+    if axis is not None:
+        shape[axis] = shape[axis] // all_examples * examples
+    return list(part.shape) == shape
 
 
 def _rows(

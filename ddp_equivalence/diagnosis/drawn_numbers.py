@@ -8,29 +8,25 @@ then is no matter of random numbers, whatever drew them, on whatever device.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from ddp_equivalence.case.build import build_model
-from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.comparison.comparison import Comparison
-from ddp_equivalence.diagnosis.draw_table import DrawTable, Draws, Part, joined_draws, table_of
+from ddp_equivalence.diagnosis.draw_table import Draws, DrawTable, Part, joined_draws, table_of
 from ddp_equivalence.diagnosis.example_gradients import ExampleGradients
 from ddp_equivalence.diagnosis.limits_by_parameter import limits_by_name
 from ddp_equivalence.diagnosis.measured_gradients import MeasuredGradients
+from ddp_equivalence.diagnosis.reference_draws import ReferenceDraws
 from ddp_equivalence.diagnosis.residual import nearly_equal
-from ddp_equivalence.diagnosis.setting import Setting
+from ddp_equivalence.diagnosis.time_left import DRAWS, OutOfTime
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces, pieces_of, rows_by_rank
-from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.observation import Indices
-from ddp_equivalence.measurement.random_draws import DrawLog
-from ddp_equivalence.reference import in_dtype, train
 
 MOST_WRONG = 0.5
 """At most this part of the ranks' backward passes may have computed something else than their rows
@@ -57,33 +53,27 @@ class DrawnView:
         return list(dict.fromkeys(line for line in lines if line is not None))
 
 
-def draws_of_the_big_batch(setting: Setting) -> tuple[Draws, ...]:
-    """What the reference draws; () if it draws nothing, or more than is recorded."""
-    log = DrawLog()
-    batch = in_dtype(setting.batch, torch.float64)
-    with without_planted_faults(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = build_model(setting.case).double()
-        try:
-            with log.watching():
-                train(setting.case, model, [batch], "gradients", setting.lr)
-        except BadCase:
-            return ()
-    return tuple(joined_draws(log.draws) or ()) if log.complete else ()
-
-
-def with_drawn_numbers(
-    view: View, comparison: Comparison, reference: Sequence[Draws]
-) -> DrawnView | None:
+def drawn_view(view: View, comparison: Comparison, reference: ReferenceDraws) -> DrawnView | None:
     """The view in which the big batch draws what the ranks drew; None if that is not known.
 
-    ``reference``: what the big batch draws by itself. Raises OutOfTime.
+    ``reference``: what the big batch draws by itself.
     """
-    pieces = pieces_of(view)
-    if pieces is None or not reference:
+    if not view.observed.records_draws:
         return None
-    parts = _parts(view, reference)
-    table = None if parts is None else table_of(parts, reference, view.setting.example_count)
+    with view.time.counted(DRAWS):
+        try:
+            return _drawn_view(view, comparison, reference)
+        except OutOfTime:
+            view.time.leave_out(DRAWS)
+            return None
+
+
+def _drawn_view(view: View, comparison: Comparison, reference: ReferenceDraws) -> DrawnView | None:
+    count = view.setting.example_count
+    pieces, parts = pieces_of(view), _parts(view, reference)
+    if pieces is None or parts is None or reference.axes is None:
+        return None
+    table = table_of(parts, reference.draws, reference.axes, count)
     if table is None:
         return None
     examples = replace(view.examples, cache={}, draws=table)
@@ -92,7 +82,7 @@ def with_drawn_numbers(
     with_sums = _divided_as_the_big_batch(examples, table)
     if with_sums is None:
         return None
-    everything = tuple(range(view.setting.example_count))
+    everything = tuple(range(count))
     expected = with_sums.compute(everything).gradient
     if not bool(expected.isfinite().all()) or not nearly_equal(
         expected, with_sums.compute(everything[::-1]).gradient
@@ -102,53 +92,50 @@ def with_drawn_numbers(
     return DrawnView(_view(view, comparison, examples, table), table)
 
 
-def _parts(view: View, reference: Sequence[Draws]) -> list[Part] | None:
+def _parts(view: View, reference: ReferenceDraws) -> list[Part] | None:
     rows = rows_by_rank(view)
     found: list[Part] = []
     for rank, seen in sorted(view.observed.by_rank.items()):
-        if seen.draws is None:
-            return None
-        numbers = range(len(seen.backwards))
         drawn: list[tuple[Draws, ...]] = []
-        for number in numbers:
-            joined = joined_draws([one for one in seen.draws if one.piece == number])
-            if joined is None:
+        for number in range(len(seen.backwards)):
+            joined = joined_draws([one for one in seen.draws or () if one.piece == number])
+            if joined is None or len(joined) < len(reference.draws):
                 return None
-            drawn.append(tuple(joined[len(joined) - min(len(joined), len(reference)) :]))
-        examples = (
-            rows[rank] if len(rows[rank]) == len(numbers) else _dealt(view, rank, drawn, reference)
-        )
+            # What a sampler or the step draws for itself comes before the loss.
+            drawn.append(tuple(joined[len(joined) - len(reference.draws) :]))
+        examples: Sequence[Indices] | None = rows[rank]
+        if len(rows[rank]) != len(drawn):
+            examples = _dealt(view, rank, drawn, reference)
         if examples is None:
             return None
-        found += [Part(rank, number, examples[number], drawn[number]) for number in numbers]
+        found += [
+            Part(rank, number, *of_part)
+            for number, of_part in enumerate(zip(examples, drawn, strict=True))
+        ]
     return found
 
 
 def _dealt(
-    view: View, rank: int, drawn: Sequence[Sequence[Draws]], reference: Sequence[Draws]
+    view: View, rank: int, drawn: Sequence[Sequence[Draws]], reference: ReferenceDraws
 ) -> list[Indices] | None:
     """The examples that the rank was given, dealt to its backward passes in their order.
 
     How many each has read follows from the shapes of what was drawn.
     """
     shards, count = view.setting.shards, view.setting.example_count
-    if shards is None:
+    by_example = [
+        (number, axis) for number, axis in enumerate(reference.axes or ()) if axis is not None
+    ]
+    if shards is None or not by_example:
         return None
-    sizes = []
-    for draws in drawn:
-        fitting = {
-            count * small // big
-            for one, whole in zip(draws, reference, strict=False)
-            if one.values.ndim == whole.values.ndim
-            for big, small in zip(whole.values.shape, one.values.shape, strict=True)
-            if big != small and big
-        }
-        if len(fitting) != 1:
-            return None
-        sizes.append(fitting.pop())
-    if sum(sizes) != len(shards[rank]):
+    number, axis = by_example[0]
+    of_all = reference.draws[number].values.shape
+    if any(draws[number].values.ndim != len(of_all) for draws in drawn):
         return None
-    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+    sizes = [count * draws[number].values.shape[axis] // of_all[axis] for draws in drawn]
+    ends = list(accumulate(sizes))
+    if not ends or ends[-1] != len(shards[rank]):
+        return None
     return [tuple(shards[rank][end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
 

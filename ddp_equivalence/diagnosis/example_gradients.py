@@ -179,6 +179,13 @@ class ExampleGradients:
         """The weight of the gradient of some of these examples in the gradient of all."""
         return 1.0 if self.adds_up else some / examples
 
+    def drawn_for(self, examples: Indices) -> list[Draw] | None:
+        """The random numbers for these examples; None if none are given, or not to all at once."""
+        groups = [] if self.draws is None else self.draws.groups(examples)
+        if self.draws is None or len(groups) != 1:
+            return None
+        return self.draws.draws_for(examples, groups[0][0])
+
     def of_part(self, part: Part) -> LossAndGradient:
         """The loss and gradient of a part, with the random numbers that were drawn for it."""
         assert self.draws is not None

@@ -113,7 +113,7 @@ class Observation:
     pass. ``trace``: values on the way. ``cuts``: where something without a gradient was computed
     from something that has one. ``own_backwards``: the user's own backward methods that ran.
     ``draws``: the random numbers that were drawn, if they were recorded, and ``left`` the sampled
-    elements of the gradients that the first step left then; None if there were too many.
+    elements of the gradients that the first step left then. ``draws`` is None without a record.
     """
 
     forwards: tuple[Forward, ...]

@@ -34,7 +34,6 @@ from ddp_equivalence.measurement.observation import (
     Wrapper,
 )
 from ddp_equivalence.measurement.plain_tensors import plain
-from ddp_equivalence.measurement.random_draws import DrawLog
 from ddp_equivalence.ranks.collectives import Collective, issued_so_far
 from ddp_equivalence.ranks.torch_frames import counts_as_torch
 
@@ -62,7 +61,7 @@ class Observer:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._lookup = ExampleLookup(batch, given, dims)
         self._forwards: list[Forward] = []
-        self._backwards: list[Backward] = []
+        self.backwards: list[Backward] = []
         self._wrappers: list[_WrapperObserver] = []
         self._clipped: list[float] = []
         self._inside = False
@@ -122,12 +121,11 @@ class Observer:
         self,
         gradients: Mapping[GradientKey, Tensor | None],
         collectives: tuple[Collective, ...] | None,
-        draws: DrawLog | None = None,
     ) -> Observation:
         """Everything that was seen. ``gradients``: what the step has left."""
         return Observation(
             forwards=tuple(self._forwards),
-            backwards=tuple(self._backwards),
+            backwards=tuple(self.backwards),
             wrappers=tuple(wrapper.observed() for wrapper in self._wrappers),
             frozen=tuple(
                 self._names.get(id(parameter), name)
@@ -144,20 +142,7 @@ class Observer:
             trace=self._calls.trace(self._modules),
             cuts=self._calls.events.cuts.found,
             own_backwards=self._calls.events.own_backwards.found,
-            draws=tuple(draws.draws) if draws and draws.complete else None,
-            left=self._sampled(gradients) if draws else {},
         )
-
-    def backwards_so_far(self) -> int:
-        """How many backward passes have ended."""
-        return len(self._backwards)
-
-    def _sampled(self, gradients: Mapping[GradientKey, Tensor | None]) -> dict[str, Tensor]:
-        return {
-            name: self._sample.of_one(name, gradient)
-            for (step, name), gradient in gradients.items()
-            if step == 0 and gradient is not None and name in self._sample.sizes
-        }
 
     def _on_forward(self, arguments: tuple[Any, ...]) -> Heard:
         if not torch.is_grad_enabled():
@@ -213,7 +198,7 @@ class Observer:
                     result = differentiate(tensors, *arguments, **named)
             finally:
                 self._inside = False
-            self._backwards.append(
+            self.backwards.append(
                 Backward(
                     loss=loss,
                     forwards=len(self._forwards),

@@ -37,10 +37,12 @@ than the CPU, which means the same.
 """
 
 _DROPOUTS = ("native_dropout", "_fused_dropout")
-_OWNERS = (
-    (random, random.random.__self__, "random"),
-    (np.random, np.random.rand.__self__, "numpy"),
-)  # type: ignore[attr-defined]
+_MODULES: tuple[tuple[Any, str, str], ...] = (
+    (random, "random", "random"),
+    (np.random, "random_sample", "numpy"),
+)
+"""A module, a function of it that draws, and what its draws are called."""
+
 _NO_DRAWS = ("seed", "getstate", "setstate", "get_state", "set_state", "shuffle")
 
 
@@ -192,7 +194,8 @@ class DrawReplay(_Draws):
 
 def _functions_that_draw() -> Iterator[tuple[Any, str, Callable[..., Any], str]]:
     """Those of Python and numpy that share one generator: module, name, function, prefix."""
-    for module, owner, prefix in _OWNERS:
+    for module, known, prefix in _MODULES:
+        owner = getattr(module, known).__self__
         for name, function in list(vars(module).items()):
             if getattr(function, "__self__", None) is owner and name not in _NO_DRAWS:
                 yield module, name, function, prefix
