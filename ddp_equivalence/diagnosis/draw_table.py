@@ -62,7 +62,8 @@ class DrawTable:
     values along which examples stand; None if it is drawn once for all examples of a part.
     ``rows``: for each draw with such a dimension, shape (examples, numbers of one example, ...).
     ``owners``: example -> the index of the part that read it. ``reference``: what the big batch
-    draws by itself.
+    draws by itself. ``interleaved``: if a draw has several numbers of each example along that
+    dimension, the first ones of all examples come before the second ones.
     """
 
     parts: tuple[Part, ...]
@@ -70,6 +71,7 @@ class DrawTable:
     rows: tuple[Tensor | None, ...]
     owners: tuple[int, ...]
     reference: tuple[Draws, ...]
+    interleaved: bool = False
 
     @property
     def differs_by_part(self) -> bool:
@@ -103,11 +105,20 @@ class DrawTable:
             own = self._of_owner(owner, number)
             values = own.values
             if axis is not None and rows is not None:
-                values = _along(rows[list(examples)], axis)
+                values = _along(rows[list(examples)], axis, self.interleaved)
                 if own.name in ORDERS:
                     values = _places_among(values, examples)
             found += [Draw(own.name, one, own.line) for one in values]
         return found
+
+    def parts_of(self, examples: Indices) -> list[Part]:
+        """The backward passes that read exactly these examples."""
+        return [part for part in self.parts if part.examples == examples]
+
+    @property
+    def may_be_interleaved(self) -> bool:
+        """True if a draw has several numbers of each example along one dimension."""
+        return any(rows is not None and rows.shape[1] > 1 for rows in self.rows)
 
     def of_part(self, part: Part) -> list[Draw]:
         """What was drawn for a part, as it was drawn."""
@@ -118,7 +129,11 @@ class DrawTable:
 
 
 def table_of(
-    parts: Sequence[Part], reference: Sequence[Draws], axes: Sequence[int | None], examples: int
+    parts: Sequence[Part],
+    reference: Sequence[Draws],
+    axes: Sequence[int | None],
+    examples: int,
+    interleaved: bool,
 ) -> DrawTable | None:
     """The draws of the parts as rows; None if they are not those of their examples.
 
@@ -130,9 +145,8 @@ def table_of(
     owners = [NOBODY] * examples
     for index, part in enumerate(parts):
         for example in part.examples:
-            if owners[example] != NOBODY:
-                return None  # two ranks drew other numbers for the same example
-            owners[example] = index
+            if owners[example] == NOBODY:
+                owners[example] = index
     all_rows = []
     for number, (whole, axis) in enumerate(zip(reference, axes, strict=True)):
         own = [part.draws[number].values for part in parts]
@@ -141,8 +155,12 @@ def table_of(
             for values, part in zip(own, parts, strict=True)
         ):
             return None
-        all_rows.append(None if axis is None else _rows(whole, number, axis, parts, examples))
-    return DrawTable(tuple(parts), tuple(axes), tuple(all_rows), tuple(owners), tuple(reference))
+        all_rows.append(
+            None if axis is None else _rows(whole, number, axis, parts, owners, interleaved)
+        )
+    return DrawTable(
+        tuple(parts), tuple(axes), tuple(all_rows), tuple(owners), tuple(reference), interleaved
+    )
 
 
 def _fits(part: Tensor, examples: int, whole: Tensor, all_examples: int, axis: int | None) -> bool:
@@ -154,28 +172,39 @@ def _fits(part: Tensor, examples: int, whole: Tensor, all_examples: int, axis: i
 
 
 def _rows(
-    whole: Draws, number: int, axis: int, parts: Sequence[Part], example_count: int
+    whole: Draws,
+    number: int,
+    axis: int,
+    parts: Sequence[Part],
+    owners: Sequence[int],
+    interleaved: bool,
 ) -> Tensor:
-    rows = _by_example(whole.values, axis, example_count).clone()
+    rows = _by_example(whole.values, axis, len(owners), interleaved).clone()
     if whole.name in ORDERS:
         rows = rows.long()
-    for part in parts:
-        if part.examples:
-            own = _by_example(part.draws[number].values, axis, len(part.examples))
-            if whole.name in ORDERS:
-                own = torch.tensor(part.examples)[own.long()]
-            rows[list(part.examples)] = own.to(rows.dtype)
+    for index, part in enumerate(parts):
+        values = part.draws[number].values
+        own = _by_example(values, axis, len(part.examples), interleaved) if part.examples else rows
+        if whole.name in ORDERS and part.examples:
+            own = torch.tensor(part.examples)[own.long()]
+        for place, example in enumerate(part.examples):
+            if owners[example] == index:
+                rows[example] = own[place].to(rows.dtype)
     return rows
 
 
-def _by_example(values: Tensor, axis: int, examples: int) -> Tensor:
+def _by_example(values: Tensor, axis: int, examples: int, interleaved: bool) -> Tensor:
     """Shape (examples, numbers of one example, ...)."""
     first = values.movedim(axis, 0)
-    return first.reshape(examples, len(first) // examples, *first.shape[1:])
+    numbers = len(first) // examples
+    if interleaved:
+        return first.reshape(numbers, examples, *first.shape[1:]).transpose(0, 1)
+    return first.reshape(examples, numbers, *first.shape[1:])
 
 
-def _along(rows: Tensor, axis: int) -> Tensor:
+def _along(rows: Tensor, axis: int, interleaved: bool) -> Tensor:
     """The reverse of ``_by_example``."""
+    rows = rows.transpose(0, 1) if interleaved else rows
     return rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:]).movedim(0, axis)
 
 

@@ -25,6 +25,7 @@ from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.time_left import DRAWS, OutOfTime
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces, pieces_of, rows_by_rank
+from ddp_equivalence.diagnosis.whereabouts.replay import first_difference
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.observation import Indices
 
@@ -32,6 +33,9 @@ MOST_WRONG = 0.5
 """At most this part of the ranks' backward passes may have computed something else than their rows
 and numbers give: this is then a fault of their own.
 """
+
+MOST_REPLAYED = 4
+"""The modules are compared in so many backward passes."""
 
 
 @dataclass(frozen=True)
@@ -69,27 +73,35 @@ def drawn_view(view: View, comparison: Comparison, reference: ReferenceDraws) ->
 
 
 def _drawn_view(view: View, comparison: Comparison, reference: ReferenceDraws) -> DrawnView | None:
-    count = view.setting.example_count
     pieces, parts = pieces_of(view), _parts(view, reference)
     if pieces is None or parts is None or reference.axes is None:
         return None
-    table = table_of(parts, reference.draws, reference.axes, count)
-    if table is None:
+    for interleaved in (False, True):
+        table = table_of(
+            parts, reference.draws, reference.axes, view.setting.example_count, interleaved
+        )
+        if table is None or (interleaved and not table.may_be_interleaved):
+            return None
+        examples = _big_batch(replace(view.examples, cache={}, draws=table), table)
+        if examples is not None and _is_what_was_drawn(view, pieces, examples, table):
+            return DrawnView(_view(view, comparison, examples, table), table)
+    return None
+
+
+def _big_batch(examples: ExampleGradients, table: DrawTable) -> ExampleGradients | None:
+    """The examples with the big batch that has these numbers; None if it is not known.
+
+    The order of the examples must not matter, or the numbers do not belong to single examples.
+    """
+    divided = _divided_as_the_big_batch(examples, table)
+    if divided is None:
         return None
-    examples = replace(view.examples, cache={}, draws=table)
-    if not _is_what_was_drawn(view, pieces, examples, table):
+    everything = tuple(range(len(table.owners)))
+    expected = divided.compute(everything).gradient
+    turned = divided.compute(everything[::-1]).gradient
+    if not bool(expected.isfinite().all()) or not nearly_equal(expected, turned):
         return None
-    with_sums = _divided_as_the_big_batch(examples, table)
-    if with_sums is None:
-        return None
-    everything = tuple(range(count))
-    expected = with_sums.compute(everything).gradient
-    if not bool(expected.isfinite().all()) or not nearly_equal(
-        expected, with_sums.compute(everything[::-1]).gradient
-    ):
-        return None  # the numbers do not belong to single examples
-    examples = replace(with_sums, expected=expected)
-    return DrawnView(_view(view, comparison, examples, table), table)
+    return replace(divided, expected=expected)
 
 
 def _parts(view: View, reference: ReferenceDraws) -> list[Part] | None:
@@ -142,21 +154,32 @@ def _dealt(
 def _is_what_was_drawn(
     view: View, pieces: Pieces, examples: ExampleGradients, table: DrawTable
 ) -> bool:
-    """True if the numbers give what the ranks computed, in most of the backward passes.
+    """True if the numbers give what the ranks computed.
 
-    A rank may have multiplied its loss by a number.
+    They give the gradients of most backward passes, which may be multiplied by a number, or one
+    that other numbers do not give. If every rank computes another gradient, they give what all
+    modules returned, and no other numbers do.
     """
-    fitting = 0
+    fitting, with_other_numbers = 0, 0
     for part in table.parts:
         found = view.observed.backwards(part.rank)[part.number].gradient
         if found is None or len(found) != len(view.expected):
             continue
-        alone = examples.of_part(part).gradient
-        in_table = examples.as_if_drawn_by(table.parts.index(part), part.examples).gradient
-        if not nearly_equal(in_table, alone):
-            return False
-        fitting += pieces.factor_between(view.setting.scale * found, alone) is not None
-    return fitting > 0 and fitting >= (1 - MOST_WRONG) * len(table.parts)
+        found = view.setting.scale * found
+        if pieces.factor_between(found, examples.of_part(part).gradient) is not None:
+            fitting += 1
+            other = view.examples.gradient(part.examples)
+            with_other_numbers += pieces.factor_between(found, other) is not None
+    if fitting > with_other_numbers or fitting >= (1 - MOST_WRONG) * len(table.parts):
+        return True
+    with_numbers = pieces_of(replace(view, examples=examples))
+    return with_numbers is not None and all(
+        (one := first_difference(with_numbers, piece)) is not None
+        and one.what == "none"
+        and (other := first_difference(pieces, piece)) is not None
+        and other.what != "none"
+        for piece in pieces.all[:MOST_REPLAYED]
+    )
 
 
 def _divided_as_the_big_batch(

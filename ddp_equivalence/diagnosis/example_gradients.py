@@ -158,6 +158,16 @@ class ExampleGradients:
     ) -> LossAndGradient:
         if self.draws is None:
             return self._of_draws(examples, generator, other_numbers, buffers)
+        if parts := self.draws.parts_of(examples):  # ranks that read the same draw other numbers
+            of_parts = [
+                self._of_draws(examples, b"", False, buffers, tuple(self.draws.of_part(part)))
+                for part in parts
+            ]
+            return LossAndGradient(
+                sum(one.loss for one in of_parts) / len(of_parts),
+                torch.stack([one.gradient for one in of_parts]).mean(0),
+                True,
+            )
         groups = self.draws.groups(examples)
         of_groups = [
             self._of_draws(

@@ -26,11 +26,11 @@ def random_number_text(verdict: Verdict) -> str:
     if drawn is None:
         if verdict.causes:
             return ""
-        return f"{drew}, and the rest of the step could not be judged without these numbers."
+        return f"The big batch could not be given the random numbers of the ranks. {drew}."
     if not drawn.nothing_else_differs:
-        return f"{drew}. With the ranks' numbers, the big batch still differs."
+        return f"With the ranks' random numbers, the big batch still differs. {drew}."
     held = "held then" if verdict.repeated is False else "hold"
-    return f"{drew}. With the ranks' numbers, the big batch is what they {held}."
+    return f"With the ranks' random numbers, the big batch is what they {held}. {drew}."
 
 
 def _first_draw(verdict: Verdict) -> str:
