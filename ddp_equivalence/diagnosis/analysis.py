@@ -85,8 +85,7 @@ class Analysis:
         has_cause = bool(self.findings) and self.findings[0].accepted
         if has_cause or self.view is None or request.strategy or not self.observed:
             return
-        if request.step_count == 1:
-            self._beside = beside_one_rank(self.view, request)
+        self._beside = beside_one_rank(self.view, request) if request.step_count == 1 else None
 
     @property
     def lowest_dtype(self) -> torch.dtype:
@@ -161,10 +160,9 @@ class Analysis:
     @cached_property
     def draws(self) -> ReferenceDraws | None:
         """The random numbers that the big batch draws; None if no other can be given to it."""
-        if self._request.compare == "update" or self._request.step_count > 1:
-            return None
+        of_one_step = self._request.compare == "gradients" and self._request.step_count == 1
         try:
-            view = self._view_of_step(0)
+            view = self._view_of_step(0) if of_one_step else None
         except BadCase:  # the batch cannot be built a second time
             return None
         return None if view is None else draws_of_the_big_batch(view.setting)
@@ -172,10 +170,9 @@ class Analysis:
     @cached_property
     def drawn(self) -> DrawnView | None:
         """The view with the random numbers that the ranks drew; None if they are not known."""
-        measurement, view = self.measurement, self._plain_view
-        if measurement is None or view is None or self.draws is None:
+        if self.measurement is None or self._plain_view is None or self.draws is None:
             return None
-        return drawn_view(view, measurement.comparison, self.draws)
+        return drawn_view(self._plain_view, self.measurement.comparison, self.draws)
 
     @cached_property
     def _plain_view(self) -> View | None:
@@ -183,10 +180,8 @@ class Analysis:
         if self.measurement is None or self.why_no_view:
             return None
         step = self.first_wrong_step
-        view = self._view_of_step(step)
-        if view is None:
-            return None
-        return with_measurement(view, self.measurement, self.observed, step, self.repeated is False)
+        view, other_bits = self._view_of_step(step), self.repeated is False
+        return view and with_measurement(view, self.measurement, self.observed, step, other_bits)
 
     @cached_property
     def why_no_view(self) -> str:
@@ -211,10 +206,10 @@ class Analysis:
         if self.measurement is None:
             return ()
         with self.time.counted(CAUSES):
-            if self.view is None:
-                return ()
             if self.drawn is not None:
                 return findings_of_drawn(self.drawn, self.measurement.comparison)
+            if self.view is None:
+                return ()
             return diagnose(self.view, self.measurement.comparison, in_part=True)
 
     @cached_property
@@ -239,11 +234,10 @@ class Analysis:
         if self.measurement is None:
             return Localisation()
         if self.view is None:
-            structure = self.measurement.comparison.structure
+            structure, why = self.measurement.comparison.structure, self.why_not_watched
             before = self._view_of_step if structure and self._request.step_count == 1 else None
-            expected = self._expected.reference.expected
-            why = self.why_not_watched, self.why_no_view
-            where = where_without_view(self.observed, expected, before, *why)
+            right = self._expected.reference.expected
+            where = where_without_view(self.observed, right, before, why, self.why_no_view)
             if structure or not self._later_weights_are_wrong:
                 return Localisation(whereabouts=where)
             return Localisation(weight_multiples=self._multiples_of_weights(), whereabouts=where)
@@ -295,8 +289,8 @@ class Analysis:
 
     def _expected_of_step(self, sample: ElementSample[str], step: int) -> Tensor:
         step = 0 if self._request.compare == "update" else step
-        expected = self._expected.reference.expected
-        return sample.of({name: expected[step, name] for name in sample.sizes})
+        right = self._expected.reference.expected
+        return sample.of({name: right[step, name] for name in sample.sizes})
 
     def _cache(self, step: int) -> GradientCache:
         request = self._request

@@ -24,7 +24,15 @@ from tests.diagnosis.names.drawing_models import (
     right,
     sums,
 )
-from tests.diagnosis.names.small_case import Loss, average, by_hand, case, checked, squares
+from tests.diagnosis.names.small_case import (
+    Loss,
+    average,
+    by_hand,
+    case,
+    checked,
+    report_of,
+    squares,
+)
 from tests.diagnosis.names.test_random_numbers import FunctionalDropout, Layers
 
 pytestmark = pytest.mark.self_check
@@ -43,8 +51,8 @@ def test_the_numbers_of_another_device_are_the_only_difference(model: Any, loss:
     verdict = check(case("1x4", model=model, loss=loss), right(loss, another_device))
     assert verdict.causes == ("dropout_differs_from_reference",), verdict
     assert verdict.numbers_are_known
-    assert "Rank 0 drew at" in told(verdict)
     assert SAME in told(verdict)
+    assert "Rank 0 drew at" in report_of(verdict)
 
 
 @pytest.mark.parametrize("device", [on_the_cpu, another_device])
@@ -126,7 +134,7 @@ def test_the_numbers_are_the_only_difference_in_other_cases(changes: dict[str, A
 def test_the_line_that_drew_is_shown_with_its_rank() -> None:
     verdict = check(case("1x2", model=GeneratorOfTheRank), right(squares, on_the_cpu))
     assert verdict.causes == ("dropout_differs_from_reference",), verdict
-    assert "Rank 0 drew at drawing_models.py:" in told(verdict)
+    assert "Rank 0 drew at drawing_models.py:" in report_of(verdict)
     line = verdict.findings[0].lines[0]
     assert line.note == "rank 0 drew here"
     assert line.line.function == "changed"
@@ -154,7 +162,7 @@ def test_a_check_without_a_difference_records_no_numbers(monkeypatch: Any) -> No
 def test_without_a_second_run_nothing_is_said_of_numbers() -> None:
     verdict = checked(case("1x2", model=FunctionalDropout), right(squares, another_device), False)
     assert verdict.outcome == "different"
-    assert "Rank 0 drew" not in told(verdict)
+    assert "Rank 0 drew" not in report_of(verdict)
 
 
 def test_no_step_is_excused_if_the_numbers_do_not_give_what_the_ranks_computed(
