@@ -24,7 +24,7 @@ from ddp_equivalence.diagnosis.reference_draws import ReferenceDraws
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.time_left import DRAWS, OutOfTime
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces, pieces_of, rows_by_rank
+from ddp_equivalence.diagnosis.whereabouts.pieces import Piece, Pieces, pieces_of, rows_by_rank
 from ddp_equivalence.diagnosis.whereabouts.replay import first_difference
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.observation import Indices
@@ -162,24 +162,29 @@ def _is_what_was_drawn(
     """
     fitting, with_other_numbers = 0, 0
     for part in table.parts:
-        found = view.observed.backwards(part.rank)[part.number].gradient
-        if found is None or len(found) != len(view.expected):
+        seen = view.observed.backwards(part.rank)[part.number].gradient
+        if seen is None or len(seen) != len(view.expected):
             continue
-        found = view.setting.scale * found
+        found = view.setting.scale * seen
         if pieces.factor_between(found, examples.of_part(part).gradient) is not None:
             fitting += 1
             other = view.examples.gradient(part.examples)
             with_other_numbers += pieces.factor_between(found, other) is not None
     if fitting > with_other_numbers or fitting >= (1 - MOST_WRONG) * len(table.parts):
         return True
-    with_numbers = pieces_of(replace(view, examples=examples))
-    return with_numbers is not None and all(
-        (one := first_difference(with_numbers, piece)) is not None
-        and one.what == "none"
-        and (other := first_difference(pieces, piece)) is not None
-        and other.what != "none"
-        for piece in pieces.all[:MOST_REPLAYED]
+    with_numbers, tried = pieces_of(replace(view, examples=examples)), pieces.all[:MOST_REPLAYED]
+    if with_numbers is None or not tried:
+        return False
+    return all(
+        _modules_agree(with_numbers, piece) and _modules_agree(pieces, piece) is False
+        for piece in tried
     )
+
+
+def _modules_agree(pieces: Pieces, piece: Piece) -> bool | None:
+    """True if all modules returned what they return for the rows alone; None if not known."""
+    found = first_difference(pieces, piece)
+    return None if found is None else found.what == "none"
 
 
 def _divided_as_the_big_batch(

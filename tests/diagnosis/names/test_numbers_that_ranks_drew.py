@@ -125,7 +125,7 @@ def test_another_loss_is_shown_although_every_rank_draws_other_numbers() -> None
     "changes", [{"dtype": torch.float32}, {"layout": "2x2"}, {"layout": "1x1"}]
 )
 def test_the_numbers_are_the_only_difference_in_other_cases(changes: dict[str, Any]) -> None:
-    fields = {"layout": "1x4", "model": FunctionalDropout} | changes
+    fields: dict[str, Any] = {"layout": "1x4", "model": FunctionalDropout} | changes
     verdict = check(case(**fields), right(squares, another_device))
     assert verdict.causes == ("dropout_differs_from_reference",), verdict
     assert SAME in told(verdict)
