@@ -117,11 +117,17 @@ def _judge(request: Request) -> Verdict:
             known = partial(known, examples=expected.reference.examples, analysis=analysis)
             measurement = measure(ranks, request, expected, request.deadline, analysis.sample)
             if not (measurement.outdated or measurement.comparison.same):
-                second = observe(ranks, request, request.deadline, analysis.sample_of_step(0))
+                second = observe(
+                    ranks,
+                    request,
+                    request.deadline,
+                    analysis.sample_of_step(0),
+                    bool(analysis.draws),
+                )
                 wrong = wrong_collectives(ranks, request)
         if second.needs_fresh_ranks:
             sample = analysis.sample_of_step(0)
-            second = observe_on_fresh_ranks(request, request.deadline, sample)
+            second = observe_on_fresh_ranks(request, request.deadline, sample, bool(analysis.draws))
         analysis.observed, analysis.why_not_watched = second.by_rank, second.why_not
         analysis.time = _time_left(request, started)
     except RankFailed as error:

@@ -19,6 +19,8 @@ from ddp_equivalence.diagnosis.batch_parts import PartsByRank
 from ddp_equivalence.diagnosis.catalogue_cache import catalogue_cache, without_ranks
 from ddp_equivalence.diagnosis.diagnose import diagnose
 from ddp_equivalence.diagnosis.divisors import Divisors, find_divisors
+from ddp_equivalence.diagnosis.drawn_findings import findings_of_drawn
+from ddp_equivalence.diagnosis.drawn_numbers import DrawnView, drawn_view
 from ddp_equivalence.diagnosis.example_gradients import GradientCache
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.localisation import Localisation, localise, multiples_of_weights
@@ -28,6 +30,7 @@ from ddp_equivalence.diagnosis.measured_view import (
     with_measurement,
 )
 from ddp_equivalence.diagnosis.nearest_fault import NearestFault, nearest_fault
+from ddp_equivalence.diagnosis.reference_draws import ReferenceDraws, draws_of_the_big_batch
 from ddp_equivalence.diagnosis.setting import setting_of
 from ddp_equivalence.diagnosis.share_fit import NoShares
 from ddp_equivalence.diagnosis.shares import Shares, shares_of
@@ -41,15 +44,9 @@ from ddp_equivalence.diagnosis.time_left import (
     TimeLeft,
 )
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.diagnosis.whereabouts.beside_one_rank import (
-    BesideOneRank,
-    asking_one_rank,
-    beside_one_rank,
-)
+from ddp_equivalence.diagnosis.whereabouts import beside_one_rank
 from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import with_one_rank
-from ddp_equivalence.diagnosis.whereabouts.missing_gradients import where_gradients_are_missing
-from ddp_equivalence.diagnosis.whereabouts.replayed_loss import replay_of_a_shard
-from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, not_seen
+from ddp_equivalence.diagnosis.whereabouts.without_view import where_without_view
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.measure import Measurement
 from ddp_equivalence.measurement.observation import Observation
@@ -80,13 +77,13 @@ class Analysis:
         self.observed: Mapping[int, Observation] = {}
         self.why_not_watched = ""
         self.time = TimeLeft()
-        self._beside: BesideOneRank | None = None
+        self._beside: beside_one_rank.BesideOneRank | None = None
 
     def compare_with_one_rank(self) -> None:
         """Run the step on one rank as well, where a difference has no known cause."""
         has_cause = bool(self.findings) and self.findings[0].accepted
         if self.view is not None and not has_cause:
-            self._beside = beside_one_rank(self.view, self._request)
+            self._beside = beside_one_rank.beside_one_rank(self.view, self._request)
 
     @property
     def lowest_dtype(self) -> torch.dtype:
@@ -156,14 +153,34 @@ class Analysis:
     @cached_property
     def view(self) -> View | None:
         """The first step that differs, as hypotheses see it; None if nothing can be fitted."""
+        return self.drawn.view if self.drawn is not None else self._plain_view
+
+    @cached_property
+    def draws(self) -> ReferenceDraws | None:
+        """The random numbers that the big batch draws; None if no other can be given to it."""
+        of_one_step = self._request.compare == "gradients" and self._request.step_count == 1
+        try:
+            view = self._view_of_step(0) if of_one_step else None
+        except BadCase:  # the batch cannot be built a second time
+            return None
+        return None if view is None else draws_of_the_big_batch(view.setting)
+
+    @cached_property
+    def drawn(self) -> DrawnView | None:
+        """The view with the random numbers that the ranks drew; None if they are not known."""
+        if self.measurement is None or self._plain_view is None or self.draws is None:
+            return None
+        return drawn_view(self._plain_view, self.measurement.comparison, self.draws)
+
+    @cached_property
+    def _plain_view(self) -> View | None:
+        """The same with the random numbers that the big batch draws by itself."""
         if self.measurement is None or self.why_no_view:
             return None
         step = self.first_wrong_step
-        view = self._view_of_step(step)
-        if view is None:
-            return None
-        view = with_measurement(view, self.measurement, self.observed, step, self.repeated is False)
-        return asking_one_rank(view, self._request)
+        view, other_bits = self._view_of_step(step), self.repeated is False
+        seen = view and with_measurement(view, self.measurement, self.observed, step, other_bits)
+        return seen and beside_one_rank.asking_one_rank(seen, self._request)
 
     @cached_property
     def why_no_view(self) -> str:
@@ -188,6 +205,8 @@ class Analysis:
         if self.measurement is None:
             return ()
         with self.time.counted(CAUSES):
+            if self.drawn is not None:
+                return findings_of_drawn(self.drawn, self.measurement.comparison)
             if self.view is None:
                 return ()
             return diagnose(self.view, self.measurement.comparison, in_part=True)
@@ -214,8 +233,11 @@ class Analysis:
         if self.measurement is None:
             return Localisation()
         if self.view is None:
-            where = self._without_view()
-            if self.measurement.comparison.structure or not self._later_weights_are_wrong:
+            structure, why = self.measurement.comparison.structure, self.why_not_watched
+            before = self._view_of_step if structure and self._request.step_count == 1 else None
+            right = self._expected.reference.expected
+            where = where_without_view(self.observed, right, before, why, self.why_no_view)
+            if structure or not self._later_weights_are_wrong:
                 return Localisation(whereabouts=where)
             return Localisation(weight_multiples=self._multiples_of_weights(), whereabouts=where)
         has_cause = bool(self.findings) and self.findings[0].accepted
@@ -230,24 +252,6 @@ class Analysis:
     @property
     def _later_weights_are_wrong(self) -> bool:
         return self._request.compare == "update" and self._request.step_count > 1
-
-    def _without_view(self) -> Whereabouts | None:
-        """What can be said about where a difference is that nothing can be fitted to."""
-        assert self.measurement is not None
-        structure = self.measurement.comparison.structure
-        if not self.observed:
-            why = self.why_not_watched
-            return not_seen("there was no second run" + (f", because {why}" if why else ""))
-        if structure and self._request.step_count == 1:
-            names = [
-                name
-                for (_, name), one in self._expected.reference.expected.items()
-                if one is not None
-            ]
-            view = self._view_of_step(0)
-            replay = None if view is None else replay_of_a_shard(view.setting, self.time)
-            return where_gradients_are_missing(self.observed, names, replay)
-        return not_seen(self.why_no_view)
 
     def _view_of_step(self, step: int) -> View | None:
         """One step as hypotheses see it before the ranks run; None if nothing can be predicted."""
@@ -277,19 +281,15 @@ class Analysis:
     def _multiples_of_weights(self) -> Mapping[str, float]:
         """Parameter -> c, where the error of its update is c times its initial weights."""
         assert self.measurement is not None
-        sample = self.sample_of_step(0)
-        measured = {name: one for (_, name), one in self.measurement.measured[0].items()}
-        return multiples_of_weights(
-            self._request.case,
-            sample,
-            self._expected_of_step(sample, 0),
-            sample.joined({name: one for name, one in measured.items() if name in sample.sizes}),
-        )
+        sample, measured = self.sample_of_step(0), self.measurement.measured[0]
+        known = {name: one for (_, name), one in measured.items() if name in sample.sizes}
+        right = self._expected_of_step(sample, 0)
+        return multiples_of_weights(self._request.case, sample, right, sample.joined(known))
 
     def _expected_of_step(self, sample: ElementSample[str], step: int) -> Tensor:
         step = 0 if self._request.compare == "update" else step
-        expected = self._expected.reference.expected
-        return sample.of({name: expected[step, name] for name in sample.sizes})
+        right = self._expected.reference.expected
+        return sample.of({name: right[step, name] for name in sample.sizes})
 
     def _cache(self, step: int) -> GradientCache:
         request = self._request

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.diagnosis.draw_table import DrawTable, Part
 from ddp_equivalence.diagnosis.loss_and_gradient import Drawn, loss_and_gradient_of
 from ddp_equivalence.diagnosis.parameter_elements import ParameterElements
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.setting import Setting
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.faults.plant import without_planted_faults
+from ddp_equivalence.measurement.random_draws import Draw
 from ddp_equivalence.ranks.threads import threads_for
 from ddp_equivalence.strategies.sharded_batch import Indices
 
@@ -47,6 +49,8 @@ class ExampleGradients:
     gradients of the earlier steps' big batches. ``time``: counts what computing them takes; a
     gradient that there is no time for raises OutOfTime. ``whole``: if these are the gradients of
     some parameters only, the gradients of all, which are computed once for every part.
+    ``draws``: the random numbers that are drawn for every example, if they are given.
+    ``adds_up``: the gradient of the big batch is then the sum of those of parts, not their mean.
     """
 
     setting: Setting
@@ -56,6 +60,8 @@ class ExampleGradients:
     cache: GradientCache = field(default_factory=dict)
     time: TimeLeft = field(default_factory=TimeLeft)
     whole: ExampleGradients | None = None
+    draws: DrawTable | None = None
+    adds_up: bool = False
 
     def only(self, names: Sequence[str]) -> ExampleGradients:
         """The gradients of these parameters alone."""
@@ -89,6 +95,8 @@ class ExampleGradients:
         """
         if self.whole is not None:
             return self.whole.draws_random_numbers
+        if self.draws is not None:
+            return False  # they are given
         everything = tuple(range(self.setting.example_count))
         known = [one for (part, _), one in self.cache.items() if part and one.loss == one.loss]
         if not (known or [self.compute(everything)])[0].drew:
@@ -148,6 +156,67 @@ class ExampleGradients:
         other_numbers: bool = False,
         buffers: Mapping[str, Tensor] | None = None,
     ) -> LossAndGradient:
+        if self.draws is None:
+            return self._of_draws(examples, generator, other_numbers, buffers)
+        if parts := self.draws.parts_of(examples):  # ranks that read the same draw other numbers
+            of_parts = [
+                self._of_draws(examples, b"", False, buffers, tuple(self.draws.of_part(part)))
+                for part in parts
+            ]
+            return LossAndGradient(
+                sum(one.loss for one in of_parts) / len(of_parts),
+                torch.stack([one.gradient for one in of_parts]).mean(0),
+                True,
+            )
+        groups = self.draws.groups(examples)
+        of_groups = [
+            self._of_draws(
+                of_group, b"", False, buffers, tuple(self.draws.draws_for(of_group, owner))
+            )
+            for owner, of_group in groups
+        ]
+        if len(groups) == 1:
+            return of_groups[0]
+        weights = [self.weight_of(len(of_group), len(examples)) for _, of_group in groups]
+        pairs = list(zip(weights, of_groups, strict=True))
+        return LossAndGradient(
+            sum(weight * one.loss for weight, one in pairs),
+            torch.stack([weight * one.gradient for weight, one in pairs]).sum(0),
+            True,
+        )
+
+    def weight_of(self, some: int, examples: int) -> float:
+        """The weight of the gradient of some of these examples in the gradient of all."""
+        return 1.0 if self.adds_up else some / examples
+
+    def drawn_for(self, examples: Indices) -> list[Draw] | None:
+        """The random numbers for these examples; None if none are given, or not to all at once."""
+        groups = [] if self.draws is None else self.draws.groups(examples)
+        if self.draws is None or len(groups) != 1:
+            return None
+        return self.draws.draws_for(examples, groups[0][0])
+
+    def of_part(self, part: Part) -> LossAndGradient:
+        """The loss and gradient of a part, with the random numbers that were drawn for it."""
+        assert self.draws is not None
+        with self._computing(part.examples):
+            return self._of_draws(part.examples, b"", False, None, tuple(self.draws.of_part(part)))
+
+    def as_if_drawn_by(self, owner: int, examples: Indices) -> LossAndGradient:
+        """The same of any examples, with the numbers of one part where examples share them."""
+        assert self.draws is not None
+        with self._computing(examples):
+            draws = tuple(self.draws.draws_for(examples, owner))
+            return self._of_draws(examples, b"", False, None, draws)
+
+    def _of_draws(
+        self,
+        examples: Indices,
+        generator: bytes,
+        other_numbers: bool,
+        buffers: Mapping[str, Tensor] | None,
+        draws: tuple[Draw, ...] | None = None,
+    ) -> LossAndGradient:
         setting, sample, drawn = self.setting, self.parameters.sample, Drawn()
         try:
             loss, gradients = loss_and_gradient_of(
@@ -159,6 +228,7 @@ class ExampleGradients:
                 other_numbers,
                 drawn,
                 buffers,
+                draws,
             )
         except BadCase:
             return LossAndGradient(float("nan"), torch.full_like(self.expected, torch.nan))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.case import Case
+from ddp_equivalence.measurement.random_draws import Draw, DrawReplay
 from ddp_equivalence.reference import in_dtype, loss_of_the_case, train
 
 OTHER_SEED = 7_919
@@ -53,6 +54,7 @@ def loss_and_gradient_of(
     other_numbers: bool = False,
     drawn: Drawn | None = None,
     buffers: Mapping[str, Tensor] | None = None,
+    draws: Sequence[Draw] | None = None,
 ) -> tuple[float, dict[str, Tensor | None]]:
     """The float64 loss of ``batch`` alone and its gradient by parameter name.
 
@@ -60,7 +62,8 @@ def loss_and_gradient_of(
     state that torch's generator gets before each forward pass; empty means the usual state.
     ``other_numbers``: let all generators draw others than usual. ``drawn`` is told whether anything
     was drawn. ``buffers``: what the model's buffers hold before the last forward pass, if it is not
-    what the earlier ones have left.
+    what the earlier ones have left. ``draws``: the random numbers that everything draws; NaN is
+    returned if it draws others.
     Raises BadCase as the reference does, for instance if the loss needs more examples.
     """
     loss = loss_of_the_case(case)
@@ -82,15 +85,14 @@ def loss_and_gradient_of(
             return loss(model, batch)
 
     batches = [in_dtype(one, torch.float64) for one in (*earlier_batches, batch)]
-    gradients, losses = train(
-        case,
-        build_model(case).double(),
-        batches,
-        "gradients",
-        lr,
-        with_generators,
-    )
+    model, replay = build_model(case).double(), DrawReplay(draws or ())
+    with nullcontext() if draws is None else replay.watching():
+        gradients, losses = train(case, model, batches, "gradients", lr, with_generators)
     last = len(batches) - 1
+    if draws is not None and not replay.complete:
+        return float("nan"), {
+            name: torch.full_like(one, torch.nan) for name, one in model.named_parameters()
+        }
     return losses[-1], {
         name: gradient for (step, name), gradient in gradients.items() if step == last
     }

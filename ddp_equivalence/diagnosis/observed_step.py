@@ -29,12 +29,15 @@ class ObservedStep:
     ``by_rank``: rank -> what was seen of it; empty where the step did not run a second time.
     ``left_other_bits``: the second run left other gradients than the first. ``first_run``: rank ->
     the collectives of the first run, which are used where nothing was seen of a second one.
+    ``examples_computed``: the micro-batches of each rank, as its gradients show them where its rows
+    were not recognised.
     """
 
     setting: Setting
     by_rank: Mapping[int, Observation]
     left_other_bits: bool = False
     first_run: Mapping[int, tuple[Collective, ...] | None] = field(default_factory=dict)
+    examples_computed: PartsByRank | None = None
 
     def only(self, positions: Tensor) -> ObservedStep:
         """The same observations, with these elements of the gradients that were computed."""
@@ -85,7 +88,7 @@ class ObservedStep:
     def examples_read(self) -> PartsByRank | None:
         """The micro-batches that each rank read; None unless they are known for every rank."""
         if self._read is None:
-            return None
+            return self.examples_computed
         first = self.setting.first_example
         return tuple(
             tuple(tuple(index - first for index in part) for part in parts)
@@ -95,6 +98,8 @@ class ObservedStep:
     @cached_property
     def times_read(self) -> Counter[int]:
         """Example -> the number of times that it was read on all ranks together."""
+        if self._read is None and self.examples_computed is not None:
+            return Counter(i for parts in self.examples_computed for part in parts for i in part)
         times = Counter[int]() if self._read is None else self._read.times
         return Counter({i - self.setting.first_example: count for i, count in times.items()})
 
@@ -120,6 +125,13 @@ class ObservedStep:
             return None
         last = first + self.setting.example_count
         return read if all(first <= index < last for index in read.times) else None
+
+    @property
+    def records_draws(self) -> bool:
+        """True if it is known of every rank which random numbers it drew."""
+        return self.covers_every_rank and all(
+            seen.draws is not None for seen in self.by_rank.values()
+        )
 
     @property
     def wrappers(self) -> list[Wrapper]:

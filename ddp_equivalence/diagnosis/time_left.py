@@ -19,6 +19,7 @@ WRONG_HALF = "the half of the step that is wrong"
 LOSS = "the loss of the big batch"
 WHEREABOUTS = "where the difference is"
 NEAREST = "nearest known fault"
+DRAWS = "the big batch with the random numbers of the ranks"
 """The parts of an explanation, as a report names those that there was no time for."""
 
 SILENT_SECONDS = 2.0

@@ -65,12 +65,13 @@ def at_work(
     observe: ElementSample[str] | None = None,
     log_operations: bool = False,
     order: tuple[int, ...] = (),
+    log_draws: bool = False,
 ) -> Iterator[RankSet]:
     """Let ranks work on the request, until the end of the block.
 
     Raises BadCase if the step cannot be pickled, RankFailed if ranks cannot be started.
     """
-    message = message_for(request, observe, look_for_float32, log_operations, order)
+    message = message_for(request, observe, look_for_float32, log_operations, order, log_draws)
     timeout = min(request.collective_deadline, deadline / 2)
     acquired = warm_ranks().acquire(
         request.processes, request.lane, timeout, fresh, request.in_process, environment
@@ -86,6 +87,7 @@ def message_for(
     look_for_float32: bool = False,
     log_operations: bool = False,
     order: tuple[int, ...] = (),
+    log_draws: bool = False,
 ) -> bytes:
     """The request as it is sent to the ranks. The other arguments: as in ``Work``.
 
@@ -102,6 +104,7 @@ def message_for(
         look_for_float32=look_for_float32,
         log_operations=log_operations,
         order=order,
+        log_draws=log_draws,
     )
     try:
         return pickling.dumps(run, work)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.measurement.calls import Call, CodeLine
 from ddp_equivalence.measurement.cuts import Cut, OwnBackward
+from ddp_equivalence.measurement.random_draws import Draw
 from ddp_equivalence.measurement.trace import Trace
 from ddp_equivalence.ranks.collectives import Collective
 
@@ -111,6 +112,8 @@ class Observation:
     user's code that ran, each once, in the order of their first run, without those of the forward
     pass. ``trace``: values on the way. ``cuts``: where something without a gradient was computed
     from something that has one. ``own_backwards``: the user's own backward methods that ran.
+    ``draws``: the random numbers that were drawn, if they were recorded, and ``left`` the sampled
+    elements of the gradients that the first step left then. ``draws`` is None without a record.
     """
 
     forwards: tuple[Forward, ...]
@@ -127,6 +130,8 @@ class Observation:
     trace: Trace = field(default_factory=Trace)
     cuts: tuple[Cut, ...] = ()
     own_backwards: tuple[OwnBackward, ...] = ()
+    draws: tuple[Draw, ...] | None = None
+    left: Mapping[str, Tensor] = field(default_factory=dict)
 
     def rows_read(self, step: int) -> tuple[tuple[RowsRead, ...], ...] | None:
         """The rows of each micro-batch of one step; None if they are not known.

@@ -61,7 +61,7 @@ class Observer:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._lookup = ExampleLookup(batch, given, dims)
         self._forwards: list[Forward] = []
-        self._backwards: list[Backward] = []
+        self.backwards: list[Backward] = []
         self._wrappers: list[_WrapperObserver] = []
         self._clipped: list[float] = []
         self._inside = False
@@ -125,7 +125,7 @@ class Observer:
         """Everything that was seen. ``gradients``: what the step has left."""
         return Observation(
             forwards=tuple(self._forwards),
-            backwards=tuple(self._backwards),
+            backwards=tuple(self.backwards),
             wrappers=tuple(wrapper.observed() for wrapper in self._wrappers),
             frozen=tuple(
                 self._names.get(id(parameter), name)
@@ -198,7 +198,7 @@ class Observer:
                     result = differentiate(tensors, *arguments, **named)
             finally:
                 self._inside = False
-            self._backwards.append(
+            self.backwards.append(
                 Backward(
                     loss=loss,
                     forwards=len(self._forwards),

@@ -34,11 +34,13 @@ from ddp_equivalence.faults.plant import PlantedFault, plant_here
 from ddp_equivalence.measurement.buffer_watch import digests_of_buffers
 from ddp_equivalence.measurement.called_with import CalledWith
 from ddp_equivalence.measurement.cuda_evidence import gpus_used, tf32_of
+from ddp_equivalence.measurement.draws_on_rank import with_draws
 from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.measurement.operation_log import OperationLog
 from ddp_equivalence.measurement.parameter_names import ParameterNames
 from ddp_equivalence.measurement.precision_watch import Float32Watch, autocast_entered
 from ddp_equivalence.measurement.races import Races
+from ddp_equivalence.measurement.random_draws import DrawLog
 from ddp_equivalence.measurement.returned import tensors_by_name
 from ddp_equivalence.measurement.work import Evidence, Work
 from ddp_equivalence.ranks import process_state
@@ -91,6 +93,7 @@ def _run_step(
     del whole
     notes: dict[str, Any] = {}
     races = Races(rank.device)
+    draws = DrawLog(lambda: len(observer.backwards)) if observer and work.log_draws else None
     called = CalledWith(given, in_any_order=case.shards == OWN)
     planted = plant_here(work.plant) if work.plant else None
     float32 = Float32Watch() if work.look_for_float32 else None
@@ -102,12 +105,14 @@ def _run_step(
         planted or nullcontext(),
         float32 or nullcontext(),
         log or nullcontext(),
+        draws.watching() if draws else nullcontext(),
     ):
         gradients = _train(rank, work, model, names, given, shards, notes, races, planted, observer)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     collectives = new_collectives()
     gradients = {key: None if one is None else gathered(one) for key, one in gradients.items()}
+    observed = observer.found(gradients, collectives) if observer else None
     dealt = None if case.shards == OWN else tuple(one.indices[rank.rank] for one in shards)
     evidence = Evidence(
         examples=dealt,
@@ -121,7 +126,7 @@ def _run_step(
         gradients=describe(gradients),
         notes=notes,
         planted=planted.fired if planted else None,
-        observed=observer.found(gradients, collectives) if observer else None,
+        observed=observed and with_draws(observed, draws, gradients, work.observe),
         autocast=frozenset(autocast),
         float32_at=float32.found if float32 else "",
         operations=log.found(_of_first_step(gradients)) if log else None,

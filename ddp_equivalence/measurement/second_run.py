@@ -28,9 +28,16 @@ class SecondRun:
 
 
 def observe(
-    ranks: RankSet, request: Request, deadline: float, sample: ElementSample[str]
+    ranks: RankSet,
+    request: Request,
+    deadline: float,
+    sample: ElementSample[str],
+    log_draws: bool = False,
 ) -> SecondRun:
-    """Run the step a second time on the same ranks, and watch it."""
+    """Run the step a second time on the same ranks, and watch it.
+
+    ``log_draws``: also record the random numbers that the ranks draw.
+    """
     if request.in_process:
         return SecondRun(why_not="rank 0 was the process that you started (in_process)")
     if not request.second_look:
@@ -38,21 +45,21 @@ def observe(
     if ranks.broken:
         return SecondRun(needs_fresh_ranks=True)
     try:
-        ranks.submit(message_for(request, sample))
+        ranks.submit(message_for(request, sample, log_draws=log_draws))
         return SecondRun(_observations(ranks, deadline))
     except RankFailed as error:
         return SecondRun(why_not=f"the ranks failed in it: {_first_line(error)}")
 
 
 def observe_on_fresh_ranks(
-    request: Request, deadline: float, sample: ElementSample[str]
+    request: Request, deadline: float, sample: ElementSample[str], log_draws: bool = False
 ) -> SecondRun:
     """Run the step a second time on new ranks, and watch it.
 
     A step that makes a process group of its own leaves ranks that can do no more work.
     """
     try:
-        with at_work(request, deadline, fresh=True, observe=sample) as ranks:
+        with at_work(request, deadline, fresh=True, observe=sample, log_draws=log_draws) as ranks:
             return SecondRun(_observations(ranks, deadline))
     except RankFailed as error:
         return SecondRun(why_not=f"new ranks failed in it: {_first_line(error)}")

@@ -34,7 +34,8 @@ class Work:
     evidence. ``look_for_float32``: the rank only looks where the step computes in float32, and
     sends no gradients. ``log_operations``: the rank records the operations of torch that the step
     runs, and sends no gradients. ``order``: if it is given, the examples of the batch are put into
-    this order first.
+    this order first. ``log_draws``: a rank that is watched also records the random numbers that it
+    draws.
     """
 
     case: Case
@@ -47,6 +48,7 @@ class Work:
     look_for_float32: bool = False
     log_operations: bool = False
     order: tuple[int, ...] = ()
+    log_draws: bool = False
 
 
 @dataclass(frozen=True)

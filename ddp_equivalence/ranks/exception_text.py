@@ -12,7 +12,6 @@ from pathlib import Path
 from ddp_equivalence.ranks.collectives import last_collective
 from ddp_equivalence.ranks.messages import Raised
 
-
 PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 
 

@@ -20,7 +20,11 @@ Judge = Callable[[Request], Verdict]
 
 def judged_again(verdict: Verdict, request: Request, judge: Judge) -> Verdict:
     """The verdict on a request, after all further judgements that it takes."""
-    if verdict.outcome == "different" and masks.are_unpredictable(request):
+    if (
+        verdict.outcome == "different"
+        and not verdict.numbers_are_known
+        and masks.are_unpredictable(request)
+    ):
         return _also_without_dropout(verdict, request, judge)
     if request.is_cast_to_float64:
         return _also_in_own_precision(verdict, request, judge)

@@ -17,6 +17,7 @@ from ddp_equivalence.report.line import Line, Style, labelled, paragraph
 from ddp_equivalence.report.other_causes import other_causes_lines
 from ddp_equivalence.report.parameters import parameters_lines, structure_lines
 from ddp_equivalence.report.precision import precision_lines
+from ddp_equivalence.report.random_numbers import random_number_lines
 from ddp_equivalence.report.shares import shares_lines
 from ddp_equivalence.report.short.screen import short_lines
 from ddp_equivalence.report.without_dropout import without_dropout_lines
@@ -89,6 +90,7 @@ def _different(verdict: Verdict) -> Iterator[list[Line]]:
     yield [
         *cause_lines(verdict),
         *without_dropout_lines(verdict),
+        *random_number_lines(verdict),
         *precision_lines(verdict),
         *_not_tried_lines(verdict),
     ]

@@ -189,6 +189,11 @@ class Verdict:
         return None if self.analysis is None else self.analysis.view
 
     @property
+    def numbers_are_known(self) -> bool:
+        """True if the big batch was given the random numbers that the ranks drew."""
+        return self.analysis is not None and self.analysis.drawn is not None
+
+    @property
     def not_tried(self) -> tuple[str, ...]:
         """The parts of the explanation that the deadline of the case left no time for.
 

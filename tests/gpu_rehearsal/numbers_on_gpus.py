@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Case, Rank, Verdict, check
+from ddp_equivalence.diagnosis import analysis
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
 
 
@@ -128,6 +129,32 @@ def on_one_line(verdict: Verdict) -> str:
 ONLY_MASKS = ("dropout_differs_from_reference",)
 
 
+@pytest.fixture
+def no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ranks drew cannot be given to the big batch, as with fused attention."""
+    monkeypatch.setattr(analysis, "drawn_view", lambda *given: None)
+
+
+@pytest.mark.parametrize("step", [averages, trains_in_ddp])
+@pytest.mark.parametrize("layout", ["1x1", "1x2"])
+def test_the_big_batch_with_the_masks_of_the_gpus_is_what_they_hold(step: Any, layout: str) -> None:
+    verdict = check(case(with_dropout, layout), step)
+    assert (verdict.outcome, verdict.causes) == ("different", ONLY_MASKS), str(verdict)
+    assert "the big batch is what they hold. Rank 0 drew at" in on_one_line(verdict)
+    assert verdict.without_dropout is None
+
+
+@pytest.mark.parametrize(
+    ("step", "cause"),
+    [(sums, "sum_not_mean"), (reduces_one_parameter, "parameter_not_reduced")],
+)
+def test_a_fault_is_named_with_the_masks_of_the_gpus(step: Any, cause: str) -> None:
+    verdict = check(case(with_dropout), step)
+    assert verdict.causes == (cause,), str(verdict)
+    assert "the big batch still differs. Rank 0 drew at" in on_one_line(verdict)
+
+
+@pytest.mark.usefixtures("no_numbers")
 @pytest.mark.parametrize("step", [averages, trains_in_ddp])
 @pytest.mark.parametrize("layout", ["1x1", "1x2"])
 def test_masks_of_a_right_step_differ_and_its_reduction_is_right(step: Any, layout: str) -> None:
@@ -138,6 +165,7 @@ def test_masks_of_a_right_step_differ_and_its_reduction_is_right(step: Any, layo
     assert verdict.without_dropout.outcome == "same"
 
 
+@pytest.mark.usefixtures("no_numbers")
 @pytest.mark.parametrize(
     ("step", "cause"),
     [(sums, "sum_not_mean"), (reduces_one_parameter, "parameter_not_reduced")],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from ddp_equivalence.measurement.cut_watch import TO_PYTHON, CutWatch
 from ddp_equivalence.measurement.cuts import Cut
 from ddp_equivalence.measurement.module_watch import ModuleWatch
 from ddp_equivalence.measurement.observation import Indices
+from ddp_equivalence.measurement.random_draws import Draw, DrawReplay
 from ddp_equivalence.measurement.trace import ModuleCall
 from ddp_equivalence.reference import in_dtype, loss_of_the_case, train
 
@@ -50,7 +53,8 @@ def replay_of(pieces: Pieces, piece: Piece) -> Replay | None:
         return None
     setting = pieces.view.setting
     generator = piece.forward.generator if piece.forward and setting.draws_on_cpu else b""
-    return replay_of_rows(setting, piece.rows, pieces.view.time, generator)
+    draws = pieces.view.examples.drawn_for(piece.rows)
+    return replay_of_rows(setting, piece.rows, pieces.view.time, generator, draws)
 
 
 def replay_of_a_shard(setting: Setting, time: TimeLeft) -> Replay | None:
@@ -65,11 +69,16 @@ def replay_of_a_shard(setting: Setting, time: TimeLeft) -> Replay | None:
 
 
 def replay_of_rows(
-    setting: Setting, rows: Indices, time: TimeLeft, generator: bytes = b""
+    setting: Setting,
+    rows: Indices,
+    time: TimeLeft,
+    generator: bytes = b"",
+    draws: Sequence[Draw] | None = None,
 ) -> Replay | None:
     """What the loss of the case does with these rows; None if it cannot be computed.
 
     ``generator``: the state that torch's generator gets before it, unless this is empty.
+    ``draws``: the random numbers that it draws, if they are known.
     """
     loss = loss_of_the_case(setting.case)
     number, inside = -1, False
@@ -100,7 +109,8 @@ def replay_of_rows(
         modules = ModuleWatch(model, lambda: (number, 0, not inside))
         cuts = CutWatch(lambda: (number, 0, not inside))
         try:
-            with modules.watching(), cuts.watching():
+            drawing = nullcontext() if draws is None else DrawReplay(draws).watching()
+            with modules.watching(), cuts.watching(), drawing:
                 train(setting.case, model, batches, "gradients", setting.lr, counted)
         except BadCase:
             return None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.report.line import Line, Style
+from ddp_equivalence.report.random_numbers import random_number_text
 from ddp_equivalence.report.short.text import ended, wrapped_lines
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def _notes(verdict: Verdict) -> Iterator[str]:
         yield f"Compared with plain SGD, learning rate {verdict.lr:g}: is that what the step does?"
     if verdict.repeated is False:
         yield "The same step left other bits when it ran again: a race, or an unseeded generator."
+    if drawn := random_number_text(verdict):
+        yield drawn
     if verdict.float32_at:
         yield f"Off by float32's rounding; the step computes in float32: {verdict.float32_at}"
     if verdict.masks_unpredictable:

@@ -1,0 +1,259 @@
+"""The big batch with the random numbers that the ranks drew, so that only other faults are left.
+
+The second run records what every rank drew. Each rank's own gradient is then computed again from
+its rows and these numbers, on one device. If it is the gradient that the rank was seen to compute,
+the same numbers are given to the big batch, each example's to this example. What still differs
+then is no matter of random numbers, whatever drew them, on whatever device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.comparison.comparison import Comparison
+from ddp_equivalence.diagnosis.draw_table import Draws, DrawTable, Part, joined_draws, table_of
+from ddp_equivalence.diagnosis.example_gradients import ExampleGradients
+from ddp_equivalence.diagnosis.limits_by_parameter import limits_by_name
+from ddp_equivalence.diagnosis.measured_gradients import MeasuredGradients
+from ddp_equivalence.diagnosis.reference_draws import ReferenceDraws
+from ddp_equivalence.diagnosis.residual import nearly_equal
+from ddp_equivalence.diagnosis.time_left import DRAWS, OutOfTime
+from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts.pieces import Piece, Pieces, pieces_of, rows_by_rank
+from ddp_equivalence.diagnosis.whereabouts.replay import first_difference
+from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.measurement.observation import Indices
+
+MOST_WRONG = 0.5
+"""At most this part of the ranks' backward passes may have computed something else than their rows
+and numbers give: this is then a fault of their own.
+"""
+
+MOST_REPLAYED = 4
+"""The modules are compared in so many backward passes."""
+
+
+@dataclass(frozen=True)
+class DrawnView:
+    """``view``: of the step, with the numbers that the ranks drew in the big batch as well."""
+
+    view: View
+    table: DrawTable
+
+    @property
+    def nothing_else_differs(self) -> bool:
+        """True if the big batch with these numbers is what every rank holds."""
+        return not self.view.measured.differing
+
+    @property
+    def lines_of_rank_0(self) -> list[CodeLine]:
+        """The lines under which rank 0 drew these numbers, each once, in their order."""
+        lines = [one.line for part in self.table.parts if part.rank == 0 for one in part.draws]
+        return list(dict.fromkeys(line for line in lines if line is not None))
+
+
+def drawn_view(view: View, comparison: Comparison, reference: ReferenceDraws) -> DrawnView | None:
+    """The view in which the big batch draws what the ranks drew; None if that is not known.
+
+    ``reference``: what the big batch draws by itself.
+    """
+    if not view.observed.records_draws:
+        return None
+    with view.time.counted(DRAWS):
+        try:
+            return _drawn_view(view, comparison, reference)
+        except OutOfTime:
+            view.time.leave_out(DRAWS)
+            return None
+
+
+def _drawn_view(view: View, comparison: Comparison, reference: ReferenceDraws) -> DrawnView | None:
+    pieces, parts = pieces_of(view), _parts(view, reference)
+    if pieces is None or parts is None or reference.axes is None:
+        return None
+    for interleaved in (False, True):
+        table = table_of(
+            parts, reference.draws, reference.axes, view.setting.example_count, interleaved
+        )
+        if table is None or (interleaved and not table.may_be_interleaved):
+            return None
+        examples = _big_batch(replace(view.examples, cache={}, draws=table), table)
+        if examples is not None and _is_what_was_drawn(view, pieces, examples, table):
+            return DrawnView(_view(view, comparison, examples, table), table)
+    return None
+
+
+def _big_batch(examples: ExampleGradients, table: DrawTable) -> ExampleGradients | None:
+    """The examples with the big batch that has these numbers; None if it is not known.
+
+    The order of the examples must not matter, or the numbers do not belong to single examples.
+    """
+    divided = _divided_as_the_big_batch(examples, table)
+    if divided is None:
+        return None
+    everything = tuple(range(len(table.owners)))
+    expected = divided.compute(everything).gradient
+    turned = divided.compute(everything[::-1]).gradient
+    if not bool(expected.isfinite().all()) or not nearly_equal(expected, turned):
+        return None
+    return replace(divided, expected=expected)
+
+
+def _parts(view: View, reference: ReferenceDraws) -> list[Part] | None:
+    rows = rows_by_rank(view)
+    found: list[Part] = []
+    for rank, seen in sorted(view.observed.by_rank.items()):
+        drawn: list[tuple[Draws, ...]] = []
+        for number in range(len(seen.backwards)):
+            joined = joined_draws([one for one in seen.draws or () if one.piece == number])
+            if joined is None or len(joined) < len(reference.draws):
+                return None
+            # What a sampler or the step draws for itself comes before the loss.
+            drawn.append(tuple(joined[len(joined) - len(reference.draws) :]))
+        examples: Sequence[Indices] | None = rows[rank]
+        if len(rows[rank]) != len(drawn):
+            examples = _dealt(view, rank, drawn, reference)
+        if examples is None:
+            return None
+        found += [
+            Part(rank, number, *of_part)
+            for number, of_part in enumerate(zip(examples, drawn, strict=True))
+        ]
+    return found
+
+
+def _dealt(
+    view: View, rank: int, drawn: Sequence[Sequence[Draws]], reference: ReferenceDraws
+) -> list[Indices] | None:
+    """The examples that the rank was given, dealt to its backward passes in their order.
+
+    How many each has read follows from the shapes of what was drawn.
+    """
+    shards, count = view.setting.shards, view.setting.example_count
+    by_example = [
+        (number, axis) for number, axis in enumerate(reference.axes or ()) if axis is not None
+    ]
+    if shards is None or not by_example:
+        return None
+    number, axis = by_example[0]
+    of_all = reference.draws[number].values.shape
+    if any(draws[number].values.ndim != len(of_all) for draws in drawn):
+        return None
+    sizes = [count * draws[number].values.shape[axis] // of_all[axis] for draws in drawn]
+    ends = list(accumulate(sizes))
+    if not ends or ends[-1] != len(shards[rank]):
+        return None
+    return [tuple(shards[rank][end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _is_what_was_drawn(
+    view: View, pieces: Pieces, examples: ExampleGradients, table: DrawTable
+) -> bool:
+    """True if the numbers give what the ranks computed.
+
+    They give the gradients of most backward passes, which may be multiplied by a number, or one
+    that other numbers do not give. If every rank computes another gradient, they give what all
+    modules returned, and no other numbers do.
+    """
+    fitting, with_other_numbers = 0, 0
+    for part in table.parts:
+        seen = view.observed.backwards(part.rank)[part.number].gradient
+        if seen is None or len(seen) != len(view.expected):
+            continue
+        found = view.setting.scale * seen
+        if pieces.factor_between(found, examples.of_part(part).gradient) is not None:
+            fitting += 1
+            other = view.examples.gradient(part.examples)
+            with_other_numbers += pieces.factor_between(found, other) is not None
+    if fitting > with_other_numbers or fitting >= (1 - MOST_WRONG) * len(table.parts):
+        return True
+    with_numbers, tried = pieces_of(replace(view, examples=examples)), pieces.all[:MOST_REPLAYED]
+    if with_numbers is None or not tried:
+        return False
+    return all(
+        _modules_agree(with_numbers, piece) and _modules_agree(pieces, piece) is False
+        for piece in tried
+    )
+
+
+def _modules_agree(pieces: Pieces, piece: Piece) -> bool | None:
+    """True if all modules returned what they return for the rows alone; None if not known."""
+    found = first_difference(pieces, piece)
+    return None if found is None else found.what == "none"
+
+
+def _divided_as_the_big_batch(
+    examples: ExampleGradients, table: DrawTable
+) -> ExampleGradients | None:
+    """The examples whose gradients add up to those of more examples; None if none are known to.
+
+    Numbers that are drawn once for all examples of a part cannot be given to the big batch. It is
+    then computed part by part, if parts that draw the same make up the big batch.
+    """
+    if not table.differs_by_part:
+        return examples
+    everything = tuple(range(len(table.owners)))
+    owner = table.groups(everything)[0][0]
+    whole = examples.as_if_drawn_by(owner, everything).gradient
+    groups = table.groups(everything)
+    alone = [examples.as_if_drawn_by(owner, group).gradient for _, group in groups]
+    for adds_up in (False, True):
+        candidate = replace(examples, adds_up=adds_up)
+        total = torch.stack(
+            [
+                candidate.weight_of(len(group), len(everything)) * one
+                for (_, group), one in zip(groups, alone, strict=True)
+            ]
+        ).sum(0)
+        if nearly_equal(total, whole):
+            return candidate
+    return None
+
+
+def _view(view: View, comparison: Comparison, examples: ExampleGradients, table: DrawTable) -> View:
+    """The view with this big batch, and with what the ranks left when these numbers were drawn."""
+    measured = view.measured.by_rank
+    if view.observed.left_other_bits:
+        measured = torch.stack(
+            [
+                _joined(view, view.observed.by_rank[rank].left)
+                for rank in view.setting.reporting_ranks
+            ]
+        )
+    limits = limits_by_name(comparison)
+    differing = frozenset(
+        name
+        for name, place in view.parameters.places.items()
+        if not _is_same(measured[:, place], examples.expected[place], limits.get(name, 0.0))
+    )
+    read = tuple(
+        tuple(part.examples for part in table.parts if part.rank == rank)
+        for rank in range(view.world_size)
+    )
+    observed = view.observed
+    if observed.examples_read is None:
+        observed = replace(observed, examples_computed=read)
+    parts = replace(view.parts, examples=examples)
+    if not view.setting.case.is_catalogue and view.parts.by_rank != read:
+        parts = replace(parts, by_rank=read)
+    return replace(
+        view,
+        examples=examples,
+        parts=parts,
+        measured=MeasuredGradients(measured, differing, examples.expected, view.parameters),
+        observed=observed,
+    )
+
+
+def _joined(view: View, left: Mapping[str, Tensor]) -> Tensor:
+    return view.setting.scale * view.parameters.sample.joined(left)
+
+
+def _is_same(measured: Tensor, expected: Tensor, limit: float) -> bool:
+    most = limit * float(expected.norm())
+    return bool(((measured - expected).norm(dim=1) <= most).all())

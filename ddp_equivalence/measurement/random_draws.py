@@ -1,0 +1,210 @@
+"""Records the random numbers that a computation draws, and gives recorded ones to another.
+
+Every operation of torch that draws has one tag, whatever function, module or generator asked for
+it. The functions of Python's ``random`` and of ``numpy.random`` that share one generator are
+wrapped. Numbers that other objects draw are not seen.
+Source: pytorch.org/docs/stable/notes/extending.html, "Extending all torch API with Modes".
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.measurement.code_lines import lines_of
+from ddp_equivalence.measurement.plain_tensors import NotPlain, plain
+
+MOST_DRAWS = 20_000
+MOST_BYTES = 48 * 1024**2
+"""If more is drawn, nothing of it can be given to another computation."""
+
+RANDOM = torch.Tag.nondeterministic_seeded
+
+KEPT = "bernoulli"
+"""The name of every draw of zeros and ones. A GPU draws the mask of dropout by another operation
+than the CPU, which means the same.
+"""
+
+_DROPOUTS = ("native_dropout", "_fused_dropout")
+_MODULES: tuple[tuple[Any, str, str], ...] = (
+    (random, "random", "random"),
+    (np.random, "random_sample", "numpy"),
+)
+"""A module, a function of it that draws, and what its draws are called."""
+
+_NO_DRAWS = ("seed", "getstate", "setstate", "get_state", "set_state", "shuffle")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One draw. ``name``: of the operation, without what differs between devices. ``value``: what
+    it gave, on the CPU; None if this is no tensor or number. ``line``: the innermost line outside
+    torch and this package. ``piece``: how many backward passes had ended before.
+    """
+
+    name: str
+    value: Tensor | None
+    line: CodeLine | None
+    piece: int = 0
+
+
+class _Draws(TorchDispatchMode):
+    """Sees every draw inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """See the draws inside the block."""
+        functions = list(_functions_that_draw())
+        try:
+            for module, name, function, prefix in functions:
+                setattr(module, name, self._wrapped(f"{prefix}.{name}", function))
+            with self:
+                yield
+        finally:
+            for module, name, function, _ in functions:
+                setattr(module, name, function)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if RANDOM in function.tags:
+            name = function.name().partition("::")[2].partition(".")[0]
+            try:
+                if name in _DROPOUTS:
+                    self._drew(KEPT, result[1])
+                    self._dropped(args[0], args[1], *result)
+                else:
+                    self._drew(name.rstrip("_"), result)
+            except NotPlain:
+                self._lost(name)
+        return result
+
+    def _wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def drawing(*arguments: Any, **named: Any) -> Any:
+            return self._number(name, function(*arguments, **named))
+
+        return drawing
+
+    def _drew(self, name: str, result: object) -> None:
+        raise NotImplementedError
+
+    def _dropped(self, given: Tensor, rate: float, output: Tensor, mask: Tensor) -> None:
+        """Called after the mask of a dropout was drawn."""
+
+    def _number(self, name: str, result: Any) -> Any:
+        raise NotImplementedError
+
+    def _lost(self, name: str) -> None:
+        raise NotImplementedError
+
+
+class DrawLog(_Draws):
+    """Records the draws. ``piece()``: how many backward passes have ended."""
+
+    def __init__(self, piece: Callable[[], int] = lambda: 0) -> None:
+        super().__init__()
+        self._piece = piece
+        self._bytes = 0
+        self.draws: list[Draw] = []
+        self.complete = True
+
+    def _drew(self, name: str, result: object) -> None:
+        self._note(name, plain(result) if isinstance(result, Tensor) else None)
+
+    def _number(self, name: str, result: Any) -> Any:
+        self._note(name, _as_tensor(result))
+        return result
+
+    def _lost(self, name: str) -> None:
+        self._note(name, None)
+
+    def _note(self, name: str, value: Tensor | None) -> None:
+        if not self.complete:
+            return
+        if value is not None:
+            kind = torch.bool if name == KEPT else value.dtype
+            value = value.detach().to("cpu", kind, copy=True)
+            self._bytes += value.nbytes
+        _, line = lines_of(sys._getframe(3))
+        self.draws.append(Draw(name, value, line, self._piece()))
+        if len(self.draws) >= MOST_DRAWS or self._bytes > MOST_BYTES:
+            self.complete = False
+
+
+class DrawReplay(_Draws):
+    """Gives these draws to what runs inside the block, in their order, whatever it draws itself.
+
+    ``failed``: it drew something else than what was recorded. Ask ``complete`` afterwards.
+    """
+
+    def __init__(self, draws: Sequence[Draw]) -> None:
+        super().__init__()
+        self._left = deque(draws)
+        self.failed = False
+
+    @property
+    def complete(self) -> bool:
+        """True if every draw was given, and none was missing."""
+        return not self.failed and not self._left
+
+    def _drew(self, name: str, result: object) -> None:
+        value = self._next(name)
+        if value is None or not isinstance(result, Tensor) or result.shape != value.shape:
+            self.failed = True
+        else:
+            result.copy_(value)
+
+    def _dropped(self, given: Tensor, rate: float, output: Tensor, mask: Tensor) -> None:
+        output.copy_(given * mask / (1 - rate) if rate < 1 else given * 0)
+
+    def _number(self, name: str, result: Any) -> Any:
+        value, own = self._next(name), _as_tensor(result)
+        if value is None or own is None or own.shape != value.shape:
+            self.failed = True
+            return result
+        if isinstance(result, np.ndarray):
+            return value.numpy().astype(result.dtype)
+        number = value.tolist()
+        return result.dtype.type(number) if isinstance(result, np.generic) else number
+
+    def _lost(self, name: str) -> None:
+        self.failed = True
+
+    def _next(self, name: str) -> Tensor | None:
+        if not self._left or self._left[0].name != name:
+            self.failed = True
+            return None
+        return self._left.popleft().value
+
+
+def _functions_that_draw() -> Iterator[tuple[Any, str, Callable[..., Any], str]]:
+    """Those of Python and numpy that share one generator: module, name, function, prefix."""
+    for module, known, prefix in _MODULES:
+        owner = getattr(module, known).__self__
+        for name, function in list(vars(module).items()):
+            if getattr(function, "__self__", None) is owner and name not in _NO_DRAWS:
+                yield module, name, function, prefix
+
+
+def _as_tensor(result: object) -> Tensor | None:
+    """A number, array or list of numbers as a tensor; None for anything else."""
+    try:
+        found = torch.as_tensor(np.asarray(result))
+    except (TypeError, ValueError):
+        return None
+    return found

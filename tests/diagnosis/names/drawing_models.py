@@ -1,0 +1,153 @@
+"""Models and losses that draw random numbers, each in its own way, and ranks that draw others.
+
+A GPU draws other numbers than the CPU, where the big batch is computed. ``another_device`` does
+the same on the CPU: what runs inside draws from a generator of its own, and the states of the
+generators that everybody knows stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from ddp_equivalence import Rank
+from tests.diagnosis.names.small_case import Loss, Step, average, squares
+from tests.diagnosis.names.test_random_numbers import RANDOM, Layers
+
+
+class AnotherDevice(TorchDispatchMode):
+    """What draws inside the block draws from a stream of its own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
+        self._state = torch.Generator().manual_seed(seed).get_state()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            return function(*args, **(kwargs or {}))
+        of_cpu = torch.get_rng_state()
+        torch.set_rng_state(self._state)
+        try:
+            return function(*args, **(kwargs or {}))
+        finally:
+            self._state = torch.get_rng_state()
+            torch.set_rng_state(of_cpu)
+
+
+def another_device(rank: Rank) -> AbstractContextManager[object]:
+    return AnotherDevice(100 + rank.rank)
+
+
+def on_the_cpu(rank: Rank) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
+class ModuleDropout(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+
+    def changed(self, hidden: Tensor) -> Tensor:
+        return self.drop(hidden)  # type: ignore[no-any-return]
+
+
+class OneCoin(Layers):
+    """Draws one number for the whole batch."""
+
+    def forward(self, rows: Tensor) -> Any:
+        hidden = torch.tanh(self.first(rows))
+        scale = torch.rand(()).to(hidden.dtype)
+        return self.last(hidden + 2 * scale * torch.tanh(self.middle(hidden)))
+
+
+class GeneratorOfTheRank(Layers):
+    """Draws from a generator that is seeded by rank and device."""
+
+    def changed(self, hidden: Tensor) -> Tensor:
+        rank = dist.get_rank() if dist.is_initialized() else 50
+        generator = torch.Generator(hidden.device).manual_seed(1_000 + rank)
+        noise = torch.randn(hidden.shape, generator=generator, dtype=hidden.dtype)
+        return hidden + 0.3 * noise
+
+
+class Checkpointed(Layers):
+    """Draws its mask again in the backward pass."""
+
+    def changed(self, hidden: Tensor) -> Tensor:
+        return checkpoint(lambda one: F.dropout(one, 0.3), hidden, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class TokensFirst(Layers):
+    """Several masks of each example, those of all examples one after the other."""
+
+    def changed(self, hidden: Tensor) -> Tensor:
+        tokens = torch.stack([hidden, 2 * hidden, -hidden]).reshape(-1, 8)
+        return F.dropout(tokens, 0.3).reshape(3, -1, 8).mean(0)
+
+
+def noisy_squares(model: nn.Module, batch: Any) -> Tensor:
+    """Noise that the loss draws."""
+    outputs = model(batch["rows"])
+    return F.mse_loss(outputs + 0.3 * torch.randn_like(outputs), batch["targets"])
+
+
+DRAWING: list[tuple[Any, Loss]] = [
+    *RANDOM,
+    *((model, squares) for model in (ModuleDropout, OneCoin, GeneratorOfTheRank)),
+    *((model, squares) for model in (Checkpointed, TokensFirst)),
+    (Layers, noisy_squares),
+]
+
+Device = Callable[[Rank], AbstractContextManager[object]]
+
+
+def right(loss: Loss, device: Device) -> Step:
+    def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+        with device(rank):
+            loss(model, shard).backward()
+        average(model, rank.world_size)
+
+    return step
+
+
+def sums(loss: Loss, device: Device) -> Step:
+    def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+        with device(rank):
+            loss(model, shard).backward()
+        average(model, 1)
+
+    return step
+
+
+def leaves_out_rank_1(loss: Loss, device: Device) -> Step:
+    def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+        with device(rank):
+            loss(model, shard).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= rank.rank != 1
+        average(model, rank.world_size)
+
+    return step
+
+
+def keeps_the_last_micro_batch(loss: Loss, device: Device) -> Step:
+    def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+        middle = len(shard["rows"]) // 2
+        with device(rank):
+            for half in (slice(None, middle), slice(middle, None)):
+                model.zero_grad()
+                (loss(model, {name: leaf[half] for name, leaf in shard.items()}) / 2).backward()
+        average(model, rank.world_size)
+
+    return step

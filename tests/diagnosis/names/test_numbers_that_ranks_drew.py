@@ -1,0 +1,177 @@
+"""The big batch is given the random numbers that the ranks drew, so that only faults are left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ddp_equivalence import Rank, check
+from ddp_equivalence.diagnosis import analysis
+from ddp_equivalence.measurement.random_draws import DrawReplay
+from tests.diagnosis.names.drawing_models import (
+    DRAWING,
+    Device,
+    GeneratorOfTheRank,
+    ModuleDropout,
+    another_device,
+    keeps_the_last_micro_batch,
+    leaves_out_rank_1,
+    on_the_cpu,
+    right,
+    sums,
+)
+from tests.diagnosis.names.small_case import (
+    Loss,
+    average,
+    by_hand,
+    case,
+    checked,
+    report_of,
+    squares,
+)
+from tests.diagnosis.names.test_random_numbers import FunctionalDropout, Layers
+
+pytestmark = pytest.mark.self_check
+
+SAME = "With the ranks' random numbers, the big batch is what they hold."
+DIFFERENT = "With the ranks' random numbers, the big batch still differs."
+UNKNOWN = "The big batch could not be given the random numbers of the ranks."
+
+
+def told(verdict: Any) -> str:
+    return " ".join(str(verdict).split())
+
+
+@pytest.mark.parametrize(("model", "loss"), DRAWING)
+def test_the_numbers_of_another_device_are_the_only_difference(model: Any, loss: Loss) -> None:
+    verdict = check(case("1x4", model=model, loss=loss), right(loss, another_device))
+    assert verdict.causes == ("dropout_differs_from_reference",), verdict
+    assert verdict.numbers_are_known
+    assert SAME in told(verdict)
+    assert "Rank 0 drew at" in report_of(verdict)
+
+
+@pytest.mark.parametrize("device", [on_the_cpu, another_device])
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (sums, "sum_not_mean"),
+        (leaves_out_rank_1, "rank_left_out"),
+        (keeps_the_last_micro_batch, "only_last_micro_batch"),
+    ],
+)
+@pytest.mark.parametrize(("model", "loss"), DRAWING)
+def test_random_numbers_excuse_no_fault(
+    model: Any, loss: Loss, fault: Any, cause: str, device: Device
+) -> None:
+    verdict = check(case("1x2", model=model, loss=loss), fault(loss, device))
+    assert verdict.causes == (cause,), verdict
+    assert DIFFERENT in told(verdict)
+
+
+class NormalisedDropout(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def changed(self, hidden: Tensor) -> Tensor:
+        return F.dropout(self.norm(hidden), 0.3)
+
+
+@pytest.mark.parametrize("device", [on_the_cpu, another_device])
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"shards": "5+4+2+1"}, "uneven_shards_weighted_equally"),
+        ({"model": NormalisedDropout}, "batch_norm_local_statistics"),
+    ],
+)
+def test_random_numbers_excuse_no_shard(
+    changes: dict[str, Any], cause: str, device: Device
+) -> None:
+    fields = {"model": FunctionalDropout} | changes
+    verdict = check(case("1x4", **fields), right(squares, device))
+    assert verdict.causes == (cause,), verdict
+    assert DIFFERENT in told(verdict)
+
+
+def reads_the_same_rows(model: nn.Module, batch: Any, rank: Rank) -> None:
+    with another_device(rank):
+        squares(model, {name: leaf[:3] for name, leaf in batch.items()}).backward()
+    average(model, rank.world_size)
+
+
+def test_ranks_that_draw_apart_for_the_same_rows_are_seen_to_read_the_same_rows() -> None:
+    verdict = check(case("1x4", model=FunctionalDropout, shards="own"), reads_the_same_rows)
+    assert verdict.causes == ("every_rank_same_data",), verdict
+
+
+def another_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.l1_loss(model(batch["rows"]), batch["targets"])
+
+
+def test_another_loss_is_shown_although_every_rank_draws_other_numbers() -> None:
+    verdict = check(case("1x4", model=FunctionalDropout), right(another_loss, another_device))
+    assert verdict.causes == (), verdict
+    assert "the loss is not that of its rows" in told(verdict)
+    assert DIFFERENT in told(verdict)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dtype": torch.float32}, {"layout": "2x2"}, {"layout": "1x1"}]
+)
+def test_the_numbers_are_the_only_difference_in_other_cases(changes: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"layout": "1x4", "model": FunctionalDropout} | changes
+    verdict = check(case(**fields), right(squares, another_device))
+    assert verdict.causes == ("dropout_differs_from_reference",), verdict
+    assert SAME in told(verdict)
+
+
+def test_the_line_that_drew_is_shown_with_its_rank() -> None:
+    verdict = check(case("1x2", model=GeneratorOfTheRank), right(squares, on_the_cpu))
+    assert verdict.causes == ("dropout_differs_from_reference",), verdict
+    assert "Rank 0 drew at drawing_models.py:" in report_of(verdict)
+    line = verdict.findings[0].lines[0]
+    assert line.note == "rank 0 drew here"
+    assert line.line.function == "changed"
+
+
+class RandomSlopes(Layers):
+    """What it draws depends on its input, so that it cannot be given to another forward pass."""
+
+    def changed(self, hidden: Tensor) -> Tensor:
+        return F.rrelu(hidden, training=True)
+
+
+def test_numbers_that_cannot_be_given_to_the_big_batch_are_no_excuse_and_no_accusation() -> None:
+    verdict = check(case("1x2", model=RandomSlopes), right(squares, another_device))
+    assert verdict.causes == (), verdict
+    assert not verdict.numbers_are_known
+    assert UNKNOWN in told(verdict)
+
+
+def test_a_check_without_a_difference_records_no_numbers(monkeypatch: Any) -> None:
+    monkeypatch.setattr(analysis, "draws_of_the_big_batch", None)
+    assert check(case("1x2"), by_hand(squares)).outcome == "same"
+
+
+def test_without_a_second_run_nothing_is_said_of_numbers() -> None:
+    verdict = checked(case("1x2", model=FunctionalDropout), right(squares, another_device), False)
+    assert verdict.outcome == "different"
+    assert "Rank 0 drew" not in report_of(verdict)
+
+
+def test_no_step_is_excused_if_the_numbers_do_not_give_what_the_ranks_computed(
+    monkeypatch: Any,
+) -> None:
+    def draws_by_itself(self: DrawReplay, name: str, result: object) -> None:
+        self._next(name)
+
+    monkeypatch.setattr(DrawReplay, "_drew", draws_by_itself)
+    verdict = check(case("1x2", model=ModuleDropout), right(squares, another_device))
+    assert verdict.causes == (), verdict
+    assert not verdict.numbers_are_known
