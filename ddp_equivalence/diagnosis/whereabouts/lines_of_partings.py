@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.lines.divided_by import divisors
 from ddp_equivalence.diagnosis.lines.loss_lines import line_of_loss
 from ddp_equivalence.diagnosis.lines.made_from import lines_behind
@@ -25,6 +27,8 @@ MARKED = "> marks where the ranks part from it."
 
 MOST_PARTINGS = 2
 MOST_SHOWN = 3
+
+ROUNDING = 1e-6
 
 ONLY_RANKS = "one rank does not run it; from here on the values are others"
 
@@ -99,9 +103,10 @@ def _wrong_loss(found: Whereabouts, factor: float, view: View) -> Whereabouts:
     return replace(
         found,
         kind="own gradient",
-        headline=f"the loss has a wrong factor, {factor:.4g}",
-        sentence=f"On one rank every gradient is {factor:.6g} times that of the big batch, too. So "
-        "the loss is multiplied, or divided by another number; the reduction is not to blame.",
+        headline=f"the loss has a wrong factor, {text_of(factor, '.4g')}",
+        sentence=f"On one rank every gradient is {text_of(factor, '.6g')} times that of the big "
+        "batch, too. So the loss is multiplied, or divided by another number; the reduction is not "
+        "to blame.",
         lines=_first_of_each_line(lines),
         fix="",
         beside_one_rank="",
@@ -155,9 +160,15 @@ def _note(parting: Parting, world_size: int) -> str:
     element = 0
     if whole.numel() > 1:
         spread = sum(((part - whole).abs() for part in parts), torch.zeros_like(whole))
-        element = int(spread.argmax())
-    shown = ", ".join(f"{float(part.flatten()[element]):.3g}" for part in parts[:MOST_SHOWN])
+        element = _first_of_largest(spread)
+    shown = ", ".join(text_of(float(part.flatten()[element]), ".3g") for part in parts[:MOST_SHOWN])
     more = ", ..." if world_size > MOST_SHOWN else ""
     which = f", element {element}" if whole.numel() > 1 else ""
-    alone = f"{float(whole.flatten()[element]):.3g}"
+    alone = text_of(float(whole.flatten()[element]), ".3g")
     return f"{name}{which}: {alone} on one rank, here {shown}{more}"
+
+
+def _first_of_largest(values: Tensor) -> int:
+    """The place of the largest value; of several that are equal up to rounding, the first."""
+    largest = values.flatten() >= (1 - ROUNDING) * values.max()
+    return int(largest.int().argmax())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.whereabouts.elements_left_out import elements_left_out
 from ddp_equivalence.diagnosis.whereabouts.followed_values import line_of_other_values
@@ -96,7 +97,7 @@ def _premise(pieces: Pieces, wanted: Wanted) -> str:
     if wanted.weight is None:
         return OTHER
     world_size = pieces.view.world_size
-    what = f"{wanted.weight:.4g} times the sum"
+    what = f"{text_of(wanted.weight, '.4g')} times the sum"
     for value, name in ((1.0, "sum"), (1 / world_size, "mean")):
         if abs(wanted.weight - value) <= SAME_WEIGHT * value:
             what = f"the {name}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_of_no_sync
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.whereabouts.gradient_mix import SAME_WEIGHT, Mix
@@ -135,7 +136,7 @@ def another_factor(
         lines = _where_they_part(pieces, path, good)
     headline = "all ranks count equally, with a wrong factor"
     sentence = "All ranks count equally, but these gradients are "
-    sentence += f"{weight / right:.4g} times what they should be."
+    sentence += f"{text_of(weight / right, '.4g')} times what they should be."
     if abs(weight / right) < NOTHING:
         headline = "gradients are zero in the end"
         sentence = "These gradients are zero in the end, and were not before."
@@ -213,7 +214,9 @@ def other_weights(pieces: Pieces, path: Path, paths: Sequence[Path]) -> Whereabo
         if not own or max(values) - min(values) <= SAME_WEIGHT * max(map(abs, values)):
             continue
         odd = odd_ranks(own)
-        shown = ", ".join(f"rank {rank} {one:.4g}" for rank, one in list(own.items())[:MOST_RANKS])
+        shown = ", ".join(
+            f"rank {rank} {text_of(one, '.4g')}" for rank, one in list(own.items())[:MOST_RANKS]
+        )
         lines = [
             *lines_only_on(pieces.view.observed.by_rank, odd),
             *hooks(pieces, path, station),
