@@ -6,8 +6,12 @@ import math
 from dataclasses import dataclass
 
 from ddp_equivalence.case.steps import GradientKey
+from ddp_equivalence.comparison.digits import in_order
 from ddp_equivalence.comparison.structure import OtherForm
 from ddp_equivalence.comparison.tolerance import Limit
+
+CERTAIN = 1000.0
+"""A parameter that is so many times beyond its limit is wrong, however well it is rounded."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class ParameterComparison:
 
     @property
     def worst(self) -> RankError:
-        return max(self.by_rank, key=lambda rank: (not rank.within, rank.error))
+        return max(self.by_rank, key=lambda rank: (not rank.within, in_order(rank.error)))
 
     @property
     def error(self) -> float:
@@ -133,12 +137,22 @@ class Comparison:
         Parameters that are beyond it equally far, up to rounding, stay in the order of the model.
         """
         beyond = [parameter for parameter in self.parameters if not parameter.same]
-        return tuple(sorted(beyond, key=lambda parameter: -float(f"{_excess(parameter):.6g}")))
+        return tuple(sorted(beyond, key=_how_wrong, reverse=True))
 
     @property
     def worst(self) -> ParameterComparison | None:
         """The parameter nearest to its limit, or furthest beyond it."""
-        return max(self.parameters, key=_excess, default=None)
+        return max(self.parameters, key=_how_wrong, default=None)
+
+
+def _how_wrong(parameter: ParameterComparison) -> tuple[float, float]:
+    """How far beyond its limit the parameter is, and how large the error is.
+
+    Among parameters that are certainly wrong only the error counts: a limit may follow from the
+    rounding that was measured, which is another on every processor.
+    """
+    excess = in_order(_excess(parameter))
+    return CERTAIN if excess > CERTAIN else excess, in_order(parameter.error)
 
 
 def _excess(parameter: ParameterComparison) -> float:

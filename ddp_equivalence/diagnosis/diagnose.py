@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 
 import torch
 
 from ddp_equivalence.comparison.comparison import Comparison
+from ddp_equivalence.comparison.digits import in_order
 from ddp_equivalence.diagnosis.causes import HYPOTHESES, ranks_differ_by_rounding
 from ddp_equivalence.diagnosis.finding import (
     Finding,
@@ -153,18 +155,14 @@ def _compared_with_predictions(
 def _index_of_best(
     predictions: Sequence[Prediction], residuals: Sequence[float], most_unexplained: float
 ) -> int:
-    """The index of the prediction with the smallest residual.
+    """The index of the prediction with the smallest residual; of several, the first.
 
     A fitted prediction is chosen only if no prediction fits that is not fitted.
     """
-    free = [
-        residual
-        for residual, prediction in zip(residuals, predictions, strict=True)
-        if not prediction.fitted
-    ]
-    if free and min(free) <= most_unexplained:
-        return residuals.index(min(free))
-    return residuals.index(min(residuals))
+    free = [number for number, prediction in enumerate(predictions) if not prediction.fitted]
+    if min((residuals[number] for number in free), default=inf) > most_unexplained:
+        free = list(range(len(predictions)))
+    return min(free, key=lambda number: in_order(without_rounding(residuals[number])))
 
 
 def _multiples(factors: Sequence[WrongFactor], view: View) -> Iterator[Prediction]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.hypothesis import Indication
 from ddp_equivalence.diagnosis.lines.lines_of_reduction import common_factor
 from ddp_equivalence.diagnosis.view import View
@@ -21,7 +22,8 @@ def also_on_one_rank(view: View, factor: float) -> Indication | None:
     alone = view.factor_on_one_rank()
     if alone is None or not _equal(alone, factor):
         return None
-    because = f"on one rank with the whole batch the step leaves {factor:.4g} times as much, too"
+    times = text_of(factor, ".4g")
+    because = f"on one rank with the whole batch the step leaves {times} times as much, too"
     return Indication(False, because)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ddp_equivalence.comparison.digits import in_order
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE
 from ddp_equivalence.diagnosis.view import View
@@ -36,6 +37,8 @@ def nearest_fault(view: View) -> NearestFault | None:
             # One wrong rank is enough to be seen.
             errors = (prediction.by_rank - view.expected).norm(dim=1)
             distance = float(errors.max()) / expected_norm
-            if distance > NEGLIGIBLE and (nearest is None or distance < nearest.distance):
+            # Of faults that are equally far away, up to rounding, the first is named.
+            is_nearer = nearest is None or in_order(distance) < in_order(nearest.distance)
+            if distance > NEGLIGIBLE and is_nearer:
                 nearest = NearestFault(hypothesis.name, distance)
     return nearest

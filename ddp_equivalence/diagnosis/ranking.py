@@ -8,6 +8,7 @@ from math import inf
 
 import torch
 
+from ddp_equivalence.comparison.digits import in_order
 from ddp_equivalence.diagnosis.finding import Finding
 
 LEAST_ACCEPTED = 1e-10
@@ -60,5 +61,5 @@ def _most_credible(explaining: list[Finding]) -> list[Finding]:
 
 
 def _position(finding: Finding) -> tuple[bool, bool, float]:
-    residual = inf if finding.unexplained is None else finding.unexplained
+    residual = inf if finding.unexplained is None else in_order(finding.unexplained)
     return not finding.accepted, not finding.fits, 0.0 if finding.accepted else residual

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.measured_gradients import WORST_CONDITION
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.strategies.sharded_batch import Indices
@@ -88,9 +89,8 @@ def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | N
             f"{len(usable)} {name} cannot be told apart by only {len(positions)} elements"
         )
     if condition > min(WORST_CONDITION, 0.5 / torch.finfo(view.setting.dtype).eps):
-        return NoShares(
-            f"the gradients of the {name} are too alike (condition number {condition:.1e})"
-        )
+        shown = text_of(condition, ".1e")
+        return NoShares(f"the gradients of the {name} are too alike (condition number {shown})")
     expected = view.expected[positions]
     measured = view.measured.by_rank[:, positions]
     solution = torch.linalg.lstsq(matrix, torch.stack([expected, *measured], dim=1)).solution
@@ -99,8 +99,8 @@ def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | N
     if left > MOST_UNEXPLAINED:
         words = "the ranks' shards" if name == "ranks" else name
         return NoShares(
-            f"the loss is not a sum over {words}, whose gradients leave {left:.2g} of the big "
-            "batch's gradient unexplained",
+            f"the loss is not a sum over {words}, whose gradients leave {text_of(left, '.2g')} of "
+            "the big batch's gradient unexplained",
             loss_is_no_sum=True,
         )
     if bool((in_big_batch.abs() < NO_SHARE * in_big_batch.abs().max()).any()):
@@ -115,7 +115,7 @@ def fit_shares(view: View, pieces: Sequence[Indices], name: str) -> ShareFit | N
     if worst > MOST_LEFT:
         words = "the ranks' shards" if name == "ranks" else name
         return NoShares(
-            f"no mixture of {words} comes near: {worst:.2g} of the norm is left over",
+            f"no mixture of {words} comes near: {text_of(worst, '.2g')} of the norm is left over",
             left_over=worst,
         )
     return ShareFit(by_rank, unexplained, condition)

@@ -13,6 +13,7 @@ from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.comparison.batch_digest import DataByRank, differing_leaf
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.digest import digest
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.nearest_fault import NearestFault
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
@@ -166,11 +167,12 @@ def against_divergence(reference: Reference, step: int) -> Unknown | None:
     losses = reference.losses[: step + 1]
     if len(losses) < 2 or not abs(losses[-1]) > DIVERGED * abs(losses[0]):
         return None
+    first, last = text_of(losses[0], ".3g"), text_of(losses[-1], ".3g")
     return Unknown(
         UnknownBecause.REFERENCE_DIVERGES,
         f"training on the big batch itself diverges, so rounding decides the result: the loss is "
-        f"{losses[0]:.3g} before the first step and {losses[-1]:.3g} before step {step + 1}, the "
-        "first step that differs. Take a smaller learning rate, or fewer steps",
+        f"{first} before the first step and {last} before step {step + 1}, the first step that "
+        "differs. Take a smaller learning rate, or fewer steps",
     )
 
 

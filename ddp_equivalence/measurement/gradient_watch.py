@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from ddp_equivalence.comparison.digits import in_order
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.measurement.calls import GradientChange
 from ddp_equivalence.measurement.plain_tensors import plain
@@ -164,7 +165,7 @@ def factor_between(before: Tensor, now: Tensor, same: float = SAME_FACTOR) -> fl
         return None
     factor = float(now @ before) / square
     rest = float((now - factor * before).norm())
-    return float(f"{factor:.6g}") if rest <= same * float(now.norm()) else None
+    return in_order(factor) if rest <= same * float(now.norm()) else None
 
 
 def matching_segments(

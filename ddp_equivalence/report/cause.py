@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from math import isfinite
 from typing import TYPE_CHECKING
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.report.line import Line, labelled, paragraph
 from ddp_equivalence.report.watched_run import at_the_loss
 from ddp_equivalence.report.wrapping import rank_names
@@ -119,7 +120,7 @@ def _known(verdict: Verdict) -> Iterator[str]:
     yield from _multiple_of_the_weights(localisation)
     loss = localisation.big_batch_loss
     if loss is not None and (there := at_the_loss(verdict, loss)):
-        yield f"the big batch's loss is {loss:.4g}, and backward began {there}"
+        yield f"the big batch's loss is {text_of(loss, '.4g')}, and backward began {there}"
 
 
 def _not_finite(verdict: Verdict, comparison: Comparison) -> Iterator[str]:
@@ -144,9 +145,9 @@ def _mixture(verdict: Verdict) -> Iterator[str]:
         return  # rounding in float32 is the reason, and the report says so elsewhere
     if unexplained > MIXTURE:
         yield (
-            f"a part of what a rank holds ({unexplained:.2g} of its norm) is not a mixture of the "
-            f"{shares.pieces}' gradients and may come from statistics that examples share, from "
-            "other weights, from other random numbers, or from damage on the way"
+            f"a part of what a rank holds ({text_of(unexplained, '.2g')} of its norm) is not a "
+            f"mixture of the {shares.pieces}' gradients and may come from statistics that examples "
+            "share, from other weights, from other random numbers, or from damage on the way"
         )
     else:
         yield (
@@ -161,7 +162,7 @@ def _multiple_of_the_weights(localisation: Localisation) -> Iterator[str]:
     more = ", ..." if len(localisation.weight_multiples) > MOST_WEIGHTS else ""
     names = ", ".join(list(localisation.weight_multiples)[:MOST_WEIGHTS]) + more
     factors = ", ".join(
-        dict.fromkeys(f"{factor:.2g}" for factor in localisation.weight_multiples.values())
+        dict.fromkeys(text_of(factor, ".2g") for factor in localisation.weight_multiples.values())
     )
     yield (
         f"the error of {names} is {factors} times the weights themselves, so that weight decay or "

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from math import isnan
 from typing import TYPE_CHECKING
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.report.line import Line, Style
 from ddp_equivalence.report.wrapping import plural, rank_names, ratio_text, wrapped
 
@@ -71,7 +72,7 @@ def _divisors_lines(verdict: Verdict) -> list[Line]:
     if divisors.kind == "sum":
         text = "The loss is a sum, divided by nothing: the ranks' losses add up to the big batch's"
     else:
-        counts = _of_every_rank(divisors.counts, "g")
+        counts = _of_every_rank(divisors.counts, ".6g")
         text = (
             f"The loss of a rank's own shard is a mean over {counts} {divisors.unit}; "
             f"the loss of the big batch is a mean over {divisors.big_batch:g}"
@@ -83,7 +84,8 @@ def _divisors_lines(verdict: Verdict) -> list[Line]:
         factors = _of_every_rank(divisors.right_factors, ".4g")
         text += f". To be right, multiply the loss as it is now by {factors}"
         if divisors.kind == "mean" and divisors.reduction is not None:
-            text += f", or the summed loss by {divisors.reduction:.4g} / {divisors.big_batch:g}"
+            reduction = text_of(divisors.reduction, ".4g")
+            text += f", or the summed loss by {reduction} / {divisors.big_batch:g}"
     question = "  Whose mean is it?"
     first, *more = wrapped(f"{question} {text}.", "    ", first="")
     return [Line(first, Style.LABEL, styled=len(question)), *map(Line, more)]
@@ -96,7 +98,7 @@ def _is_whole(number: float) -> bool:
 
 def _of_every_rank(numbers: tuple[float, ...], number_format: str) -> str:
     """The number that all ranks have in common, or else the number of each rank, in order."""
-    texts = [format(number, number_format) for number in numbers]
+    texts = [text_of(number, number_format) for number in numbers]
     if len(set(texts)) == 1:
         return texts[0]
     shown = ", ".join(texts[:8]) + (", ..." if len(texts) > 8 else "")
@@ -135,9 +137,8 @@ def _held_by_rank(comparison: Comparison, rank: int) -> str | None:
         return "NaN: not a number"
     if unexplained > NOT_NEAR:
         return "no multiple of g, and nothing near one"
+    rest = f"{text_of(unexplained, '.2g')} of the norm"
     if unexplained > NO_MULTIPLE:
-        return (
-            f"no multiple of g (nearest: {factor:.2f} g, {unexplained:.2g} of the norm unexplained)"
-        )
-    rest = "nothing" if unexplained < ROUNDING else f"{unexplained:.2g} of the norm"
+        return f"no multiple of g (nearest: {text_of(factor, '.2f')} g, {rest} unexplained)"
+    rest = "nothing" if unexplained < ROUNDING else rest
     return f"{ratio_text(factor)} g   (unexplained: {rest})"

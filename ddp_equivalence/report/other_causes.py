@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import isfinite
 from typing import TYPE_CHECKING
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.report.line import Line, labelled, paragraph
 
 if TYPE_CHECKING:
@@ -57,8 +58,7 @@ def _ruled_out(findings: list[Finding]) -> Iterator[str]:
         rest = finding.unexplained
         rest_text = ""
         if rest is not None and isfinite(rest):
-            # Rounding errors would decide how 0.875 is printed. With this it is always rounded up.
-            rest_text = f"{rest * (1 + 1e-9):.2g} unexplained"
+            rest_text = f"{text_of(rest, '.2g')} unexplained"
         causes_by_rest.setdefault(rest_text, []).append(finding.cause)
     for number, (rest_text, causes) in enumerate(causes_by_rest.items()):
         if number == MOST_RULED_OUT:

@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.report.line import Line, Style, paragraph
 from ddp_equivalence.report.wrapping import ratio_text
 
@@ -83,8 +84,8 @@ def _right(comparison: Comparison) -> list[Line]:
 
 def _numbers(parameter: ParameterComparison) -> str:
     worst, limit = parameter.worst, parameter.limit
-    ratio = ratio_text(worst.ratio)
-    return f"{worst.error:>9.1e}{limit.floor:>9.1e}{limit.relative:>9.1e}{ratio:>17}"
+    numbers = (text_of(one, ".1e") for one in (worst.error, limit.floor, limit.relative))
+    return f"{''.join(f'{number:>9}' for number in numbers)}{ratio_text(worst.ratio):>17}"
 
 
 def _element(parameter: ParameterComparison) -> Iterator[str]:
@@ -92,6 +93,6 @@ def _element(parameter: ParameterComparison) -> Iterator[str]:
     worst = parameter.worst
     if prod(parameter.shape) > 1 and (worst.alone or worst.error <= parameter.limit.relative):
         yield (
-            f"element {list(worst.place)} on rank {worst.rank} is off by {worst.element:.1e}, "
-            f"limit {parameter.limit.element:.1e}"
+            f"element {list(worst.place)} on rank {worst.rank} is off by "
+            f"{text_of(worst.element, '.1e')}, limit {text_of(parameter.limit.element, '.1e')}"
         )

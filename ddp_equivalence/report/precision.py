@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.report.line import Line, paragraph
 
 if TYPE_CHECKING:
@@ -53,13 +54,13 @@ def _in_lower_precision(verdict: Verdict, other: Verdict) -> Iterator[str]:
     judged = f"Judged in {_precision(verdict)}."
     if other.float32_at:
         yield (
-            f"{judged} In float64 it is off by {other.error or 0:.1e}, the rounding of float32, "
-            f"because the step computes in float32: {other.float32_at}."
+            f"{judged} In float64 it is off by {text_of(other.error or 0, '.1e')}, the rounding of "
+            f"float32, because the step computes in float32: {other.float32_at}."
         )
     elif verdict.autocast is not None:
         off = ""
         if other.outcome == "different":  # by more, the verdict would be the one in float64
-            off = f" by {other.error or 0:.1e}, which is the size of float32's rounding"
+            off = f" by {text_of(other.error or 0, '.1e')}, which is the size of float32's rounding"
         yield (
             f"{judged} In float64, where autocast ({_name(verdict.autocast)}) does nothing, the "
             f"outcome is {other.outcome}{off}."
@@ -75,7 +76,8 @@ def _precision(verdict: Verdict) -> str:
 def _outcome(verdict: Verdict) -> str:
     if verdict.error is None or verdict.limit is None:
         return verdict.outcome
-    return f"{verdict.outcome}, error {verdict.error:.1e}  limit {verdict.limit:.1e}"
+    error, limit = text_of(verdict.error, ".1e"), text_of(verdict.limit, ".1e")
+    return f"{verdict.outcome}, error {error}  limit {limit}"
 
 
 def _name(dtype: torch.dtype) -> str:

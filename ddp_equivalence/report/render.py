@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.report.cause import cause_lines
 from ddp_equivalence.report.evidence import evidence_lines
 from ddp_equivalence.report.expected_and_held import expected_and_held_lines
@@ -72,7 +73,7 @@ def _same(verdict: Verdict) -> Iterator[list[Line]]:
     numbers = _error_text(verdict)
     nearest, worst = verdict.nearest, verdict.comparison.worst
     if nearest is not None:
-        numbers += f"  nearest known fault {nearest.distance:.1e}"
+        numbers += f"  nearest known fault {text_of(nearest.distance, '.1e')}"
     reason = f"limit: {worst.limit.reason}; worst parameter: {worst.name}" if worst else ""
     if nearest is not None:
         reason += f"; nearest fault: {nearest.cause}"
@@ -137,8 +138,8 @@ def _error_text(verdict: Verdict) -> str:
     error, floor, limit = verdict.error, verdict.floor, verdict.limit
     if error is None or limit is None:
         return "nothing compared"
-    floor_text = "" if floor is None else f"  floor {floor:.1e}"
-    return f"error {error:.1e}{floor_text}  limit {limit:.1e}"
+    floor_text = "" if floor is None else f"  floor {text_of(floor, '.1e')}"
+    return f"error {text_of(error, '.1e')}{floor_text}  limit {text_of(limit, '.1e')}"
 
 
 def _output_lines(verdict: Verdict) -> list[Line]:

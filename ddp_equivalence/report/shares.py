@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.report.line import Line, Style, labelled, paragraph
 from ddp_equivalence.report.wrapping import plural, rank_names, wrapped
 
@@ -118,10 +119,10 @@ def _examples(shares: Shares) -> Iterator[Line]:
 
 def _conditions(shares: Shares) -> list[Line]:
     unexplained = max(shares.unexplained.values())
-    rest = "nothing" if unexplained < NOTHING else f"{unexplained:.2g} of the norm"
+    rest = "nothing" if unexplained < NOTHING else f"{text_of(unexplained, '.2g')} of the norm"
     text = (
         f"fit of the {shares.pieces}' gradients on {shares.elements} elements; "
-        f"condition number {shares.condition:.3g}; unexplained: {rest}"
+        f"condition number {text_of(shares.condition, '.3g')}; unexplained: {rest}"
     )
     if shares.why_not_examples:
         text += f" (not fitted by example, because {shares.why_not_examples})"
@@ -138,5 +139,4 @@ def _share_text(share: float | None) -> str:
         return "-"
     if abs(share) < OFF:
         return "0.00"  # never -0.00
-    # Rounding errors would decide how 0.875 is printed. With this it is always rounded up.
-    return f"{share + 1e-9:.2f}"
+    return text_of(share, ".2f")

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.examples_read import example_numbers
 from ddp_equivalence.diagnosis.rows_read import NotKnown, examples_read
 from ddp_equivalence.report.wrapping import plural, rank_names
@@ -134,7 +135,7 @@ def _losses(verdict: Verdict) -> Iterator[str]:
     if not all_losses or None in all_losses:
         return
     text_by_rank = {
-        rank: " ".join(f"{loss:.4g}" for loss in losses[:MOST_LOSSES])
+        rank: " ".join(text_of(loss or 0.0, ".4g") for loss in losses[:MOST_LOSSES])
         + (" ..." if len(losses) > MOST_LOSSES else "")
         for rank, losses in losses_by_rank.items()
     }
@@ -150,7 +151,8 @@ def _losses(verdict: Verdict) -> Iterator[str]:
     elif abs(whole - mean) <= SAME_LOSS * abs(whole):
         yield f"{text} (the mean over the ranks is the big batch's loss)"
     else:
-        yield f"{text} (the mean over the ranks is {mean:.4g}, the big batch's loss is {whole:.4g})"
+        numbers = f"is {text_of(mean, '.4g')}, the big batch's loss is {text_of(whole, '.4g')}"
+        yield f"{text} (the mean over the ranks {numbers})"
 
 
 def at_the_loss(verdict: Verdict, whole: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.masks import ON_A_GPU
 from ddp_equivalence.report.line import Line, labelled
 
@@ -26,7 +27,7 @@ def without_dropout_lines(verdict: Verdict) -> list[Line]:
         )
     numbers = ""
     if again.error is not None and again.limit is not None:
-        numbers = f", error {again.error:.1e}  limit {again.limit:.1e}"
+        numbers = f", error {text_of(again.error, '.1e')}  limit {text_of(again.limit, '.1e')}"
     if again.outcome == "different":
         causes = " and ".join(again.causes) or "no known cause fits, so the masks are not the only"
         return labelled(LABEL, f"different{numbers}: {causes}{'' if again.causes else ' cause'}")

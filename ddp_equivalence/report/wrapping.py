@@ -7,6 +7,7 @@ from math import floor, log10
 from textwrap import wrap
 
 from ddp_equivalence.case import settings
+from ddp_equivalence.comparison.digits import text_of
 
 
 def plural(count: int, word: str, more: str = "") -> str:
@@ -38,5 +39,7 @@ def wrapped(text: str, indent: str, first: str | None = None) -> list[str]:
 def ratio_text(ratio: float) -> str:
     """The ratio with as many digits as it takes to see that it is not 1."""
     distance = abs(ratio - 1)
-    digits = 3 if distance < 1e-11 or distance > 0.005 else min(12, 1 - floor(log10(distance)))
-    return f"{ratio:.{digits}f}" if abs(ratio) < 1e4 else f"{ratio:.6g}"
+    digits = 3
+    if 1e-11 <= distance <= 0.005:
+        digits = min(12, 1 - floor(log10(float(text_of(distance, ".3g")))))
+    return text_of(ratio, f".{digits}f") if abs(ratio) < 1e4 else text_of(ratio, ".6g")

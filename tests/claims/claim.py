@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddp_equivalence.comparison.digits import text_of
 from tests.claims import page
 
 
@@ -102,5 +103,5 @@ def claim(
 def cell_text(value: object) -> str:
     """The text of a cell: four digits of a float, and 0 for a float that is only rounding."""
     if isinstance(value, float):
-        return "0" if abs(value) < 1e-12 else f"{value:.4g}"
+        return "0" if abs(value) < 1e-12 else text_of(value, ".4g")
     return str(value)

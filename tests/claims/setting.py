@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ddp_equivalence.comparison.digits import text_of
+
 EXAMPLES = 16
 
 
@@ -40,7 +42,9 @@ def times(gradient: Tensor, expected: Tensor) -> str:
     """The gradient as a multiple of the expected one, g: "4 g", or "no multiple of g (...)"."""
     factor = float(gradient @ expected / (expected @ expected))
     rest = float((gradient - factor * expected).norm() / expected.norm())
-    return f"{factor:.4g} g" if rest < 1e-9 else f"no multiple of g ({rest:.2g} of it unexplained)"
+    if rest < 1e-9:
+        return f"{text_of(factor, '.4g')} g"
+    return f"no multiple of g ({text_of(rest, '.2g')} of it unexplained)"
 
 
 def equal(gradient: Tensor, expected: Tensor) -> bool:
@@ -69,4 +73,4 @@ def weights(gradient: Tensor, parts: list[Tensor]) -> str:
     columns = torch.stack(parts, 1)
     solution = torch.linalg.lstsq(columns, gradient[:, None]).solution[:, 0]
     assert error(columns @ solution, gradient) < 1e-12
-    return " and ".join(f"{weight:.4g}" for weight in solution.tolist())
+    return " and ".join(text_of(weight, ".4g") for weight in solution.tolist())

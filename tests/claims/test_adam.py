@@ -17,6 +17,7 @@ from math import isclose
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.ranks.on_ranks import on_ranks
 from tests.claims.claim import Change, Table, claim
 from tests.claims.toy import Toy, four_processes, one_process
@@ -157,7 +158,7 @@ def test_linear_scaling_with_adam(table: Table, with_noise: float) -> None:
                 lr=f"{factor * toy.lr:g}" + ("" if factor == 1 else f" ({factor:g} times)"),
                 steps=course.steps,
                 w_after_the_epoch=course.weight,
-                distance_compared_with_one_process=f"{ways[name, factor]:.3g} times",
+                distance_compared_with_one_process=f"{text_of(ways[name, factor], '.3g')} times",
             )
     assert isclose(ways["none", 4.0], 1, rel_tol=1e-6)
     assert isclose(ways["none", 2.0], 0.5, rel_tol=1e-6)

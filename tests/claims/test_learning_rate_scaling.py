@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from math import isclose
 
+from ddp_equivalence.comparison.digits import text_of
 from tests.claims.claim import Change, Table, claim
 from tests.claims.toy import Toy, four_processes, one_process
 
@@ -30,7 +31,7 @@ NOISY = 2000
 
 def beside(measured: float, closed_form: float) -> str:
     """The text of a cell with both figures."""
-    return f"{measured:.4g} (closed form {closed_form:.4g})"
+    return f"{text_of(measured, '.4g')} (closed form {text_of(closed_form, '.4g')})"
 
 
 @claim(

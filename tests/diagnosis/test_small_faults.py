@@ -22,9 +22,10 @@ def mlp(layout: str, dtype: torch.dtype = torch.float64) -> Case:
 
 @pytest.mark.parametrize(
     ("dtype", "delta", "shown"),
-    [(torch.float64, 1e-6, "1.0000010 g"), (torch.float32, 1e-3, "1.0010 g")],
+    [(torch.float64, 2e-6, "1.0000020 g"), (torch.float32, 2e-3, "1.0020 g")],
 )
 def test_a_small_factor_is_caught_and_printed(dtype: torch.dtype, delta: float, shown: str) -> None:
+    """No limit of a diagnosis lies at such a factor, so rounding does not decide what is said."""
     verdict = check(mlp("2x2", dtype), off_by_a_factor(delta))
     assert verdict.outcome == "different"
     assert shown in verdict.full_report()
@@ -42,7 +43,7 @@ def last_parameter_is_off(model: nn.Module, shard: Any, rank: Rank) -> None:
     reduce_gradients(model, rank.world_size)
     last = list(model.parameters())[-1]
     assert last.grad is not None
-    last.grad *= 1 + 1e-6
+    last.grad *= 1 + 2e-6
 
 
 def test_one_parameter_that_is_off_is_the_only_one_told() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -54,16 +55,25 @@ class BeforeNorm(nn.Module):
         return F.layer_norm(self.linear(rows) * self.scale, (3,), eps=0.0)
 
 
+SEEDS = range(20)
+WELL_ROUNDED = (3, 4, 5, 8, 11, 12, 14, 16)
+"""With these seeds every limit in bfloat16 is less than half of one that would be useless."""
+
+
 @pytest.mark.parametrize(
-    ("dtype", "unknown"), [(torch.float64, []), (torch.float32, []), (torch.bfloat16, [2, 9])]
+    ("dtype", "known"),
+    [(torch.float64, SEEDS), (torch.float32, SEEDS), (torch.bfloat16, WELL_ROUNDED)],
 )
 def test_a_gradient_that_is_zero_but_for_rounding_is_no_false_alarm(
-    dtype: torch.dtype, unknown: list[int]
+    dtype: torch.dtype, known: Iterable[int]
 ) -> None:
-    """In bfloat16 the rounding of another parameter, linear.bias, is sometimes too large."""
-    cases = [own_case(model=BeforeNorm, dtype=dtype, seed=seed) for seed in range(20)]
+    """In bfloat16 the rounding of another parameter, linear.bias, is sometimes too large to judge
+    it, and whether it is may depend on the processor.
+    """
+    cases = [own_case(model=BeforeNorm, dtype=dtype, seed=seed) for seed in SEEDS]
     outcomes = [check(case, right_step).outcome for case in cases]
-    assert outcomes == ["unknown" if seed in unknown else "same" for seed in range(20)]
+    assert "different" not in outcomes
+    assert {outcomes[seed] for seed in known} == {"same"}
 
 
 def pairs(generator: torch.Generator) -> dict[str, Tensor]:

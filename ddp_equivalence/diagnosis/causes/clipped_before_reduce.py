@@ -8,6 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import ranks_by_number
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
@@ -82,7 +83,9 @@ def _clipped(view: View, kept: Tensor, divisor: int, added: float) -> Prediction
         return None
     ranks = ranks_by_number(torch.nonzero(is_clipped).flatten().tolist())
     held = (factors[:, None] * local).sum(0) / divisor
-    return Prediction(view.on_every_rank(held), f"{ranks} clipped to a norm of {max_norm:.3g}")
+    return Prediction(
+        view.on_every_rank(held), f"{ranks} clipped to a norm of {text_of(max_norm, '.3g')}"
+    )
 
 
 def indication(view: View) -> Indication | None:
@@ -128,7 +131,7 @@ def _reduction_after(place: Place, view: View) -> Call | None:
 
 def _to(place: Place) -> str:
     value = place.first.value
-    return "" if value is None else f" to {value:.3g}"
+    return "" if value is None else f" to {text_of(value, '.3g')}"
 
 
 def _factor(place: Place, rank: int) -> float | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.clipping import (
     Clip,
     clipped,
@@ -32,7 +33,8 @@ def predict(view: View) -> Sequence[Prediction]:
         return ()
     held = replayed(view, by_rank[0], gradients)
     each = torch.stack([clipped(view, rows, clips[0]) for rows in gradients]).sum(0).mean(0)
-    detail = f"{len(gradients)} micro-batches, each clipped to a norm of {clips[0].max_norm:.3g}"
+    most = text_of(clips[0].max_norm, ".3g")
+    detail = f"{len(gradients)} micro-batches, each clipped to a norm of {most}"
     return (
         Prediction(view.on_reporting_ranks(held), detail),
         Prediction(view.on_every_rank(each), detail),

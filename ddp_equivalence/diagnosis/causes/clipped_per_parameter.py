@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.clipping import (
     Clip,
     clipped,
@@ -37,7 +38,7 @@ def predict(view: View) -> Sequence[Prediction]:
     after = view.expected[None]
     for clip in clips:
         after = clipped(view, after, clip)
-    detail = f"{len(clips)} clippings, to a norm of {clips[0].max_norm:.3g} each"
+    detail = f"{len(clips)} clippings, to a norm of {text_of(clips[0].max_norm, '.3g')} each"
     predictions = [Prediction(view.on_every_rank(after[0]), detail)]
     gradients = gradients_by_backward(view)
     by_rank = [events_of(view, rank) for rank in range(view.world_size)]
@@ -77,7 +78,7 @@ def _by_equal_norms(view: View) -> Sequence[Prediction]:
     held = view.expected[None]
     for name in view.parameters.names:
         held = clipped(view, held, Clip(max_norm, (name,), added=0.0))
-    detail = f"{len(shrunk)} parameters have a gradient of norm {max_norm:.3g}"
+    detail = f"{len(shrunk)} parameters have a gradient of norm {text_of(max_norm, '.3g')}"
     return (Prediction(view.on_every_rank(held[0]), detail, fitted=True),)
 
 

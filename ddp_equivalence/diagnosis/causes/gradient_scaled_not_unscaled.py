@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, WrongFactor
 from ddp_equivalence.diagnosis.indications import (
     LOSS_ROUNDING,
@@ -27,12 +28,16 @@ LARGEST_SCALE_POWER = 32
 
 
 def factors(view: View) -> Sequence[WrongFactor]:
-    """Every loss scale, and the inverse of every loss scale."""
+    """Every loss scale, and the inverse of every loss scale, unless the loss was scaled."""
+    loss_factor = common_loss_factor(view) if view.observed.by_rank else None
+    was_scaled = loss_factor is not None and loss_factor >= 2.0**SMALLEST_SCALE_POWER
     factors = []
     for power in range(SMALLEST_SCALE_POWER, LARGEST_SCALE_POWER + 1):
         scale = 2**power
         factors.append(WrongFactor(scale, f"a loss scale of {scale}"))
-        factors.append(WrongFactor(1 / scale, f"divided by {scale}, but never multiplied by it"))
+        if not was_scaled:
+            detail = f"divided by {scale}, but never multiplied by it"
+            factors.append(WrongFactor(1 / scale, detail))
     return tuple(factors)
 
 
@@ -45,7 +50,9 @@ def indication(view: View) -> Indication | None:
     gradient_factor = view.measured.factor
     is_a_scale = loss_factor >= 2.0**SMALLEST_SCALE_POWER * (1 - LOSS_ROUNDING)
     if is_a_scale and gradient_factor and losses_close(loss_factor, gradient_factor):
-        because = f"backward began at {loss_factor:.6g} times the loss of the rank's examples"
+        because = (
+            f"backward began at {text_of(loss_factor, '.6g')} times the loss of the rank's examples"
+        )
         return Indication(True, because)
     if losses_close(loss_factor, 1.0):
         because = "backward began at the loss of the rank's own examples, not scaled"
@@ -84,8 +91,8 @@ def fix(view: View) -> str:
     """Remove the scale."""
     scale = _scale(view)
     if 0 < scale < 1:
-        return f"do not divide by {1 / scale:.6g}: nothing was multiplied by it."
-    number = f"{scale:.6g}" if scale else "the scale"
+        return f"do not divide by {text_of(1 / scale, '.6g')}: nothing was multiplied by it."
+    number = text_of(scale, ".6g") if scale else "the scale"
     if view.observed.calls.places(Kind.SCALE):
         return f"unscale the gradients (scaler.unscale_) after backward: divide them by {number}."
     return f"divide the gradients by {number}, the loss scale, after backward."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, WrongFactor
 from ddp_equivalence.diagnosis.indications import losses_close, losses_of_backwards
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
@@ -42,7 +43,7 @@ def indication(view: View) -> Indication | None:
 def lines(view: View) -> Sequence[PointedLine]:
     """Where the loss is made, and where its gradients are reduced."""
     factor = common_factor(view)
-    note = "a sum, not a mean" + (f": {factor:.6g} times too large" if factor else "")
+    note = "a sum, not a mean" + (f": {text_of(factor, '.6g')} times too large" if factor else "")
     return in_order(view, line_of_unscaled_loss(view, note, True), line_of_reduction(view))
 
 

@@ -8,6 +8,7 @@ from ddp_equivalence.diagnosis.causes import no_all_reduce
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
 from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
+from ddp_equivalence.diagnosis.lines.lines_past_the_wrapper import lines_past_the_wrapper
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
@@ -38,8 +39,9 @@ def lines(view: View) -> Sequence[PointedLine]:
         PointedLine(place.first.chosen_at or place.line, "the module itself is called", True)
         for place in direct[:1]
     ]
+    past = lines_past_the_wrapper(view) if not called else []
     return in_order(
-        view, *(place.pointed("the wrapper is made") for place in wrapped[-1:]), *called
+        view, *(place.pointed("the wrapper is made") for place in wrapped[-1:]), *called, *past
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import losses_close
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
@@ -38,7 +39,7 @@ def predict(view: View) -> Sequence[Prediction]:
     scales = (weights[0] / weights).mean(1)
     if float((scales - 1).abs().max()) < EQUAL or bool((scales <= 0).any()):
         return ()
-    ratio = " : ".join(f"{scale:.4g}" for scale in scales.tolist())
+    ratio = " : ".join(text_of(scale, ".4g") for scale in scales.tolist())
     return tuple(
         Prediction(
             view.on_reporting_ranks((scales[:, None] * local).mean(0) / scales[:, None]),
@@ -53,7 +54,7 @@ def indication(view: View) -> Indication | None:
     ratios = _loss_ratios(view)
     if ratios is None:
         return None
-    values = ", ".join(f"{ratio:.4g}" for ratio in ratios)
+    values = ", ".join(text_of(ratio, ".4g") for ratio in ratios)
     because = f"backward began at {values} times (by rank) the loss of the rank's own examples"
     return Indication(True, because)
 
@@ -109,7 +110,7 @@ def _lines_of_scaled_loss(view: View) -> list[PointedLine]:
     ratios = _loss_ratios(view)
     if ratios is None:
         return []
-    numbers = ", ".join(f"{one:.4g}" for one in ratios[:MOST_NUMBERS])
+    numbers = ", ".join(text_of(one, ".4g") for one in ratios[:MOST_NUMBERS])
     more = ", ..." if len(ratios) > MOST_NUMBERS else ""
     note = f"begins at {numbers}{more} times the loss, by rank"
     return [place.pointed(note, is_fault=True) for place in view.observed.calls.backwards[:1]]
@@ -125,7 +126,7 @@ def _by_rank(place: Place, number: Callable[[Call], float | None]) -> str:
     numbers = [number(place.by_rank[rank][0]) for rank in place.ranks]
     if None in numbers or all(losses_close(one or 0.0, numbers[0] or 0.0) for one in numbers):
         return ""
-    shown = [f"{one:.4g}" for one in numbers[:MOST_NUMBERS] if one is not None]
+    shown = [text_of(one, ".4g") for one in numbers[:MOST_NUMBERS] if one is not None]
     return ", ".join(shown) + (", ..." if len(numbers) > MOST_NUMBERS else "")
 
 

@@ -32,7 +32,8 @@ def _line_if_sets(file: str, node: ast.AST, name: str) -> CodeLine | None:
         targets = [node.target] if node.value is not None else []
     elif isinstance(node, ast.Call):
         for keyword in node.keywords:
-            if keyword.arg == name and called_name(node)[:1].isupper():
+            called = called_name(node)
+            if keyword.arg == name and (called[:1].isupper() or called == "cls"):
                 return line_in_function(file, keyword.value.lineno)
         return None
     else:

@@ -143,6 +143,18 @@ def lines_of_hook_number(view: View, number: float, meaning: str) -> list[Pointe
     return []
 
 
+def lines_of_hook_numbers(view: View, hook: Place) -> list[PointedLine]:
+    """The lines that set what a communication hook multiplies or divides by."""
+    begins = hook.first.made_at
+    run = run_lines(view, hook.ranks[0])
+    return [
+        PointedLine(line, f"sets {name}, by which {begins.function} multiplies or divides")
+        for name in (divisors_in_function(begins) if begins is not None else ())
+        for line in lines_that_set_attribute(run, name)
+        if begins is not None
+    ]
+
+
 def lines_of_exchange(view: View, rank: int, only_if_few: bool = False) -> list[PointedLine]:
     """The innermost loop in which a rank receives tensors point to point, and how many it gets.
 

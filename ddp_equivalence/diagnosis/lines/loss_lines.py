@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import isclose
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.indications import LOSS_ROUNDING, common_loss_factor, losses_close
 from ddp_equivalence.diagnosis.lines.number_text import scaling_text
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
@@ -91,7 +92,9 @@ def line_that_scales_loss(view: View, factor: float) -> PointedLine | None:
                 return _pointed(scaled, scaling_text("the loss", factor), True)
     common = common_loss_factor(view)
     if common is not None and losses_close(common, factor) and not losses_close(factor, 1.0):
-        return line_of_loss(view, f"here the loss is {factor:.4g} times that of its rows", True)
+        return line_of_loss(
+            view, f"here the loss is {text_of(factor, '.4g')} times that of its rows", True
+        )
     return None
 
 

@@ -123,15 +123,20 @@ def _links(
     if depth >= MOST_LINKS:
         return []
     if isinstance(expression, ast.Name):
+        source = _comprehended(place, expression)
+        if source is not None:
+            return _links(run, place, source, callers, depth + 1)
         lines = lines_that_set_variable(run, place, expression.id)
         if len(lines) == 1:
             return _of_assignment(run, expression.id, lines[0], callers, depth)
         return [] if lines else _argument(run, place, expression.id, callers, depth)
     if isinstance(expression, ast.Attribute):
         lines = lines_that_set_attribute(run, expression.attr)
-        return _of_assignment(run, expression.attr, lines[0], (), depth) if lines else []
+        if not lines:  # torch's own, as those of an optimizer
+            return _links(run, place, expression.value, callers, depth + 1)
+        return _of_assignment(run, expression.attr, lines[0], (), depth)
     if isinstance(expression, ast.Call):
-        returned = _returned_by(run, place, expression)
+        returned = _returned_by(run, place, expression, depth)
         if returned:
             return returned
     for part in _parts(expression):
@@ -139,6 +144,16 @@ def _links(
         if found:
             return found
     return []
+
+
+def _comprehended(place: Place, name: ast.Name) -> ast.expr | None:
+    """What a comprehension takes this variable out of; None if it is no such variable."""
+    for node in [place.statement, *inside(place.statement)]:
+        if isinstance(node, COMPREHENSIONS) and any(one is name for one in ast.walk(node)):
+            for generator in node.generators:
+                if isinstance(generator.target, ast.Name) and generator.target.id == name.id:
+                    return generator.iter
+    return None
 
 
 def _parts(expression: ast.expr) -> Iterator[ast.expr]:
@@ -157,6 +172,8 @@ def _parts(expression: ast.expr) -> Iterator[ast.expr]:
         yield from (expression.left, expression.right)
     elif isinstance(expression, ast.UnaryOp):
         yield expression.operand
+    elif isinstance(expression, (ast.List, ast.Tuple)):
+        yield from expression.elts
 
 
 def _of_assignment(
@@ -182,10 +199,15 @@ def _keyword_value(statement: ast.stmt, name: str) -> ast.expr | None:
     return None
 
 
-def _returned_by(run: RunLines, place: Place, call: ast.Call) -> list[Link]:
-    """The line that has run and returned or yielded what this function of the user's gives."""
+def _returned_by(run: RunLines, place: Place, call: ast.Call, depth: int) -> list[Link]:
+    """The line that has run and returned or yielded what this function of the user's gives, and
+    the lines that made this.
+    """
     for line, value in returns_of(run, place.file, called_name(call)):
-        return [Link(called_name(call), line, value is not None and selects(value))]
+        inner = place_of(line.file, line.number)
+        link = Link(called_name(call), line, value is not None and selects(value))
+        made = _links(run, inner, value, (), depth + 1) if inner is not None and value else []
+        return [link, *made]
     return []
 
 

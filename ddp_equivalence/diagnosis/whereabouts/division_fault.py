@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.case.batch import take
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.divisor_candidates import all_divisors
 from ddp_equivalence.diagnosis.examples_read import example_numbers
 from ddp_equivalence.diagnosis.lines import lines_that_read
@@ -118,7 +119,9 @@ def _begun_so(compared: Sequence[Compared]) -> bool:
 
 
 def _listed(what: str, values: Mapping[int, float]) -> str:
-    shown = ", ".join(f"{what} {key} {one:.4g}" for key, one in list(values.items())[:MOST_COUNTS])
+    shown = ", ".join(
+        f"{what} {key} {text_of(one, '.4g')}" for key, one in list(values.items())[:MOST_COUNTS]
+    )
     return shown + (", ..." if len(values) > MOST_COUNTS else "")
 
 

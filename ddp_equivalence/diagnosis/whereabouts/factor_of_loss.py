@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_of_divisor
 from ddp_equivalence.diagnosis.lines.loss_lines import line_that_scales_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
@@ -29,7 +30,7 @@ def lines_of_loss_factor(
         is_right = bool(known) and all(abs(one - 1) <= SAME_LOSS for one in known)
         note = "the loss of the rows" if is_right else "the loss"
         return [at(call.made_at, note, not is_right), at(line_of(call), "backward begins", True)]
-    made = at(call.made_at, f"the loss is {factor:.4g} times that of its rows", True)
+    made = at(call.made_at, f"the loss is {text_of(factor, '.4g')} times that of its rows", True)
     scales = line_that_scales_loss(pieces.view, factor) or made
     if scales is None:
         return [begins]

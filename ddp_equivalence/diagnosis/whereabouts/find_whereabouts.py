@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.lines.lost_results import lines_of_lost_results
 from ddp_equivalence.diagnosis.lines.made_from import lines_behind, lines_that_return
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
@@ -178,7 +179,7 @@ def _factor(pieces: Pieces, weight: float, uniform: float) -> Whereabouts:
     """Everything is right up to one factor."""
     compared = compared_with_rows(pieces)
     times = uniform / weight
-    text = f"Every gradient is {times:.6g} times that of the big batch. "
+    text = f"Every gradient is {text_of(times, '.6g')} times that of the big batch. "
     factors = _common_factor(compared)
     reduction = _reduction(pieces, Wanted(weight))
     is_mean = abs(uniform * pieces.view.world_size - 1) <= 1e-6
@@ -189,11 +190,12 @@ def _factor(pieces: Pieces, weight: float, uniform: float) -> Whereabouts:
         each = f"each of {passes} backward passes" if passes > 1 else "backward"
         on_the_way_back = backward_lines(pieces) if losses_are_right(pieces) else []
         of_loss = lines.lines if is_right else lines_of_loss_factor(pieces, compared, factors)
-        what = "what its rows give" if is_right else f"{factors:.6g} times what its rows give"
+        what = "what its rows give"
+        what = what if is_right else f"{text_of(factors, '.6g')} times {what}"
         return replace(
             lines,
             kind="big batch" if is_right else "own gradient",
-            headline=f"every gradient is {times:.4g} times the big batch's",
+            headline=f"every gradient is {text_of(times, '.4g')} times the big batch's",
             sentence=f"{text}The reduction returns the mean, and {each} of a rank computes {what}.",
             lines=distinct([*on_the_way_back, *of_loss]),
             fix="" if is_right or on_the_way_back else FIX_OF_A_FACTOR,
@@ -209,7 +211,7 @@ def _lines_that_scale_losses(compared: Sequence[Compared]) -> list[PointedLine |
     factors = [one.loss_factor for one in compared]
     if not factors or None in factors or all(abs((one or 0.0) - 1) <= SAME_LOSS for one in factors):
         return []
-    shown = ", ".join(f"{one:.4g}" for one in factors[:MOST_RANKS] if one is not None)
+    shown = ", ".join(text_of(one, ".4g") for one in factors[:MOST_RANKS] if one is not None)
     note = f"begins at {shown} times the rows' loss"
     call = compared[0].piece.call
     return [at(line_of(call), note, is_fault=True)] if call is not None else []

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.lines.divided_by import divisors, lines_of_divisors
 from ddp_equivalence.diagnosis.lines.loss_lines import line_of_loss
 from ddp_equivalence.diagnosis.lines.made_from import lines_behind
@@ -19,7 +21,7 @@ from ddp_equivalence.diagnosis.whereabouts.lines_unlike_loss import with_unlike_
 from ddp_equivalence.diagnosis.whereabouts.operation_names import called
 from ddp_equivalence.diagnosis.whereabouts.parting import Parting
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import MOST_LINES, Whereabouts
-from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.measurement.calls import CodeLine, Kind
 
 WRONG_ALONE = "On one rank with the whole batch the step is wrong, too."
 RIGHT_ALONE = "On one rank with the whole batch the step is right."
@@ -27,6 +29,8 @@ MARKED = "> marks where the ranks part from it."
 
 MOST_PARTINGS = 2
 MOST_SHOWN = 3
+
+ROUNDING = 1e-6
 
 ONLY_RANKS = "one rank does not run it; from here on the values are others"
 
@@ -60,10 +64,10 @@ def _with_partings(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
 
 def _must_be_the_loss(beside: BesideOneRank, view: View) -> bool:
     """True if the ranks hold the same multiple as one rank, and only backward and reductions have
-    changed their gradients, so that the loss must have this factor.
+    changed their gradients, without hooks, so that the loss must have this factor.
     """
-    factor = beside.factor_alone
-    if factor is None or view.observed.calls.changes():
+    factor, calls = beside.factor_alone, view.observed.calls
+    if factor is None or calls.changes() or calls.places(Kind.HOOK, Kind.TENSOR_HOOK):
         return False
     return all(
         unexplained(held, factor * view.expected) < NEGLIGIBLE for held in view.measured.by_rank
@@ -110,9 +114,10 @@ def _wrong_loss(found: Whereabouts, factor: float, view: View) -> Whereabouts:
     return replace(
         found,
         kind="own gradient",
-        headline=f"the loss or backward has a factor, {factor:.4g}",
-        sentence=f"On one rank every gradient is {factor:.6g} times that of the big batch, too. So "
-        "the loss has this factor, or its backward pass; the reduction is not to blame.",
+        headline=f"the loss or backward has a factor, {text_of(factor, '.4g')}",
+        sentence=f"On one rank every gradient is {text_of(factor, '.6g')} times that of the big "
+        "batch, too. So the loss has this factor, or its backward pass; the reduction is not to "
+        "blame.",
         lines=_first_of_each_line(lines),
         fix="",
         beside_one_rank="",
@@ -165,9 +170,15 @@ def _note(parting: Parting, world_size: int) -> str:
     element = 0
     if whole.numel() > 1:
         spread = sum(((part - whole).abs() for part in parts), torch.zeros_like(whole))
-        element = int(spread.argmax())
-    shown = ", ".join(f"{float(part.flatten()[element]):.3g}" for part in parts[:MOST_SHOWN])
+        element = _first_of_largest(spread)
+    shown = ", ".join(text_of(float(part.flatten()[element]), ".3g") for part in parts[:MOST_SHOWN])
     more = ", ..." if world_size > MOST_SHOWN else ""
     which = f", element {element}" if whole.numel() > 1 else ""
-    alone = f"{float(whole.flatten()[element]):.3g}"
+    alone = text_of(float(whole.flatten()[element]), ".3g")
     return f"{name}{which}: {alone} on one rank, here {shown}{more}"
+
+
+def _first_of_largest(values: Tensor) -> int:
+    """The place of the largest value; of several that are equal up to rounding, the first."""
+    largest = values.flatten() >= (1 - ROUNDING) * values.max()
+    return int(largest.int().argmax())

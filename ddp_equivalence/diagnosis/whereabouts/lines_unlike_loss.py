@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.whereabouts.beside_the_loss import Unlike
 from ddp_equivalence.diagnosis.whereabouts.operation_names import called
@@ -48,10 +49,11 @@ def _note(one: Unlike) -> str:
     name, here = called(one.operation), one.value.tensor
     if one.in_loss is None:
         if here.numel() == 1:
-            return f"{name} gives {float(here):.5g}, which the loss of the case does not have"
+            number = text_of(float(here), ".5g")
+            return f"{name} gives {number}, which the loss of the case does not have"
         return f"{name} gives values that the loss of the case does not have"
     there = one.in_loss.tensor
     element = int((here - there).abs().argmax())
     which = f", element {element}" if here.numel() > 1 else ""
-    shown = float(here.flatten()[element]), float(there.flatten()[element])
-    return f"{name}{which}: {shown[0]:.4g} here, {shown[1]:.4g} in the loss of the case"
+    ours, theirs = (text_of(float(one.flatten()[element]), ".4g") for one in (here, there))
+    return f"{name}{which}: {ours} here, {theirs} in the loss of the case"

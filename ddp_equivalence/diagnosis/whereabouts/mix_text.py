@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.whereabouts.gradient_mix import SAME_WEIGHT, Mix
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import ranked
@@ -34,17 +35,19 @@ def mix_text(mix: Mix | None, pieces: Pieces) -> str:
     values = [one for one in flat.values() if one]
     if max(values) - min(values) <= SAME_WEIGHT * most:
         what = "the own gradient" if len(counted) == 1 else "the sum of the own gradients"
-        times = "" if abs(values[0] - 1) <= SAME_WEIGHT else f"{values[0]:.4g} times "
+        times = "" if abs(values[0] - 1) <= SAME_WEIGHT else f"{text_of(values[0], '.4g')} times "
         return f"{times}{what}{of} of {ranked(counted, world_size)}"
-    shown = [f"rank {rank} {one:.4g}" for rank, one in list(flat.items())[:MOST_RANKS]]
+    shown = [
+        f"rank {rank} {text_of(one or 0.0, '.4g')}" for rank, one in list(flat.items())[:MOST_RANKS]
+    ]
     more = ", ..." if len(flat) > MOST_RANKS else ""
     return f"a mixture of the own gradients{of} with these weights: {', '.join(shown)}{more}"
 
 
 def _of_all_ranks(weight: float, world_size: int, of: str) -> str:
     if world_size == 1:
-        return f"{weight:.4g} times what backward computed{of}"
+        return f"{text_of(weight, '.4g')} times what backward computed{of}"
     for value, what in ((1 / world_size, "mean"), (1.0, "sum")):
         if abs(weight - value) <= SAME_WEIGHT * value:
             return f"the {what} of the ranks' own gradients{of}"
-    return f"{weight:.4g} times the sum of the ranks' own gradients{of}"
+    return f"{text_of(weight, '.4g')} times the sum of the ranks' own gradients{of}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.examples_read import example_numbers
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.whereabouts.cut_graph import CutGraph, cut_graph
@@ -264,8 +265,9 @@ def _loss_text(one: Compared) -> str:
     if factor is None or one.piece.loss is None:
         return "the loss is not known."
     if abs(factor - 1) <= SAME_LOSS:
-        return f"backward began at the loss of its rows, {one.loss_alone:.5g}."
-    return f"backward began at {one.piece.loss:.5g}, not at its rows' loss, {one.loss_alone:.5g}."
+        return f"backward began at the loss of its rows, {text_of(one.loss_alone, '.5g')}."
+    seen, right = text_of(one.piece.loss, ".5g"), text_of(one.loss_alone, ".5g")
+    return f"backward began at {seen}, not at its rows' loss, {right}."
 
 
 def _loss_line(one: Compared) -> PointedLine | None:
@@ -274,9 +276,8 @@ def _loss_line(one: Compared) -> PointedLine | None:
     factor = one.loss_factor
     if factor is None or one.piece.loss is None or abs(factor - 1) <= SAME_LOSS:
         return at(line, "the loss")
-    return at(
-        line, f"the loss: {one.piece.loss:.5g}, where its rows give {one.loss_alone:.5g}", True
-    )
+    seen, right = text_of(one.piece.loss, ".5g"), text_of(one.loss_alone, ".5g")
+    return at(line, f"the loss: {seen}, where its rows give {right}", True)
 
 
 def _backward_line(one: Compared) -> PointedLine | None:
@@ -286,5 +287,5 @@ def _backward_line(one: Compared) -> PointedLine | None:
     known = call is not None and call.made_at is not None  # then that line tells of the loss
     if known or factor is None or one.piece.loss is None or abs(factor - 1) <= SAME_LOSS:
         return at(line, "backward begins")
-    note = f"backward begins at {one.piece.loss:.5g}; its rows give {one.loss_alone:.5g}"
-    return at(line, note, True)
+    seen, right = text_of(one.piece.loss, ".5g"), text_of(one.loss_alone, ".5g")
+    return at(line, f"backward begins at {seen}; its rows give {right}", True)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.lines.lines_around_reduction import way_to
+from ddp_equivalence.diagnosis.lines.origins import chosen, gone_through
+from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.whereabouts.elements_left_out import elements_left_out
 from ddp_equivalence.diagnosis.whereabouts.followed_values import line_of_other_values
@@ -104,7 +108,7 @@ def _premise(pieces: Pieces, wanted: Wanted) -> str:
     if wanted.weight is None:
         return OTHER
     world_size = pieces.view.world_size
-    what = f"{wanted.weight:.4g} times the sum"
+    what = f"{text_of(wanted.weight, '.4g')} times the sum"
     for value, name in ((1.0, "sum"), (1 / world_size, "mean")):
         if abs(wanted.weight - value) <= SAME_WEIGHT * value:
             what = f"the {name}"
@@ -151,6 +155,7 @@ def _changed_after_it_was_right(pieces: Pieces, path: Path, wanted: Wanted) -> W
         return None
     right, wrong = path.stations[met[-1]], path.stations[met[-1] + 1]
     what, text = done_text(wrong.call, pieces), mix_text(wrong.mix, pieces)
+    again = wrong.call.line == right.call.line
     return Whereabouts(
         "reduction",
         "right gradients are changed afterwards",
@@ -160,10 +165,21 @@ def _changed_after_it_was_right(pieces: Pieces, path: Path, wanted: Wanted) -> W
                 pointed(right, "they are right after this line"),
                 *hooks(pieces, path, wrong),
                 pointed(wrong, f"{what}; now {text}", is_fault=True),
+                *(_looped_over(pieces, path.rank, wrong) if again else ()),
             ]
         ),
         fix="leave the reduced gradients as they are, or change those of the big batch too.",
     )
+
+
+def _looped_over(pieces: Pieces, rank: int, station: Station) -> list[PointedLine]:
+    """The line that made what the loop around a line goes through."""
+    view = pieces.view
+    way = way_to(view, station.call)
+    link = chosen(gone_through(run_lines(view, rank), way))
+    if link is None or link.line == station.call.line:
+        return []
+    return [PointedLine(link.line, f"gives {link.name}, which the loop goes through")]
 
 
 def _no_mixture(pieces: Pieces, bad: Sequence[Path], path: Path, number: int) -> Whereabouts:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_of_no_sync
+from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.lines.lines_around_reduction import (
+    lines_of_hook_numbers,
+    lines_of_no_sync,
+)
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.whereabouts.gradient_mix import SAME_WEIGHT, Mix
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import Path, Station, line_of
@@ -131,15 +135,30 @@ def another_factor(
             pointed(one, done_text(one.call, pieces), is_fault=True)
             for one in (changes or reduced)[-2:]
         ]
+        if not changes:
+            lines = [*_hook_lines(pieces), *lines]
     else:
         lines = _where_they_part(pieces, path, good)
     headline = "all ranks count equally, with a wrong factor"
     sentence = "All ranks count equally, but these gradients are "
-    sentence += f"{weight / right:.4g} times what they should be."
+    sentence += f"{text_of(weight / right, '.4g')} times what they should be."
     if abs(weight / right) < NOTHING:
         headline = "gradients are zero in the end"
         sentence = "These gradients are zero in the end, and were not before."
     return Whereabouts("reduction", headline, sentence, distinct(lines))
+
+
+def _hook_lines(pieces: Pieces) -> list[PointedLine]:
+    """The last communication hook, with what it multiplies or divides by."""
+    places = pieces.view.observed.calls.places(Kind.HOOK)[-1:]
+    return [
+        line
+        for place in places
+        for line in (
+            *lines_of_hook_numbers(pieces.view, place),
+            PointedLine(place.first.made_at or place.line, "this hook ran in backward"),
+        )
+    ]
 
 
 def _where_they_part(pieces: Pieces, path: Path, good: Path) -> list[PointedLine | None]:
@@ -213,7 +232,9 @@ def other_weights(pieces: Pieces, path: Path, paths: Sequence[Path]) -> Whereabo
         if not own or max(values) - min(values) <= SAME_WEIGHT * max(map(abs, values)):
             continue
         odd = odd_ranks(own)
-        shown = ", ".join(f"rank {rank} {one:.4g}" for rank, one in list(own.items())[:MOST_RANKS])
+        shown = ", ".join(
+            f"rank {rank} {text_of(one, '.4g')}" for rank, one in list(own.items())[:MOST_RANKS]
+        )
         lines = [
             *lines_only_on(pieces.view.observed.by_rank, odd),
             *hooks(pieces, path, station),

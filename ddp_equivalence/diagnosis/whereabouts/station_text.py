@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import Path, Station, line_of
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
@@ -26,7 +27,7 @@ def done_text(call: Call, pieces: Pieces) -> str:
     if change.factor is not None and abs(change.factor - 1) <= SAME_FACTOR:
         return "they were changed, by little"
     if change.factor is not None:
-        return f"they were multiplied by {change.factor:.6g}"
+        return f"they were multiplied by {text_of(change.factor, '.6g')}"
     return "they were changed, and not by a factor"
 
 

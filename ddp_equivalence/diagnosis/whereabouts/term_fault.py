@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, distinct, named
@@ -35,7 +36,7 @@ def fault_of_a_term(pieces: Pieces, uniform: float) -> Whereabouts | None:
     if not terms:
         return None
     joined = [call for call in calls if wrong.keys() & call.names and right & set(call.names)]
-    often = f"{values[0]:.4g}"
+    often = text_of(values[0], ".4g")
     text = f"The gradients of {named(list(wrong))} are {often} times the big batch's, and those of "
     text += f"{named(sorted(right))} are right. So a term of the loss that reaches only the former "
     text += f"counts {often} times."

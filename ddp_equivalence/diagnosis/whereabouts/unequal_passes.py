@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.whereabouts.gradient_mix import SAME_WEIGHT
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import Path, Station
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
@@ -30,7 +31,7 @@ def passes_count_unequally(pieces: Pieces, path: Path) -> Whereabouts | None:
         return None
     largest = max(range(len(weights)), key=lambda number: abs(weights[number]))
     shown = [
-        f"{number + 1} counts {weight / weights[largest]:.3g} times"
+        f"{number + 1} counts {text_of(weight / weights[largest], '.3g')} times"
         for number, weight in enumerate(weights)
         if abs(weight / weights[largest] - 1) > SAME_WEIGHT
     ]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from math import isfinite, isnan
 from typing import TYPE_CHECKING
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.report.line import Line, paragraph
 from ddp_equivalence.report.short import shares as table
 from ddp_equivalence.report.short.text import cut, range_of_ranks
@@ -181,7 +182,7 @@ def _nearest(comparison: Comparison, rank: int) -> tuple[float, float, float]:
 
 
 def _amount(part: float) -> str:
-    return f"{part:.2f}" if part >= 0.01 else f"{part:.2g}"
+    return text_of(part, ".2f") if part >= 0.01 else text_of(part, ".2g")
 
 
 def _hold(ranks: list[int], comparison: Comparison) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.report.line import Line
 from ddp_equivalence.report.short.text import cut, range_of_ranks, shortened
 
@@ -205,8 +206,7 @@ def share_text(share: float | None) -> str:
     """The share with two digits."""
     if share is None:
         return "-"
-    # Rounding errors would decide how 0.875 is printed. With this it is always rounded up.
-    text = f"{share + 1e-9:.2f}"
+    text = text_of(share, ".2f")
     return "0.00" if text == "-0.00" else text
 
 
@@ -219,5 +219,5 @@ def _small_text(share: float | None, least: float) -> str:
     """The share with two digits; one that would be 0.00, and is not zero, with two that count."""
     text = share_text(share)
     if share is not None and text == "0.00" and abs(share) > least:
-        return f"{share:.2g}"
+        return text_of(share, ".2g")
     return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.report.line import Line
 from ddp_equivalence.report.short.text import shortened, wrapped_lines
 from ddp_equivalence.report.wrapping import plural
@@ -45,7 +46,7 @@ def _how_sure(verdict: Verdict) -> str:
         taken = " (one was taken from the result itself)" if best.fitted else ""
         return f"Fits the numbers{taken}; not seen happening."
     if best.unexplained > ALL:
-        return f"Explains all but {100 * best.unexplained:.2g} % of the norm."
+        return f"Explains all but {text_of(100 * best.unexplained, '.2g')} % of the norm."
     return f"Explains {_elements(verdict)}."
 
 
@@ -84,9 +85,9 @@ def _counts(verdict: Verdict) -> str:
     )
     text += f"{', most' if len(differing) > 1 else ':'} {shortened(worst.name, LONGEST_NAME)}"
     if error.alone or error.error <= worst.limit.relative:
-        return (
-            f"{text}, element {list(error.place)} on rank {error.rank}: error {error.element:.2g}, "
-            f"limit {worst.limit.element:.2g}."
-        )
+        off, limit = text_of(error.element, ".2g"), text_of(worst.limit.element, ".2g")
+        place = f"element {list(error.place)} on rank {error.rank}"
+        return f"{text}, {place}: error {off}, limit {limit}."
     separator = ":" if len(differing) > 1 else ","
-    return f"{text}{separator} error {error.error:.2g}, limit {worst.limit.relative:.2g}."
+    off, limit = text_of(error.error, ".2g"), text_of(worst.limit.relative, ".2g")
+    return f"{text}{separator} error {off}, limit {limit}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.report.line import Line
 from ddp_equivalence.report.short.text import wrapped_lines
 
@@ -44,6 +45,6 @@ def _weights(verdict: Verdict) -> Iterator[str]:
         return
     names = ", ".join(differing[:MOST_NAMES])
     more = ", ..." if len(differing) > MOST_NAMES else ""
-    factors = ", ".join(dict.fromkeys(f"{multiples[name]:.2g}" for name in differing))
+    factors = ", ".join(dict.fromkeys(text_of(multiples[name], ".2g") for name in differing))
     error = f"The error of {names}{more} is {factors} times the weights"
     yield f"{error}: look at weight decay and penalties."

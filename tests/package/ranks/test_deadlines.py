@@ -114,13 +114,13 @@ def test_the_last_collective_of_each_rank_is_reported_with_the_line_that_called_
 
 
 def test_a_collective_gives_up_before_its_case_does() -> None:
-    started = time.monotonic()
+    started, deadline = time.monotonic(), 60.0
     with settings.using(SHORT):
         verdict = check(
-            own_case(layout="1x3"), call_different_ops, deadline=30.0, collective_deadline=0.5
+            own_case(layout="1x3"), call_different_ops, deadline=deadline, collective_deadline=0.5
         )
     assert "Timed out waiting" in str(verdict)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < deadline
 
 
 @pytest.mark.parametrize("value", [0, -1.0, 3.0, 5.0, float("nan"), "1"])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import torch
@@ -48,15 +49,17 @@ print(verdict.outcome, *map(str.strip, verdict.output.values()), flush=True)
 def run(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     path = tmp_path / "script.py"
     path.write_text(script)
-    return subprocess.run(
-        [sys.executable, str(path)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=120,
-        check=False,
-        env=dict(os.environ) | {"TMPDIR": str(tmp_path)},
-    )
+    # The temporary folder is not below the test's own: a socket's name has at most 107 characters.
+    with TemporaryDirectory() as temporary:
+        return subprocess.run(
+            [sys.executable, str(path)],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            timeout=120,
+            check=False,
+            env=dict(os.environ) | {"TMPDIR": temporary},
+        )
 
 
 def test_a_script_without_a_main_guard_is_not_run_again(tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ def compare(name: str, ranks: list[Gradients], expected: Gradients, rounded: Gra
 
 
 def print_table(results: dict[str, Result]) -> bool:
-    """Print a line for every parameter, the worst first; return True if any differs."""
-    worst_first = sorted(results, key=lambda name: -results[name][0])
+    """Print a line for every parameter, the worst (in six digits) first; True if any differs."""
+    worst_first = sorted(results, key=lambda name: -float(f"{results[name][0]:.6g}"))
     width = max(map(len, results))
     print(f"{'parameter':{width}}    limit  relative error by rank | ratio of norms by rank")
     for name in worst_first:
