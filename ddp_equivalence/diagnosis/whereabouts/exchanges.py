@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.reduction_groups import groups_text
+from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.cut_graph import own_backward_lines
 from ddp_equivalence.diagnosis.whereabouts.pieces import Piece, Pieces
-from ddp_equivalence.measurement.calls import Contents, Kind
+from ddp_equivalence.measurement.calls import Call, Contents, Kind
+
+MOST_NUMBERS = 16
+"""A tensor with more elements is no count, or a few of them."""
 
 
 def exchange_lines(pieces: Pieces, piece: Piece) -> list[PointedLine]:
@@ -30,3 +35,33 @@ def exchange_lines(pieces: Pieces, piece: Piece) -> list[PointedLine]:
         if place.first.collective is not None
     ]
     return [*lines, *own_backward_lines(pieces, piece)] if lines else []
+
+
+def lines_of_separate_counts(view: View) -> list[PointedLine]:
+    """The lines that add up numbers before backward in groups that no other such line joins: each
+    group has another number then.
+    """
+
+    def adds_up(call: Call) -> bool:
+        collective = call.collective
+        return (
+            collective is not None
+            and collective.op == "all_reduce"
+            and collective.contents is Contents.OTHER
+            and collective.elements <= MOST_NUMBERS
+            and call.backwards == 0
+            and not call.in_backward
+        )
+
+    places = view.observed.calls.places(Kind.COLLECTIVE, where=adds_up)
+    ranks = set(range(view.world_size))
+    if any(set(group) == ranks for place in places for group in place.groups):
+        return []
+    return [
+        place.pointed(
+            f"all_reduce in {groups_text(place.groups)}; none has all {view.world_size} ranks",
+            is_fault=True,
+        )
+        for place in places
+        if len(place.groups) > 1 and len(places) == 1
+    ]

@@ -18,6 +18,7 @@ from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.backward_alone import backward_lines, losses_are_right
 from ddp_equivalence.diagnosis.whereabouts.division_fault import fault_of_division
+from ddp_equivalence.diagnosis.whereabouts.exchanges import lines_of_separate_counts
 from ddp_equivalence.diagnosis.whereabouts.factor_of_loss import lines_of_loss_factor
 from ddp_equivalence.diagnosis.whereabouts.forward_alone import forward_alone, idle_ranks
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import line_of, paths_of
@@ -61,14 +62,24 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
         return not_seen(f"there was no second run, because {why}" if why_not_watched else why)
     pieces = pieces_of(view)
     if pieces is None or not pieces.all:
-        return forward_alone(view) or not_seen(
-            "no backward pass was recorded whose gradients are those of the model"
+        alone = forward_alone(view)
+        return (
+            _with_counts(view, alone)
+            if alone is not None
+            else not_seen("no backward pass was recorded whose gradients are those of the model")
         )
     if pieces.tolerance > COARSEST:
         return not_seen("gradients of so low a precision are equal up to rounding")
     found = _find(view, pieces)
+    found = _with_counts(view, found)
     found = replace(found, lines=distinct([*lines_of_lost_results(view), *found.lines]))
     return _in_order(view, _in_step(view, _with_lines_behind(view, found)))
+
+
+def _with_counts(view: View, found: Whereabouts) -> Whereabouts:
+    """A loss that is wrong on every rank may divide by numbers that not all ranks have added up."""
+    counts = lines_of_separate_counts(view) if found.kind == "own gradient" else []
+    return replace(found, lines=distinct([*counts, *found.lines]))
 
 
 def _with_lines_behind(view: View, found: Whereabouts) -> Whereabouts:

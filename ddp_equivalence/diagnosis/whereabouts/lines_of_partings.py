@@ -91,7 +91,8 @@ def _with_lines(found: Whereabouts, pointed: Sequence[PointedLine], view: View) 
         replace(one, note=notes.get(one.line, one.note)) if one.note.endswith(ONLY_RANKS) else one
         for one in pointed
     ]
-    if not found.shows_later and any(one.line not in backwards for one in faults):
+    is_vague = found.shows_later or found.kind == "big batch"
+    if not is_vague and any(one.line not in backwards for one in faults):
         seen = [replace(one, is_fault=False) for one in pointed]
         lines = _first_of_each_line([*faults, *seen, *others])
         return replace(found, lines=lines, beside_one_rank=RIGHT_ALONE)
