@@ -16,6 +16,7 @@ import torch
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.models import MODELS
+from ddp_equivalence.diagnosis.whereabouts import own_errors
 from ddp_equivalence.measurement.lane_of_case import lane_of
 from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
 from ddp_equivalence.ranks.failure import RankFailed
@@ -31,6 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Under xdist every worker starts its own server, and the controlling process needs none.
     """
+    own_errors.are_raised = True
     if config.getoption("--ddp-plan"):
         return  # no test will run
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):

@@ -26,7 +26,8 @@ from ddp_equivalence.diagnosis.time_left import (
 )
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.find_whereabouts import find_whereabouts
-from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts
+from ddp_equivalence.diagnosis.whereabouts.own_errors import unless_it_fails
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, not_seen
 
 EQUAL = 1e-6
 """Float64 vectors whose relative difference is smaller are equal."""
@@ -110,7 +111,7 @@ def localise(
 def _whereabouts(view: View, why_not_watched: str) -> Whereabouts | None:
     with view.time.counted(WHEREABOUTS):
         try:
-            return find_whereabouts(view, why_not_watched)
+            return unless_it_fails(lambda: find_whereabouts(view, why_not_watched), not_seen)
         except OutOfTime:
             view.time.leave_out(WHEREABOUTS)
             return None

@@ -13,6 +13,7 @@ from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.beside_the_loss import Unlike, unlike_the_loss
 from ddp_equivalence.diagnosis.whereabouts.kinship import Deal
+from ddp_equivalence.diagnosis.whereabouts.own_errors import unless_it_fails
 from ddp_equivalence.diagnosis.whereabouts.parting import Parting, partings
 from ddp_equivalence.diagnosis.whereabouts.two_logs import TwoLogs
 from ddp_equivalence.measurement.observation import Indices
@@ -47,6 +48,10 @@ class BesideOneRank:
 
 def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
     """Run the step on one rank as well; None if this shows nothing."""
+    return unless_it_fails(lambda: _beside_one_rank(view, request), lambda why: None)
+
+
+def _beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
     if not _can_be_asked(view, request):
         return None
     rows = _rows(view)

@@ -59,7 +59,7 @@ def lines_of_separate_counts(view: View) -> list[PointedLine]:
         return []
     return [
         place.pointed(
-            f"all_reduce in {groups_text(place.groups)}; none has all {view.world_size} ranks",
+            f"sums in {groups_text(place.groups)}, and none over all {view.world_size} ranks",
             is_fault=True,
         )
         for place in places

@@ -19,6 +19,7 @@ from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.beside_one_rank import BesideOneRank
 from ddp_equivalence.diagnosis.whereabouts.lines_unlike_loss import with_unlike_loss
 from ddp_equivalence.diagnosis.whereabouts.operation_names import called
+from ddp_equivalence.diagnosis.whereabouts.own_errors import unless_it_fails
 from ddp_equivalence.diagnosis.whereabouts.parting import Parting
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import MOST_LINES, Whereabouts
 from ddp_equivalence.measurement.calls import CodeLine, Kind
@@ -39,6 +40,10 @@ PART_OF_SUM = "makes a part, or a multiple, of what one rank has"
 
 def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
     """What was found already, with what one rank shows."""
+    return unless_it_fails(lambda: _with_one_rank(found, beside, view), lambda why: found)
+
+
+def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
     found = _with_partings(found, beside, view)
     if view.world_size == 1:
         found = replace(found, beside_one_rank="")
