@@ -14,7 +14,9 @@ from torch.nn.utils import clip_grad
 
 from ddp_equivalence.measurement.calls import Kind
 from ddp_equivalence.measurement.code_lines import beginning_of, callers_of, is_shown, lines_of
+from ddp_equivalence.measurement.hook_states import state_of_hook
 from ddp_equivalence.measurement.line_tracer import Handler, code_of
+from ddp_equivalence.measurement.sharding import parameters_of, ranks_of, sharding_functions
 
 REGISTERING = (
     DistributedDataParallel.register_comm_hook,
@@ -52,6 +54,7 @@ class TorchCalls:
             torch.amp.GradScaler.unscale_: lambda frame: self._on_scale(Kind.UNSCALE, frame),
         }
         functions |= dict.fromkeys(REGISTERING, self._on_hook)
+        functions |= dict.fromkeys(sharding_functions(), self._on_sharding)
         functions |= dict.fromkeys(POINT_TO_POINT, self._on_point_to_point)
         for name in dir(torch.optim):
             kind = getattr(torch.optim, name)
@@ -116,7 +119,26 @@ class TorchCalls:
         hook = frame.f_locals.get("hook", frame.f_locals.get("comm_hook_type"))
         name = getattr(hook, "__name__", str(hook))
         numbers = _numbers_of(frame.f_locals.get("state"))
-        self._record(Kind.HOOK, frame, what=name, made_at=beginning_of(hook), numbers=numbers)
+        self._record(
+            Kind.HOOK,
+            frame,
+            what=name,
+            made_at=beginning_of(hook),
+            numbers=numbers,
+            hook_state=state_of_hook(hook, frame.f_locals.get("state")),
+        )
+
+    def _on_sharding(self, frame: FrameType) -> None:
+        module = frame.f_locals.get("module")
+        if isinstance(module, nn.Module):
+            name = frame.f_code.co_name
+            self._record(
+                Kind.SHARDING,
+                frame,
+                what="FullyShardedDataParallel" if name == "__init__" else name,
+                names=parameters_of(module, self._names),
+                ranks=ranks_of(frame.f_locals),
+            )
 
     def _on_scale(self, kind: Kind, frame: FrameType) -> None:
         scaler = frame.f_locals["self"]

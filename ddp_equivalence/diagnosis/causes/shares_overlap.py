@@ -9,21 +9,18 @@ from ddp_equivalence.diagnosis.causes.sampler_padding_counted import is_padding
 from ddp_equivalence.diagnosis.examples_read import (
     all_ranks_read_the_same,
     example_numbers,
-    examples_seen,
     passes_of_read_examples,
     predictions_from_examples_read,
     read_by_no_rank,
     read_by_several_ranks,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
-from ddp_equivalence.diagnosis.indications import ranks_by_number
 from ddp_equivalence.diagnosis.lines import lines_that_read
 from ddp_equivalence.diagnosis.lines.lines_that_share import lines_that_share
 from ddp_equivalence.diagnosis.lines.replaced_rows import lines_that_replace_rows
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.rows_text import texts_of_rows
 from ddp_equivalence.diagnosis.view import View
-
-MOST_GROUPS = 2
 
 
 def predict(view: View) -> Sequence[Prediction]:
@@ -43,15 +40,7 @@ def shares_overlap(view: View) -> bool:
 
 
 def _who_reads_what(view: View) -> str:
-    several = read_by_several_ranks(view)
-    texts = [
-        f"{ranks_by_number(ranks)} read {examples_seen(view, examples)}"
-        for ranks, examples in list(several.items())[:MOST_GROUPS]
-    ]
-    texts += ["..."] if len(several) > MOST_GROUPS else []
-    unread = read_by_no_rank(view)
-    texts += [f"no rank reads {example_numbers(unread)}"] if unread else []
-    return "; ".join(texts)
+    return "; ".join(texts_of_rows(view))
 
 
 def indication(view: View) -> Indication | None:
@@ -66,8 +55,9 @@ def lines(view: View) -> Sequence[PointedLine]:
     ranks = next(iter(read_by_several_ranks(view)), ())
     sharing = lines_that_share(view, ranks)
     read = [
-        place.pointed(lines_that_read.what_was_read(view, place), is_fault=not sharing)
+        place.pointed(lines_that_read.what_was_read(view, place, ranks), is_fault=not sharing)
         for place in lines_that_read.reads(view)
+        if set(ranks) & set(place.ranks)
     ]
     known = {one.line for one in sharing}
     return [*sharing, *(one for one in read[-1:] if one.line not in known)]

@@ -106,16 +106,16 @@ class Bindings:
     def _given(self, place: Place, function: Function, name: str) -> Iterator[Bound]:
         called = name_in_calls(place.file, function)
         names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
-        calls = [
-            (at, call)
-            for file in self.run.files
-            for at, call in self._calls(file)
-            if called_name(call) == called
-        ]
+        calls = [(at, call) for at, call in self.calls() if called_name(call) == called]
         for at, call in calls if len(calls) <= MOST_CALLS else ():
             value = argument_given(call, names, name, called != function.name)
             if value is not None:
                 yield at, value
+
+    def calls(self) -> Iterator[tuple[Place, ast.Call]]:
+        """All calls in the user's code that have run."""
+        for file in self.run.files:
+            yield from self._calls(file)
 
     def _calls(self, file: str) -> Iterator[tuple[Place, ast.Call]]:
         tree = tree_of(file)
@@ -150,9 +150,9 @@ class Bindings:
                 argument = argument_given(call, ["self", *names], name, constructs=True)
                 if argument is not None:
                     yield at, argument
-        at = place_of(file, value.lineno) if value is not None else None
-        if at is not None and value is not None:
-            yield at, value
+        default = place_of(file, value.lineno) if value is not None else None
+        if default is not None and value is not None:
+            yield default, value
 
     def _returned(self, file: str, name: str, owner: ast.ClassDef | None) -> Iterator[Bound]:
         tree = tree_of(file)

@@ -102,15 +102,21 @@ def ranks_that_read(view: View, place: Place, examples: Sequence[int]) -> list[i
     return [rank for rank in place.ranks if set(examples) & set(read_at(view, place, rank))]
 
 
-def what_was_read(view: View, place: Place, most: int = 3) -> str:
-    """The examples that each rank read at this place; "" if they are not known."""
+def what_was_read(
+    view: View, place: Place, ranks: Sequence[int] | None = None, most: int = 3
+) -> str:
+    """The examples that each rank read at this place; "" if they are not known.
+
+    ``ranks``: only these of the ranks that read here.
+    """
     shown = []
-    for rank in place.ranks[:most]:
+    readers = [rank for rank in place.ranks if ranks is None or rank in ranks]
+    for rank in readers[:most]:
         examples = sorted(set(read_at(view, place, rank)))
         if not examples:
             return ""
         shown.append(f"rank {rank} reads {_short(examples)}")
-    return "; ".join(shown) + ("; ..." if len(place.ranks) > most else "")
+    return "; ".join(shown) + ("; ..." if len(readers) > most else "")
 
 
 def _short(examples: Sequence[int]) -> str:

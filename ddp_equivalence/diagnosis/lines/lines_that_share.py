@@ -14,7 +14,7 @@ from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
 
 MOST_SHARING = 2
-"""So many lines are shown: the report has room for three, and one of them is where rows are read."""
+"""So many lines are shown: of the three that fit, one is where the rows are read."""
 
 FEWEST = 2
 """Shorter lists of positions may be a list of something else."""
@@ -29,10 +29,12 @@ def lines_that_share(view: View, ranks: Sequence[int] = ()) -> list[PointedLine]
     """
     rank = next(iter(ranks), min(view.observed.by_rank, default=0))
     listed = _line_of_positions(view, rank)
+    choices = _choices(view, rank)
+    least = 0 if listed else min((one.distance for one in choices), default=0)
     chosen = [
         PointedLine(one.line, _note(one), True)
-        for one in _choices(view, rank)
-        if all(one.line != other.line for other in listed)
+        for one in choices
+        if one.distance == least and all(one.line != other.line for other in listed)
     ]
     return [*listed, *chosen][:MOST_SHARING]
 
@@ -59,7 +61,7 @@ def _first_list(view: View, rank: int) -> Call | None:
     parts = (view.observed.examples_read or {rank: ()})[rank]
     first = view.setting.first_example
     read = sorted(first + one for part in parts for one in part)
-    if not FEWEST <= len(read) or len(set(read)) >= view.setting.example_count:
+    if len(read) < FEWEST or len(set(read)) >= view.setting.example_count:
         return None
     calls = view.observed.calls.of(rank)
     return next(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -56,6 +56,15 @@ class Source:
         """Where the expression begins."""
         return self.place.line(self.expression)
 
+    @property
+    def computes(self) -> bool:
+        """True if it is made by arithmetic or a comparison, not only handed on."""
+        return any(
+            isinstance(node, (ast.BinOp, ast.Compare, ast.IfExp))
+            or (isinstance(node, ast.Call) and called_name(node) in COMPUTING)
+            for node in ast.walk(self.expression)
+        )
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -85,7 +94,10 @@ class Sources:
         place = place_of(line.file, line.number)
         if place is None:
             return []
-        begin = [Source(place, one, False) for one in _heads(place.statement)]
+        return self.of([Source(place, one, False) for one in _heads(place.statement)])
+
+    def of(self, begin: Sequence[Source]) -> list[Source]:
+        """All expressions that these were made of, the nearest first, with these."""
         found: dict[tuple[str, int, int, int, bool], Source] = {}
         waiting = deque(begin)
         while waiting and len(found) < MOST_EXPRESSIONS:
@@ -219,12 +231,7 @@ def _is_of_a_module(function: ast.expr) -> bool:
 def _choosing_parts(source: Source) -> list[ast.expr]:
     """The parts of an expression that say which values are taken, and compute positions for it."""
     parts = [part for node in ast.walk(source.expression) for part in _choosing(node)]
-    computes = any(
-        isinstance(node, (ast.BinOp, ast.Compare, ast.IfExp))
-        or (isinstance(node, ast.Call) and called_name(node) in COMPUTING)
-        for node in ast.walk(source.expression)
-    )
-    return [*parts, source.expression] if source.chooses and computes else parts
+    return [*parts, source.expression] if source.chooses and source.computes else parts
 
 
 def _guards(place: Place, expression: ast.expr) -> Iterator[ast.expr]:

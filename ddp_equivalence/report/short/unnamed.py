@@ -24,6 +24,7 @@ def unnamed_lines(verdict: Verdict, width: int, most: int) -> list[Line]:
 
 def _where(verdict: Verdict) -> Iterator[str]:
     localisation = verdict.localisation
+    yield from filter(None, (localisation.rows,))
     if localisation.whereabouts is not None:
         yield from filter(None, (localisation.whereabouts.beside_one_rank,))
         yield localisation.whereabouts.sentence

@@ -1,0 +1,51 @@
+"""Which examples were read by several ranks, more often than others, or by none, in words."""
+
+from __future__ import annotations
+
+from ddp_equivalence.diagnosis.examples_read import (
+    example_numbers,
+    examples_seen,
+    passes_of_read_examples,
+    read_by_no_rank,
+    read_by_several_ranks,
+)
+from ddp_equivalence.diagnosis.indications import ranks_by_number
+from ddp_equivalence.diagnosis.view import View
+
+MOST_GROUPS = 2
+
+
+def rows_read_unequally(view: View) -> str:
+    """The sentence; "" if all examples were read equally often, or if it is not known.
+
+    Ranks that share a model read the same rows: where every example is read by as many ranks, that
+    is said to be nothing.
+    """
+    if view.observed.examples_read is None:
+        return ""
+    count = view.setting.example_count
+    times = {view.observed.times_read[index] for index in range(count)}
+    if len(times) == 1 or passes_of_read_examples(view):
+        return ""
+    text = "; ".join(texts_of_rows(view))
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
+def texts_of_rows(view: View) -> list[str]:
+    """Clauses: who reads the same examples, which are read again by one rank, and which by none."""
+    several = read_by_several_ranks(view)
+    texts = [
+        f"{ranks_by_number(ranks)} all read {examples_seen(view, examples)}"
+        if len(ranks) > 2
+        else f"{ranks_by_number(ranks)} both read {examples_seen(view, examples)}"
+        for ranks, examples in list(several.items())[:MOST_GROUPS]
+    ]
+    texts += ["other ranks share others"] if len(several) > MOST_GROUPS else []
+    shared = {index for examples in several.values() for index in examples}
+    times = view.observed.times_read
+    again = [index for index, number in sorted(times.items()) if number > 1 and index not in shared]
+    if again and not several:
+        texts.append(f"a rank reads {examples_seen(view, again)} more than once")
+    unread = read_by_no_rank(view)
+    texts += [f"no rank reads {example_numbers(unread)}"] if unread else []
+    return texts
