@@ -6,17 +6,46 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 from ddp_equivalence.measurement.calls import HookState
 
 ASKING = (ast.If, ast.While, ast.IfExp)
 
 
+def owner_of_numbers(hook: object, state: object) -> object:
+    """The object whose numbers a hook may ask: its state, or what it is a method of."""
+    if _has_attributes(state):
+        return state
+    bound = getattr(_called(hook), "__self__", None)
+    return bound if _has_attributes(bound) else None
+
+
 def state_of_hook(hook: object, state: object) -> HookState | None:
-    """What is known of a hook's state; None if it is no object with attributes."""
-    if not hasattr(state, "__dict__") or inspect.isclass(state) or inspect.isroutine(state):
+    """What is known of this object; None if it is no object with attributes."""
+    owner = owner_of_numbers(hook, state)
+    if owner is None:
         return None
-    return HookState(type(state).__name__, _arguments_of(type(state)), _asked_in(hook))
+    first = 0 if owner is not state or not inspect.ismethod(_called(hook)) else 1
+    return HookState(type(owner).__name__, _arguments_of(type(owner)), _asked_in(hook, first))
+
+
+def _called(hook: object) -> object:
+    """The function or method that runs when a hook is called."""
+    return hook if inspect.isroutine(hook) else getattr(hook, "__call__", hook)  # noqa: B004
+
+
+def attributes_of(owner: object) -> dict[str, Any]:
+    """The attributes of an object, also those in slots."""
+    slots = [name for kind in type(owner).__mro__ for name in getattr(kind, "__slots__", ())]
+    found = {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
+    return {**found, **getattr(owner, "__dict__", {})}
+
+
+def _has_attributes(owner: object) -> bool:
+    if inspect.isclass(owner) or inspect.isroutine(owner) or inspect.ismodule(owner):
+        return False
+    return hasattr(owner, "__dict__") or bool(getattr(type(owner), "__slots__", ()))
 
 
 def _arguments_of(kind: type) -> tuple[str, ...]:
@@ -26,18 +55,18 @@ def _arguments_of(kind: type) -> tuple[str, ...]:
         return ()
 
 
-def _asked_in(hook: object) -> tuple[str, ...]:
-    """The attributes of a hook's first argument that its conditions name."""
+def _asked_in(hook: object, argument: int) -> tuple[str, ...]:
+    """The attributes of an argument of a hook, with this number, that its conditions name."""
     try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(hook)))  # type: ignore[arg-type]
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(_called(hook))))  # type: ignore[arg-type]
         function = ast.parse(source).body[0]
     except (OSError, TypeError, SyntaxError, ValueError, IndexError):
         return ()
     if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return ()
     names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
-    first = names[1:2] if inspect.ismethod(hook) else names[:1]
-    return tuple(dict.fromkeys(one for name in first for one in _asked(function, name)))
+    asked = (one for name in names[argument : argument + 1] for one in _asked(function, name))
+    return tuple(dict.fromkeys(asked))
 
 
 def _asked(function: ast.AST, state: str) -> Iterator[str]:

@@ -25,6 +25,9 @@ from ddp_equivalence.diagnosis.lines.source_tree import (
 GOING_THROUGH = ("__iter__", "__getitem__", "__getitems__", "__next__", "__call__")
 """The methods by which an object gives what it holds."""
 
+SEEDING = frozenset({"manual_seed", "seed"})
+"""The methods that decide which random numbers an object gives."""
+
 MOST_CALLS = 4
 """A function that is called at more places is not followed to its callers."""
 
@@ -208,7 +211,7 @@ def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
                 yield item.optional_vars, item.context_expr
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         function = node.value.func
-        if isinstance(function, ast.Attribute) and function.attr in FILLING:
+        if isinstance(function, ast.Attribute) and function.attr in FILLING | SEEDING:
             yield from ((function.value, one) for one in node.value.args)
 
 

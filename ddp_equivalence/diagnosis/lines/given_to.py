@@ -37,6 +37,11 @@ def given_to_class(
                 yield place, value
 
 
+def set_as_attribute(run: RunLines, name: str) -> list[Bound]:
+    """What an attribute of this name was set to."""
+    return Bindings(run).of_attribute(ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load()))
+
+
 def lines_that_made(run: RunLines, bound: Bound) -> list[CodeLine]:
     """The lines that computed what is given here, then those that set what went into it.
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from ddp_equivalence.diagnosis.lines.given_to import given_to_class, lines_that_made
+from ddp_equivalence.diagnosis.lines.given_to import (
+    given_to_class,
+    lines_that_made,
+    set_as_attribute,
+)
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place, StepCalls
@@ -30,9 +34,8 @@ def lines_of_hook_state(view: View) -> list[PointedLine]:
         made: dict[CodeLine, PointedLine] = {}
         held = []
         for name, value in call.numbers:
-            for bound in given_to_class(run, state.kind, state.arguments, name):
-                if name not in state.asked:
-                    continue
+            bounds = [*given_to_class(run, state.kind, state.arguments, name)]
+            for bound in (bounds or set_as_attribute(run, name)) if name in state.asked else ():
                 held.append(f"{name}={value:g}")
                 note = f"made {name}={value:g}, which {call.what} asks"
                 lines = lines_that_made(run, bound) or [bound[0].line(bound[1])]

@@ -125,6 +125,11 @@ class Sources:
                 )
         return sorted(found.values(), key=lambda one: one.distance)
 
+    def lines_of_rank(self, line: CodeLine) -> list[CodeLine]:
+        """The lines on the way to what a line says that name the rank, without this line."""
+        named = [one.line for one in self.of_line(line) if names_of_rank(one.place, one.expression)]
+        return [one for one in dict.fromkeys(named) if one != line]
+
     def _made_of(self, source: Source) -> Iterator[Source]:
         for node, chooses in _mentions(source.expression, source.chooses):
             for place, expression in self._bound(source.place, node):
