@@ -101,8 +101,13 @@ def is_divided_up(view: View) -> bool | None:
     """True if every example was read by one rank, and as often as all others; None if unknown."""
     if view.observed.examples_read is None:
         return None
+    return read_equally_often(view) and not read_by_several_ranks(view)
+
+
+def read_equally_often(view: View) -> bool:
+    """True if every example was read, and each as often as all others."""
     times = {view.observed.times_read[index] for index in range(view.setting.example_count)}
-    return len(times) == 1 and 0 not in times and not read_by_several_ranks(view)
+    return len(times) == 1 and 0 not in times
 
 
 def share_sizes(view: View) -> set[int]:

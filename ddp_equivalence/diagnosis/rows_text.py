@@ -8,6 +8,7 @@ from ddp_equivalence.diagnosis.examples_read import (
     passes_of_read_examples,
     read_by_no_rank,
     read_by_several_ranks,
+    read_equally_often,
 )
 from ddp_equivalence.diagnosis.indications import ranks_by_number
 from ddp_equivalence.diagnosis.view import View
@@ -23,9 +24,7 @@ def rows_read_unequally(view: View) -> str:
     """
     if view.observed.examples_read is None:
         return ""
-    count = view.setting.example_count
-    times = {view.observed.times_read[index] for index in range(count)}
-    if len(times) == 1 or passes_of_read_examples(view):
+    if read_equally_often(view) or passes_of_read_examples(view):
         return ""
     text = "; ".join(texts_of_rows(view))
     return f"{text[:1].upper()}{text[1:]}." if text else ""

@@ -14,7 +14,7 @@ from ddp_equivalence.diagnosis.examples_read import (
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.lines import lines_that_read
-from ddp_equivalence.diagnosis.lines.lines_that_share import lines_that_share
+from ddp_equivalence.diagnosis.lines.lines_that_share import lines_that_leave_out
 from ddp_equivalence.diagnosis.lines.replaced_rows import lines_that_replace_rows
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
@@ -62,7 +62,7 @@ def lines(view: View) -> Sequence[PointedLine]:
     drops = drops or lines_that_read.line_that_drops(view, read_by_no_rank(view))
     drops = drops or lines_that_read.lines_of_own_sampler(view)
     drops = drops or lines_that_read.lines_of_own_length(view)
-    drops = lines_that_replace_rows(view) or drops or lines_that_share(view)
+    drops = lines_that_replace_rows(view) or drops or lines_that_leave_out(view)
     read = [
         place.pointed(lines_that_read.what_was_read(view, place), is_fault=not drops)
         for place in lines_that_read.reads(view)

@@ -13,6 +13,7 @@ from ddp_equivalence.diagnosis.examples_read import (
     predictions_from_examples_read,
     read_by_no_rank,
     read_by_several_ranks,
+    read_equally_often,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.lines import lines_that_read
@@ -31,12 +32,15 @@ def predict(view: View) -> Sequence[Prediction]:
 
 
 def shares_overlap(view: View) -> bool:
-    """True if several ranks read the same examples, and no other cause says why."""
+    """True if several ranks read the same examples, and no other cause says why.
+
+    Ranks that share a model read the same ones: all examples are then read equally often.
+    """
     if all_ranks_read_the_same(view) or ranks_shuffled_apart(view) or is_padding(view):
         return False
     if passes_of_read_examples(view) or lines_that_replace_rows(view):
         return False
-    return bool(read_by_several_ranks(view))
+    return bool(read_by_several_ranks(view)) and not read_equally_often(view)
 
 
 def _who_reads_what(view: View) -> str:

@@ -8,9 +8,12 @@ from collections.abc import Iterator, Sequence
 from ddp_equivalence.diagnosis.lines.bindings import Bindings, Bound
 from ddp_equivalence.diagnosis.lines.origins import argument_given
 from ddp_equivalence.diagnosis.lines.run_lines import RunLines
-from ddp_equivalence.diagnosis.lines.source_tree import called_name, inside, place_of
+from ddp_equivalence.diagnosis.lines.source_tree import called_name, inside, is_in_class, place_of
 from ddp_equivalence.diagnosis.lines.sources import Source, Sources
 from ddp_equivalence.measurement.calls import CodeLine
+
+MOST_NAMES = 8
+"""Through so many names an expression is followed to where it is made."""
 
 
 def argument_of_line(line: CodeLine, names: Sequence[str]) -> list[Bound]:
@@ -37,9 +40,25 @@ def given_to_class(
                 yield place, value
 
 
-def set_as_attribute(run: RunLines, name: str) -> list[Bound]:
-    """What an attribute of this name was set to."""
-    return Bindings(run).of_attribute(ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load()))
+def set_in_class(run: RunLines, kind: str, name: str) -> list[Bound]:
+    """What the code of a class of this name sets an attribute to."""
+    attribute = ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load())
+    found = Bindings(run).of_attribute(attribute)
+    return [(place, value) for place, value in found if is_in_class(place.line(value), kind)]
+
+
+def sole_origin(run: RunLines, bound: Bound) -> Bound | None:
+    """The only expression that a name was given, through other names; None if there are several."""
+    sources = Sources(run)
+    for _ in range(MOST_NAMES):
+        place, expression = bound
+        if not isinstance(expression, (ast.Name, ast.Attribute)):
+            return bound
+        given = sources.bound(place, expression)
+        if len(given) != 1:
+            return None
+        bound = given[0]
+    return None
 
 
 def lines_that_made(run: RunLines, bound: Bound) -> list[CodeLine]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from ddp_equivalence.diagnosis.lines.given_to import (
     given_to_class,
     lines_that_made,
-    set_as_attribute,
+    set_in_class,
+    sole_origin,
 )
-from ddp_equivalence.diagnosis.lines.run_lines import run_lines
+from ddp_equivalence.diagnosis.lines.run_lines import RunLines, run_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place, StepCalls
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.measurement.calls import CodeLine, Kind
+from ddp_equivalence.measurement.calls import Call, Kind
 
 MOST_NUMBERS = 2
+MOST_LINES = 3
 
 
 def hooks_of_all_steps(view: View) -> list[Place]:
@@ -23,26 +25,44 @@ def hooks_of_all_steps(view: View) -> list[Place]:
 
 
 def lines_of_hook_state(view: View) -> list[PointedLine]:
-    """The line that gave DDP the last hook, with what the hook asks its state for, behind those
-    that made these numbers, at most three in all; [] if the step made none of them.
+    """The lines that made the numbers which conditions of the last hook ask, and the line that gave
+    DDP this hook; at most three, and [] if the step made no such number.
     """
     for place in hooks_of_all_steps(view)[-1:]:
         call, run = place.first, run_lines(view, place.ranks[0])
-        state = call.hook_state
-        if state is None:
-            return []
-        made: dict[CodeLine, PointedLine] = {}
-        held = []
+        made: list[PointedLine] = []
+        held: list[str] = []
         for name, value in call.numbers:
-            bounds = [*given_to_class(run, state.kind, state.arguments, name)]
-            for bound in (bounds or set_as_attribute(run, name)) if name in state.asked else ():
+            lines = _lines_of_number(run, call, name, f"{name}={value:g}")
+            if lines:
                 held.append(f"{name}={value:g}")
-                note = f"made {name}={value:g}, which {call.what} asks"
-                lines = lines_that_made(run, bound) or [bound[0].line(bound[1])]
-                for number, line in enumerate(lines):
-                    made.setdefault(line, PointedLine(line, "" if number else note, not number))
-        if not made:
-            return []
-        note = f"{call.what} gets {', '.join(dict.fromkeys(held[:MOST_NUMBERS]))}"
-        return [*list(made.values())[:2], place.pointed(note)]
+                made += lines
+        if made:
+            gets = place.pointed(f"{call.what} gets {' and '.join(held[:MOST_NUMBERS])}")
+            others = [one for one in distinct_lines(made) if one.line != place.line]
+            return [*others[: MOST_LINES - 1], gets]
     return []
+
+
+def _lines_of_number(run: RunLines, call: Call, name: str, shown: str) -> list[PointedLine]:
+    """The lines that made what the state of a hook holds under this name."""
+    state = call.hook_state
+    if state is None or name not in state.asked:
+        return []
+    given = [*given_to_class(run, state.kind, state.arguments, name)]
+    given = given or set_in_class(run, state.kind, name)
+    if len(given) != 1:
+        return []
+    origin = sole_origin(run, given[0])
+    lines = lines_that_made(run, given[0])
+    if origin is None:
+        return [PointedLine(line, "", True) for line in lines[:1]]
+    at = origin[0].line(origin[1])
+    note = f"gives {shown}, which {call.what} asks"
+    return [PointedLine(at, note, True), *(PointedLine(one) for one in lines if one != at)]
+
+
+def distinct_lines(pointed: list[PointedLine]) -> list[PointedLine]:
+    """Each line once, those that are at fault first."""
+    ordered = sorted(pointed, key=lambda one: not one.is_fault)
+    return list({one.line: one for one in reversed(ordered)}.values())[::-1]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ddp_equivalence.diagnosis.lines.given_to import argument_of_line, lines_that_made
+from ddp_equivalence.diagnosis.lines.given_to import (
+    argument_of_line,
+    lines_that_made,
+    sole_origin,
+)
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.lines.words_of_lines import names_text
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
@@ -15,8 +19,6 @@ from ddp_equivalence.measurement.calls import Call, Kind
 
 OF_THE_GROUP = ("mesh", "device_mesh", "process_group")
 """The arguments that say among which ranks a wrapper reduces."""
-
-MOST_MAKING = 1
 
 
 def in_small_groups(view: View) -> list[Place]:
@@ -57,11 +59,10 @@ def lines_of_small_groups(view: View, names: Collection[str] | None = None) -> l
             continue
         run = run_lines(view, place.ranks[0])
         for bound in argument_of_line(place.line, OF_THE_GROUP)[:1]:
-            found += [
-                PointedLine(line, f"made the group of line {place.line.number}")
-                for line in lines_that_made(run, bound)[:MOST_MAKING]
-                if line != place.line
-            ]
+            origin = sole_origin(run, bound)
+            lines = lines_that_made(run, bound) if origin is None else [origin[0].line(origin[1])]
+            made = "" if origin is None else f"makes the group of line {place.line.number}"
+            found += [PointedLine(line, made) for line in lines[:1] if line != place.line]
         note = f"{place.first.what} in {groups_text(groups_of(place))}: {names_text(given)}"
         found.append(place.pointed(note, is_fault=True))
     return found

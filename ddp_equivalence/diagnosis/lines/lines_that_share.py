@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddp_equivalence.diagnosis.examples_read import short_numbers
+from ddp_equivalence.diagnosis.examples_read import read_by_no_rank, short_numbers
 from ddp_equivalence.diagnosis.indications import ranks_by_number
 from ddp_equivalence.diagnosis.lines.lines_that_read import reads
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
@@ -19,6 +19,9 @@ MOST_SHARING = 2
 FEWEST = 2
 """Shorter lists of positions may be a list of something else."""
 
+NEAR = 1
+"""The names in a line must be looked up so often at most to see the rank."""
+
 MOST_NAMES = 2
 MOST_ENTRIES = 4
 
@@ -27,16 +30,46 @@ def lines_that_share(view: View, ranks: Sequence[int] = ()) -> list[PointedLine]
     """The line that first held the positions of just what each rank reads, and those that choose
     with numbers of the rank what the model was called with. ``ranks``: those that read wrongly.
     """
+    listed, choices = _lines_and_choices(view, ranks)
+    chosen = [_pointed(one) for one in _clearest(choices)]
+    return [*listed, *chosen][:MOST_SHARING]
+
+
+def lines_that_leave_out(view: View) -> list[PointedLine]:
+    """The same, where examples were read by no rank. What cuts the end off is no matter of ranks:
+    if only the last ones are missing, a line that chooses without the rank comes first.
+    """
+    listed, choices = _lines_and_choices(view, ())
+    others = [one for one in choices if one.distance is None]
+    sharing = _clearest(choices)
+    unread, count = read_by_no_rank(view), view.setting.example_count
+    if unread == list(range(count - len(unread), count)):
+        sharing = [*others[:1], *sharing]
+    return [*listed, *map(_pointed, sharing or others)][:MOST_SHARING]
+
+
+def _lines_and_choices(view: View, ranks: Sequence[int]) -> tuple[list[PointedLine], list[Choice]]:
+    """The line with the positions, and the choices on other lines; not where rows are read."""
     rank = next(iter(ranks), min(view.observed.by_rank, default=0))
     listed = _line_of_positions(view, rank)
-    choices = _choices(view, rank)
-    least = 0 if listed else min((one.distance for one in choices), default=0)
-    chosen = [
-        PointedLine(one.line, _note(one), True)
-        for one in choices
-        if one.distance == least and all(one.line != other.line for other in listed)
-    ]
-    return [*listed, *chosen][:MOST_SHARING]
+    known = {place.line for place in reads(view)} | {one.line for one in listed}
+    return listed, [one for one in _choices(view, rank) if one.line not in known]
+
+
+def _pointed(choice: Choice) -> PointedLine:
+    names = list(choice.names[:MOST_NAMES])
+    return PointedLine(choice.line, f"uses {' and '.join(names)}" if names else "", True)
+
+
+def _clearest(choices: Sequence[Choice]) -> list[Choice]:
+    """The nearest ones from which it is not far to the rank; one of them names it, if any does."""
+    of_rank = [(one.distance, one) for one in choices if one.distance is not None]
+    least = min((distance for distance, _ in of_rank), default=0)
+    near = [one for distance, one in of_rank if distance <= max(least, NEAR)]
+    first = near[:MOST_SHARING]
+    if near and all(one.distance != least for one in first):
+        first[-1:] = [next(one for one in near if one.distance == least)]
+    return first
 
 
 def _line_of_positions(view: View, rank: int) -> list[PointedLine]:
@@ -70,13 +103,13 @@ def _first_list(view: View, rank: int) -> Call | None:
 
 
 def _choices(view: View, rank: int) -> list[Choice]:
-    """The lines on the way to what the model was called with that choose with the rank."""
+    """The lines on the way to what the model was called with that choose what it holds."""
     sources = Sources(run_lines(view, rank))
     found: dict[CodeLine, Choice] = {}
     for line in _lines_of_inputs(view, rank):
-        for one in sources.choices_of_rank(line):
+        for one in sources.choices(line):
             found.setdefault(one.line, one)
-    return sorted(found.values(), key=lambda one: one.distance)
+    return list(found.values())
 
 
 def _lines_of_inputs(view: View, rank: int) -> list[CodeLine]:
@@ -84,8 +117,3 @@ def _lines_of_inputs(view: View, rank: int) -> list[CodeLine]:
     forwards = view.observed.calls.places(Kind.FORWARD)
     passes = [place for place in forwards if rank in place.by_rank]
     return [place.line for place in (*places, *passes)]
-
-
-def _note(choice: Choice) -> str:
-    names = list(choice.names[:MOST_NAMES])
-    return f"uses {' and '.join(names)}" if names else ""

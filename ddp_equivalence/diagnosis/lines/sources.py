@@ -68,12 +68,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Choice:
-    """A line that says which values are taken, with numbers of the rank. ``distance``: so often a
-    name must be looked up to see the rank. ``names``: those of the rank in it, as they stand there.
+    """A line that says which values are taken. ``distance``: so often a name must be looked up to
+    see that this depends on the rank; None if it does not. ``names``: those of the rank in the
+    line, as they stand there.
     """
 
     line: CodeLine
-    distance: int
+    distance: int | None
     names: tuple[str, ...]
 
 
@@ -108,22 +109,17 @@ class Sources:
                 waiting.extend(self._made_of(source))
         return list(found.values())
 
-    def choices_of_rank(self, line: CodeLine) -> list[Choice]:
-        """The lines that choose, by numbers of the rank, what a line holds, the clearest first."""
+    def choices(self, line: CodeLine) -> list[Choice]:
+        """The lines that choose which values a line holds, the nearest first."""
         found: dict[CodeLine, Choice] = {}
         for source in self.of_line(line):
             for node in _choosing_parts(source):
-                distance = self._distance(source.place, node)
-                if distance is None:
-                    continue
-                line_of_choice, names = source.place.line(node), names_of_rank(source.place, node)
-                known = found.get(line_of_choice, Choice(line_of_choice, distance, names))
-                found[line_of_choice] = Choice(
-                    line_of_choice,
-                    min(distance, known.distance),
-                    tuple(dict.fromkeys((*known.names, *names))),
-                )
-        return sorted(found.values(), key=lambda one: one.distance)
+                at, distance = source.place.line(node), self._distance(source.place, node)
+                known = found.get(at, Choice(at, None, ()))
+                distances = [one for one in (distance, known.distance) if one is not None]
+                names = (*known.names, *names_of_rank(source.place, node))
+                found[at] = Choice(at, min(distances, default=None), tuple(dict.fromkeys(names)))
+        return list(found.values())
 
     def lines_of_rank(self, line: CodeLine) -> list[CodeLine]:
         """The lines on the way to what a line says that name the rank, without this line."""
@@ -132,12 +128,13 @@ class Sources:
 
     def _made_of(self, source: Source) -> Iterator[Source]:
         for node, chooses in _mentions(source.expression, source.chooses):
-            for place, expression in self._bound(source.place, node):
+            for place, expression in self.bound(source.place, node):
                 yield Source(place, expression, chooses)
                 for test in _guards(place, expression):
                     yield Source(place, test, True)
 
-    def _bound(self, place: Place, node: ast.expr) -> list[Bound]:
+    def bound(self, place: Place, node: ast.expr) -> list[Bound]:
+        """What a name or an attribute was given, or what a call returned."""
         if isinstance(node, ast.Name):
             return self.bindings.of_name(place, node.id) if node.id != "self" else []
         if isinstance(node, ast.Attribute):
@@ -156,7 +153,7 @@ class Sources:
             below = [
                 found
                 for part, _ in _mentions(node, True)
-                for at, expression in self._bound(place, part)
+                for at, expression in self.bound(place, part)
                 if (found := self._distance(at, expression, depth + 1)) is not None
             ]
             self._distances[key] = 1 + min(below) if below else None

@@ -16,7 +16,7 @@ OVERLAPPING = [
         "own = [one for one in range(count) if (one + rank.node) % rank.world_size == rank.rank]",
     ),
     (steps.in_a_generator, "if number % others != max(me - 1, 0):"),
-    (steps.in_properties, "return self.worker.rank * self.size"),
+    (steps.in_properties, "return slice(self.first, self.first + self.size + 1)"),
     (steps.in_a_tuple, "return Span(begin=3 * rank.rank, length=4)"),
 ]
 
