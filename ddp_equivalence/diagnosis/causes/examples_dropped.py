@@ -14,7 +14,7 @@ from ddp_equivalence.diagnosis.examples_read import (
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.lines import lines_that_read
-from ddp_equivalence.diagnosis.lines.lines_that_share import lines_that_leave_out
+from ddp_equivalence.diagnosis.lines.lines_that_share import lines_that_leave_out, with_reads
 from ddp_equivalence.diagnosis.lines.replaced_rows import lines_that_replace_rows
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
@@ -67,8 +67,7 @@ def lines(view: View) -> Sequence[PointedLine]:
         place.pointed(lines_that_read.what_was_read(view, place), is_fault=not drops)
         for place in lines_that_read.reads(view)
     ]
-    known = {one.line for one in drops[:2]}
-    return [*drops[:2], *(one for one in read[-1:] if one.line not in known)]
+    return with_reads(drops[:2], read[-1:])
 
 
 def fix(view: View) -> str:

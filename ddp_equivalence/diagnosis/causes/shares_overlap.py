@@ -17,7 +17,7 @@ from ddp_equivalence.diagnosis.examples_read import (
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.lines import lines_that_read
-from ddp_equivalence.diagnosis.lines.lines_that_share import lines_that_share
+from ddp_equivalence.diagnosis.lines.lines_that_share import lines_that_share, with_reads
 from ddp_equivalence.diagnosis.lines.replaced_rows import lines_that_replace_rows
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.rows_text import texts_of_rows
@@ -63,8 +63,7 @@ def lines(view: View) -> Sequence[PointedLine]:
         for place in lines_that_read.reads(view)
         if set(ranks) & set(place.ranks)
     ]
-    known = {one.line for one in sharing}
-    return [*sharing, *(one for one in read[-1:] if one.line not in known)]
+    return with_reads(sharing, read[-1:])
 
 
 def fix(view: View) -> str:

@@ -48,13 +48,15 @@ def set_in_class(run: RunLines, kind: str, name: str) -> list[Bound]:
 
 
 def sole_origin(run: RunLines, bound: Bound) -> Bound | None:
-    """The only expression that a name was given, through other names; None if there are several."""
+    """The only expression that made a value, through names and functions of the user's; None if
+    there are several.
+    """
     sources = Sources(run)
     for _ in range(MOST_NAMES):
         place, expression = bound
-        if not isinstance(expression, (ast.Name, ast.Attribute)):
-            return bound
         given = sources.bound(place, expression)
+        if not given and not isinstance(expression, (ast.Name, ast.Attribute)):
+            return bound
         if len(given) != 1:
             return None
         bound = given[0]

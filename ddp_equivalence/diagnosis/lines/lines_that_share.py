@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ddp_equivalence.diagnosis.examples_read import read_by_no_rank, short_numbers
 from ddp_equivalence.diagnosis.indications import ranks_by_number
@@ -52,8 +53,26 @@ def _lines_and_choices(view: View, ranks: Sequence[int]) -> tuple[list[PointedLi
     """The line with the positions, and the choices on other lines; not where rows are read."""
     rank = next(iter(ranks), min(view.observed.by_rank, default=0))
     listed = _line_of_positions(view, rank)
-    known = {place.line for place in reads(view)} | {one.line for one in listed}
-    return listed, [one for one in _choices(view, rank) if one.line not in known]
+    lines = [*(place.line for place in reads(view)), *(one.line for one in listed)]
+    known = {_place_in_file(line) for line in lines}
+    return listed, [one for one in _choices(view, rank) if _place_in_file(one.line) not in known]
+
+
+def _place_in_file(line: CodeLine) -> tuple[str, int]:
+    """A comprehension may be a function of its own, on the same line."""
+    return line.file, line.number
+
+
+def with_reads(chosen: Sequence[PointedLine], read: Sequence[PointedLine]) -> list[PointedLine]:
+    """These lines, and those at which rows are read; each line once, with the note of the latter if
+    it has none of its own.
+    """
+    notes = {_place_in_file(one.line): one.note for one in read}
+    known = {_place_in_file(one.line) for one in chosen}
+    return [
+        *(replace(one, note=one.note or notes.get(_place_in_file(one.line), "")) for one in chosen),
+        *(one for one in read if _place_in_file(one.line) not in known),
+    ]
 
 
 def _pointed(choice: Choice) -> PointedLine:

@@ -113,7 +113,8 @@ class TwoParts(nn.Module):
 
 
 def wraps_the_upper_part_on_a_node(model: nn.Module, shard: Batch, rank: Any) -> None:
-    loss_of(TwoParts(model, rank), shard).backward()
+    parts = TwoParts(model, rank)
+    loss_of(parts, shard).backward()
 
 
 def shards_all_on_a_node(model: nn.Module, shard: Batch, rank: Any) -> dict[str, Tensor]:

@@ -85,7 +85,8 @@ DROPPED = [
     (
         steps.cut_to_an_even_length,
         TEN_ON_TWO,
-        "inputs, targets = inputs[:count], targets[:count]",
+        "count = len(inputs) - len(inputs) % 2",
+        "inputs, targets = inputs[:count], targets[:count]  "
         "rank 0 reads 0 to 3; rank 1 reads 5 to 8",
         "let a rank read examples 4, 9 too, and divide by 10.",
     ),
@@ -98,4 +99,4 @@ def test_the_line_that_drops_examples_is_pointed_at(
 ) -> None:
     verdict = checked(given, step, "examples_dropped")
     assert (faults(verdict), verdict.findings[0].fix) == ([line], fix)
-    assert f"{line}  {note}" in notes(verdict)
+    assert note in notes(verdict)
