@@ -14,6 +14,7 @@ from ddp_equivalence.diagnosis.examples_read import (
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.lines import lines_that_read
+from ddp_equivalence.diagnosis.lines.lines_of_samplers import lines_of_wrong_samplers
 from ddp_equivalence.diagnosis.lines.lines_that_share import lines_that_leave_out, with_reads
 from ddp_equivalence.diagnosis.lines.replaced_rows import lines_that_replace_rows
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
@@ -59,6 +60,7 @@ def lines(view: View) -> Sequence[PointedLine]:
         for place in lines_that_read.loaders(view)
         if lines_that_read.last_batch_of(view, place)
     ]
+    drops = lines_of_wrong_samplers(view) or drops
     drops = drops or lines_that_read.line_that_drops(view, read_by_no_rank(view))
     drops = drops or lines_that_read.lines_of_own_sampler(view)
     drops = drops or lines_that_read.lines_of_own_length(view)

@@ -17,6 +17,7 @@ from ddp_equivalence.diagnosis.examples_read import (
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.lines import lines_that_read
+from ddp_equivalence.diagnosis.lines.lines_of_samplers import lines_of_wrong_samplers
 from ddp_equivalence.diagnosis.lines.lines_that_share import lines_that_share, with_reads
 from ddp_equivalence.diagnosis.lines.replaced_rows import lines_that_replace_rows
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
@@ -57,7 +58,7 @@ def indication(view: View) -> Indication | None:
 def lines(view: View) -> Sequence[PointedLine]:
     """The lines that choose what a rank reads, and where it is read."""
     ranks = next(iter(read_by_several_ranks(view)), ())
-    sharing = lines_that_share(view, ranks)
+    sharing = lines_of_wrong_samplers(view)[:2] or lines_that_share(view, ranks)
     read = [
         place.pointed(lines_that_read.what_was_read(view, place, ranks), is_fault=not sharing)
         for place in lines_that_read.reads(view)

@@ -54,7 +54,7 @@ def read_at(view: View, place: Place, rank: int) -> list[int]:
 
 def padding_of(place: Place) -> int:
     """By how many examples the samplers of this line pad the data set; 0 if they do not."""
-    length, ranks = int(place.first.value or 0), _replicas(place)
+    length, ranks = int(place.first.value or 0), replicas_of(place)
     if "drop_last=False" not in place.first.what or not length or not ranks:
         return 0
     return math.ceil(length / ranks) * ranks - length
@@ -62,7 +62,7 @@ def padding_of(place: Place) -> int:
 
 def dropped_by(place: Place) -> int:
     """How many examples the samplers of this line leave out of the data set."""
-    length, ranks = int(place.first.value or 0), _replicas(place)
+    length, ranks = int(place.first.value or 0), replicas_of(place)
     if "drop_last=True" not in place.first.what or not length or not ranks:
         return 0
     return length % ranks
@@ -79,14 +79,15 @@ def last_batch_of(view: View, place: Place) -> int:
         return 0
     if "sampler=DistributedSampler" in text:
         for sampler in samplers(view)[-1:]:
-            ranks = _replicas(sampler)
+            ranks = replicas_of(sampler)
             length = (length + padding_of(sampler) - dropped_by(sampler)) // max(1, ranks)
     elif "sampler=" in text:
         return 0
     return length % size
 
 
-def _replicas(place: Place) -> int:
+def replicas_of(place: Place) -> int:
+    """The number of ranks that the samplers of this line were given; 0 if it is not known."""
     return _number_after("num_replicas=", place.first.what)
 
 

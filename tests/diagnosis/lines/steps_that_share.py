@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 Batch = dict[str, Tensor]
 
@@ -139,3 +140,41 @@ def in_two_places(model: nn.Module, batch: Batch, rank: Any) -> None:
 def in_parts(model: nn.Module, batch: Batch, rank: Any) -> None:
     share = {name: leaf.split(3)[int(rank)] for name, leaf in batch.items()}
     train_on(model, share, len(batch["x"]))
+
+
+def loaded(batch: Batch, sampler: Any) -> Batch:
+    data = TensorDataset(batch["x"], batch["y"])
+    inputs, targets = next(iter(DataLoader(data, batch_size=len(data), sampler=sampler)))
+    return {"x": inputs, "y": targets}
+
+
+class Sampled:
+    """Makes a sampler with what it has kept of the rank."""
+
+    def __init__(self, rank: Any) -> None:
+        self.place = rank.local_rank
+        self.workers = rank.world_size
+
+    def sampler(self, data: Any) -> Any:
+        return DistributedSampler(data, self.workers, self.place, shuffle=False)
+
+
+def in_a_sampler(model: nn.Module, batch: Batch, rank: Any) -> None:
+    mine = loaded(batch, Sampled(rank).sampler(batch["x"]))
+    train_on(model, mine, len(batch["x"]))
+
+
+def in_a_sampler_of_too_many(model: nn.Module, batch: Batch, rank: Any) -> None:
+    workers = rank.world_size * 2
+    sampler = DistributedSampler(batch["x"], num_replicas=workers, rank=rank.rank, shuffle=False)
+    train_on(model, loaded(batch, sampler), len(batch["x"]))
+
+
+def beside_another_fault(model: nn.Module, batch: Batch, rank: Any) -> None:
+    in_a_closure(model, batch, rank)
+    model[0].bias.grad[rank.rank] += 0.1
+
+
+def right_shares_and_a_wrong_factor(model: nn.Module, batch: Batch, rank: Any) -> None:
+    own = slice(int(rank), None, rank.world_size)
+    train_on(model, {name: leaf[own] for name, leaf in batch.items()}, len(batch["x"]) * 3)

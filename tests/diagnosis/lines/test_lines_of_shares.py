@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_equivalence import check
 from tests.diagnosis.lines import steps_that_share as steps
 from tests.diagnosis.lines.faulty_line import Step, case, checked, faults
 
@@ -18,6 +19,7 @@ OVERLAPPING = [
     (steps.in_a_generator, "if number % others != max(me - 1, 0):"),
     (steps.in_properties, "return slice(self.first, self.first + self.size + 1)"),
     (steps.in_a_tuple, "return Span(begin=3 * rank.rank, length=4)"),
+    (steps.in_a_sampler, "self.place = rank.local_rank"),
 ]
 
 
@@ -41,6 +43,7 @@ DROPPING = [
         steps.in_two_places,
         "yield from islice(self.pairs, self.rank.rank, None, self.rank.world_size)",
     ),
+    (steps.in_a_sampler_of_too_many, "workers = rank.world_size * 2"),
     (steps.in_parts, "share = {name: leaf.split(3)[int(rank)] for name, leaf in batch.items()}"),
 ]
 
@@ -49,3 +52,17 @@ DROPPING = [
 def test_the_line_whose_shares_leave_examples_out_is_pointed_at(step: Step, line: str) -> None:
     verdict = checked(OWN, step, "examples_dropped")
     assert line in faults(verdict), verdict
+
+
+def test_a_report_without_a_cause_says_which_examples_were_read_twice_and_by_none() -> None:
+    verdict = check(OWN, steps.beside_another_fault)
+    assert (verdict.outcome, verdict.causes) == ("different", ()), verdict
+    report = " ".join(str(verdict).split())
+    assert "Ranks 0, 2 both read examples 0, 1, 2, 3" in report
+    assert "no rank reads examples 8, 9" in report
+
+
+def test_shares_that_are_right_are_not_said_to_overlap() -> None:
+    verdict = check(OWN, steps.right_shares_and_a_wrong_factor)
+    assert verdict.outcome == "different"
+    assert "read example" not in str(verdict) and "no rank reads" not in str(verdict), verdict
