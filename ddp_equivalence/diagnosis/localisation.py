@@ -95,8 +95,15 @@ def localise(
         big_batch_loss=big_batch_loss,
         mean_rank_loss=mean_rank_loss,
         whereabouts=None if has_cause else _whereabouts(view, why_not_watched),
-        rows=rows_read_unequally(view),
+        rows=_rows(view),
     )
+
+
+def _rows(view: View) -> str:
+    try:
+        return rows_read_unequally(view)
+    except OutOfTime:
+        return ""
 
 
 def _whereabouts(view: View, why_not_watched: str) -> Whereabouts | None:

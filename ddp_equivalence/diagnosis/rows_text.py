@@ -11,6 +11,7 @@ from ddp_equivalence.diagnosis.examples_read import (
     read_equally_often,
 )
 from ddp_equivalence.diagnosis.indications import ranks_by_number
+from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.view import View
 
 MOST_GROUPS = 2
@@ -45,6 +46,18 @@ def texts_of_rows(view: View) -> list[str]:
     again = [index for index, number in sorted(times.items()) if number > 1 and index not in shared]
     if again and not several:
         texts.append(f"a rank reads {examples_seen(view, again)} more than once")
-    unread = read_by_no_rank(view)
+    unread = _missed(view)
     texts += [f"no rank reads {example_numbers(unread)}"] if unread else []
     return texts
+
+
+def _missed(view: View) -> list[int]:
+    """The examples that no rank read; [] if the big batch is the same without them, as where a mask
+    leaves them out.
+    """
+    unread = set(read_by_no_rank(view))
+    others = tuple(index for index in range(view.setting.example_count) if index not in unread)
+    if not unread or not others:
+        return sorted(unread)
+    is_same = nearly_equal(view.examples.gradient(others), view.expected)
+    return [] if is_same else sorted(unread)

@@ -17,8 +17,8 @@ def fault_of_small_groups(view: View) -> Whereabouts | None:
     """Which call gave the parameters that differ, and only these, a group without all ranks."""
     wrong = view.measured.differing
     in_small = names_in_small_groups(view)
-    if not wrong or not wrong <= in_small or len(wrong) == len(view.parameters.names):
-        return None
+    if not wrong or wrong != in_small or len(wrong) == len(view.parameters.names):
+        return None  # what is right in such a group was reduced between the groups as well
     names = tuple(name for name in view.parameters.names if name in wrong)
     places = [place for place in in_small_groups(view) if wrong & set(place.names)]
     where = groups_text(tuple(sorted({one for place in places for one in groups_of(place)})))
