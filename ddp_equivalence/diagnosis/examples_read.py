@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -86,12 +87,25 @@ def read_by_no_rank(view: View) -> list[int]:
     return [index for index in range(view.setting.example_count) if not times_read[index]]
 
 
+def counted_reads(view: View) -> list[Counter[int]]:
+    """How often each rank read each example, in passes whose gradients are not all zero."""
+    found = []
+    for rank, parts in enumerate(view.observed.examples_read or ()):
+        gradients = [one.gradient for one in view.observed.backwards(rank)]
+        counts = [True] * len(parts)
+        if len(gradients) == len(parts):
+            counts = [one is None or bool(one.any()) for one in gradients]
+        read = (index for part, so in zip(parts, counts, strict=True) if so for index in part)
+        found.append(Counter(read))
+    return found
+
+
 def read_by_several_ranks(view: View) -> dict[tuple[int, ...], list[int]]:
     """Several ranks -> the examples that each of them read, and no other rank."""
     found: dict[tuple[int, ...], list[int]] = {}
-    read = [{index for part in parts for index in part} for parts in _parts_read(view)]
+    read = counted_reads(view)
     for index in range(view.setting.example_count):
-        ranks = tuple(rank for rank, examples in enumerate(read) if index in examples)
+        ranks = tuple(rank for rank, times in enumerate(read) if times[index])
         if len(ranks) > 1:
             found.setdefault(ranks, []).append(index)
     return found

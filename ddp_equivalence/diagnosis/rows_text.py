@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ddp_equivalence.diagnosis.examples_read import (
+    counted_reads,
     example_numbers,
     examples_seen,
     passes_of_read_examples,
@@ -40,12 +41,20 @@ def texts_of_rows(view: View) -> list[str]:
         else f"{ranks_by_number(ranks)} both read {examples_seen(view, examples)}"
         for ranks, examples in list(several.items())[:MOST_GROUPS]
     ]
-    texts += ["other ranks share others"] if len(several) > MOST_GROUPS else []
+    more = len(several) - MOST_GROUPS
+    if more > 0:
+        texts.append(f"{more} more set{'s' if more > 1 else ''} of ranks share others")
     shared = {index for examples in several.values() for index in examples}
-    times = view.observed.times_read
-    again = [index for index, number in sorted(times.items()) if number > 1 and index not in shared]
+    again = {
+        index: rank
+        for rank, times in enumerate(counted_reads(view))
+        for index, number in sorted(times.items())
+        if number > 1 and index not in shared
+    }
     if again and not several:
-        texts.append(f"a rank reads {examples_seen(view, again)} more than once")
+        who = ranks_by_number(sorted(set(again.values())))
+        verb = "reads" if len(set(again.values())) == 1 else "read"
+        texts.append(f"{who} {verb} {examples_seen(view, sorted(again))} more than once")
     unread = _missed(view)
     texts += [f"no rank reads {example_numbers(unread)}"] if unread else []
     return texts

@@ -30,9 +30,8 @@ def predict(view: View) -> Sequence[Prediction]:
     repeated = read_more_than_once(view)
     if not is_padding(view) or all_ranks_read_the_same(view) or ranks_shuffled_apart(view):
         return ()
-    return predictions_from_examples_read(
-        view, f"{examples_seen(view, repeated)} read more than once"
-    )
+    detail = f"{examples_seen(view, repeated)} read more than once"
+    return predictions_from_examples_read(view, detail, counts_all=True)
 
 
 def is_padding(view: View) -> bool:
