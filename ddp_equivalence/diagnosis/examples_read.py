@@ -76,6 +76,13 @@ def short_numbers(examples: Sequence[int], most: int) -> str:
     return shown + (f", ... ({len(examples)} in all)" if len(examples) > most else "")
 
 
+def compact_numbers(examples: Sequence[int], most: int = 4) -> str:
+    """The same, and ``3 to 7`` for neighbours."""
+    if len(examples) > 2 and list(examples) == list(range(examples[0], examples[-1] + 1)):
+        return f"{examples[0]} to {examples[-1]}"
+    return short_numbers(examples, most)
+
+
 def read_more_than_once(view: View) -> list[int]:
     """The examples that were read more than once, on all ranks together."""
     return sorted(index for index, times in view.observed.times_read.items() if times > 1)

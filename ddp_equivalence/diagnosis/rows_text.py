@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ddp_equivalence.diagnosis.examples_read import (
+    compact_numbers,
     counted_reads,
-    example_numbers,
-    examples_seen,
     passes_of_read_examples,
     read_by_no_rank,
     read_by_several_ranks,
@@ -35,12 +36,11 @@ def rows_read_unequally(view: View) -> str:
 def texts_of_rows(view: View) -> list[str]:
     """Clauses: who reads the same examples, which are read again by one rank, and which by none."""
     several = read_by_several_ranks(view)
-    texts = [
-        f"{ranks_by_number(ranks)} all read {examples_seen(view, examples)}"
-        if len(ranks) > 2
-        else f"{ranks_by_number(ranks)} both read {examples_seen(view, examples)}"
-        for ranks, examples in list(several.items())[:MOST_GROUPS]
-    ]
+    texts = []
+    for ranks, examples in list(several.items())[:MOST_GROUPS]:
+        word = "both" if len(ranks) == 2 else "all"
+        read = word if texts else f"{word} read example{'s' if len(examples) > 1 else ''}"
+        texts.append(f"{ranks_by_number(ranks)} {read} {_numbers(view, examples)}")
     more = len(several) - MOST_GROUPS
     if more > 0:
         texts.append(f"{more} more set{'s' if more > 1 else ''} of ranks share others")
@@ -54,10 +54,18 @@ def texts_of_rows(view: View) -> list[str]:
     if again and not several:
         who = ranks_by_number(sorted(set(again.values())))
         verb = "reads" if len(set(again.values())) == 1 else "read"
-        texts.append(f"{who} {verb} {examples_seen(view, sorted(again))} more than once")
+        word = "example" if len(again) == 1 else "examples"
+        texts.append(f"{who} {verb} {word} {_numbers(view, sorted(again))} more than once")
     unread = _missed(view)
-    texts += [f"no rank reads {example_numbers(unread)}"] if unread else []
+    word = "" if texts else "example " if len(unread) == 1 else "examples "
+    texts += [f"no rank reads {word}{compact_numbers(unread)}"] if unread else []
     return texts
+
+
+def _numbers(view: View, examples: Sequence[int]) -> str:
+    """The examples as text, with a note if equal ones may have been read instead of them."""
+    are_certain = view.observed.equal_where_read.isdisjoint(examples)
+    return compact_numbers(examples) + ("" if are_certain else " (or equal ones)")
 
 
 def _missed(view: View) -> list[int]:

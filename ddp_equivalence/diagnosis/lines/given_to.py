@@ -53,9 +53,8 @@ def sole_origin(run: RunLines, bound: Bound) -> Bound | None:
     """
     sources = Sources(run)
     for _ in range(MOST_NAMES):
-        place, expression = bound
-        given = sources.bound(place, expression)
-        if not given and not isinstance(expression, (ast.Name, ast.Attribute)):
+        given = sources.bound(*bound)
+        if not given:
             return bound
         if len(given) != 1:
             return None

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ddp_equivalence.diagnosis.examples_read import example_numbers
+from ddp_equivalence.diagnosis.examples_read import compact_numbers, example_numbers
 from ddp_equivalence.diagnosis.lines.origins import links_of_line
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.lines.source_tree import functions_named, inside, place_of
@@ -116,14 +116,8 @@ def what_was_read(
         examples = sorted(set(read_at(view, place, rank)))
         if not examples:
             return ""
-        shown.append(f"rank {rank} reads {_short(examples)}")
+        shown.append(f"rank {rank} reads {compact_numbers(examples)}")
     return "; ".join(shown) + ("; ..." if len(readers) > most else "")
-
-
-def _short(examples: Sequence[int]) -> str:
-    if len(examples) > 2 and list(examples) == list(range(examples[0], examples[-1] + 1)):
-        return f"{examples[0]} to {examples[-1]}"
-    return example_numbers(examples, most=4).partition(" ")[2]
 
 
 def line_that_repeats(view: View, repeated: Sequence[int]) -> list[PointedLine]:

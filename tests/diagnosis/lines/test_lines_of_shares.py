@@ -58,8 +58,8 @@ def test_a_report_without_a_cause_says_which_examples_were_read_twice_and_by_non
     verdict = check(OWN, steps.beside_another_fault)
     assert (verdict.outcome, verdict.causes) == ("different", ()), verdict
     report = " ".join(str(verdict).split())
-    assert "Ranks 0, 2 both read examples 0, 1, 2, 3" in report
-    assert "no rank reads examples 8, 9" in report
+    assert "Ranks 0, 2 both read examples 0 to 3; ranks 1, 3 both 4 to 7" in report
+    assert "no rank reads 8 to 15." in report
 
 
 def test_shares_that_are_right_are_not_said_to_overlap() -> None:
