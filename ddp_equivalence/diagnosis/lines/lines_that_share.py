@@ -21,7 +21,7 @@ FEWEST = 2
 """Shorter lists of positions may be a list of something else."""
 
 NEAR = 1
-"""The names in a line must be looked up so often at most to see the rank."""
+"""To see the rank, names must be looked up so often more than in the line that is nearest to it."""
 
 MOST_NAMES = 2
 MOST_ENTRIES = 4
@@ -81,13 +81,15 @@ def _pointed(choice: Choice) -> PointedLine:
 
 
 def _clearest(choices: Sequence[Choice]) -> list[Choice]:
-    """The nearest ones from which it is not far to the rank; one of them names it, if any does."""
+    """The first ones from which it is not far to the rank; one of them names it, if any does."""
     of_rank = [(one.distance, one) for one in choices if one.distance is not None]
     least = min((distance for distance, _ in of_rank), default=0)
-    near = [one for distance, one in of_rank if distance <= max(least, NEAR)]
+    near = [one for distance, one in of_rank if distance <= least + NEAR]
+    near = [one for one in near if one.computes] or near
     first = near[:MOST_SHARING]
-    if near and all(one.distance != least for one in first):
-        first[-1:] = [next(one for one in near if one.distance == least)]
+    direct = [one for one in near if not one.distance]
+    if direct and not any(one in direct for one in first):
+        first[-1:] = direct[:1]
     return first
 
 

@@ -59,23 +59,20 @@ class Source:
     @property
     def computes(self) -> bool:
         """True if it is made by arithmetic or a comparison, not only handed on."""
-        return any(
-            isinstance(node, (ast.BinOp, ast.Compare, ast.IfExp))
-            or (isinstance(node, ast.Call) and called_name(node) in COMPUTING)
-            for node in ast.walk(self.expression)
-        )
+        return _computes(self.expression)
 
 
 @dataclass(frozen=True)
 class Choice:
     """A line that says which values are taken. ``distance``: so often a name must be looked up to
     see that this depends on the rank; None if it does not. ``names``: those of the rank in the
-    line, as they stand there.
+    line, as they stand there. ``computes``: it does not only hand on what other lines computed.
     """
 
     line: CodeLine
     distance: int | None
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
+    computes: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,10 +112,15 @@ class Sources:
         for source in self.of_line(line):
             for node in _choosing_parts(source):
                 at, distance = source.place.line(node), self._distance(source.place, node)
-                known = found.get(at, Choice(at, None, ()))
+                known = found.get(at, Choice(at, None))
                 distances = [one for one in (distance, known.distance) if one is not None]
                 names = (*known.names, *names_of_rank(source.place, node))
-                found[at] = Choice(at, min(distances, default=None), tuple(dict.fromkeys(names)))
+                found[at] = Choice(
+                    at,
+                    min(distances, default=None),
+                    tuple(dict.fromkeys(names)),
+                    known.computes or bool(names) or _computes(node),
+                )
         return list(found.values())
 
     def lines_of_rank(self, line: CodeLine) -> list[CodeLine]:
@@ -158,6 +160,14 @@ class Sources:
             ]
             self._distances[key] = 1 + min(below) if below else None
         return self._distances[key]
+
+
+def _computes(expression: ast.expr) -> bool:
+    return any(
+        isinstance(node, (ast.BinOp, ast.Compare, ast.IfExp))
+        or (isinstance(node, ast.Call) and called_name(node) in COMPUTING)
+        for node in ast.walk(expression)
+    )
 
 
 def names_of_rank(place: Place, node: ast.AST) -> tuple[str, ...]:

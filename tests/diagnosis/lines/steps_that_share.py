@@ -178,3 +178,51 @@ def beside_another_fault(model: nn.Module, batch: Batch, rank: Any) -> None:
 def right_shares_and_a_wrong_factor(model: nn.Module, batch: Batch, rank: Any) -> None:
     own = slice(int(rank), None, rank.world_size)
     train_on(model, {name: leaf[own] for name, leaf in batch.items()}, len(batch["x"]) * 3)
+
+
+class Worker:
+    """Who works, in words of its own."""
+
+    def __init__(self) -> None:
+        self.crew = dist.get_world_size()
+        self.badge = dist.get_rank()
+
+
+class Blocks:
+    """A sampler that deals consecutive positions of a shuffled order."""
+
+    def __init__(self, length: int, worker: Worker) -> None:
+        self.length, self.worker = length, worker
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.length, generator=torch.Generator().manual_seed(3)).tolist()
+        each = self.length // self.worker.crew
+        low = self.worker.badge * each
+        high = low + each + 1
+        return iter(order[low:high])
+
+
+def in_words_of_its_own(model: nn.Module, batch: Batch, rank: Any) -> None:
+    mine = loaded(batch, Blocks(len(batch["x"]), Worker()))
+    train_on(model, mine, len(batch["x"]))
+
+
+class Every(torch.utils.data.Dataset[Any]):
+    """A data set that computes the position of each row."""
+
+    def __init__(self, batch: Batch, badge: int, crew: int) -> None:
+        self.batch = batch
+        self.badge, self.crew = badge, crew
+
+    def __len__(self) -> int:
+        return len(self.batch["x"]) // self.crew
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        at = number * self.crew + self.badge // 2
+        return self.batch["x"][at], self.batch["y"][at]
+
+
+def in_a_data_set(model: nn.Module, batch: Batch, rank: Any) -> None:
+    data = Every(batch, rank.rank, rank.world_size)
+    inputs, targets = next(iter(DataLoader(data, batch_size=len(data))))
+    train_on(model, {"x": inputs, "y": targets}, len(batch["x"]))

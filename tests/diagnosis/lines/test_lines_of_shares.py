@@ -20,6 +20,8 @@ OVERLAPPING = [
     (steps.in_properties, "return slice(self.first, self.first + self.size + 1)"),
     (steps.in_a_tuple, "return Span(begin=3 * rank.rank, length=4)"),
     (steps.in_a_sampler, "self.place = rank.local_rank"),
+    (steps.in_words_of_its_own, "high = low + each + 1"),
+    (steps.in_a_data_set, "at = number * self.crew + self.badge // 2"),
 ]
 
 
