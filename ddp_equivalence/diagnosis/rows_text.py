@@ -36,7 +36,7 @@ def rows_read_unequally(view: View) -> str:
 def texts_of_rows(view: View) -> list[str]:
     """Clauses: who reads the same examples, which are read again by one rank, and which by none."""
     several = read_by_several_ranks(view)
-    texts = []
+    texts: list[str] = []
     for ranks, examples in list(several.items())[:MOST_GROUPS]:
         word = "both" if len(ranks) == 2 else "all"
         read = word if texts else f"{word} read example{'s' if len(examples) > 1 else ''}"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from ddp_equivalence import check
 from tests.diagnosis.lines import steps_with_groups as steps
-from tests.diagnosis.lines.faulty_line import Step, case, checked, faults, notes, text_of
+from tests.diagnosis.lines.faulty_line import case, checked, faults, notes, text_of
+
+Step = Callable[..., Any]
 
 TWO_NODES = case("2x2")
 
@@ -57,5 +62,6 @@ def test_the_wrapper_that_got_too_small_a_group_for_some_parameters_is_pointed_a
 
 
 def test_a_sharding_of_all_parameters_inside_nodes_is_pointed_at() -> None:
-    verdict = checked(TWO_NODES, steps.shards_all_on_a_node, "nodes_not_reduced")
+    step: Step = steps.shards_all_on_a_node
+    verdict = checked(TWO_NODES, step, "nodes_not_reduced")
     assert "sharded = fully_shard(model, mesh=Meshes(rank).of_a_node)" in faults(verdict)
