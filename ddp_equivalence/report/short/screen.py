@@ -40,7 +40,8 @@ Block = list[Line]
 @dataclass(frozen=True)
 class _Shape:
     """How much of everything is shown. ``texts``: the lines that one text may take. ``line_notes``:
-    those of the note on a line of code. ``fix``: those of the fix, which is cut last. ``details``: also the shares by micro-batch and by example.
+    those of the note on a line of code. ``fix``: those of the fix, which is cut last. ``details``:
+    also the shares by micro-batch and by example.
 
     ``gaps``: the empty lines between the parts: all three, without that above the fix, only that
     above what the ranks hold, or none.
