@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ddp_equivalence.case.batch import take
+from ddp_equivalence.diagnosis.batch_parts import PartsByRank
+from ddp_equivalence.diagnosis.divisor_candidates import all_divisors
 from ddp_equivalence.diagnosis.hypothesis import Prediction
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.view import View
 
 
-def predictions_from_examples_read(view: View, detail: str = "") -> Sequence[Prediction]:
+def predictions_from_examples_read(
+    view: View, detail: str = "", counts_all: bool = False
+) -> Sequence[Prediction]:
     """The gradients that right code would leave if exactly these examples were the big batch.
 
-    A gradient that equals the big batch's is left out.
+    ``counts_all``: also those of code that divides by what the big batch divides by. A gradient
+    that equals the big batch's is left out.
     """
     read = view.observed.examples_read
     if read is None:
@@ -30,11 +37,23 @@ def predictions_from_examples_read(view: View, detail: str = "") -> Sequence[Pre
     ]
     if view.parts.add_up_to_the_big_batch:
         results.append(contributions.sum(0))
+    if counts_all:
+        together = view.examples.gradient(everything_read)
+        results += [ratio * together for ratio in _ratios(view, everything_read)]
     return tuple(
         Prediction(view.on_every_rank(result), detail)
         for result in results
         if not nearly_equal(result, view.expected)
     )
+
+
+def _ratios(view: View, read: Sequence[int]) -> list[float]:
+    """How much more than the big batch these examples are, in each unit that is counted."""
+    setting = view.setting
+    counts = all_divisors(take(setting.batch, read, setting.case.batch_dims), len(read))
+    whole = all_divisors(setting.batch, setting.example_count)
+    ratios = (counts[unit] / count for unit, count in whole.items() if count and unit in counts)
+    return [one for one in dict.fromkeys(ratios) if one not in (0.0, 1.0)]
 
 
 def examples_seen(view: View, examples: Sequence[int]) -> str:
@@ -48,8 +67,20 @@ def examples_seen(view: View, examples: Sequence[int]) -> str:
 def example_numbers(examples: Sequence[int], most: int = 6) -> str:
     """The examples as text: ``example 3``, ``examples 3, 5, ... (12 in all)``."""
     word = "example" if len(examples) == 1 else "examples"
+    return f"{word} {short_numbers(examples, most)}"
+
+
+def short_numbers(examples: Sequence[int], most: int) -> str:
+    """The numbers of examples as text: ``3, 5, ... (12 in all)``."""
     shown = ", ".join(map(str, examples[:most]))
-    return f"{word} {shown}" + (f", ... ({len(examples)} in all)" if len(examples) > most else "")
+    return shown + (f", ... ({len(examples)} in all)" if len(examples) > most else "")
+
+
+def compact_numbers(examples: Sequence[int], most: int = 4) -> str:
+    """The same, and ``3 to 7`` for neighbours."""
+    if len(examples) > 2 and list(examples) == list(range(examples[0], examples[-1] + 1)):
+        return f"{examples[0]} to {examples[-1]}"
+    return short_numbers(examples, most)
 
 
 def read_more_than_once(view: View) -> list[int]:
@@ -61,6 +92,52 @@ def read_by_no_rank(view: View) -> list[int]:
     """The examples that no rank read."""
     times_read = view.observed.times_read
     return [index for index in range(view.setting.example_count) if not times_read[index]]
+
+
+def counted_reads(view: View) -> list[Counter[int]]:
+    """How often each rank read each example, in passes whose gradients are not all zero."""
+    found = []
+    for rank, parts in enumerate(view.observed.examples_read or ()):
+        gradients = [one.gradient for one in view.observed.backwards(rank)]
+        counts = [True] * len(parts)
+        if len(gradients) == len(parts):
+            counts = [one is None or bool(one.any()) for one in gradients]
+        read = (index for part, so in zip(parts, counts, strict=True) if so for index in part)
+        found.append(Counter(read))
+    return found
+
+
+def read_by_several_ranks(view: View) -> dict[tuple[int, ...], list[int]]:
+    """Several ranks -> the examples that each of them read, and no other rank."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    read = counted_reads(view)
+    for index in range(view.setting.example_count):
+        ranks = tuple(rank for rank, times in enumerate(read) if times[index])
+        if len(ranks) > 1:
+            found.setdefault(ranks, []).append(index)
+    return found
+
+
+def is_divided_up(view: View) -> bool | None:
+    """True if every example was read by one rank, and as often as all others; None if unknown."""
+    if view.observed.examples_read is None:
+        return None
+    return read_equally_often(view) and not read_by_several_ranks(view)
+
+
+def read_equally_often(view: View) -> bool:
+    """True if every example was read, and each as often as all others."""
+    times = {view.observed.times_read[index] for index in range(view.setting.example_count)}
+    return len(times) == 1 and 0 not in times
+
+
+def share_sizes(view: View) -> set[int]:
+    """How many examples a rank read; several numbers if the ranks read unequally many."""
+    return {sum(map(len, parts)) for parts in _parts_read(view)}
+
+
+def _parts_read(view: View) -> PartsByRank:
+    return view.observed.examples_read or ()
 
 
 def passes_of_read_examples(view: View) -> list[tuple[int, ...]]:

@@ -17,6 +17,7 @@ from ddp_equivalence.diagnosis.diagnose import diagnose
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.parameter_elements import ParameterElements
 from ddp_equivalence.diagnosis.residual import unexplained
+from ddp_equivalence.diagnosis.rows_text import rows_read_unequally
 from ddp_equivalence.diagnosis.time_left import (
     BY_MODULE,
     LOSS,
@@ -66,7 +67,8 @@ class Localisation:
     fits on all parameters. ``weight_multiples``: parameter -> c, where the difference is c times
     the parameter itself. ``big_batch_loss``: the loss of the big batch, and ``mean_rank_loss`` the
     mean of the ranks' losses; both are None if the loss of a rank is not known. ``whereabouts``:
-    where the difference is, with lines; None if it has a cause, or if there was no time.
+    where the difference is, with lines; None if it has a cause, or if there was no time. ``rows``:
+    which examples ranks read unequally often, as a sentence; "" if none, or if not known.
     """
 
     wrong_half: Half | None = None
@@ -75,6 +77,7 @@ class Localisation:
     big_batch_loss: float | None = None
     mean_rank_loss: float | None = None
     whereabouts: Whereabouts | None = None
+    rows: str = ""
 
 
 def localise(
@@ -105,7 +108,15 @@ def localise(
         big_batch_loss=big_batch_loss,
         mean_rank_loss=mean_rank_loss,
         whereabouts=None if has_cause else _whereabouts(view, why_not_watched),
+        rows=_rows(view),
     )
+
+
+def _rows(view: View) -> str:
+    try:
+        return rows_read_unequally(view)
+    except OutOfTime:
+        return ""
 
 
 def _whereabouts(view: View, why_not_watched: str) -> Whereabouts | None:

@@ -39,6 +39,7 @@ from ddp_equivalence.measurement.local_tensors import LocalTensors
 from ddp_equivalence.measurement.loss_terms import LossTerms
 from ddp_equivalence.measurement.loss_watch import LossWatch
 from ddp_equivalence.measurement.module_watch import ModuleWatch
+from ddp_equivalence.measurement.sharding import parameters_of, ranks_of
 from ddp_equivalence.measurement.shuffles import randperm_recorded, shuffle_handlers
 from ddp_equivalence.measurement.state_log import StateLog
 from ddp_equivalence.measurement.synchronisation_watch import SynchronisationWatch
@@ -137,7 +138,9 @@ class CallWatch:
 
     def wrapped(self, ddp: DistributedDataParallel, frame: FrameType) -> None:
         """A wrapper was made."""
-        self._record(Kind.WRAP, frame, what=type(ddp).__name__)
+        names = parameters_of(ddp.module, self._names)
+        ranks = ranks_of({"process_group": ddp.process_group})
+        self._record(Kind.WRAP, frame, what=type(ddp).__name__, names=names, ranks=ranks)
         self._synchronisation.add(ddp)
 
     @contextmanager

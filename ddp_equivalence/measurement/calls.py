@@ -52,6 +52,7 @@ class Kind(Enum):
     MODULE_STATE = "state of a module"
     DRAW = "draw"
     BUFFERS = "buffers"
+    SHARDING = "sharding"
 
 
 class Contents(Enum):
@@ -108,6 +109,19 @@ class GradientChange:
 
 
 @dataclass(frozen=True)
+class HookState:
+    """The state that DDP was given with a communication hook.
+
+    ``kind``: its class. ``arguments``: those that the class takes, by name, in their order.
+    ``asked``: the attributes of the state that stand in conditions of the hook.
+    """
+
+    kind: str
+    arguments: tuple[str, ...] = ()
+    asked: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Call:
     """One call of a step.
 
@@ -121,7 +135,8 @@ class Call:
     digest of the weights, what ``requires_grad`` was set to, or an attribute of a module with its
     new value. ``names``: the parameters that a clip, a zero_grad or an optimizer was given, or that
     changed; the names of modules.
-    ``collective`` and ``change``: of calls of these kinds. ``ranks``: of a new group.
+    ``collective``, ``change`` and ``hook_state``: of calls of these kinds. ``ranks``: of a new
+    group.
     ``in_backward``: the call was made while a backward pass ran. ``chosen_at``: of a forward pass,
     the line of the user's that named the module; functions that were given it come below. Of a
     loader, where the length of a data set of the user's own begins.
@@ -142,7 +157,9 @@ class Call:
     that gave the variable ``what`` a list of whole numbers, ``examples``. ``callers``: the user's
     lines that led to a collective, a ``POINT_TO_POINT``, ``no_sync``, a backward, a clip or a
     change of gradients or weights: those behind ``users_line``, the innermost first. ``numbers``:
-    those that the state of a communication hook held as attributes, by name.
+    those that the state of a communication hook held as attributes, by name. A ``SHARDING`` gave
+    the parameters ``names`` to ``what``, such as fully_shard. ``ranks`` of it, and of a wrapper:
+    among which gradients are reduced; () if that is not known.
     """
 
     kind: Kind
@@ -162,3 +179,4 @@ class Call:
     made_at: CodeLine | None = None
     callers: tuple[CodeLine, ...] = ()
     numbers: tuple[tuple[str, float], ...] = ()
+    hook_state: HookState | None = None

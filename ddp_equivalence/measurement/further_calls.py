@@ -92,7 +92,7 @@ class FurtherCalls:
     def values(self, frame: FrameType, line: CodeLine | None, returned: object) -> None:
         """A line of this frame has run; None: the frame begins."""
         self._origins.after(frame, line, returned)
-        self._indices.after(frame, line)
+        self._indices.after(frame, line, returned)
 
     def after_line(self, line: CodeLine, by_value: bool) -> None:
         """A line of the user's code has run; ``by_value`` as in ``WeightWatch.changed``."""

@@ -14,7 +14,13 @@ from torch.nn.utils import clip_grad
 
 from ddp_equivalence.measurement.calls import Kind
 from ddp_equivalence.measurement.code_lines import beginning_of, callers_of, is_shown, lines_of
+from ddp_equivalence.measurement.hook_states import (
+    attributes_of,
+    owner_of_numbers,
+    state_of_hook,
+)
 from ddp_equivalence.measurement.line_tracer import Handler, code_of
+from ddp_equivalence.measurement.sharding import parameters_of, ranks_of, sharding_functions
 
 REGISTERING = (
     DistributedDataParallel.register_comm_hook,
@@ -52,6 +58,7 @@ class TorchCalls:
             torch.amp.GradScaler.unscale_: lambda frame: self._on_scale(Kind.UNSCALE, frame),
         }
         functions |= dict.fromkeys(REGISTERING, self._on_hook)
+        functions |= dict.fromkeys(sharding_functions(), self._on_sharding)
         functions |= dict.fromkeys(POINT_TO_POINT, self._on_point_to_point)
         for name in dir(torch.optim):
             kind = getattr(torch.optim, name)
@@ -115,8 +122,28 @@ class TorchCalls:
     def _on_hook(self, frame: FrameType) -> None:
         hook = frame.f_locals.get("hook", frame.f_locals.get("comm_hook_type"))
         name = getattr(hook, "__name__", str(hook))
-        numbers = _numbers_of(frame.f_locals.get("state"))
-        self._record(Kind.HOOK, frame, what=name, made_at=beginning_of(hook), numbers=numbers)
+        state = frame.f_locals.get("state")
+        numbers = _numbers_of(owner_of_numbers(hook, state))
+        self._record(
+            Kind.HOOK,
+            frame,
+            what=name,
+            made_at=beginning_of(hook),
+            numbers=numbers,
+            hook_state=state_of_hook(hook, state),
+        )
+
+    def _on_sharding(self, frame: FrameType) -> None:
+        module = frame.f_locals.get("module")
+        if isinstance(module, nn.Module):
+            name = frame.f_code.co_name
+            self._record(
+                Kind.SHARDING,
+                frame,
+                what="FullyShardedDataParallel" if name == "__init__" else name,
+                names=parameters_of(module, self._names),
+                ranks=ranks_of(frame.f_locals),
+            )
 
     def _on_scale(self, kind: Kind, frame: FrameType) -> None:
         scaler = frame.f_locals["self"]
@@ -141,6 +168,6 @@ def _numbers_of(state: object) -> tuple[tuple[str, float], ...]:
     """The attributes of an object that are plain numbers."""
     return tuple(
         (name, float(value))
-        for name, value in getattr(state, "__dict__", {}).items()
+        for name, value in attributes_of(state).items()
         if type(value) in (int, float)
     )

@@ -48,6 +48,7 @@ from ddp_equivalence.diagnosis.causes import (
     reduced_more_than_once,
     sampler_padding_counted,
     scaler_differs_between_ranks,
+    shares_overlap,
     stale_gradient_added,
     statistic_not_additive,
     sum_not_mean,
@@ -63,6 +64,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     weights_differ_between_ranks.HYPOTHESIS,
     every_rank_same_data.HYPOTHESIS,
     ranks_shuffle_apart.HYPOTHESIS,
+    shares_overlap.HYPOTHESIS,
     sampler_padding_counted.HYPOTHESIS,
     examples_dropped.HYPOTHESIS,
     # The model or the loss makes the difference, not the reduction.

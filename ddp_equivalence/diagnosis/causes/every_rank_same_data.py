@@ -13,6 +13,7 @@ from ddp_equivalence.diagnosis.examples_read import (
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.lines import lines_that_read
+from ddp_equivalence.diagnosis.lines.lines_that_share import lines_that_share, with_reads
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.reduction_groups import groups_text
 from ddp_equivalence.diagnosis.step_calls import Place
@@ -62,9 +63,11 @@ def lines(view: View) -> Sequence[PointedLine]:
             for place in lines_that_read.data_collectives(view)
             if place.first.collective is not None
         ]
+    if not pointed:
+        pointed = lines_that_share(view)
     note, known = _read_by_all(view), any(one.is_fault for one in pointed)
-    read = lines_that_read.reads(view)[:1]
-    return [*pointed[-2:], *(place.pointed(note, is_fault=not known) for place in read)]
+    read = [place.pointed(note, is_fault=not known) for place in lines_that_read.reads(view)[:1]]
+    return with_reads(pointed[-2:], read)
 
 
 def _samplers_of_one_rank(view: View) -> list[Place]:

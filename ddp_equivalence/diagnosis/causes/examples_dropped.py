@@ -14,6 +14,8 @@ from ddp_equivalence.diagnosis.examples_read import (
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if
 from ddp_equivalence.diagnosis.lines import lines_that_read
+from ddp_equivalence.diagnosis.lines.lines_of_samplers import lines_of_wrong_samplers
+from ddp_equivalence.diagnosis.lines.lines_that_share import lines_that_leave_out, with_reads
 from ddp_equivalence.diagnosis.lines.replaced_rows import lines_that_replace_rows
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
@@ -30,7 +32,8 @@ def predict(view: View) -> Sequence[Prediction]:
     dropped = read_by_no_rank(view)
     if not dropped:
         return ()
-    return predictions_from_examples_read(view, f"without {examples_seen(view, dropped)}")
+    detail = f"without {examples_seen(view, dropped)}"
+    return predictions_from_examples_read(view, detail, counts_all=True)
 
 
 def indication(view: View) -> Indication | None:
@@ -57,15 +60,16 @@ def lines(view: View) -> Sequence[PointedLine]:
         for place in lines_that_read.loaders(view)
         if lines_that_read.last_batch_of(view, place)
     ]
+    drops = lines_of_wrong_samplers(view) or drops
     drops = drops or lines_that_read.line_that_drops(view, read_by_no_rank(view))
     drops = drops or lines_that_read.lines_of_own_sampler(view)
     drops = drops or lines_that_read.lines_of_own_length(view)
-    drops = lines_that_replace_rows(view) or drops
+    drops = lines_that_replace_rows(view) or drops or lines_that_leave_out(view)
     read = [
         place.pointed(lines_that_read.what_was_read(view, place), is_fault=not drops)
         for place in lines_that_read.reads(view)
     ]
-    return [*drops[:2], *read[-1:]]
+    return with_reads(drops[:2], read[-1:])
 
 
 def fix(view: View) -> str:

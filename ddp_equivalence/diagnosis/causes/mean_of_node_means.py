@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ddp_equivalence.diagnosis.divisors import counts_of_parts, is_weighted_mean
+from ddp_equivalence.diagnosis.examples_read import is_divided_up
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal
@@ -22,12 +24,12 @@ def predict(view: View) -> Sequence[Prediction]:
     sizes = {len(ranks) for ranks in nodes}
     if max(sizes) == 1:
         return ()  # Every node has one rank, which is left to other causes.
-    shards = view.parts.examples_by_rank
-    means = [
-        view.examples.gradient(tuple(index for rank in ranks for index in shards[rank]))
-        for ranks in nodes
-    ]
-    candidates = [(torch.stack(means).mean(0), "")]
+    if is_divided_up(view) is False:
+        return ()  # The nodes hold no parts of the batch.
+    candidates = []
+    if _amounts(view) is not None or isinstance(view.setting.case.loss, str):
+        means = [view.examples.gradient(examples) for examples in _examples_of_nodes(view)]
+        candidates = [(torch.stack(means).mean(0), "")]
     if len(sizes) > 1:
         detail = "the mean of each node's ranks, then the mean of the nodes"
         for local in view.local_gradients:
@@ -51,7 +53,7 @@ def lines(view: View) -> Sequence[PointedLine]:
         joins = any(len({node_of[rank] for rank in group}) > 1 for group in place.groups)
         (between if joins else inside).append(place)
     pointed = [place.pointed("reduces inside each node") for place in inside[-1:]]
-    note = f"joins the nodes, which hold {_sizes_text(view)} examples"
+    note = f"joins the nodes, which hold {_sizes_text(view)}"
     pointed += [place.pointed(note, is_fault=True) for place in between[-1:]]
     if not between:
         pointed += [
@@ -61,20 +63,42 @@ def lines(view: View) -> Sequence[PointedLine]:
     return pointed
 
 
-def _sizes_of_nodes(view: View) -> list[int]:
+def _examples_of_nodes(view: View) -> list[tuple[int, ...]]:
     shards = view.parts.examples_by_rank
-    return [sum(len(shards[rank]) for rank in ranks) for ranks in view.setting.ranks_by_node]
+    return [
+        tuple(index for rank in ranks for index in shards[rank])
+        for ranks in view.setting.ranks_by_node
+    ]
+
+
+def _amounts(view: View) -> tuple[str, list[float]] | None:
+    """How much each node holds of what the big batch divides by, in which unit.
+
+    None if all nodes hold equally much of it, or if it is not known.
+    """
+    parts = _examples_of_nodes(view)
+    for unit, counts in counts_of_parts(view, parts).items():
+        if sum(counts) > 0 and min(counts) >= 0 and is_weighted_mean(view, parts, counts):
+            return (unit, counts) if max(counts) > min(counts) else None
+    return None
+
+
+def _held_by_nodes(view: View) -> tuple[str, list[float]]:
+    """The same; where it is not known, the numbers of ranks, by which the nodes then differ."""
+    ranks = [float(len(ranks)) for ranks in view.setting.ranks_by_node]
+    return _amounts(view) or ("ranks", ranks)
 
 
 def _sizes_text(view: View) -> str:
-    return " and ".join(map(str, _sizes_of_nodes(view)))
+    unit, counts = _held_by_nodes(view)
+    return f"{' and '.join(f'{count:g}' for count in counts)} {unit}"
 
 
 def fix(view: View) -> str:
     """Weight the nodes."""
-    sizes = _sizes_of_nodes(view)
-    weights = " and ".join(f"{size}/{sum(sizes)}" for size in sizes)
-    return f"weight the nodes by their examples, {weights}, not by 1/{len(sizes)} each."
+    unit, counts = _held_by_nodes(view)
+    weights = " and ".join(f"{count:g}/{sum(counts):g}" for count in counts)
+    return f"weight the nodes by their {unit}, {weights}, not by 1/{len(counts)} each."
 
 
 HYPOTHESIS = Hypothesis(

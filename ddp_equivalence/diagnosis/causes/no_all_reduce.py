@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.lines.lines_of_hook_state import lines_of_hook_state
 from ddp_equivalence.diagnosis.lines.unreached import lines_that_keep_from_reducing
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.reduced import gradients_were_reduced, reduced_parameters
@@ -71,7 +72,7 @@ def lines(view: View) -> Sequence[PointedLine]:
         of_all = (call for of_rank in calls.by_rank.values() for call in of_rank)
         reduces = any(call.collective is not None and call.in_backward for call in of_all)
         note = "" if reduces else "no collective was seen in this hook"
-        return [hooks[-1].pointed(note, True)]
+        return lines_of_hook_state(view) or [hooks[-1].pointed(note, True)]
     unreached = [] if calls.reductions else lines_that_keep_from_reducing(view)
     if unreached:
         return unreached

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ddp_equivalence.diagnosis.causes.reduced_in_wrong_group import (
+    hook_has_the_group,
     lines_of_wrapper,
     means_of_groups,
 )
@@ -49,6 +50,8 @@ def lines(view: View) -> Sequence[PointedLine]:
 
 def fix(view: View) -> str:
     """Reduce between the nodes too."""
+    if hook_has_the_group(view):
+        return f"let the communication hook reduce over all {view.world_size} ranks."
     if view.observed.wrappers:
         return "give DistributedDataParallel no process_group, or reduce between the nodes too."
     return f"reduce between the {view.setting.layout.nodes} nodes too, and divide by all ranks."

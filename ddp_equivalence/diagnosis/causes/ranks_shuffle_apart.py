@@ -13,6 +13,9 @@ from ddp_equivalence.diagnosis.examples_read import (
     read_more_than_once,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.lines.lines_that_share import lines_that_share
+from ddp_equivalence.diagnosis.lines.run_lines import run_lines
+from ddp_equivalence.diagnosis.lines.sources import Sources
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
@@ -84,7 +87,12 @@ def lines(view: View) -> Sequence[PointedLine]:
         seeded = seeds[-1].pointed(f"the seeds of the ranks: {values}", is_fault=True)
         return [seeded, *(place.pointed() for place in shuffles[:1] if place.line != seeded.line)]
     note = "each rank's order is another one"
-    return [place.pointed(note, is_fault=True) for place in shuffles[-1:]] or [
+    for place in shuffles[-1:]:
+        run = run_lines(view, place.ranks[0])
+        of_rank = Sources(run).lines_of_rank(place.line)[:1]
+        seeding = [PointedLine(one, "is made with the rank", True) for one in of_rank]
+        return [*seeding, place.pointed(note, is_fault=True)]
+    return lines_that_share(view) or [
         place.pointed("the model reads other examples than its share", is_fault=True)
         for place in calls.places(Kind.FORWARD)[:1]
     ]

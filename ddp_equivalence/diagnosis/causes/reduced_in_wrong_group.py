@@ -8,6 +8,11 @@ import torch
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import ranks_by_number
+from ddp_equivalence.diagnosis.lines.lines_of_hook_state import (
+    hooks_of_all_steps,
+    lines_of_hook_state,
+)
+from ddp_equivalence.diagnosis.lines.lines_of_wrapping import lines_of_small_groups
 from ddp_equivalence.diagnosis.lines.replaced_rows import lines_that_replace_rows
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.reduction_groups import (
@@ -96,8 +101,15 @@ def lines(view: View) -> Sequence[PointedLine]:
 
 
 def lines_of_wrapper(view: View) -> Sequence[PointedLine]:
-    """Where the groups are made, and where DDP is given one."""
+    """Where the groups are made, and where DDP or its communication hook is given one."""
     calls = view.observed.calls
+    sharded = lines_of_small_groups(view)
+    if sharded:
+        return sharded
+    if hook_has_the_group(view):
+        hooks = hooks_of_all_steps(view)[-1:]
+        note = "the hook reduces in a group of some ranks"
+        return lines_of_hook_state(view) or [one.pointed(note, is_fault=True) for one in hooks]
     of_step = StepCalls({rank: seen.calls for rank, seen in view.observed.by_rank.items()})
     made = [place.pointed() for place in of_step.places(Kind.NEW_GROUP)[:1]]
     wrapped = of_step.places(Kind.WRAP) or calls.backwards
@@ -105,8 +117,17 @@ def lines_of_wrapper(view: View) -> Sequence[PointedLine]:
     return [*made, *(place.pointed(note, is_fault=True) for place in wrapped[-1:])]
 
 
+def hook_has_the_group(view: View) -> bool:
+    """True if DDP itself has all ranks, and was given a communication hook."""
+    sizes = [wrapper.logged.get("world_size") for wrapper in view.observed.wrappers]
+    has_all = bool(sizes) and all(size == view.world_size for size in sizes)
+    return has_all and bool(hooks_of_all_steps(view))
+
+
 def fix(view: View) -> str:
     """Reduce over all ranks."""
+    if hook_has_the_group(view):
+        return f"let the communication hook reduce over all {view.world_size} ranks."
     if not view.observed.calls.reductions:
         return "give DistributedDataParallel no process_group, or one of all ranks."
     return f"all_reduce over all {view.world_size} ranks, and divide by {view.world_size}."

@@ -12,11 +12,14 @@ from ddp_equivalence.diagnosis.examples_read import (
     passes_of_read_examples,
     predictions_from_examples_read,
     read_by_no_rank,
+    read_by_several_ranks,
     read_more_than_once,
+    share_sizes,
 )
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if, ranks_by_number
 from ddp_equivalence.diagnosis.lines import lines_that_read
+from ddp_equivalence.diagnosis.lines.lines_that_share import lines_that_share
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
@@ -25,18 +28,20 @@ from ddp_equivalence.diagnosis.view import View
 def predict(view: View) -> Sequence[Prediction]:
     """The gradient of all examples that were read, if some examples were read more than once."""
     repeated = read_more_than_once(view)
-    if not repeated or all_ranks_read_the_same(view) or not may_be_padding(view):
+    if not is_padding(view) or all_ranks_read_the_same(view) or ranks_shuffled_apart(view):
         return ()
-    if ranks_shuffled_apart(view):
-        return ()
-    return predictions_from_examples_read(
-        view, f"{examples_seen(view, repeated)} read more than once"
-    )
+    detail = f"{examples_seen(view, repeated)} read more than once"
+    return predictions_from_examples_read(view, detail, counts_all=True)
 
 
-def may_be_padding(view: View) -> bool:
-    """True unless examples are missing, or a rank went twice over its own: padding does neither."""
-    return not read_by_no_rank(view) and not passes_of_read_examples(view)
+def is_padding(view: View) -> bool:
+    """True if examples were read again so that all ranks read equally many, and none is missing.
+
+    A rank that goes twice over its own examples pads nothing.
+    """
+    if not read_more_than_once(view) or read_by_no_rank(view) or passes_of_read_examples(view):
+        return False
+    return len(share_sizes(view)) == 1 or not read_by_several_ranks(view)
 
 
 def indication(view: View) -> Indication | None:
@@ -48,6 +53,8 @@ def indication(view: View) -> Indication | None:
         return Indication(False, "some examples were read twice, but others by no rank")
     if repeated and passes_of_read_examples(view):
         return Indication(False, "ranks read a micro-batch of their own once more")
+    if repeated and not is_padding(view):
+        return Indication(False, "examples were read again, and yet the ranks read unequally many")
     return indication_if(
         bool(repeated),
         f"{examples_seen(view, repeated)} (of {view.setting.example_count}) read more than once",
@@ -68,12 +75,13 @@ def lines(view: View) -> Sequence[PointedLine]:
     ]
     pads = pads or lines_that_read.line_that_repeats(view, repeated)
     pads = pads or lines_that_read.lines_of_own_sampler(view)
+    pads = pads or lines_that_share(view)
     pointed = []
     for place in lines_that_read.reads(view):
         if lines_that_read.ranks_that_read(view, place, repeated):
             note = _who_read(view, place, repeated[:2])
             pointed.append(place.pointed(note, is_fault=not pads))
-    return [*pads[:1], *pointed[:2]]
+    return [*pads[:2], *pointed[: 3 - len(pads[:2])]]
 
 
 def _who_read(view: View, place: Place, examples: Sequence[int]) -> str:

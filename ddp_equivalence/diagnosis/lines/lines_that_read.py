@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ddp_equivalence.diagnosis.examples_read import example_numbers
+from ddp_equivalence.diagnosis.examples_read import compact_numbers, example_numbers
 from ddp_equivalence.diagnosis.lines.origins import links_of_line
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.lines.source_tree import functions_named, inside, place_of
@@ -54,7 +54,7 @@ def read_at(view: View, place: Place, rank: int) -> list[int]:
 
 def padding_of(place: Place) -> int:
     """By how many examples the samplers of this line pad the data set; 0 if they do not."""
-    length, ranks = int(place.first.value or 0), _replicas(place)
+    length, ranks = int(place.first.value or 0), replicas_of(place)
     if "drop_last=False" not in place.first.what or not length or not ranks:
         return 0
     return math.ceil(length / ranks) * ranks - length
@@ -62,7 +62,7 @@ def padding_of(place: Place) -> int:
 
 def dropped_by(place: Place) -> int:
     """How many examples the samplers of this line leave out of the data set."""
-    length, ranks = int(place.first.value or 0), _replicas(place)
+    length, ranks = int(place.first.value or 0), replicas_of(place)
     if "drop_last=True" not in place.first.what or not length or not ranks:
         return 0
     return length % ranks
@@ -79,14 +79,15 @@ def last_batch_of(view: View, place: Place) -> int:
         return 0
     if "sampler=DistributedSampler" in text:
         for sampler in samplers(view)[-1:]:
-            ranks = _replicas(sampler)
+            ranks = replicas_of(sampler)
             length = (length + padding_of(sampler) - dropped_by(sampler)) // max(1, ranks)
     elif "sampler=" in text:
         return 0
     return length % size
 
 
-def _replicas(place: Place) -> int:
+def replicas_of(place: Place) -> int:
+    """The number of ranks that the samplers of this line were given; 0 if it is not known."""
     return _number_after("num_replicas=", place.first.what)
 
 
@@ -102,21 +103,21 @@ def ranks_that_read(view: View, place: Place, examples: Sequence[int]) -> list[i
     return [rank for rank in place.ranks if set(examples) & set(read_at(view, place, rank))]
 
 
-def what_was_read(view: View, place: Place, most: int = 3) -> str:
-    """The examples that each rank read at this place; "" if they are not known."""
+def what_was_read(
+    view: View, place: Place, ranks: Sequence[int] | None = None, most: int = 3
+) -> str:
+    """The examples that each rank read at this place; "" if they are not known.
+
+    ``ranks``: only these of the ranks that read here.
+    """
     shown = []
-    for rank in place.ranks[:most]:
+    readers = [rank for rank in place.ranks if ranks is None or rank in ranks]
+    for rank in readers[:most]:
         examples = sorted(set(read_at(view, place, rank)))
         if not examples:
             return ""
-        shown.append(f"rank {rank} reads {_short(examples)}")
-    return "; ".join(shown) + ("; ..." if len(place.ranks) > most else "")
-
-
-def _short(examples: Sequence[int]) -> str:
-    if len(examples) > 2 and list(examples) == list(range(examples[0], examples[-1] + 1)):
-        return f"{examples[0]} to {examples[-1]}"
-    return example_numbers(examples, most=4).partition(" ")[2]
+        shown.append(f"rank {rank} reads {compact_numbers(examples)}")
+    return "; ".join(shown) + ("; ..." if len(readers) > most else "")
 
 
 def line_that_repeats(view: View, repeated: Sequence[int]) -> list[PointedLine]:

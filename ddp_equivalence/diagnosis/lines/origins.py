@@ -234,22 +234,22 @@ def _argument(
     names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
     if name not in names and name not in [one.arg for one in function.args.kwonlyargs]:
         return []
-    called = _name_in_calls(place.file, function)
+    called = name_in_calls(place.file, function)
     callers = callers or _callers_by_name(run, called)
     above = place_of(callers[0].file, callers[0].number) if callers else None
     if above is None:
         return []
     for node in [above.statement, *inside(above.statement)]:
         if isinstance(node, ast.Call) and called_name(node) == called:
-            given = _given(node, names, name, called != function.name)
-            if given is None:
+            value = argument_given(node, names, name, called != function.name)
+            if value is None:
                 return []
-            link = Link(name, above.line(given), selects(given))
-            return [link, *_links(run, above, given, callers[1:], depth + 1)]
+            link = Link(name, above.line(value), selects(value))
+            return [link, *_links(run, above, value, callers[1:], depth + 1)]
     return []
 
 
-def _name_in_calls(file: str, function: Function) -> str:
+def name_in_calls(file: str, function: Function) -> str:
     """The name by which a function is called: that of its class for a constructor."""
     tree = tree_of(file)
     if function.name == "__init__" and tree is not None:
@@ -259,7 +259,9 @@ def _name_in_calls(file: str, function: Function) -> str:
     return function.name
 
 
-def _given(call: ast.Call, names: Sequence[str], name: str, constructs: bool) -> ast.expr | None:
+def argument_given(
+    call: ast.Call, names: Sequence[str], name: str, constructs: bool
+) -> ast.expr | None:
     """The expression that a call gives for an argument; None if it does not say so plainly."""
     for keyword in call.keywords:
         if keyword.arg == name:

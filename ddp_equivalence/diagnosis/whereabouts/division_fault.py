@@ -11,10 +11,12 @@ from torch import Tensor
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.divisor_candidates import all_divisors
-from ddp_equivalence.diagnosis.examples_read import example_numbers
+from ddp_equivalence.diagnosis.examples_read import example_numbers, read_by_several_ranks
 from ddp_equivalence.diagnosis.lines import lines_that_read
+from ddp_equivalence.diagnosis.lines.lines_that_share import lines_that_share
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import unexplained
+from ddp_equivalence.diagnosis.rows_text import rows_read_unequally
 from ddp_equivalence.diagnosis.whereabouts.gradient_path import line_of
 from ddp_equivalence.diagnosis.whereabouts.own_gradient_fault import Compared
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
@@ -98,6 +100,7 @@ def _other_factors(pieces: Pieces, compared: Sequence[Compared], factors: Tensor
         sentence,
         distinct(
             [
+                *_lines_of_rows(pieces, compared),
                 *lines_only_on(pieces.view.observed.by_rank, odd),
                 at(call.made_at if call else None, "the loss", True),
                 at(line_of(call) if call else None, f"begins here: {shown}", True),
@@ -153,7 +156,11 @@ def _lines_of_rows(pieces: Pieces, compared: Sequence[Compared]) -> list[Pointed
         found = lines_that_read.line_that_repeats(view, often)
     elif never:
         found = lines_that_read.line_that_drops(view, never)
-    return found or (lines_that_read.lines_of_own_sampler(view) if often or never else [])
+    if found or not (often or never):
+        return found
+    return lines_that_read.lines_of_own_sampler(view) or lines_that_share(
+        view, next(iter(read_by_several_ranks(view)), ())
+    )
 
 
 def _unread_and_repeated(
@@ -167,6 +174,8 @@ def _unread_and_repeated(
 def _why_no_mean(pieces: Pieces, compared: Sequence[Compared]) -> str:
     view = pieces.view
     never, often = _unread_and_repeated(pieces, compared)
+    if (never or often) and rows_read_unequally(view):
+        return "The ranks do not divide the batch up."  # the report says how, above this
     if never or often:
         parts = [f"no rank read {example_numbers(never)}"] if never else []
         parts += [f"{example_numbers(often)} were read more than once"] if often else []

@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.lines.lines_of_hook_state import (
+    hooks_of_all_steps,
+    lines_of_hook_state,
+)
 from ddp_equivalence.diagnosis.lines.lost_results import lines_of_lost_results
 from ddp_equivalence.diagnosis.lines.made_from import lines_behind, lines_that_return
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
@@ -33,6 +37,7 @@ from ddp_equivalence.diagnosis.whereabouts.own_gradient_fault import (
 from ddp_equivalence.diagnosis.whereabouts.pieces import COARSE, Pieces, pieces_of
 from ddp_equivalence.diagnosis.whereabouts.reduction_fault import fault_of_reduction
 from ddp_equivalence.diagnosis.whereabouts.reduction_weights import Wanted
+from ddp_equivalence.diagnosis.whereabouts.small_groups import fault_of_small_groups
 from ddp_equivalence.diagnosis.whereabouts.station_text import at
 from ddp_equivalence.diagnosis.whereabouts.term_fault import fault_of_a_term
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
@@ -60,6 +65,9 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
     if not view.observed.by_rank:
         why = why_not_watched or "the step did not run a second time"
         return not_seen(f"there was no second run, because {why}" if why_not_watched else why)
+    in_small_groups = fault_of_small_groups(view)
+    if in_small_groups is not None:
+        return _in_step(view, in_small_groups)
     pieces = pieces_of(view)
     if pieces is None or not pieces.all:
         alone = forward_alone(view)
@@ -72,7 +80,11 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
         return not_seen("gradients of so low a precision are equal up to rounding")
     found = _find(view, pieces)
     found = _with_counts(view, found)
-    found = replace(found, lines=distinct([*lines_of_lost_results(view), *found.lines]))
+    lines = [*lines_of_lost_results(view), *found.lines]
+    hooks = {one for place in hooks_of_all_steps(view) for one in (place.line, place.first.made_at)}
+    if any(one.line in hooks for one in found.lines):
+        lines = [*lines_of_hook_state(view), *lines]
+    found = replace(found, lines=distinct(lines))
     return _in_order(view, _in_step(view, _with_lines_behind(view, found)))
 
 

@@ -28,6 +28,12 @@ MOST_ROWS_OF_SCREEN = 16
 WIDEST = 100
 MOST_NOTES = 3
 
+OF_ROWS = frozenset(
+    {"every_rank_same_data", "ranks_shuffle_apart", "shares_overlap", "sampler_padding_counted"}
+    | {"examples_dropped"}
+)
+"""The causes that say themselves which examples were read again, or by no rank."""
+
 Block = list[Line]
 
 
@@ -115,6 +121,8 @@ def _details(verdict: Verdict, width: int, most: int) -> Block:
         return []
     seen = "" if pointed_lines(verdict) else best.because
     lines = []
+    if verdict.localisation.rows and not OF_ROWS.intersection(verdict.causes):
+        lines += wrapped_lines(verdict.localisation.rows, width, most)
     if best.detail and not set(best.detail.split()) <= set(seen.split()):
         lines += wrapped_lines(f"Namely: {best.detail}", width, most)
     if seen:

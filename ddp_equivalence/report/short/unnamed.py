@@ -25,6 +25,7 @@ def unnamed_lines(verdict: Verdict, width: int, most: int) -> list[Line]:
 
 def _where(verdict: Verdict) -> Iterator[str]:
     localisation = verdict.localisation
+    yield from filter(None, (localisation.rows,))
     if localisation.whereabouts is not None:
         whereabouts = localisation.whereabouts
         yield from filter(None, (whereabouts.beside_one_rank, whereabouts.sentence))

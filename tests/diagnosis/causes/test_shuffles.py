@@ -86,7 +86,7 @@ def padded(model: nn.Module, batch: Batch, rank: Rank) -> None:
     [
         (
             permutation_by_rank,
-            'order = torch.randperm(len(batch["rows"]), generator=generator)',
+            "generator = torch.Generator().manual_seed(11 + rank.rank)",
         ),
         (seeded_by_rank, "torch.manual_seed(5 + rank.rank)"),
         (shuffled_list, "random.Random(rank.rank).shuffle(order)"),
@@ -101,7 +101,7 @@ def test_an_order_of_every_rank_is_named_with_its_seed_or_shuffle(step: Any, lin
     finding = first_finding(verdict)
     assert finding.cause == "ranks_shuffle_apart", verdict
     assert accepted(verdict) == {"ranks_shuffle_apart"}, verdict
-    assert faulty_lines(verdict) == [line], verdict
+    assert faulty_lines(verdict)[0] == line, verdict
     assert finding.fix.startswith("shuffle with the same seed on every rank")
 
 
@@ -114,3 +114,16 @@ def test_slices_of_one_order_are_right() -> None:
 def test_slices_of_one_order_that_overlap_are_not_called_shuffled_apart(step: Any) -> None:
     verdict = different(CASE, step)
     assert "ranks_shuffle_apart" not in accepted(verdict), verdict
+
+
+@pytest.mark.parametrize(
+    ("step", "line"),
+    [
+        (overlapping_slices, "begin = max(0, 6 * rank.rank - 1)  # one too early"),
+        (local_rank_for_rank, "train_on(model, batch, order[rank.local_rank :: rank.world_size])"),
+    ],
+)
+def test_slices_of_one_order_that_overlap_have_a_name_and_the_line(step: Any, line: str) -> None:
+    verdict = different(CASE, step)
+    assert accepted(verdict) == {"shares_overlap"}, verdict
+    assert line in faulty_lines(verdict), verdict

@@ -123,6 +123,14 @@ def some_were_not_read(verdict: Verdict) -> bool:
     return bool(times) and any(not times.get(one) for one in range(sum(verdict.examples)))
 
 
+def shares_overlapped(verdict: Verdict) -> bool:
+    view = verdict.view
+    if view is None or view.observed.examples_read is None:
+        return False
+    by_rank = [{index for part in parts for index in part} for parts in view.observed.examples_read]
+    return sum(map(len, by_rank)) > len(set().union(*by_rank))
+
+
 def all_read_the_same(verdict: Verdict) -> bool:
     view = verdict.view
     if view is None or view.observed.examples_read is None:
@@ -228,6 +236,7 @@ CLAIMS = (
     Claim("Some examples were read more than once", read_twice),
     Claim("no example was read twice", lambda verdict: not read_twice(verdict)),
     Claim("no rank read|were read by no rank", some_were_not_read),
+    Claim("Several ranks read|(both|all) read example", shares_overlapped),
     Claim("every example was read", lambda verdict: not some_were_not_read(verdict)),
     Claim("All ranks read the same examples|every rank read", all_read_the_same),
     Claim("the ranks read different examples", lambda verdict: not all_read_the_same(verdict)),
