@@ -8,6 +8,7 @@ from dataclasses import replace
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis
+from ddp_equivalence.diagnosis.lines.call_sites import OF_PLACE, with_call_sites
 from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_of_divisor
 from ddp_equivalence.diagnosis.lines.lost_results import lines_of_lost_results
 from ddp_equivalence.diagnosis.lines.made_from import lines_behind
@@ -59,6 +60,8 @@ def _lines(hypothesis: Hypothesis, view: View) -> tuple[PointedLine, ...]:
     Where the reduction is wrong, only a collective of gradients can have to do with it.
     """
     lines = hypothesis.lines(view)
+    if hypothesis.name in OF_PLACE:
+        lines = with_call_sites(view, lines)
     known = {one.line for one in lines}
     lost = lines_of_lost_results(view, hypothesis.name not in OF_THE_LOSS)
     found = [*(one for one in lost if one.line not in known), *lines]

@@ -140,8 +140,8 @@ class Call:
     first held the tensor that went into a collective, if that is known. A ``POINT_TO_POINT`` sends
     a tensor to one rank or receives one, and ``what`` is the function. An ``INDICES`` is a line
     that gave the variable ``what`` a list of whole numbers, ``examples``. ``callers``: the user's
-    lines that led to a collective, a ``POINT_TO_POINT``, ``no_sync``, a backward, a clip or a
-    change of gradients or weights: those behind ``users_line``, the innermost first. ``numbers``:
+    lines that led to a collective, a ``POINT_TO_POINT``, ``no_sync``, a backward, a clip, a
+    zero_grad, a new group or a change of gradients or weights: those behind ``users_line``, the innermost first. ``numbers``:
     those that the state of a communication hook held as attributes, by name.
     """
 
