@@ -10,6 +10,7 @@ from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis
 from ddp_equivalence.diagnosis.lines.call_sites import OF_PLACE, with_call_sites
 from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_of_divisor
+from ddp_equivalence.diagnosis.lines.lines_of_groups import with_origins_of_groups
 from ddp_equivalence.diagnosis.lines.lost_results import lines_of_lost_results
 from ddp_equivalence.diagnosis.lines.made_from import lines_behind
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
@@ -62,6 +63,7 @@ def _lines(hypothesis: Hypothesis, view: View) -> tuple[PointedLine, ...]:
     lines = hypothesis.lines(view)
     if hypothesis.name in OF_PLACE:
         lines = with_call_sites(view, lines)
+    lines = with_origins_of_groups(view, lines)
     known = {one.line for one in lines}
     lost = lines_of_lost_results(view, hypothesis.name not in OF_THE_LOSS)
     found = [*(one for one in lost if one.line not in known), *lines]

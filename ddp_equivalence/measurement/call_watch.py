@@ -39,6 +39,7 @@ from ddp_equivalence.measurement.local_tensors import LocalTensors
 from ddp_equivalence.measurement.loss_terms import LossTerms
 from ddp_equivalence.measurement.loss_watch import LossWatch
 from ddp_equivalence.measurement.module_watch import ModuleWatch
+from ddp_equivalence.measurement.parts_of_gradients import parts_of
 from ddp_equivalence.measurement.shuffles import randperm_recorded, shuffle_handlers
 from ddp_equivalence.measurement.state_log import StateLog
 from ddp_equivalence.measurement.synchronisation_watch import SynchronisationWatch
@@ -201,6 +202,7 @@ class CallWatch:
             factor=factor,
             asynchronous=issued.asynchronous,
             dtype=dtype_of(issued.tensors),
+            parts_of=parts_of(issued, gradients) if contents is Contents.OTHER else (),
             loses_gradient=torch.is_grad_enabled()
             and any(one.requires_grad and not one.is_leaf for one in issued.tensors),
         )

@@ -76,7 +76,8 @@ class CollectiveCall:
     ``dtype``: of its first tensor of floating-point numbers, such as ``bfloat16``; "" without one.
     ``loses_gradient``: a tensor that went in required a gradient, and what comes out has none.
     ``result_is_gone``: it writes its result to the tensor that went in, and when the line had run
-    nothing held the memory of this tensor any longer.
+    nothing held the memory of this tensor any longer. ``parts_of``: of contents that are something
+    else, the parameters from whose gradients every element was taken, such as some rows of one.
     """
 
     op: str
@@ -90,6 +91,7 @@ class CollectiveCall:
     dtype: str = ""
     loses_gradient: bool = False
     result_is_gone: bool = False
+    parts_of: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,9 @@ class Call:
     a tensor to one rank or receives one, and ``what`` is the function. An ``INDICES`` is a line
     that gave the variable ``what`` a list of whole numbers, ``examples``. ``callers``: the user's
     lines that led to a collective, a ``POINT_TO_POINT``, ``no_sync``, a backward, a clip, a
-    zero_grad, a new group or a change of gradients or weights: those behind ``users_line``, the innermost first. ``numbers``:
-    those that the state of a communication hook held as attributes, by name.
+    zero_grad, a new group or a change of gradients or weights: those behind ``users_line``, the
+    innermost first. ``numbers``: those that the state of a communication hook held as attributes,
+    by name.
     """
 
     kind: Kind

@@ -9,11 +9,11 @@ from ddp_equivalence.diagnosis.causes import no_all_reduce
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_that_left_out
 from ddp_equivalence.diagnosis.lines.lines_into_temporaries import lines_into_temporaries
-from ddp_equivalence.diagnosis.lines.words_of_lines import names_text
+from ddp_equivalence.diagnosis.lines.words_of_lines import counted, names_text
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.step_calls import Place, reduces_gradients
+from ddp_equivalence.diagnosis.step_calls import REDUCING, Place
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.measurement.calls import Call, Contents, Kind
+from ddp_equivalence.measurement.calls import Call, CodeLine, Contents, Kind
 
 
 def predict(view: View) -> Sequence[Prediction]:
@@ -43,8 +43,7 @@ def _of_rank(calls: Sequence[Call]) -> frozenset[str]:
     unused: set[str] = set()
     for call in calls:
         if _reduces_copies(call):
-            assert call.collective is not None
-            unused |= set(call.collective.names)
+            unused |= set(_copied_by(call))
         elif call.kind is Kind.COLLECTIVE and call.collective is not None:
             if call.collective.contents is Contents.GRADIENTS:
                 unused -= set(call.collective.names)
@@ -55,12 +54,14 @@ def _of_rank(calls: Sequence[Call]) -> frozenset[str]:
 
 def _reduces_copies(call: Call) -> bool:
     collective = call.collective
-    return (
-        collective is not None
-        and reduces_gradients(call)
-        and collective.contents is Contents.COPIES_OF_GRADIENTS
-        and len(collective.ranks) > 1
-    )
+    if collective is None or collective.op not in REDUCING or len(collective.ranks) < 2:
+        return False
+    return collective.contents is Contents.COPIES_OF_GRADIENTS or bool(collective.parts_of)
+
+
+def _copied_by(call: Call) -> tuple[str, ...]:
+    """The parameters of whose gradients a collective reduces copies, or copies of some elements."""
+    return () if call.collective is None else call.collective.names or call.collective.parts_of
 
 
 def indication(view: View) -> Indication | None:
@@ -77,25 +78,57 @@ def indication(view: View) -> Indication | None:
 
 
 def _reductions(view: View) -> list[Place]:
-    return view.observed.calls.places(Kind.COLLECTIVE, where=_reduces_copies)
+    unused = _copied_and_not_used(view)
+
+    def is_unused(call: Call) -> bool:
+        return _reduces_copies(call) and bool(unused & set(_copied_by(call)))
+
+    return view.observed.calls.places(Kind.COLLECTIVE, where=is_unused)
 
 
 def lines(view: View) -> Sequence[PointedLine]:
-    """Where the copies are reduced."""
-    shown = []
-    for place in _reductions(view)[:2]:
-        collective = place.first.collective
-        assert collective is not None
-        elements = sum(call.collective.elements for call in place.calls if call.collective)
-        copies = f"{len(place.names)} gradient{'s' if len(place.names) > 1 else ''}"
-        note = f"reduced {elements} elements: copies of {copies}, not the gradients themselves"
-        shown.append(
-            place.pointed(note, is_fault=True, missing="copy the result back into each .grad")
-        )
+    """Where the copies are made and reduced."""
+    shown = [one for place in _reductions(view)[:2] for one in _lines_of(place)]
     temporaries = lines_into_temporaries(view, names_text(sorted(_copied_and_not_used(view))))
     if temporaries:
         return [*(replace(one, is_fault=False, missing="") for one in shown[:1]), *temporaries]
     return [*shown, *_lines_that_write_others(view)]
+
+
+def _lines_of(place: Place) -> list[PointedLine]:
+    """The line that reduces copies; before it those of the caller that made them, if it is one."""
+    elements = sum(call.collective.elements for call in place.calls if call.collective)
+    names = {name for call in place.calls for name in _copied_by(call)}
+    copies = f"{counted(len(names), 'gradient')}, not the gradient{'s' if len(names) > 1 else ''}"
+    is_part = any(call.collective.parts_of for call in place.calls if call.collective)
+    what = "copies of parts" if is_part else "copies"
+    note = f"reduced {elements} elements: {what} of {copies} themselves"
+    missing = "copy the result back into each .grad"
+    made, site = place.first.made_at, _site(place)
+    whose = f"a copy of {'a part of ' if is_part else ''}.grad of {names_text(sorted(names))}"
+    copying = f"makes what line {place.line.number} reduces: {whose}"
+    if made is None or site is None:
+        pointed = place.pointed(note, is_fault=True, missing=missing)
+        other = made if made != place.line else None
+        return [pointed, *([PointedLine(other, copying, is_part)] if other is not None else [])]
+    return [
+        PointedLine(made, copying, True),
+        PointedLine(site, f"leads to line {place.line.number}", True, missing),
+        place.pointed(note.replace(" themselves", "")),
+    ]
+
+
+def _site(place: Place) -> CodeLine | None:
+    """The line that gave the copies to the helper which reduces them; None if one function does
+    both.
+    """
+    made = place.first.made_at
+    if made is None or (made.file, made.function) == (place.line.file, place.line.function):
+        return None
+    above = [
+        one for one in place.first.callers if (one.file, one.function) == (made.file, made.function)
+    ]
+    return next((one for one in above if one != made), None)
 
 
 def _lines_that_write_others(view: View) -> list[PointedLine]:
@@ -117,7 +150,8 @@ def fix(view: View) -> str:
     places = _reductions(view)
     if lines_into_temporaries(view, ""):
         return "copy the reduced tensor into .grad itself: p.grad.copy_(piece.view_as(p.grad))."
-    where = f"after line {places[-1].line.number} " if places else ""
+    after = (_site(places[-1]) or places[-1].line) if places else None
+    where = f"after line {after.number} " if after is not None else ""
     return (
         f"{where}copy the reduced tensor back into each .grad, divided by {view.world_size} once."
     )

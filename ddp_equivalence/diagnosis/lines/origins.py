@@ -126,6 +126,10 @@ def _links(
         lines = lines_that_set_variable(run, place, expression.id)
         if len(lines) == 1:
             return _of_assignment(run, expression.id, lines[0], callers, depth)
+        iterated = _iterated(place, expression.id)
+        if iterated is not None and not lines:
+            own = [Link(expression.id, place.line(iterated), True)] if selects(iterated) else []
+            return [*own, *_links(run, place, iterated, callers, depth + 1)]
         return [] if lines else _argument(run, place, expression.id, callers, depth)
     if isinstance(expression, ast.Attribute):
         lines = lines_that_set_attribute(run, expression.attr)
@@ -139,6 +143,15 @@ def _links(
         if found:
             return found
     return []
+
+
+def _iterated(place: Place, name: str) -> ast.expr | None:
+    """What a comprehension of this statement goes through for a variable of its own."""
+    for node in inside(place.statement):
+        for one in node.generators if isinstance(node, COMPREHENSIONS) else ():
+            if any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(one.target)):
+                return one.iter
+    return None
 
 
 def _parts(expression: ast.expr) -> Iterator[ast.expr]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ddp_equivalence.diagnosis.lines.lines_of_groups import with_origins_of_groups
 from ddp_equivalence.diagnosis.lines.lost_results import lines_of_lost_results
 from ddp_equivalence.diagnosis.lines.made_from import lines_behind, lines_that_return
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
@@ -63,7 +64,8 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
     if pieces.tolerance > COARSEST:
         return not_seen("gradients of so low a precision are equal up to rounding")
     found = _find(view, pieces)
-    found = replace(found, lines=distinct([*lines_of_lost_results(view), *found.lines]))
+    lines = with_origins_of_groups(view, [*lines_of_lost_results(view), *found.lines])
+    found = replace(found, lines=distinct(lines))
     return _in_order(view, _in_step(view, _with_lines_behind(view, found)))
 
 
