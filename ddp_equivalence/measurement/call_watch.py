@@ -87,7 +87,7 @@ class CallWatch:
         events = self.events.handlers()
         handlers = merged_handlers(self.further.handlers(), torchs, shuffles, events)
         self._tracer = LineTracer(handlers, self._after_line, self._in_frame)
-        self.events.attach(self._tracer)
+        self.events.attach(self._tracer, self._gradients)
         self.backwards = 0
         self._in_backward = False
         self._process = os.getpid()
@@ -165,9 +165,10 @@ class CallWatch:
             yield
         finally:
             self._in_backward = False
+            self.events.backward_ended()
             self._tracer.paused = paused
         if issued is not None and issued_so_far() == issued:
-            for change in changed_by_hooks(self._gradients, own):
+            for change in changed_by_hooks(self._gradients, own, self.calls[call:]):
                 self._append(Kind.CHANGE, lines, change=change, in_backward=True)
         self._gradients.accept()
         self._states.note(call, tuple(self._gradients.parameters))

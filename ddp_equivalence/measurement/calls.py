@@ -52,6 +52,7 @@ class Kind(Enum):
     MODULE_STATE = "state of a module"
     DRAW = "draw"
     BUFFERS = "buffers"
+    DROPPED = "dropped result"
 
 
 class Contents(Enum):
@@ -145,7 +146,9 @@ class Call:
     lines that led to a collective, a ``POINT_TO_POINT``, ``no_sync``, a backward, a clip, a
     zero_grad, a new group or a change of gradients or weights: those behind ``users_line``, the
     innermost first. ``numbers``: those that the state of a communication hook held as attributes,
-    by name.
+    by name. A ``DROPPED`` is a line of a hook that gave the variable ``what`` a tensor which
+    nothing held when the hook had returned None; of a hook whose return value is not used, ``what``
+    is "" for a tensor that it returned. ``names`` has the function that registered the hook.
     """
 
     kind: Kind

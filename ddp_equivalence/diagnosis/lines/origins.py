@@ -63,7 +63,9 @@ def gone_through(run: RunLines, way: Sequence[CodeLine]) -> list[Link]:
             continue
         place = run.beside_backward(place)
         for expression in _iterables(place, line.number):
-            return links_of(run, place, expression, way[number + 1 :])
+            links = links_of(run, place, expression, way[number + 1 :])
+            one = [Link("", place.line(expression), True)] if _takes_one(expression) else []
+            return [*one, *links]
     return []
 
 
@@ -101,6 +103,16 @@ def selects(expression: ast.expr) -> bool:
         if isinstance(node, (ast.List, ast.Tuple)) and node.elts:
             return all(isinstance(one, (ast.Attribute, ast.Name)) for one in node.elts)
     return False
+
+
+def _takes_one(expression: ast.expr) -> bool:
+    """True if an expression takes one of several by its number, such as ``groups[0]["params"]``."""
+    return any(
+        isinstance(node, ast.Subscript)
+        and isinstance(node.slice, ast.Constant)
+        and type(node.slice.value) is int
+        for node in ast.walk(expression)
+    )
 
 
 def _iterables(place: Place, number: int) -> Iterator[ast.expr]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ddp_equivalence.diagnosis.lines.dropped_results import lines_of_dropped_results
 from ddp_equivalence.diagnosis.lines.lines_of_groups import with_origins_of_groups
 from ddp_equivalence.diagnosis.lines.lost_results import lines_of_lost_results
 from ddp_equivalence.diagnosis.lines.made_from import lines_behind, lines_that_return
@@ -28,6 +29,7 @@ from ddp_equivalence.diagnosis.whereabouts.own_gradient_fault import (
     compared_with_rows,
     fault_of_own_gradient,
 )
+from ddp_equivalence.diagnosis.whereabouts.parameter_factors import fault_of_parameter_factors
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces, pieces_of
 from ddp_equivalence.diagnosis.whereabouts.reduction_fault import fault_of_reduction
 from ddp_equivalence.diagnosis.whereabouts.reduction_weights import Wanted
@@ -64,7 +66,8 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
     if pieces.tolerance > COARSEST:
         return not_seen("gradients of so low a precision are equal up to rounding")
     found = _find(view, pieces)
-    lines = with_origins_of_groups(view, [*lines_of_lost_results(view), *found.lines])
+    lost = [*lines_of_lost_results(view), *lines_of_dropped_results(view)]
+    lines = with_origins_of_groups(view, [*lost, *found.lines])
     found = replace(found, lines=distinct(lines))
     return _in_order(view, _in_step(view, _with_lines_behind(view, found)))
 
@@ -118,9 +121,13 @@ def _find(view: View, pieces: Pieces) -> Whereabouts:
             return term
     own = _own(pieces)
     if uniform is not None:
-        return own or not_seen(
-            "the reduction is right, but it was not recognised which examples each backward "
-            "pass was of"
+        return (
+            own
+            or fault_of_parameter_factors(pieces, total, uniform)
+            or not_seen(
+                "all ranks hold the same multiple of what they computed together, but it was not "
+                "recognised which examples each backward pass was of"
+            )
         )
     reduction = _reduction(pieces, Wanted(None))
     if reduction is None or own is None:
