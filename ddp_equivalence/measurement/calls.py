@@ -147,8 +147,7 @@ class Call:
     zero_grad, a new group or a change of gradients or weights: those behind ``users_line``, the
     innermost first. ``numbers``: those that the state of a communication hook held as attributes,
     by name. A ``DROPPED`` is a line of a hook that gave the variable ``what`` a tensor which
-    nothing held when the hook had returned None; of a hook whose return value is not used, ``what``
-    is "" for a tensor that it returned. ``names`` has the function that registered the hook.
+    nothing held when the hook had returned None, and ``names`` the function that registered it.
     """
 
     kind: Kind

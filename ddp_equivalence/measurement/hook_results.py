@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -12,18 +11,16 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ddp_equivalence.measurement.calls import CodeLine, Kind
-from ddp_equivalence.measurement.code_lines import is_users, line_at
+from ddp_equivalence.measurement.code_lines import is_users, line_at, users_code_of
 from ddp_equivalence.measurement.line_tracer import Handler
 
-REPLACING: tuple[Any, ...] = (
+REGISTERING: tuple[Any, ...] = (
     Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
     nn.Module.register_full_backward_hook,
     nn.Module.register_full_backward_pre_hook,
 )
-"""What these hooks return takes the place of the gradient; the old one stays if it is None."""
-
-NOT_READING: tuple[Any, ...] = (Tensor.register_post_accumulate_grad_hook,)
-"""What these hooks return is not used."""
+"""Their hooks give a gradient back by returning it, or, the second one, by writing it to .grad."""
 
 MOST_FOUND = 200
 """Later ones are not recorded."""
@@ -34,7 +31,6 @@ class _Running:
     """A hook that runs. ``set_at``: variable -> the id of its tensor, and the line that set it."""
 
     registered_by: str
-    replaces: bool
     shapes: frozenset[tuple[int, ...]]
     memory: frozenset[int]
     line: CodeLine | None = None
@@ -46,26 +42,19 @@ class HookResults:
 
     def __init__(self, append: Callable[..., None]) -> None:
         self._append = append
-        self._hooks: dict[CodeType, tuple[str, bool]] = {}
+        self._hooks: dict[CodeType, str] = {}
         self._running: dict[int, _Running] = {}
         self._ended: list[tuple[_Running, dict[str, list[StorageWeakRef]]]] = []
         self._left = MOST_FOUND
 
     def handlers(self) -> dict[CodeType, Handler]:
         """The functions that register hooks."""
-        found: dict[CodeType, Handler] = {}
-        for functions, replaces in ((REPLACING, True), (NOT_READING, False)):
-            for one in functions:
-                found[one.__code__] = functools.partial(self._on_register, replaces)
-        return found
+        return {one.__code__: self._on_register for one in REGISTERING}
 
-    def _on_register(self, replaces: bool, frame: FrameType) -> None:
-        hook = frame.f_locals.get("hook")
-        while isinstance(hook, functools.partial):
-            hook = hook.func
-        code = getattr(hook, "__code__", None)
-        if isinstance(code, CodeType) and is_users(code.co_filename):
-            self._hooks[code] = frame.f_code.co_name, replaces
+    def _on_register(self, frame: FrameType) -> None:
+        code = users_code_of(frame.f_locals.get("hook"))
+        if code is not None:
+            self._hooks[code] = frame.f_code.co_name
 
     def on_event(self, frame: FrameType, event: str, returned: object) -> None:
         """A function begins or returns inside a backward pass, or a line of it is to run."""
@@ -96,7 +85,7 @@ class HookResults:
         given = [one for value in frame.f_locals.values() for one in _tensors(value)]
         given += [one.grad for one in given if one.is_leaf and one.grad is not None]
         shapes = frozenset(tuple(one.shape) for one in given)
-        self._running[id(frame)] = _Running(*registered, shapes, frozenset(map(_memory, given)))
+        self._running[id(frame)] = _Running(registered, shapes, frozenset(map(_memory, given)))
 
     def _note_variables(self, frame: FrameType, running: _Running) -> None:
         """Note which variables the line that has run has set."""
@@ -108,11 +97,7 @@ class HookResults:
 
     def _end(self, frame: FrameType, running: _Running, returned: object) -> None:
         new: dict[str, list[StorageWeakRef]] = {}
-        if running.replaces and returned is not None:
-            return
         if returned is not None:
-            if any(self._is_new(one, running) for one in _tensors(returned)):
-                self._tell(running, running.line, "")
             return
         for name in running.set_at:
             found = list(_tensors(frame.f_locals.get(name)))
@@ -130,13 +115,9 @@ class HookResults:
         for running, new in ended:
             for name, memory in new.items():
                 if all(one.expired() for one in memory):
-                    self._tell(running, running.set_at[name][1], name)
-
-    def _tell(self, running: _Running, line: CodeLine | None, name: str) -> None:
-        self._left = max(0, self._left - 1)
-        if line is not None:
-            by = (running.registered_by,)
-            self._append(Kind.DROPPED, (line, line), what=name, names=by)
+                    line, by = running.set_at[name][1], (running.registered_by,)
+                    self._left = max(0, self._left - 1)
+                    self._append(Kind.DROPPED, (line, line), what=name, names=by)
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

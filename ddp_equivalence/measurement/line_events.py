@@ -74,6 +74,8 @@ class LineEvents:
     def backward_ended(self) -> None:
         """No hook runs any longer."""
         self._results.tell_of_all()
+        if self._hooks is not None:
+            self._hooks.backward_ended()
 
     def on_event(self, frame: FrameType, event: str, returned: object) -> None:
         """A function of the user's begins or returns, or a line of it is to run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,11 +10,15 @@ from ddp_equivalence.diagnosis.causes import no_all_reduce
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_that_left_out
 from ddp_equivalence.diagnosis.lines.lines_into_temporaries import lines_into_temporaries
+from ddp_equivalence.diagnosis.lines.source_tree import called_name, inside, place_of
 from ddp_equivalence.diagnosis.lines.words_of_lines import counted, names_text
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import REDUCING, Place
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, CodeLine, Contents, Kind
+
+NEAR = 3
+"""A line so near to the one that is shown is seen anyway."""
 
 
 def predict(view: View) -> Sequence[Prediction]:
@@ -107,9 +112,13 @@ def _lines_of(place: Place) -> list[PointedLine]:
     made, site = place.first.made_at, _site(place)
     whose = f"a copy of {'a part of ' if is_part else ''}.grad of {names_text(sorted(names))}"
     copying = f"makes what line {place.line.number} reduces: {whose}"
+    if made is None and site is not None:
+        note_of_site = f"gives {whose} to line {place.line.number}"
+        return [PointedLine(site, note_of_site, True, missing), place.pointed(note)]
     if made is None or site is None:
         pointed = place.pointed(note, is_fault=True, missing=missing)
-        other = made if made != place.line else None
+        far = made is not None and abs(made.number - place.line.number) > NEAR
+        other = made if is_part or far else None
         return [pointed, *([PointedLine(other, copying, is_part)] if other is not None else [])]
     return [
         PointedLine(made, copying, True),
@@ -122,13 +131,34 @@ def _site(place: Place) -> CodeLine | None:
     """The line that gave the copies to the helper which reduces them; None if one function does
     both.
     """
-    made = place.first.made_at
-    if made is None or (made.file, made.function) == (place.line.file, place.line.function):
+    made, callers = place.first.made_at, place.first.callers
+    if made is None:
+        return callers[0] if callers and _is_given(place) else None
+    if _function_at(made) is _function_at(place.line):
         return None
-    above = [
-        one for one in place.first.callers if (one.file, one.function) == (made.file, made.function)
-    ]
+    above = [one for one in callers if _function_at(one) is _function_at(made)]
     return next((one for one in above if one != made), None)
+
+
+def _function_at(line: CodeLine) -> object:
+    """The function in whose source the line stands, also if it stands in a comprehension there."""
+    place = place_of(line.file, line.number)
+    return line.file if place is None or place.function is None else place.function
+
+
+def _is_given(place: Place) -> bool:
+    """True if the collective's tensor is an argument of the function that issues it."""
+    at, collective = place_of(place.line.file, place.line.number), place.first.collective
+    if at is None or at.function is None or collective is None:
+        return False
+    names = {one.arg for one in (*at.function.args.posonlyargs, *at.function.args.args)}
+    return any(
+        isinstance(node, ast.Call)
+        and called_name(node) == collective.op
+        and isinstance(node.args[0] if node.args else None, ast.Name)
+        and node.args[0].id in names  # type: ignore[attr-defined]
+        for node in (at.statement, *inside(at.statement))
+    )
 
 
 def _lines_that_write_others(view: View) -> list[PointedLine]:

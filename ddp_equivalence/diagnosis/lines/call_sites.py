@@ -47,6 +47,9 @@ def _sites(view: View, line: CodeLine) -> list[PointedLine]:
         site = _site(call, backwards)
         if site is not None and site != line:
             found[site] = found.get(site, 0) + 1
+    is_late = all(one.backwards >= len(backwards) for one in made)
+    if is_late and len(found) == 1 and _times(view, rank, next(iter(found))) == 1:
+        return []  # what was done twice was done in one call of the helper
     return [PointedLine(site, _note(view, rank, site, line), True) for site in found]
 
 
@@ -71,11 +74,15 @@ def _site(call: Call, backwards: Sequence[Call]) -> CodeLine | None:
     return None
 
 
+def _times(view: View, rank: int, site: CodeLine) -> int | None:
+    """How often the line ran; None if that is not certain."""
+    place = place_of(site.file, site.number)
+    return run_lines(view, rank).exact_count(place, place.statement) if place is not None else None
+
+
 def _note(view: View, rank: int, site: CodeLine, line: CodeLine) -> str:
     """How often the site ran, if that is certain, and where it leads."""
-    run = run_lines(view, rank)
-    place = place_of(site.file, site.number)
-    times = run.exact_count(place, place.statement) if place is not None else None
+    times = _times(view, rank, site)
     where = f"line {line.number}" if line.file == site.file else "the line below"
     if not times:
         return f"calls what leads to {where}"

@@ -54,10 +54,7 @@ def _of_hooks(view: View) -> list[PointedLine]:
     found = []
     for place in view.observed.calls.places(Kind.DROPPED):
         name, by = place.first.what, place.first.names[0]
-        if not name:
-            note = f"returns a tensor, but what a hook of {by} returns is not used"
-            found.append(place.pointed(note, is_fault=True))
-        elif not _is_read_after(place.line, name):
+        if not _is_read_after(place.line, name):
             note = f"computes {name} and returns nothing: the old gradient stays"
             if by == LATE:
                 note = f"computes {name} and does not write it to .grad"

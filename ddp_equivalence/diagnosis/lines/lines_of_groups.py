@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ddp_equivalence.diagnosis.lines.origins import chosen, links_of
+from ddp_equivalence.diagnosis.lines.origins import Link, chosen, links_of
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.lines.source_tree import called_name, inside, place_of
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
@@ -28,13 +28,20 @@ MOST_ORIGINS = 2
 
 
 def with_origins_of_groups(view: View, lines: Sequence[PointedLine]) -> list[PointedLine]:
-    """The lines, and before the first one that makes groups those that computed their ranks."""
+    """The lines, and beside the first one that makes groups those that computed their ranks."""
     known = {one.line for one in lines}
     for number, one in enumerate(lines):
         origins = [origin for origin in _origins(view, one.line) if origin.line not in known]
         if origins:
-            made = replace(one, is_fault=False) if one.is_fault and not one.missing else one
-            return [*lines[:number], *origins[:MOST_ORIGINS], made, *lines[number + 1 :]]
+            if one.note:
+                told = f"; line {one.line.number} {one.note}"
+                origins = [replace(origin, note=origin.note + told) for origin in origins]
+            del origins[MOST_ORIGINS:]
+            if any(origin.is_fault for origin in origins):
+                pair = [*origins, replace(one, is_fault=False)]
+            else:
+                pair = [one, *origins]
+            return [*lines[:number], *pair, *lines[number + 1 :]]
     return list(lines)
 
 
@@ -42,17 +49,20 @@ def _origins(view: View, line: CodeLine) -> list[PointedLine]:
     """The lines that computed the ranks of the groups that this line has made."""
     rank = min(view.observed.by_rank, default=0)
     found: dict[CodeLine, list[tuple[int, ...]]] = {}
+    computing: set[CodeLine] = set()
     for call in _made_at(view, rank, line):
-        origin = _origin(view, rank, call)
-        if origin is not None and origin != line:
-            found.setdefault(origin, []).append(tuple(call.ranks))
+        link = _origin(view, rank, call)
+        if link is not None and link.line != line:
+            found.setdefault(link.line, []).append(tuple(call.ranks))
+            if link.selects or _computes(link):
+                computing.add(link.line)
     groups_of = {origin: tuple(sorted(set(ranks))) for origin, ranks in found.items()}
     shown = []
     for origin, groups in groups_of.items():
         alike = [one for one, others in groups_of.items() if others == groups]
         again = f", as line {alike[0].number} does" if origin != alike[0] else ""
         # Of lines that make the same groups, the first one may well be right.
-        is_fault = origin != alike[0] or len(alike) == 1
+        is_fault = origin in computing and (origin != alike[0] or len(alike) == 1)
         shown.append(PointedLine(origin, f"makes {groups_text(groups)}{again}", is_fault))
     return sorted(shown, key=lambda one: not one.is_fault)
 
@@ -73,15 +83,29 @@ def _made_at(view: View, rank: int, line: CodeLine) -> Iterator[Call]:
             yield from in_use or place.calls
 
 
-def _origin(view: View, rank: int, call: Call) -> CodeLine | None:
+def _origin(view: View, rank: int, call: Call) -> Link | None:
+    """The line that computed the ranks of a group, or else where they come from."""
     line = call.users_line or call.line
     place = place_of(line.file, line.number) if line is not None else None
     given = _given(place.statement) if place is not None else None
     if line is None or place is None or given is None:
         return None
     callers = [one for one in call.callers if (one.file, one.number) != (line.file, line.number)]
-    link = chosen(links_of(run_lines(view, rank), place, given, callers))
-    return link.line if link is not None else None
+    links = links_of(run_lines(view, rank), place, given, callers)
+    return next((one for one in links if one.selects or _computes(one)), chosen(links))
+
+
+def _computes(link: Link) -> bool:
+    """True if the line computes the value that it names, and does not only pass it on."""
+    place = place_of(link.line.file, link.line.number)
+    statement = place.statement if place is not None else None
+    if not isinstance(statement, ast.Assign) or not statement.targets:
+        return False
+    target = statement.targets[0]
+    name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
+    return name == link.name and any(
+        isinstance(node, ast.BinOp | ast.Compare | ast.ListComp) for node in ast.walk(statement)
+    )
 
 
 def _given(statement: ast.stmt) -> ast.expr | None:
@@ -91,5 +115,5 @@ def _given(statement: ast.stmt) -> ast.expr | None:
         if isinstance(node, ast.Call) and name in GIVEN:
             argument, at = GIVEN[name]
             named = [one.value for one in node.keywords if one.arg == argument]
-            return (named or node.args[at : at + 1] or [None])[0]
+            return next(iter(named or node.args[at : at + 1]), None)
     return None

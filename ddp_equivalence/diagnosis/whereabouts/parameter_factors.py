@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
-from ddp_equivalence.diagnosis.lines.divided_by import divisors
+from ddp_equivalence.diagnosis.lines.divided_by import divisors, last_setter_of_divisor
 from ddp_equivalence.diagnosis.lines.number_text import scaling_text
+from ddp_equivalence.diagnosis.lines.origins import Link
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.lines.source_tree import place_of
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
@@ -39,7 +41,7 @@ def fault_of_parameter_factors(pieces: Pieces, total: Tensor, uniform: float) ->
     places = [
         (place, call.change.factor, factor)
         for factor, names in wrong.items()
-        for place in view.observed.calls.changes(lambda one, names=names: _scales(one, names))
+        for place in view.observed.calls.changes(partial(_scales, names))
         for call in place.calls[:1]
         if call.change is not None and call.change.factor is not None
     ]
@@ -90,7 +92,7 @@ def _alike(one: float, other: float) -> bool:
     return abs(one - other) <= SAME * abs(other)
 
 
-def _scales(call: Call, names: tuple[str, ...]) -> bool:
+def _scales(names: tuple[str, ...], call: Call) -> bool:
     """True if a line multiplied some of these gradients, and no others, by a number."""
     change = call.change
     if change is None or change.factor is None or abs(change.factor - 1) <= SAME:
@@ -102,13 +104,15 @@ def _lines(pieces: Pieces, place: Place, factor: float, times: float) -> list[Po
     """The line that multiplies, what would be right there, and what set its number."""
     rank = place.ranks[0]
     right = factor / times
-    number = f"{1 / right:.6g}" if 0 < abs(factor) < 1 else f"{right:.6g}"
+    number = f"{1 / right:.4g}" if 0 < abs(factor) < 1 else f"{right:.4g}"
+    shown = 1 / float(f"{1 / factor:.5g}")  # it was recorded with few digits
     what = named(place.first.change.names[:1]) if place.first.change is not None else "gradients"
-    note = f"{scaling_text(what, factor)}; with {number} it would be right"
+    note = f"{scaling_text(what, shown)}; with {number} it would be right"
     run = run_lines(pieces.view, rank)
     setters = []
-    for link in divisors(run, place.line)[:1]:
-        if link.line == place.line:
+    known: list[Link | None] = [*divisors(run, place.line)[:1]]
+    for link in known or [last_setter_of_divisor(run, place.line)]:
+        if link is None or link.line == place.line:
             continue
         at = place_of(link.line.file, link.line.number)
         begun = run.exact_count(at, at.statement) if at is not None else None

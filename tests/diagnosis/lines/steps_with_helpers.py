@@ -126,13 +126,19 @@ def scaled_by_a_partial(model: nn.Module, rows: Rows, rank: Rank) -> None:
     add_up(model)
 
 
-def returned_by_a_late_hook(model: nn.Module, rows: Rows, rank: Rank) -> None:
-    def divide(parameter: Tensor) -> Any:
-        assert parameter.grad is not None
-        return parameter.grad / rank.world_size  # the fault
+class Late:
+    """A hook that is an object."""
 
+    def __init__(self, rank: Rank) -> None:
+        self.count = rank.world_size
+
+    def __call__(self, parameter: Any) -> None:
+        mean = parameter.grad / self.count  # noqa: F841  # the fault
+
+
+def computed_by_a_late_hook(model: nn.Module, rows: Rows, rank: Rank) -> None:
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(divide)  # type: ignore[arg-type]
+        parameter.register_post_accumulate_grad_hook(Late(rank))
     mean_loss(model, rows).backward()
     add_up(model)
 
@@ -209,8 +215,9 @@ def in_computed_groups(model: nn.Module, rows: Rows, rank: Rank) -> None:
     group = groups_of(2, rank)
     mean_loss(model, rows).backward()
     for parameter in model.parameters():
+        assert parameter.grad is not None
         dist.all_reduce(parameter.grad, group=group)
-        parameter.grad /= 2  # type: ignore[operator]
+        parameter.grad /= 2
 
 
 class Layout:
@@ -227,8 +234,9 @@ def in_groups_of_an_attribute(model: nn.Module, rows: Rows, rank: Rank) -> None:
     group = Layout(rank).make()
     mean_loss(model, rows).backward()
     for parameter in model.parameters():
+        assert parameter.grad is not None
         dist.all_reduce(parameter.grad, group=group)
-        parameter.grad /= 2  # type: ignore[operator]
+        parameter.grad /= 2
 
 
 class Divided:

@@ -63,7 +63,7 @@ def test_a_copy_of_a_part_of_a_gradient_that_is_not_put_back_is_named(step: Any)
             "computes weighted and returns nothing: the old gradient stays",
         ),
         (steps.scaled_by_a_partial, "computes this and drops it"),
-        (steps.returned_by_a_late_hook, "register_post_accumulate_grad_hook returns is not used"),
+        (steps.computed_by_a_late_hook, "computes mean and does not write it to .grad"),
         (steps.divided_out_of_place, "computes this and drops it"),
     ],
 )
