@@ -8,7 +8,13 @@ from dataclasses import replace
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis
+from ddp_equivalence.diagnosis.lines.call_sites import OF_PLACE, with_call_sites
+from ddp_equivalence.diagnosis.lines.dropped_results import (
+    fix_of_dropped_results,
+    lines_of_dropped_results,
+)
 from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_of_divisor
+from ddp_equivalence.diagnosis.lines.lines_of_groups import with_origins_of_groups
 from ddp_equivalence.diagnosis.lines.lost_results import lines_of_lost_results
 from ddp_equivalence.diagnosis.lines.made_from import lines_behind
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
@@ -51,7 +57,7 @@ def _pointed(finding: Finding, view: View) -> Finding:
         sentence=words.sentence,
         headline=words.headline,
         is_guess=words.is_guess,
-        fix=hypothesis.fix(view),
+        fix=fix_of_dropped_results(view) or hypothesis.fix(view),
         lines=_lines(hypothesis, view),
         more=tuple(_pointed(one, view) for one in finding.more),
     )
@@ -63,8 +69,12 @@ def _lines(hypothesis: Hypothesis, view: View) -> tuple[PointedLine, ...]:
     Where the reduction is wrong, only a collective of gradients can have to do with it.
     """
     lines = hypothesis.lines(view)
+    if hypothesis.name in OF_PLACE:
+        lines = with_call_sites(view, lines)
+    lines = with_origins_of_groups(view, lines)
     known = {one.line for one in lines}
     lost = lines_of_lost_results(view, hypothesis.name not in OF_THE_LOSS)
+    lost += [one for one in lines_of_dropped_results(view) if one not in lost]
     found = [*(one for one in lost if one.line not in known), *lines]
     rank = min(view.observed.by_rank, default=0)
     if hypothesis.name in OF_A_NUMBER and len(found) < MOST_LINES:

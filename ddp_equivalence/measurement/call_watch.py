@@ -39,6 +39,7 @@ from ddp_equivalence.measurement.local_tensors import LocalTensors
 from ddp_equivalence.measurement.loss_terms import LossTerms
 from ddp_equivalence.measurement.loss_watch import LossWatch
 from ddp_equivalence.measurement.module_watch import ModuleWatch
+from ddp_equivalence.measurement.parts_of_gradients import parts_of
 from ddp_equivalence.measurement.sharding import parameters_of, ranks_of
 from ddp_equivalence.measurement.shuffles import randperm_recorded, shuffle_handlers
 from ddp_equivalence.measurement.state_log import StateLog
@@ -87,7 +88,7 @@ class CallWatch:
         events = self.events.handlers()
         handlers = merged_handlers(self.further.handlers(), torchs, shuffles, events)
         self._tracer = LineTracer(handlers, self._after_line, self._in_frame)
-        self.events.attach(self._tracer)
+        self.events.attach(self._tracer, self._gradients)
         self.backwards = 0
         self._in_backward = False
         self._process = os.getpid()
@@ -167,9 +168,10 @@ class CallWatch:
             yield
         finally:
             self._in_backward = False
+            self.events.backward_ended()
             self._tracer.paused = paused
         if issued is not None and issued_so_far() == issued:
-            for change in changed_by_hooks(self._gradients, own):
+            for change in changed_by_hooks(self._gradients, own, self.calls[call:]):
                 self._append(Kind.CHANGE, lines, change=change, in_backward=True)
         self._gradients.accept()
         self._states.note(call, tuple(self._gradients.parameters))
@@ -204,6 +206,7 @@ class CallWatch:
             factor=factor,
             asynchronous=issued.asynchronous,
             dtype=dtype_of(issued.tensors),
+            parts_of=parts_of(issued, gradients) if contents is Contents.OTHER else (),
             loses_gradient=torch.is_grad_enabled()
             and any(one.requires_grad and not one.is_leaf for one in issued.tensors),
         )

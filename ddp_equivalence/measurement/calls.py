@@ -53,6 +53,7 @@ class Kind(Enum):
     DRAW = "draw"
     BUFFERS = "buffers"
     SHARDING = "sharding"
+    DROPPED = "dropped result"
 
 
 class Contents(Enum):
@@ -77,7 +78,8 @@ class CollectiveCall:
     ``dtype``: of its first tensor of floating-point numbers, such as ``bfloat16``; "" without one.
     ``loses_gradient``: a tensor that went in required a gradient, and what comes out has none.
     ``result_is_gone``: it writes its result to the tensor that went in, and when the line had run
-    nothing held the memory of this tensor any longer.
+    nothing held the memory of this tensor any longer. ``parts_of``: of contents that are something
+    else, the parameters from whose gradients every element was taken, such as some rows of one.
     """
 
     op: str
@@ -91,6 +93,7 @@ class CollectiveCall:
     dtype: str = ""
     loses_gradient: bool = False
     result_is_gone: bool = False
+    parts_of: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,11 +158,13 @@ class Call:
     first held the tensor that went into a collective, if that is known. A ``POINT_TO_POINT`` sends
     a tensor to one rank or receives one, and ``what`` is the function. An ``INDICES`` is a line
     that gave the variable ``what`` a list of whole numbers, ``examples``. ``callers``: the user's
-    lines that led to a collective, a ``POINT_TO_POINT``, ``no_sync``, a backward, a clip or a
-    change of gradients or weights: those behind ``users_line``, the innermost first. ``numbers``:
-    those that the state of a communication hook held as attributes, by name. A ``SHARDING`` gave
-    the parameters ``names`` to ``what``, such as fully_shard. ``ranks`` of it, and of a wrapper:
-    among which gradients are reduced; () if that is not known.
+    lines that led to a collective, a ``POINT_TO_POINT``, ``no_sync``, a backward, a clip, a
+    zero_grad, a new group or a change of gradients or weights: those behind ``users_line``, the
+    innermost first. ``numbers``: those that the state of a communication hook held as attributes,
+    by name. A ``SHARDING`` gave the parameters ``names`` to ``what``, such as fully_shard.
+    ``ranks`` of it, and of a wrapper: among which gradients are reduced; () if that is not known.
+    A ``DROPPED`` is a line of a hook that gave the variable ``what`` a tensor which nothing held
+    when the hook had returned None, and ``names`` the function that registered it.
     """
 
     kind: Kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from functools import lru_cache
 from types import CodeType, FrameType
@@ -93,9 +94,20 @@ def line_that_named(module: object, frame: FrameType | None) -> CodeLine | None:
     return line
 
 
+def users_code_of(function: object) -> CodeType | None:
+    """The code that runs when a function, a partial or an object is called; None if it is not the
+    user's.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    call = vars(type(function)).get("__call__")
+    code = getattr(function, "__code__", None) or getattr(call, "__code__", None)
+    return code if isinstance(code, CodeType) and is_users(code.co_filename) else None
+
+
 def beginning_of(function: object) -> CodeLine | None:
     """The first line of a function of the user's; None if it is somebody else's."""
-    code = getattr(function, "__code__", None)
-    if not isinstance(code, CodeType) or not is_users(code.co_filename):
+    code = users_code_of(function)
+    if code is None:
         return None
     return CodeLine(code.co_filename, code.co_firstlineno, code.co_name)

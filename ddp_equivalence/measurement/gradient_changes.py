@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -11,11 +11,17 @@ from ddp_equivalence.measurement.gradient_watch import GradientWatch, factor_bet
 
 
 def changed_by_hooks(
-    gradients: GradientWatch, own: Mapping[str, Tensor]
+    gradients: GradientWatch, own: Mapping[str, Tensor], seen: Sequence[Call] = ()
 ) -> Iterator[GradientChange]:
-    """What hooks have done to gradients that backward computed and nobody reduced."""
+    """What hooks have done to gradients that backward computed and nobody reduced.
+
+    ``seen``: the calls during this backward; what a line was seen to do is left out.
+    """
+    known = {name for one in seen if one.change is not None for name in one.change.names}
     changed: dict[float | None, list[str]] = {}
     for name, gradient in own.items():
+        if name in known:
+            continue
         before, now = gradients.value_before(name), gradients.value_now(name)
         if now is None or now.shape != gradient.shape:
             continue

@@ -111,6 +111,10 @@ class GradientWatch:
         """The sampled elements of a gradient as it is."""
         return self._copy(name) if name in self._parameters else None
 
+    def state_now(self, name: str) -> State:
+        """Changes whenever something writes to a gradient, or puts another one in its place."""
+        return _state(self._parameters[name].grad)
+
     def _accept(self, name: str) -> None:
         state = _state(self._parameters[name].grad)
         self._states[name] = state
@@ -153,6 +157,14 @@ def _done(before: Tensor | None, now: Tensor | None) -> tuple[float | None, bool
     if before is None or now is None or _is_nothing(before) or before.shape != now.shape:
         return None, False
     return factor_between(before, now), False
+
+
+def change_between(name: str, before: Tensor | None, now: Tensor | None) -> GradientChange | None:
+    """What was done to a gradient; None if its values are the same."""
+    if _equal(before, now):
+        return None
+    factor, cleared = _done(before, now)
+    return GradientChange((name,), factor, cleared)
 
 
 def factor_between(before: Tensor, now: Tensor, same: float = SAME_FACTOR) -> float | None:

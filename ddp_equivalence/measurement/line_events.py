@@ -13,6 +13,9 @@ from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
 from ddp_equivalence.measurement.code_lines import line_at, lines_of
 from ddp_equivalence.measurement.cut_watch import CutWatch
 from ddp_equivalence.measurement.draw_watch import DrawWatch
+from ddp_equivalence.measurement.gradient_watch import GradientWatch
+from ddp_equivalence.measurement.hook_results import HookResults
+from ddp_equivalence.measurement.hook_watch import HookWatch
 from ddp_equivalence.measurement.line_tracer import (
     Handler,
     LineTracer,
@@ -46,14 +49,19 @@ class LineEvents:
         self._calls = calls
         self._append = append
         self._in_forward = in_forward
+        self._hooks: HookWatch | None = None
+        self._results = HookResults(append)
         self._line: CodeLine | None = None
 
     def handlers(self) -> dict[CodeType, Handler]:
         """The functions of torch that are recorded when they are called."""
-        return merged_handlers(self._states.handlers(), self.cuts.handlers())
+        return merged_handlers(
+            self._states.handlers(), self.cuts.handlers(), self._results.handlers()
+        )
 
-    def attach(self, tracer: LineTracer) -> None:
-        """From now on the tracer tells of its events."""
+    def attach(self, tracer: LineTracer, gradients: GradientWatch) -> None:
+        """From now on the tracer tells of its events. ``gradients``: of the same model."""
+        self._hooks = HookWatch(gradients, self._calls, self._append)
         tracer.on_event = self.on_event
         tracer.around_compiler = self.cuts.around_compiler
 
@@ -63,6 +71,12 @@ class LineEvents:
         self.buffers.changed()
         self._draws.begin_step()
 
+    def backward_ended(self) -> None:
+        """No hook runs any longer."""
+        self._results.tell_of_all()
+        if self._hooks is not None:
+            self._hooks.backward_ended()
+
     def on_event(self, frame: FrameType, event: str, returned: object) -> None:
         """A function of the user's begins or returns, or a line of it is to run."""
         _, _, in_backward = self._now()
@@ -70,6 +84,9 @@ class LineEvents:
             self._ended(line_at(frame) if event == "line" else line_of_caller(frame), in_backward)
         if event == "return":
             self.cuts.frame_returns(frame)
+        if in_backward and self._hooks is not None:
+            self._hooks.on_event(frame, event)
+            self._results.on_event(frame, event, returned)
         if in_backward and event == "call":
             self.cuts.frame_begins(frame)
         elif in_backward and event == "return":

@@ -195,7 +195,7 @@ class LineTracer:
     def _finish_line(self) -> None:
         if self._line is not None and not self.paused:
             line = self._line
-            _without_failing(self._after_line, line, _may_hide(line.file, line.number))
+            _without_failing(self._after_line, line, may_hide(line.file, line.number))
 
 
 def _nothing(*arguments: object) -> None:
@@ -233,7 +233,8 @@ def line_of_caller(frame: FrameType) -> CodeLine | None:
 
 
 @lru_cache(maxsize=4096)
-def _may_hide(file: str, number: int) -> bool:
+def may_hide(file: str, number: int) -> bool:
+    """True for a line that may change a tensor in ways that its version does not count."""
     line = linecache.getline(file, number)
     return any(word in line for word in WITHOUT_VERSION)
 

@@ -87,7 +87,8 @@ class TorchCalls:
         else:
             parameters = _of_optimizer(owner)
         if lines_of(frame)[0] is not None:  # the suite clears gradients itself, before each step
-            self._record(Kind.ZERO_GRAD, frame, names=self._names_of(parameters))
+            names, way = self._names_of(parameters), callers_of(frame)
+            self._record(Kind.ZERO_GRAD, frame, names=names, callers=way)
 
     def _on_optimizer_step(self, frame: FrameType) -> None:
         optimizer = frame.f_locals["self"]
@@ -100,7 +101,8 @@ class TorchCalls:
 
     def _on_new_group(self, frame: FrameType) -> None:
         ranks = frame.f_locals.get("ranks") or range(dist.get_world_size())
-        self._record(Kind.NEW_GROUP, frame, ranks=tuple(map(int, ranks)))
+        ranks = tuple(map(int, ranks))
+        self._record(Kind.NEW_GROUP, frame, ranks=ranks, callers=callers_of(frame))
 
     def _on_no_sync(self, frame: FrameType) -> None:
         if len(frame.f_locals) == 1:  # later the generator goes on, with more variables

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,11 +10,15 @@ from ddp_equivalence.diagnosis.causes import no_all_reduce
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_that_left_out
 from ddp_equivalence.diagnosis.lines.lines_into_temporaries import lines_into_temporaries
-from ddp_equivalence.diagnosis.lines.words_of_lines import names_text
+from ddp_equivalence.diagnosis.lines.source_tree import called_name, inside, place_of
+from ddp_equivalence.diagnosis.lines.words_of_lines import counted, names_text
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.step_calls import Place, reduces_gradients
+from ddp_equivalence.diagnosis.step_calls import REDUCING, Place
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.measurement.calls import Call, Contents, Kind
+from ddp_equivalence.measurement.calls import Call, CodeLine, Contents, Kind
+
+NEAR = 3
+"""A line so near to the one that is shown is seen anyway."""
 
 
 def predict(view: View) -> Sequence[Prediction]:
@@ -43,8 +48,7 @@ def _of_rank(calls: Sequence[Call]) -> frozenset[str]:
     unused: set[str] = set()
     for call in calls:
         if _reduces_copies(call):
-            assert call.collective is not None
-            unused |= set(call.collective.names)
+            unused |= set(_copied_by(call))
         elif call.kind is Kind.COLLECTIVE and call.collective is not None:
             if call.collective.contents is Contents.GRADIENTS:
                 unused -= set(call.collective.names)
@@ -55,12 +59,14 @@ def _of_rank(calls: Sequence[Call]) -> frozenset[str]:
 
 def _reduces_copies(call: Call) -> bool:
     collective = call.collective
-    return (
-        collective is not None
-        and reduces_gradients(call)
-        and collective.contents is Contents.COPIES_OF_GRADIENTS
-        and len(collective.ranks) > 1
-    )
+    if collective is None or collective.op not in REDUCING or len(collective.ranks) < 2:
+        return False
+    return collective.contents is Contents.COPIES_OF_GRADIENTS or bool(collective.parts_of)
+
+
+def _copied_by(call: Call) -> tuple[str, ...]:
+    """The parameters of whose gradients a collective reduces copies, or copies of some elements."""
+    return () if call.collective is None else call.collective.names or call.collective.parts_of
 
 
 def indication(view: View) -> Indication | None:
@@ -77,25 +83,82 @@ def indication(view: View) -> Indication | None:
 
 
 def _reductions(view: View) -> list[Place]:
-    return view.observed.calls.places(Kind.COLLECTIVE, where=_reduces_copies)
+    unused = _copied_and_not_used(view)
+
+    def is_unused(call: Call) -> bool:
+        return _reduces_copies(call) and bool(unused & set(_copied_by(call)))
+
+    return view.observed.calls.places(Kind.COLLECTIVE, where=is_unused)
 
 
 def lines(view: View) -> Sequence[PointedLine]:
-    """Where the copies are reduced."""
-    shown = []
-    for place in _reductions(view)[:2]:
-        collective = place.first.collective
-        assert collective is not None
-        elements = sum(call.collective.elements for call in place.calls if call.collective)
-        copies = f"{len(place.names)} gradient{'s' if len(place.names) > 1 else ''}"
-        note = f"reduced {elements} elements: copies of {copies}, not the gradients themselves"
-        shown.append(
-            place.pointed(note, is_fault=True, missing="copy the result back into each .grad")
-        )
+    """Where the copies are made and reduced."""
+    shown = [one for place in _reductions(view)[:2] for one in _lines_of(place)]
     temporaries = lines_into_temporaries(view, names_text(sorted(_copied_and_not_used(view))))
     if temporaries:
         return [*(replace(one, is_fault=False, missing="") for one in shown[:1]), *temporaries]
     return [*shown, *_lines_that_write_others(view)]
+
+
+def _lines_of(place: Place) -> list[PointedLine]:
+    """The line that reduces copies; before it those of the caller that made them, if it is one."""
+    elements = sum(call.collective.elements for call in place.calls if call.collective)
+    names = {name for call in place.calls for name in _copied_by(call)}
+    copies = f"{counted(len(names), 'gradient')}, not the gradient{'s' if len(names) > 1 else ''}"
+    is_part = any(call.collective.parts_of for call in place.calls if call.collective)
+    what = "copies of parts" if is_part else "copies"
+    note = f"reduced {elements} elements: {what} of {copies} themselves"
+    missing = "copy the result back into each .grad"
+    made, site = place.first.made_at, _site(place)
+    whose = f"a copy of {'a part of ' if is_part else ''}.grad of {names_text(sorted(names))}"
+    copying = f"makes what line {place.line.number} reduces: {whose}"
+    if made is None and site is not None:
+        note_of_site = f"gives {whose} to line {place.line.number}"
+        return [PointedLine(site, note_of_site, True, missing), place.pointed(note)]
+    if made is None or site is None:
+        pointed = place.pointed(note, is_fault=True, missing=missing)
+        far = made is not None and abs(made.number - place.line.number) > NEAR
+        other = made if is_part or far else None
+        return [pointed, *([PointedLine(other, copying, is_part)] if other is not None else [])]
+    return [
+        PointedLine(made, copying, True),
+        PointedLine(site, f"leads to line {place.line.number}", True, missing),
+        place.pointed(note.replace(" themselves", "")),
+    ]
+
+
+def _site(place: Place) -> CodeLine | None:
+    """The line that gave the copies to the helper which reduces them; None if one function does
+    both.
+    """
+    made, callers = place.first.made_at, place.first.callers
+    if made is None:
+        return callers[0] if callers and _is_given(place) else None
+    if _function_at(made) is _function_at(place.line):
+        return None
+    above = [one for one in callers if _function_at(one) is _function_at(made)]
+    return next((one for one in above if one != made), None)
+
+
+def _function_at(line: CodeLine) -> object:
+    """The function in whose source the line stands, also if it stands in a comprehension there."""
+    place = place_of(line.file, line.number)
+    return line.file if place is None or place.function is None else place.function
+
+
+def _is_given(place: Place) -> bool:
+    """True if the collective's tensor is an argument of the function that issues it."""
+    at, collective = place_of(place.line.file, place.line.number), place.first.collective
+    if at is None or at.function is None or collective is None:
+        return False
+    names = {one.arg for one in (*at.function.args.posonlyargs, *at.function.args.args)}
+    return any(
+        isinstance(node, ast.Call)
+        and called_name(node) == collective.op
+        and isinstance(node.args[0] if node.args else None, ast.Name)
+        and node.args[0].id in names  # type: ignore[attr-defined]
+        for node in (at.statement, *inside(at.statement))
+    )
 
 
 def _lines_that_write_others(view: View) -> list[PointedLine]:
@@ -117,7 +180,8 @@ def fix(view: View) -> str:
     places = _reductions(view)
     if lines_into_temporaries(view, ""):
         return "copy the reduced tensor into .grad itself: p.grad.copy_(piece.view_as(p.grad))."
-    where = f"after line {places[-1].line.number} " if places else ""
+    after = (_site(places[-1]) or places[-1].line) if places else None
+    where = f"after line {after.number} " if after is not None else ""
     return (
         f"{where}copy the reduced tensor back into each .grad, divided by {view.world_size} once."
     )

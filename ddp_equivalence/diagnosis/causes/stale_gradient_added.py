@@ -16,6 +16,7 @@ from ddp_equivalence.diagnosis.hypothesis import (
 from ddp_equivalence.diagnosis.lines.lines_between_backwards import backward_count, lines_that_clear
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines.meeting_lines import at_meeting, meeting_lines
+from ddp_equivalence.diagnosis.lines.partial_clears import lines_of_partial_clears
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.view import View
@@ -69,6 +70,10 @@ def lines(view: View) -> Sequence[PointedLine]:
     missing = "zero_grad()"
     if view.setting.step == 0 and backward_count(view) > 1:
         places = calls.backwards
+        partly = lines_of_partial_clears(view)
+        if partly:
+            note = "adds to what was not cleared"
+            return [*partly, *(place.pointed(note) for place in places[-1:])]
         cleared = lines_that_clear(view)
         note = "leaves its gradients" + ("" if cleared else "; nothing clears them")
         first, last = places[0].first, places[-1].calls[-1]
@@ -102,6 +107,8 @@ def _clears_too_little(view: View) -> list[PointedLine]:
 def fix(view: View) -> str:
     """Clear gradients."""
     if view.setting.step == 0 and backward_count(view) > 1:
+        if lines_of_partial_clears(view):
+            return "clear the gradients of all parameters there, not only of some."
         return "clear the gradients (zero_grad) between these two backward passes."
     return "clear the gradients of all parameters (zero_grad) before the first backward of a step."
 

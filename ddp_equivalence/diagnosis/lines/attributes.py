@@ -25,6 +25,23 @@ def lines_that_set_attribute(run: RunLines, name: str) -> list[CodeLine]:
     return list(found) if len(found) == 1 else []
 
 
+def lines_in_class_that_set(run: RunLines, name: str, line: CodeLine) -> list[CodeLine]:
+    """The lines that have run and set an attribute of this name in the class of this line, before
+    this line ran last.
+    """
+    tree = tree_of(line.file)
+    found: dict[CodeLine, None] = {}
+    for one in ast.walk(tree) if tree is not None else ():
+        end = getattr(one, "end_lineno", None) or 0
+        if not isinstance(one, ast.ClassDef) or not one.lineno <= line.number <= end:
+            continue
+        for node in ast.walk(one):
+            setter = _line_if_sets(line.file, node, name)
+            if setter is not None and 0 < run.last.get(setter, 0) < run.last.get(line, 0):
+                found[setter] = None
+    return list(found)
+
+
 def _line_if_sets(file: str, node: ast.AST, name: str) -> CodeLine | None:
     if isinstance(node, ast.Assign):
         targets = node.targets

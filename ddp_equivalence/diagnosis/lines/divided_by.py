@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 
-from ddp_equivalence.diagnosis.lines.attributes import lines_that_set_attribute
+from ddp_equivalence.diagnosis.lines.attributes import (
+    lines_in_class_that_set,
+    lines_that_set_attribute,
+)
 from ddp_equivalence.diagnosis.lines.origins import Link, links_of
 from ddp_equivalence.diagnosis.lines.run_lines import RunLines
 from ddp_equivalence.diagnosis.lines.source_tree import (
@@ -29,6 +32,23 @@ def divisors(run: RunLines, line: CodeLine) -> list[Link]:
                 expression = expression.right
             return links_of(run, place, expression)
     return []
+
+
+def last_setter_of_divisor(run: RunLines, line: CodeLine) -> Link | None:
+    """The line that was the last to set ``self.x`` before this line divided or multiplied by it.
+
+    Only lines of the same class count.
+    """
+    place = place_of(line.file, line.number)
+    for node in [place.statement, *inside(place.statement)] if place is not None else ():
+        number = _divisor(node)
+        if not isinstance(number, ast.Attribute) or not isinstance(number.value, ast.Name):
+            continue
+        if number.value.id == "self":
+            setters = lines_in_class_that_set(run, number.attr, line)
+            last = max(setters, key=lambda one: run.last.get(one, 0), default=None)
+            return Link(number.attr, last, False) if last is not None else None
+    return None
 
 
 def divisors_in_function(begins: CodeLine) -> tuple[str, ...]:

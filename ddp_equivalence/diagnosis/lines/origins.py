@@ -63,7 +63,9 @@ def gone_through(run: RunLines, way: Sequence[CodeLine]) -> list[Link]:
             continue
         place = run.beside_backward(place)
         for expression in _iterables(place, line.number):
-            return links_of(run, place, expression, way[number + 1 :])
+            links = links_of(run, place, expression, way[number + 1 :])
+            one = [Link("", place.line(expression), True)] if _takes_one(expression) else []
+            return [*one, *links]
     return []
 
 
@@ -103,6 +105,16 @@ def selects(expression: ast.expr) -> bool:
     return False
 
 
+def _takes_one(expression: ast.expr) -> bool:
+    """True if an expression takes one of several by its number, such as ``groups[0]["params"]``."""
+    return any(
+        isinstance(node, ast.Subscript)
+        and isinstance(node.slice, ast.Constant)
+        and type(node.slice.value) is int
+        for node in ast.walk(expression)
+    )
+
+
 def _iterables(place: Place, number: int) -> Iterator[ast.expr]:
     """What comprehensions on this line, and then the loops around it, go through."""
     for node in [place.statement, *inside(place.statement)]:
@@ -123,9 +135,10 @@ def _links(
     if depth >= MOST_LINKS:
         return []
     if isinstance(expression, ast.Name):
-        source = _comprehended(place, expression)
-        if source is not None:
-            return _links(run, place, source, callers, depth + 1)
+        iterated = _iterated(place, expression)
+        if iterated is not None:
+            own = [Link(expression.id, place.line(iterated), True)] if selects(iterated) else []
+            return [*own, *_links(run, place, iterated, callers, depth + 1)]
         lines = lines_that_set_variable(run, place, expression.id)
         if len(lines) == 1:
             return _of_assignment(run, expression.id, lines[0], callers, depth)
@@ -146,13 +159,14 @@ def _links(
     return []
 
 
-def _comprehended(place: Place, name: ast.Name) -> ast.expr | None:
-    """What a comprehension takes this variable out of; None if it is no such variable."""
+def _iterated(place: Place, name: ast.Name) -> ast.expr | None:
+    """What the comprehension around this variable goes through for it; None without one."""
     for node in [place.statement, *inside(place.statement)]:
         if isinstance(node, COMPREHENSIONS) and any(one is name for one in ast.walk(node)):
-            for generator in node.generators:
-                if isinstance(generator.target, ast.Name) and generator.target.id == name.id:
-                    return generator.iter
+            for one in node.generators:
+                parts = [part.id for part in ast.walk(one.target) if isinstance(part, ast.Name)]
+                if name.id in parts:
+                    return one.iter
     return None
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.lines.dropped_results import lines_of_dropped_results
+from ddp_equivalence.diagnosis.lines.lines_of_groups import with_origins_of_groups
 from ddp_equivalence.diagnosis.lines.lines_of_hook_state import (
     hooks_of_all_steps,
     lines_of_hook_state,
@@ -34,6 +36,7 @@ from ddp_equivalence.diagnosis.whereabouts.own_gradient_fault import (
     compared_with_rows,
     fault_of_own_gradient,
 )
+from ddp_equivalence.diagnosis.whereabouts.parameter_factors import fault_of_parameter_factors
 from ddp_equivalence.diagnosis.whereabouts.pieces import COARSE, Pieces, pieces_of
 from ddp_equivalence.diagnosis.whereabouts.reduction_fault import fault_of_reduction
 from ddp_equivalence.diagnosis.whereabouts.reduction_weights import Wanted
@@ -80,10 +83,11 @@ def find_whereabouts(view: View, why_not_watched: str = "") -> Whereabouts:
         return not_seen("gradients of so low a precision are equal up to rounding")
     found = _find(view, pieces)
     found = _with_counts(view, found)
-    lines = [*lines_of_lost_results(view), *found.lines]
+    lines = [*lines_of_lost_results(view), *lines_of_dropped_results(view), *found.lines]
     hooks = {one for place in hooks_of_all_steps(view) for one in (place.line, place.first.made_at)}
     if any(one.line in hooks for one in found.lines):
         lines = [*lines_of_hook_state(view), *lines]
+    lines = with_origins_of_groups(view, lines)
     found = replace(found, lines=distinct(lines))
     return _in_order(view, _in_step(view, _with_lines_behind(view, found)))
 
@@ -143,9 +147,13 @@ def _find(view: View, pieces: Pieces) -> Whereabouts:
             return term
     own = _own(pieces)
     if uniform is not None:
-        return own or not_seen(
-            "the reduction is right, but it was not recognised which examples each backward "
-            "pass was of"
+        return (
+            own
+            or fault_of_parameter_factors(pieces, total, uniform)
+            or not_seen(
+                "all ranks hold the same multiple of what they computed together, but it was not "
+                "recognised which examples each backward pass was of"
+            )
         )
     reduction = _reduction(pieces, Wanted(None))
     if reduction is None or own is None:

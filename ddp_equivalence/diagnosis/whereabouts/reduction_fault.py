@@ -75,7 +75,9 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
     ranks = tuple(sorted({path.rank for path in bad}))
     where = ranked(ranks, pieces.view.world_size)
     every = pieces.view.parameters.names
-    alike = [name for path in bad if went_alike(path, first) for name in path.names]
+    alike = [
+        name for path in bad if path is first or went_alike(path, first) for name in path.names
+    ]
     sentence = _with_subject(found.sentence)
     if len(ranks) < pieces.view.world_size and not found.ranks:
         sentence = f"On {where}, {sentence[:1].lower()}{sentence[1:]}"
