@@ -50,9 +50,7 @@ from ddp_equivalence.measurement.trace import Trace
 from ddp_equivalence.ranks.collectives import issued_so_far
 from ddp_equivalence.ranks.issued_collectives import Issued, listening, some_are_pending
 
-MOST_CALLS = 5_000
-"""Later calls are not recorded."""
-
+MOST_CALLS = 5_000  # later ones are not recorded
 MOST_IN_VAIN = 20
 """A line after which no loss was found so often is not looked at again: long loops stay fast."""
 
@@ -60,10 +58,9 @@ MOST_IN_VAIN = 20
 class CallWatch:
     """Records what one rank's step does with the gradients of ``model``.
 
-    ``sample``: the elements of each gradient that are kept to see what becomes of them. The caller
-    says when the model is called and when backward runs, and when a step begins. ``further``
-    records where examples, weights and losses come from. ``backwards``: how many calls of backward
-    have begun in this step.
+    ``sample``: the elements of each gradient that are kept. The caller says when the model is
+    called, when backward runs and when a step begins. ``further`` records where examples, weights
+    and losses come from. ``backwards``: the calls of backward that have begun in this step.
     """
 
     def __init__(self, model: nn.Module, sample: ElementSample[str]) -> None:
