@@ -132,12 +132,13 @@ def _site(place: Place) -> CodeLine | None:
     both.
     """
     made, callers = place.first.made_at, place.first.callers
+    given_by = callers[0] if callers and _is_given(place) else None
     if made is None:
-        return callers[0] if callers and _is_given(place) else None
+        return given_by
     if _function_at(made) is _function_at(place.line):
         return None
     above = [one for one in callers if _function_at(one) is _function_at(made)]
-    return next((one for one in above if one != made), None)
+    return next((one for one in above if one != made), given_by if not above else None)
 
 
 def _function_at(line: CodeLine) -> object:

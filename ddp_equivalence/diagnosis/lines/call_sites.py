@@ -23,7 +23,8 @@ ACTING = (Kind.COLLECTIVE, Kind.CHANGE, Kind.CLIP, Kind.ZERO_GRAD)
 def with_call_sites(view: View, lines: Sequence[PointedLine]) -> list[PointedLine]:
     """The lines, and before the first faulty one that stands in a helper, the call of the helper.
 
-    Only for what was done between backward passes, or more than once to the same gradient.
+    Only for what was done between backward passes, or more than once to the same gradient, and for
+    lines that changed gradients: of these the call is no fault by itself.
     """
     known = {one.line for one in lines}
     for number, one in enumerate(lines):
@@ -40,7 +41,8 @@ def _sites(view: View, line: CodeLine) -> list[PointedLine]:
     made = [one for one in calls if one.kind in ACTING and (one.users_line or one.line) == line]
     made = [one for one in made if not one.in_backward]
     backwards = [one for one in calls if one.kind is Kind.BACKWARD]
-    if not backwards or not _is_repeated(made, len(backwards)):
+    is_repeated = _is_repeated(made, len(backwards))
+    if not backwards or not (is_repeated or any(one.change is not None for one in made)):
         return []
     found: dict[CodeLine, int] = {}
     for call in made:
@@ -48,9 +50,9 @@ def _sites(view: View, line: CodeLine) -> list[PointedLine]:
         if site is not None and site != line:
             found[site] = found.get(site, 0) + 1
     is_late = all(one.backwards >= len(backwards) for one in made)
-    if is_late and len(found) == 1 and _times(view, rank, next(iter(found))) == 1:
+    if is_repeated and is_late and len(found) == 1 and _times(view, rank, next(iter(found))) == 1:
         return []  # what was done twice was done in one call of the helper
-    return [PointedLine(site, _note(view, rank, site, line), True) for site in found]
+    return [PointedLine(site, _note(view, rank, site, line), is_repeated) for site in found]
 
 
 def _is_repeated(made: Sequence[Call], backwards: int) -> bool:

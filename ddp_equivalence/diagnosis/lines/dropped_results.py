@@ -103,7 +103,7 @@ def _of_expressions(view: View) -> list[PointedLine]:
 
 
 def _dropped_in(run: RunLines, file: str, function: Function, is_hook: bool) -> Iterator[CodeLine]:
-    gradients = _names_of_gradients(function)
+    gradients, lists = _names_of_gradients(function)
     if is_hook:
         arguments = [one.arg for one in function.args.args if one.arg not in ("self", "cls")]
         gradients |= set(arguments[-1:])
@@ -111,9 +111,10 @@ def _dropped_in(run: RunLines, file: str, function: Function, is_hook: bool) -> 
         if not isinstance(node, ast.Expr):
             continue
         line = CodeLine(file, node.lineno, function.name)
-        if run.times.get(line) and any(
-            _is_gradient(one, gradients) for one in _made_of(node.value)
-        ):
+        names = gradients
+        if isinstance(node.value, ast.Call) and called_name(node.value).startswith("_foreach_"):
+            names = lists
+        if run.times.get(line) and any(_is_gradient(one, names) for one in _made_of(node.value)):
             yield line
 
 
@@ -124,6 +125,8 @@ def _made_of(value: ast.expr) -> list[ast.expr]:
     if not isinstance(value, ast.Call) or any(one.arg == "out" for one in value.keywords):
         return []
     name = called_name(value)
+    if name.startswith("_foreach_") and not name.endswith("_"):
+        return value.args[:1]
     if not hasattr(Tensor, f"{name}_") or not hasattr(Tensor, name) or name in NO_VALUES:
         return []
     function = value.func
@@ -145,8 +148,10 @@ def _is_gradient(expression: ast.expr, names: set[str]) -> bool:
     return isinstance(expression, ast.Name) and expression.id in names
 
 
-def _names_of_gradients(function: Function) -> set[str]:
-    """The variables that are set to ``.grad`` of something, or go through a list of such."""
+def _names_of_gradients(function: Function) -> tuple[set[str], set[str]]:
+    """The variables that are set to ``.grad`` of something, or go through a list of such; and those
+    that are such lists.
+    """
     found: set[str] = set()
     others: set[str] = set()
     lists: set[str] = set()
@@ -169,4 +174,4 @@ def _names_of_gradients(function: Function) -> set[str]:
                 found.add(node.target.id)
             else:
                 others.add(node.target.id)
-    return found - others
+    return found - others, lists - others

@@ -67,6 +67,20 @@ def hooks(pieces: Pieces, path: Path, station: Station | None) -> list[PointedLi
         at(place.first.made_at or place.line, f"{place.first.what}: it ran in backward", True)
         for place in places[-1:]
     ]
+    changes = pieces.view.observed.calls.changes(
+        lambda call: (
+            call.in_backward
+            and call.change is not None
+            and call.change.factor is not None
+            and call.backwards == station.call.backwards + 1
+            and bool(set(call.change.names) & set(path.names))
+        )
+    )
+    lines += [
+        at(place.line, f"{done_text(place.first, pieces)} in this hook", True)
+        for place in changes[-1:]
+        if place.line not in {line_of(station.call), *(one.line for one in lines if one)}
+    ]
     lines += [place.pointed("a collective of this hook") for place in inside[-1:]]
     return [one for one in lines if one is not None]
 

@@ -105,6 +105,31 @@ def rows_in_a_list(model: Any, rows: Rows, rank: Rank) -> None:
         average_(one)
 
 
+def copies_of(model: nn.Module) -> dict[str, Any]:
+    named = model.named_parameters()
+    return {name: one.grad.clone() for name, one in named if one.grad is not None}
+
+
+def copies_from_a_function(model: nn.Module, rows: Rows, rank: Rank) -> None:
+    mean_loss(model, rows).backward()
+    copied = copies_of(model)
+    for name in copied:
+        print(end="")
+        average_(copied[name])  # the fault
+
+
+def divide_all(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= dist.get_world_size()
+
+
+def divided_once_more_by_a_helper(model: nn.Module, rows: Rows, rank: Rank) -> None:
+    mean_loss(model, rows).backward()
+    average(model)
+    divide_all(model)  # the call
+
+
 def weighted_by_a_closure(model: nn.Module, rows: Rows, rank: Rank) -> None:
     def weigh(gradient: Tensor) -> None:
         weighted = gradient / rank.world_size  # noqa: F841  # the fault
@@ -151,6 +176,16 @@ def divided_out_of_place(model: nn.Module, rows: Rows, rank: Rank) -> None:
         assert gradient is not None
     for gradient in gradients:
         gradient.div(rank.world_size)  # type: ignore[union-attr]  # the fault
+
+
+def divided_all_at_once(model: nn.Module, rows: Rows, rank: Rank) -> None:
+    mean_loss(model, rows).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    add_up(model)
+    count = float(rank.world_size)
+    print(end="")
+    print(end="")
+    torch._foreach_div(gradients, count)  # type: ignore[arg-type]  # the fault
 
 
 def watched_by_a_hook(model: nn.Module, rows: Rows, rank: Rank) -> None:

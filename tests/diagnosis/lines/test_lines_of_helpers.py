@@ -48,8 +48,12 @@ def test_the_call_of_the_helper_in_the_loop_is_shown(step: Any, cause: str) -> N
     assert "leads to line" in note_of_the_fault(verdict)
 
 
-@pytest.mark.parametrize("step", [steps.rows_of_a_mask, steps.rows_in_a_list])
-def test_a_copy_of_a_part_of_a_gradient_that_is_not_put_back_is_named(step: Any) -> None:
+@pytest.mark.parametrize(
+    "step", [steps.rows_of_a_mask, steps.rows_in_a_list, steps.copies_from_a_function]
+)
+def test_a_copy_that_a_helper_reduces_and_nobody_puts_back_is_shown_where_it_is_given(
+    step: Any,
+) -> None:
     verdict = judged(step)
     assert verdict.cause == "reduced_buffer_not_used", verdict
     note_of_the_fault(verdict)
@@ -65,6 +69,7 @@ def test_a_copy_of_a_part_of_a_gradient_that_is_not_put_back_is_named(step: Any)
         (steps.scaled_by_a_partial, "computes this and drops it"),
         (steps.computed_by_a_late_hook, "computes mean and does not write it to .grad"),
         (steps.divided_out_of_place, "computes this and drops it"),
+        (steps.divided_all_at_once, "computes this and drops it"),
     ],
 )
 def test_what_is_computed_of_a_gradient_and_dropped_is_shown(step: Any, note: str) -> None:
@@ -79,6 +84,12 @@ def test_a_hook_whose_result_is_used_is_not_said_to_drop_it(step: Any) -> None:
     assert verdict.outcome == "different", verdict
     assert "returns nothing" not in shown(verdict), verdict
     assert "drops" not in shown(verdict)
+
+
+def test_the_call_of_a_helper_that_divides_once_more_is_shown() -> None:
+    verdict = judged(steps.divided_once_more_by_a_helper)
+    assert verdict.cause == "averaged_twice", verdict
+    assert "divide_all(model)  # the call  runs once, and leads to line" in shown(verdict)
 
 
 @pytest.mark.parametrize(
