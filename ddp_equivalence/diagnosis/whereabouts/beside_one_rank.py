@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -12,6 +13,7 @@ from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.kinship import Deal
 from ddp_equivalence.diagnosis.whereabouts.parting import Parting, partings
+from ddp_equivalence.diagnosis.whereabouts.selections import found_in
 from ddp_equivalence.diagnosis.whereabouts.two_logs import TwoLogs
 from ddp_equivalence.measurement.one_rank import OneRank, operations_beside_one_rank
 from ddp_equivalence.measurement.request import Request
@@ -39,7 +41,7 @@ class BesideOneRank:
 def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
     """Run the step on one rank as well; None if this shows nothing."""
     rows = _rows(view)
-    order = () if rows is None else _order(view, rows)
+    order = _order(view, rows)
     deadline = min(request.deadline, MOST_SECONDS)
     runs = operations_beside_one_rank(request, deadline, order or ())
     if runs is None or torch.finfo(view.setting.dtype).eps > COARSEST:
@@ -49,6 +51,8 @@ def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
         # With other random numbers it may be right all the same.
         draws = any(one.draws for one in runs.alone.operations)
         return None if draws else BesideOneRank(is_right_alone=False, factor_alone=factor)
+    if rows is None and order is not None and _is_given_everything(view):
+        rows = [tuple(range(view.setting.example_count))] * view.world_size
     if rows is None or order is None:
         return BesideOneRank(is_right_alone=True, factor_alone=1.0)
     place = {example: number for number, example in enumerate(order)}
@@ -58,7 +62,25 @@ def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
         torch.finfo(_least_precise(view, runs)).eps,
         float(view.expected.abs().max()),
     )
-    return BesideOneRank(True, 1.0, partings(TwoLogs(runs, deal)))
+    return BesideOneRank(True, 1.0, partings(_logs(runs, deal)))
+
+
+def _logs(runs: OneRank, deal: Deal) -> TwoLogs:
+    """The logs of both runs, with the parts that the ranks were seen to take of anything."""
+    logs = TwoLogs(runs, deal)
+    found = found_in(logs.values(), deal.selections)
+    if not found:
+        return logs
+    logs = TwoLogs(runs, replace(deal, others=tuple(found)))
+    rivals = logs.rivals()
+    if not rivals:
+        return logs
+    return TwoLogs(runs, replace(deal, others=tuple(one for one in found if one not in rivals)))
+
+
+def _is_given_everything(view: View) -> bool:
+    """True if each rank was given the whole batch, and takes its part by itself."""
+    return view.setting.shards is None
 
 
 def _rows(view: View) -> list[tuple[int, ...]] | None:
@@ -69,12 +91,12 @@ def _rows(view: View) -> list[tuple[int, ...]] | None:
     if read is None:
         return None
     rows = [tuple(chain.from_iterable(parts)) for parts in read]
-    everything = list(range(view.setting.example_count))
-    each_has_all = all(sorted(one) == everything for one in rows)
-    return rows if each_has_all or sorted(chain.from_iterable(rows)) == everything else None
+    times = Counter(chain.from_iterable(rows))
+    is_equal = len({*times.values()}) == 1 and len(times) == view.setting.example_count
+    return rows if is_equal else None
 
 
-def _order(view: View, rows: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+def _order(view: View, rows: Sequence[tuple[int, ...]] | None) -> tuple[int, ...] | None:
     """The order of the batch in which the micro-batches of one rank are those of all ranks joined.
 
     () if there is only one micro-batch; None if there is no such order.
@@ -85,6 +107,8 @@ def _order(view: View, rows: Sequence[tuple[int, ...]]) -> tuple[int, ...] | Non
     count = max(counts.pop(), 1)
     if count == 1:
         return ()
+    if rows is None:
+        return None
     examples = sorted(chain.from_iterable(rows))
     if examples != list(range(view.setting.example_count)) or any(len(one) % count for one in rows):
         return None

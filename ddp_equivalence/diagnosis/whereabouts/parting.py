@@ -85,6 +85,9 @@ class _Search:
                 if number is not None and self._is_parting(number):
                     found.add(number)
                 makes_values = operation.name not in (*UNWRITTEN, *BETWEEN_TWO)
+                written = None if number is None else self._logs.number_after(number)
+                if written is not None and written in partners:
+                    open_ones.append((partners[written], True))
                 if number is None and is_read_by_both and makes_values and operation.line:
                     only_ranks.setdefault(operation.line, operation)
                 open_ones.extend((one, number is not None) for one in operation.after)
