@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from dis import get_instructions
+from inspect import CO_VARARGS, CO_VARKEYWORDS
+from types import CodeType
 from typing import Any
 from unittest.mock import patch
 
@@ -99,11 +102,12 @@ class DeafBackwards:
 
     def _note(self, context: Any, running: _Running, returned: object) -> None:
         name = type(context)._forward_cls.__name__
+        is_unused = _never_reads_gradients(context)
         gradients = returned if isinstance(returned, tuple) else (returned,)
         for number, one in enumerate(gradients):
             if isinstance(one, Tensor) and bool(one.any()):
                 address = self._address_of(one)
-                is_known = address is not None and self._is_as_written(one)
+                is_known = address is not None and (is_unused or self._is_as_written(one))
                 is_deaf = is_known and address not in running.reached
                 self._deaf[name, number] = is_deaf and self._deaf.get((name, number), True)
 
@@ -117,8 +121,26 @@ def _matters(given: Iterable[Tensor]) -> bool:
     return any(bool((one != 1).any()) for one in given)
 
 
-def _may_hide(context: Any) -> bool:
-    """True if the method may compute something that is not seen here."""
+def _never_reads_gradients(context: Any) -> bool:
+    """True if no instruction of the method uses any of its arguments but the first."""
+    code = _code_of(context)
+    if code is None or code.co_flags & (CO_VARARGS | CO_VARKEYWORDS):
+        return False
+    names = set(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
+    return bool(names) and not any(
+        names.intersection(one.argval if isinstance(one.argval, tuple) else (one.argval,))
+        for one in get_instructions(code)
+        if isinstance(one.argval, str | tuple)
+    )
+
+
+def _code_of(context: Any) -> CodeType | None:
     method = context._get_user_fn()
     code = getattr(getattr(method, "__wrapped__", method), "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _may_hide(context: Any) -> bool:
+    """True if the method may compute something that is not seen here."""
+    code = _code_of(context)
     return code is None or bool(UNSEEN.intersection(code.co_names))

@@ -59,11 +59,11 @@ class OperationLog(TorchDispatchMode):
     def __enter__(self) -> Self:
         self._watching.append(self._deaf.watching())
         self._watching[-1].__enter__()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch does not type it
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._watching.pop().__exit__(*error)
 
     def found(self, results: Mapping[str, Tensor | None]) -> Operations:

@@ -11,11 +11,15 @@ import torch
 
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts.deaf_methods import deaf_methods
 from ddp_equivalence.diagnosis.whereabouts.kinship import Deal
 from ddp_equivalence.diagnosis.whereabouts.parting import Parting, partings
+from ddp_equivalence.diagnosis.whereabouts.past_autograd import past_autograd
+from ddp_equivalence.diagnosis.whereabouts.scaled_loss import Scaling, scalings_of_loss
 from ddp_equivalence.diagnosis.whereabouts.selections import found_in
 from ddp_equivalence.diagnosis.whereabouts.two_logs import TwoLogs
 from ddp_equivalence.measurement.one_rank import OneRank, operations_beside_one_rank
+from ddp_equivalence.measurement.operations import DeafBackward, Operation
 from ddp_equivalence.measurement.request import Request
 
 COARSEST = 1e-4
@@ -30,12 +34,18 @@ class BesideOneRank:
     """``is_right_alone``: the step leaves the gradients of the big batch on one rank.
 
     ``factor_alone``: it leaves them times this number there; None if it leaves others.
-    ``partings``: where the ranks part from one rank that is right.
+    ``partings``: where the ranks part from one rank that is right. ``past_autograd``: the
+    collectives on the way to wrong gradients of which autograd knows nothing. ``scalings``: the
+    numbers by which the loss was scaled on one rank that is wrong. ``deaf``: the backward methods
+    of the user's own that do not use the gradient that they are given.
     """
 
     is_right_alone: bool
     factor_alone: float | None = None
     partings: tuple[Parting, ...] = ()
+    past_autograd: tuple[Operation, ...] = ()
+    scalings: tuple[Scaling, ...] = ()
+    deaf: tuple[DeafBackward, ...] = ()
 
 
 def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
@@ -50,11 +60,14 @@ def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
     if factor is None or abs(factor - 1) > _tolerance(view, runs):
         # With other random numbers it may be right all the same.
         draws = any(one.draws for one in runs.alone.operations)
-        return None if draws else BesideOneRank(is_right_alone=False, factor_alone=factor)
+        deaf = deaf_methods(runs, is_right_alone=False)
+        scalings = tuple(scalings_of_loss(runs.alone))
+        return None if draws else BesideOneRank(False, factor, scalings=scalings, deaf=deaf)
+    deaf = deaf_methods(runs, is_right_alone=True)
     if rows is None and order is not None and _is_given_everything(view):
         rows = [tuple(range(view.setting.example_count))] * view.world_size
     if rows is None or order is None:
-        return BesideOneRank(is_right_alone=True, factor_alone=1.0)
+        return BesideOneRank(is_right_alone=True, factor_alone=1.0, deaf=deaf)
     place = {example: number for number, example in enumerate(order)}
     deal = Deal(
         tuple(tuple(place.get(one, one) for one in of_rank) for of_rank in rows),
@@ -62,7 +75,8 @@ def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
         torch.finfo(_least_precise(view, runs)).eps,
         float(view.expected.abs().max()),
     )
-    return BesideOneRank(True, 1.0, partings(_logs(runs, deal)))
+    logs = _logs(runs, deal)
+    return BesideOneRank(True, 1.0, partings(logs), past_autograd(logs), deaf=deaf)
 
 
 def _logs(runs: OneRank, deal: Deal) -> TwoLogs:
@@ -75,7 +89,8 @@ def _logs(runs: OneRank, deal: Deal) -> TwoLogs:
     rivals = logs.rivals()
     if not rivals:
         return logs
-    return TwoLogs(runs, replace(deal, others=tuple(one for one in found if one not in rivals)))
+    others = tuple(one for one in found if one not in rivals)
+    return TwoLogs(runs, replace(deal, others=others), rivals)
 
 
 def _is_given_everything(view: View) -> bool:

@@ -1,4 +1,4 @@
-"""Which positions along a dimension each rank has: rows of its examples, or a part of anything else.
+"""Which positions along a dimension each rank has: those of its examples, or any other part.
 
 Ranks may also hold parts of a sequence, or of the units of a layer. Which ones is read off the
 values themselves: a slice of a value of one rank that is found again in the value of a rank.
@@ -95,9 +95,7 @@ def _of_value(
     if any(len(shape) != len(alone.shape) for shape in shapes):
         return
     smaller = [
-        dim
-        for dim, size in enumerate(alone.shape)
-        if any(shape[dim] != size for shape in shapes)
+        dim for dim, size in enumerate(alone.shape) if any(shape[dim] != size for shape in shapes)
     ]
     if any(shape[dim] > alone.shape[dim] for dim in smaller for shape in shapes):
         return
@@ -125,7 +123,9 @@ def _taken(parts: Sequence[Tensor], wholes: Sequence[Tensor], dim: int) -> Selec
         return None
     of_rank = []
     for part, whole in zip(parts, wholes, strict=True):
-        if any(a != b for n, (a, b) in enumerate(zip(part.shape, whole.shape, strict=True)) if n != dim):
+        if any(
+            a != b for n, (a, b) in enumerate(zip(part.shape, whole.shape, strict=True)) if n != dim
+        ):
             return None
         places = {one: number for number, one in enumerate(_slices(whole, dim))}
         if len(places) != size:

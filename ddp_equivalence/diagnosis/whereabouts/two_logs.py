@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 from ddp_equivalence.diagnosis.whereabouts.kinship import (
@@ -17,7 +18,6 @@ from ddp_equivalence.diagnosis.whereabouts.selections import Selection, Values
 from ddp_equivalence.measurement.one_rank import OneRank
 from ddp_equivalence.measurement.operations import Operation, Operations, Value
 
-
 PACKING = ("stack", "cat")
 """Operations that put several values into one tensor."""
 
@@ -28,13 +28,18 @@ Given = tuple[Related, Operation | None]
 class TwoLogs:
     """``alone``: what one rank ran; ``ranks``: what each rank ran. Operations are meant by their
     number on one rank. ``partners``: for each rank, that number -> the number on this rank.
+    ``rivals``: parts that ranks were seen to take, and those parts with which they do not go
+    together.
     """
 
-    def __init__(self, runs: OneRank, deal: Deal) -> None:
+    def __init__(
+        self, runs: OneRank, deal: Deal, rivals: Mapping[Selection, Selection] | None = None
+    ) -> None:
         self.alone = runs.alone
         self.ranks = [runs.by_rank[rank] for rank in sorted(runs.by_rank)]
         self.partners = list(_partners(self.alone, self.ranks))
         self.deal = deal
+        self._rivals = rivals or {}
         self._related = cache(self._relation_of)
         self._number = {id(one): number for number, one in enumerate(self.alone.operations)}
         self._readers: dict[int, list[int]] = {}
@@ -123,15 +128,29 @@ class TwoLogs:
             each = self._on_ranks(number)
             if operation.in_backward or not each:
                 continue
-            for alone, by_rank in (
-                *zip(operation.given, zip(*(one.given for one in each)), strict=True),
-                *zip(operation.returned, zip(*(one.returned for one in each)), strict=True),
-            ):
-                if alone is not None and None not in by_rank:
-                    yield self._values_of(by_rank), self.alone.values[alone]
+            for place, given in enumerate(operation.given):
+                yield from self._compared(given, [one.given[place] for one in each])
+            for place, returned in enumerate(operation.returned):
+                yield from self._compared(returned, [one.returned[place] for one in each])
 
-    def rivals(self) -> set[Selection]:
-        """Selections with which another one cannot be used together, the less frequent ones.
+    def _compared(self, alone: int | None, by_rank: Sequence[int | None]) -> Iterator[Values]:
+        if alone is not None and None not in by_rank:
+            yield self._values_of(by_rank), self.alone.values[alone]
+
+    def taken(
+        self, by_rank: Sequence[Value], alone: Value | None
+    ) -> tuple[Selection | None, Selection | None]:
+        """With which selection the ranks have parts of a value, if that is one of the rivals, and
+        the one that is used elsewhere.
+        """
+        for rival, usual in self._rivals.items():
+            deal = replace(self.deal, others=(*self.deal.others, rival))
+            if alone is not None and rival in related(by_rank, alone, deal).by:
+                return rival, usual
+        return None, None
+
+    def rivals(self) -> dict[Selection, Selection]:
+        """Selections that do not go together with others, which are more frequent.
 
         An operation was given parts that were taken with both, and its result is another one.
         """
@@ -151,7 +170,9 @@ class TwoLogs:
                     for other in others - by
                     if one.rivals(other)
                 ]
-        return {min(pair, key=lambda one: votes[one]) for pair in pairs}
+        rows = self.deal.selections[0]
+        ordered = [sorted(pair, key=lambda one: (one == rows, votes[one])) for pair in pairs]
+        return {one[0]: one[1] for one in ordered}
 
     def _places(self, number: int) -> range:
         return range(len(self.alone.operations[number].returned))
@@ -205,9 +226,11 @@ class TwoLogs:
             if operation.returned[0] is None or any(one.returned[0] is None for one in partners):
                 continue
             values = self._values_of([one.returned[0] for one in partners])
-            lists = [_numbers_in(one) for one in (self.alone.values[operation.returned[0]], *values)]
+            lists = [
+                _numbers_in(one) for one in (self.alone.values[operation.returned[0]], *values)
+            ]
             wanted = [alone[0], *(one.numbers[0] for one in each)]
-            if wanted in [list(one) for one in zip(*lists)]:
+            if wanted in [list(one) for one in zip(*lists, strict=False)]:
                 return before
         return None
 
