@@ -15,7 +15,12 @@ from ddp_equivalence.diagnosis.whereabouts.deaf_methods import deaf_methods
 from ddp_equivalence.diagnosis.whereabouts.kinship import Deal
 from ddp_equivalence.diagnosis.whereabouts.parting import Parting, partings
 from ddp_equivalence.diagnosis.whereabouts.past_autograd import past_autograd
-from ddp_equivalence.diagnosis.whereabouts.scaled_loss import Scaling, scalings_of_loss
+from ddp_equivalence.diagnosis.whereabouts.scaled_loss import (
+    Scaling,
+    is_left_by_backward,
+    loss_on_one_rank,
+    scalings_of_loss,
+)
 from ddp_equivalence.diagnosis.whereabouts.selections import found_in
 from ddp_equivalence.diagnosis.whereabouts.two_logs import TwoLogs
 from ddp_equivalence.measurement.one_rank import OneRank, operations_beside_one_rank
@@ -37,7 +42,9 @@ class BesideOneRank:
     ``partings``: where the ranks part from one rank that is right. ``past_autograd``: the
     collectives on the way to wrong gradients of which autograd knows nothing. ``scalings``: the
     numbers by which the loss was scaled on one rank that is wrong. ``deaf``: the backward methods
-    of the user's own that do not use the gradient that they are given.
+    of the user's own that do not use the gradient that they are given. ``loss_alone``: at which
+    backward began on one rank that is wrong; None if it is not known. ``is_left_by_backward``: what
+    that leaves is what backward has computed.
     """
 
     is_right_alone: bool
@@ -46,6 +53,8 @@ class BesideOneRank:
     past_autograd: tuple[Operation, ...] = ()
     scalings: tuple[Scaling, ...] = ()
     deaf: tuple[DeafBackward, ...] = ()
+    loss_alone: float | None = None
+    is_left_by_backward: bool = False
 
 
 def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
@@ -60,11 +69,9 @@ def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
     if factor is None or abs(factor - 1) > _tolerance(view, runs):
         # With other random numbers it may be right all the same.
         draws = any(one.draws for one in runs.alone.operations)
-        deaf = deaf_methods(runs, is_right_alone=False)
-        scalings = tuple(scalings_of_loss(runs.alone))
-        return None if draws else BesideOneRank(False, factor, scalings=scalings, deaf=deaf)
+        return None if draws else _wrong_alone(runs, factor)
     deaf = deaf_methods(runs, is_right_alone=True)
-    if rows is None and order is not None and _is_given_everything(view):
+    if rows is None and order is not None and _takes_parts(view):
         rows = [tuple(range(view.setting.example_count))] * view.world_size
     if rows is None or order is None:
         return BesideOneRank(is_right_alone=True, factor_alone=1.0, deaf=deaf)
@@ -77,6 +84,17 @@ def beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
     )
     logs = _logs(runs, deal)
     return BesideOneRank(True, 1.0, partings(logs), past_autograd(logs), deaf=deaf)
+
+
+def _wrong_alone(runs: OneRank, factor: float | None) -> BesideOneRank:
+    return BesideOneRank(
+        is_right_alone=False,
+        factor_alone=factor,
+        scalings=tuple(scalings_of_loss(runs.alone)),
+        deaf=deaf_methods(runs, is_right_alone=False),
+        loss_alone=loss_on_one_rank(runs.alone),
+        is_left_by_backward=is_left_by_backward(runs.alone),
+    )
 
 
 def _logs(runs: OneRank, deal: Deal) -> TwoLogs:
@@ -93,9 +111,9 @@ def _logs(runs: OneRank, deal: Deal) -> TwoLogs:
     return TwoLogs(runs, replace(deal, others=others), rivals)
 
 
-def _is_given_everything(view: View) -> bool:
-    """True if each rank was given the whole batch, and takes its part by itself."""
-    return view.setting.shards is None
+def _takes_parts(view: View) -> bool:
+    """True if each rank was given the whole batch, and it was not recognised what it reads."""
+    return view.setting.shards is None and view.observed.examples_read is None
 
 
 def _rows(view: View) -> list[tuple[int, ...]] | None:

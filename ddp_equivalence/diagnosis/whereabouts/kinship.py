@@ -130,6 +130,8 @@ def related(by_rank: Sequence[Value], alone: Value, deal: Deal) -> Related:
             return Related("scaled")
         if _is_sum(parts, whole, factors, close):
             return Related("sum")
+    elif not alone.is_floating_point and _go_further(parts, whole):
+        return Related("unknown")
     is_comparable = is_alike
     for wholes, by in islice(_choices(parts, whole, deal), MOST_CHOICES):
         is_comparable = True
@@ -145,6 +147,12 @@ def related(by_rank: Sequence[Value], alone: Value, deal: Deal) -> Related:
     if slices is not None:
         return Related("slice" if _is_whole(parts, slices, factors, close) else "other")
     return Related("unknown")
+
+
+def _go_further(parts: Sequence[Tensor], whole: Tensor) -> bool:
+    """True if a rank has a whole number above all of one rank, as where positions are padded."""
+    most = max((float(one.max()) for one in parts if one.numel()), default=0.0)
+    return whole.numel() > 0 and most > float(whole.max())
 
 
 def _finite(tensors: Sequence[Tensor]) -> list[Tensor]:

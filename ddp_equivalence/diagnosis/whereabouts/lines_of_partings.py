@@ -33,11 +33,11 @@ MOST_SHOWN = 3
 MOST_RANGES = 3
 
 FIRST_OTHER = (
-    "Nothing that went into the first marked line was seen to be another value than on one rank, "
-    "and what comes out is."
+    "What earlier lines gave to the first marked line was not seen to differ from one rank; what "
+    "it returns does."
 )
 
-ONLY_RANKS_RUN = "The marked line is the last that only the ranks run before values are others."
+ONLY_RANKS_RUN = "One rank does not run the marked line, and after it values are others."
 
 ONLY_RANKS = "one rank does not run it; from here on the values are others"
 

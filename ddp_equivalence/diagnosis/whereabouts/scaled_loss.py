@@ -43,7 +43,7 @@ class Scaling:
 
 def scalings_of_loss(run: Operations) -> list[Scaling]:
     """By which numbers the loss of the first backward pass was scaled, the last ones first."""
-    loss = _loss_of(run)
+    loss = next(_losses_of(run), None)
     found: list[Scaling] = []
     open_ones, seen = deque([] if loss is None else [loss]), set[int]()
     while open_ones and len(seen) < MOST_LOOKED_AT:
@@ -58,16 +58,27 @@ def scalings_of_loss(run: Operations) -> list[Scaling]:
     return found
 
 
-def _loss_of(run: Operations) -> int | None:
-    """The operation that made the loss at which the first backward pass began."""
-    first = next((n for n, one in enumerate(run.operations) if one.in_backward), None)
-    for number in range((first or 0) - 1, -1, -1):
-        operation = run.operations[number]
-        if operation.name == "ones_like":
-            return operation.writers[0]
-        if operation.differentiable:
-            return number
-    return None
+def loss_on_one_rank(run: Operations) -> float | None:
+    """The sum of the losses at which all backward passes began; None if one is not known."""
+    total = 0.0
+    for loss in _losses_of(run):
+        returned = run.operations[loss].returned if loss is not None else ()
+        value = returned[0] if returned else None
+        if value is None or run.values[value].tensor.numel() != 1:
+            return None
+        total += float(run.values[value].tensor)
+    return total
+
+
+def _losses_of(run: Operations) -> Iterator[int | None]:
+    """The operations that made the losses at which backward passes began."""
+    for number, operation in enumerate(run.operations):
+        if operation.in_backward and number and not run.operations[number - 1].in_backward:
+            before = run.operations[number - 1]
+            if before.name == "ones_like":
+                yield before.writers[0]
+            else:
+                yield number - 1 if before.differentiable else None
 
 
 def _scalings(
@@ -121,3 +132,9 @@ def _is_small(run: Operations, operation: Operation) -> bool:
 
 def _is_count(number: float) -> bool:
     return number > 0 and abs(number - round(number)) <= WHOLE * number
+
+
+def is_left_by_backward(run: Operations) -> bool:
+    """True if all gradients that the step leaves are what an operation of backward returned."""
+    made = {one for op in run.operations if op.in_backward for one in op.returned}
+    return made.issuperset(run.left.values())

@@ -139,5 +139,7 @@ def _taken(parts: Sequence[Tensor], wholes: Sequence[Tensor], dim: int) -> Selec
 
 
 def _slices(tensor: Tensor, dim: int) -> Iterator[bytes]:
+    if not tensor.numel():
+        return iter([b""] * tensor.shape[dim])
     rows = tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1).contiguous()
     return (row.numpy().tobytes() for row in rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ddp_equivalence.diagnosis.lines.divided_by import divisors
+from ddp_equivalence.diagnosis.lines.divided_by import computes, divisors
 from ddp_equivalence.diagnosis.lines.loss_lines import line_of_loss
 from ddp_equivalence.diagnosis.lines.made_from import lines_behind
 from ddp_equivalence.diagnosis.lines.run_lines import RunLines, run_lines
@@ -19,19 +19,33 @@ from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
     Whereabouts,
     first_of_each_line,
 )
-from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.measurement.calls import CodeLine, Kind
+
+SAME_LOSS = 1e-5
+"""Losses whose relative difference is smaller are equal."""
 
 
 def must_be_the_loss(beside: BesideOneRank, view: View) -> bool:
     """True if the ranks hold the same multiple as one rank, and only backward and reductions have
     changed their gradients, so that the loss must have this factor.
+
+    Where hooks or backward methods of the user's own run, the loss must be seen to have it.
     """
     factor = beside.factor_alone
-    if factor is None or view.observed.calls.changes():
+    if factor is None or (view.observed.calls.changes() and not beside.is_left_by_backward):
         return False
+    hooked = view.observed.calls.places(Kind.TENSOR_HOOK, Kind.HOOK)
+    if hooked or any(one.own_backwards for one in view.observed.by_rank.values()):
+        right = view.examples.big_batch_loss
+        if beside.loss_alone is None or not right or not _close(beside.loss_alone / right, factor):
+            return False
     return all(
         unexplained(held, factor * view.expected) < NEGLIGIBLE for held in view.measured.by_rank
     )
+
+
+def _close(one: float, other: float) -> bool:
+    return abs(one - other) <= SAME_LOSS * abs(other)
 
 
 def wrong_loss(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
@@ -64,15 +78,16 @@ def _lines_of_scalings(scalings: Sequence[Scaling], factor: float) -> Iterator[P
     made = [one for one in scalings if one.made_at and abs(one.number) != 1]
     for one in sorted(made, key=lambda one: not one.explains(factor)):
         how = "divides" if one.divides else "multiplies"
-        note = f"makes {one.number:.6g}, by which line {one.line.number} {how}"
+        note = f"makes {one.number:.6g}; line {one.line.number} {how} by it"
         for line in one.made_at:
             yield PointedLine(line, note)
 
 
 def _lines_of_divisor(run: RunLines, line: CodeLine) -> Iterator[PointedLine]:
-    """The lines that made the divisor of the loss, as far as the source shows: first the farthest
-    one, which computes it, and then the nearest.
+    """The lines that made the divisor of the loss, as far as the source shows: first the nearest
+    one that computes it, and then the nearest.
     """
     found = divisors(run, line)
-    for one in dict.fromkeys([*found[-1:], *found[:1]]):
+    computed = [one for one in found if computes(one.line, one.name)]
+    for one in dict.fromkeys([*computed[:1], *found[:1]]):
         yield PointedLine(one.line, f"sets {one.name}" if one.name else "")
