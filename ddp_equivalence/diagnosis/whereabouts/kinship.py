@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ddp_equivalence.diagnosis.whereabouts.closeness import Close, finite, go_further
 from ddp_equivalence.diagnosis.whereabouts.selections import Selection, index_of
 from ddp_equivalence.measurement.operations import Value
 
@@ -29,10 +30,6 @@ these kinds in one tensor; another value. "unknown" if the shapes cannot be comp
 """
 
 RELATED: tuple[Kinship, ...] = ("whole", "scaled", "rows", "slice", "sum", "extreme", "packed")
-
-LEAST_TOLERANCE = 1e-9
-ROUNDING = 200.0
-"""Values are equal if they differ by at most this many eps of the largest, or by the least."""
 
 MOST_PACKED = 16
 """Longer lists are not taken for several numbers that were put into one tensor."""
@@ -119,8 +116,8 @@ def related(by_rank: Sequence[Value], alone: Value, deal: Deal) -> Related:
     parts = [one.tensor for one in by_rank]
     if any(bool(one.isnan().any()) for one in (whole, *parts)):
         return Related("unknown")
-    whole, *parts = _finite([whole, *parts])
-    close = _Close.of([whole, *parts], deal)
+    whole, *parts = finite([whole, *parts])
+    close = Close.of([whole, *parts], deal.eps, deal.scale)
     factors = deal.factors if alone.is_floating_point else deal.factors[:1]
     is_alike = all(part.shape == whole.shape for part in parts)
     if is_alike:
@@ -130,7 +127,7 @@ def related(by_rank: Sequence[Value], alone: Value, deal: Deal) -> Related:
             return Related("scaled")
         if _is_sum(parts, whole, factors, close):
             return Related("sum")
-    elif not alone.is_floating_point and _go_further(parts, whole):
+    elif not alone.is_floating_point and go_further(parts, whole):
         return Related("unknown")
     is_comparable = is_alike
     for wholes, by in islice(_choices(parts, whole, deal), MOST_CHOICES):
@@ -149,42 +146,11 @@ def related(by_rank: Sequence[Value], alone: Value, deal: Deal) -> Related:
     return Related("unknown")
 
 
-def _go_further(parts: Sequence[Tensor], whole: Tensor) -> bool:
-    """True if a rank has a whole number above all of one rank, as where positions are padded."""
-    most = max((float(one.max()) for one in parts if one.numel()), default=0.0)
-    return whole.numel() > 0 and most > float(whole.max())
-
-
-def _finite(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same, with a number that no tensor has in the place of infinity, as masks leave it."""
-    if all(bool(one.isfinite().all()) for one in tensors):
-        return list(tensors)
-    finite = [one[one.isfinite()] for one in tensors]
-    most = 1 + 2 * max((float(one.abs().max()) for one in finite if one.numel()), default=0.0)
-    return [one.nan_to_num(posinf=most, neginf=-most) for one in tensors]
-
-
-@dataclass(frozen=True)
-class _Close:
-    """Whether two tensors are equal up to rounding."""
-
-    most: float
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor], deal: Deal) -> _Close:
-        largest = max((float(one.abs().max()) for one in tensors if one.numel()), default=0.0)
-        tolerance = max(LEAST_TOLERANCE, ROUNDING * deal.eps)
-        return cls(max(tolerance * largest, ROUNDING * deal.eps * deal.scale))
-
-    def __call__(self, one: Tensor, other: Tensor) -> bool:
-        return not one.numel() or float((one - other).abs().max()) <= self.most
-
-
 def _is_whole(
     parts: Sequence[Tensor],
     wholes: Tensor | Sequence[Tensor],
     factors: Sequence[tuple[float, ...]],
-    close: _Close,
+    close: Close,
 ) -> bool:
     """True if each rank has its own of ``wholes``, times its factor."""
     each = [wholes] * len(parts) if isinstance(wholes, Tensor) else wholes
@@ -198,7 +164,7 @@ def _is_whole(
 
 
 def _is_sum(
-    parts: Sequence[Tensor], whole: Tensor, factors: Sequence[tuple[float, ...]], close: _Close
+    parts: Sequence[Tensor], whole: Tensor, factors: Sequence[tuple[float, ...]], close: Close
 ) -> bool:
     """True if the values of the ranks, times their factors, add up to ``whole``."""
     stacked = torch.stack(list(parts))
@@ -213,7 +179,7 @@ def _is_sum_in(
     parts: Sequence[Tensor],
     wholes: Sequence[Tensor],
     factors: Sequence[tuple[float, ...]],
-    close: _Close,
+    close: Close,
 ) -> bool:
     """True if the values of the ranks of each group add up to what each of them should have."""
     if any(parts[rank].shape != parts[group[0]].shape for group in groups for rank in group):
@@ -226,7 +192,7 @@ def _is_sum_in(
     )
 
 
-def _of_numbers(parts: Sequence[Tensor], whole: Tensor, close: _Close) -> Kinship:
+def _of_numbers(parts: Sequence[Tensor], whole: Tensor, close: Close) -> Kinship:
     """The relation of numbers of which the largest or smallest counts, or that are several."""
     stacked = torch.stack(list(parts))
     if whole.numel() and (close(stacked.amax(0), whole) or close(stacked.amin(0), whole)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.operations import Operation, Operations
@@ -102,10 +103,10 @@ def _read_as(run: Operations, number: float, before: int) -> int | None:
         return None
     for place in range(before - 1, -1, -1):
         for value in run.operations[place].returned:
-            if value is not None:
-                elements = run.values[value].tensor.flatten()
-                if len(elements) <= MOST_NUMBERS and bool((elements == number).any()):
-                    return place
+            if value is None or prod(run.values[value].shape) > MOST_NUMBERS:
+                continue
+            if bool((run.values[value].tensor == number).any()):
+                return place
     return None
 
 
@@ -126,8 +127,8 @@ def _lines_behind(run: Operations, writer: int | None) -> tuple[CodeLine, ...]:
 
 
 def _is_small(run: Operations, operation: Operation) -> bool:
-    values = [run.values[one].tensor for one in operation.returned if one is not None]
-    return bool(values) and all(one.numel() <= MOST_NUMBERS for one in values)
+    values = [run.values[one] for one in operation.returned if one is not None]
+    return bool(values) and all(prod(one.shape) <= MOST_NUMBERS for one in values)
 
 
 def _is_count(number: float) -> bool:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from math import prod
 
 from ddp_equivalence.diagnosis.whereabouts.kinship import (
     MOST_PACKED,
@@ -237,8 +238,7 @@ class TwoLogs:
 
 def _numbers_in(value: Value) -> list[float]:
     """The elements of a value; [] of one with many."""
-    flat = value.tensor.flatten()
-    return [float(one) for one in flat] if len(flat) <= MOST_PACKED else []
+    return value.tensor.flatten().tolist() if prod(value.shape) <= MOST_PACKED else []
 
 
 def _partners(alone: Operations, ranks: Sequence[Operations]) -> Iterator[Mapping[int, int]]:
