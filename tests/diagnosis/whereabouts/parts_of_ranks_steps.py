@@ -39,7 +39,7 @@ def weighted_sum(scores: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     return ((scores - targets).square().sum(-1) * weights).sum()
 
 
-def tagger_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def tagger_loss(model: Any, batch: dict[str, Tensor]) -> Any:
     scores = model(batch["rows"], torch.arange(LENGTH))
     return weighted_sum(scores, batch["targets"], batch["weights"]) / batch["weights"].sum()
 
@@ -107,6 +107,10 @@ def rows_only(generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
+def block_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch["rows"]), batch["targets"])
+
+
 class Summed(torch.autograd.Function):
     """The sum over a group; every rank of it goes on with the same."""
 
@@ -145,7 +149,8 @@ def bias_of_every_rank(model: Any, shard: Any, rank: Any) -> None:
         hidden = torch.tanh(rows @ units(model.up.weight).T + units(model.up.bias))
         part = torch.addmm(model.down.bias, hidden, units(model.down.weight.T))  # fault
         summed: Any = Summed.apply
-        return rows + summed(part, dist.group.WORLD)
+        total: Tensor = rows + summed(part, dist.group.WORLD)
+        return total
 
     output = forward(shard["rows"], lambda one: one.chunk(rank.world_size)[rank.rank])
     F.mse_loss(output, shard["targets"]).backward()
@@ -163,12 +168,12 @@ def counted(generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
-def summed_errors(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def summed_errors(model: Any, batch: dict[str, Tensor]) -> Any:
     errors = (model(batch["rows"]) - batch["targets"]).square().sum(1)
     return (errors * batch["counts"]).sum()
 
 
-def counted_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def counted_loss(model: Any, batch: dict[str, Tensor]) -> Any:
     return summed_errors(model, batch) / batch["counts"].sum()
 
 

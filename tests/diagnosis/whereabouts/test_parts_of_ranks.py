@@ -23,7 +23,7 @@ TAGS = Case(
 UNITS = Case(
     model=steps.Block,
     batch=steps.rows_only,
-    loss=lambda model, batch: steps.F.mse_loss(model(batch["rows"]), batch["targets"]),
+    loss=steps.block_loss,
     layout="1x2",
     shards="own",
 )
