@@ -68,7 +68,8 @@ class Halves:
 
     @property
     def mine(self) -> Tensor:
-        return torch.arange(LENGTH).chunk(self.world_size)[self.rank]
+        parts: tuple[Tensor, ...] = torch.arange(LENGTH).chunk(self.world_size)
+        return parts[self.rank]
 
     def taken(self, *values: Tensor) -> Iterator[Tensor]:
         for value in values:
