@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_equivalence.measurement.code_lines import lines_of
+from ddp_equivalence.measurement.deaf_backwards import DeafBackwards
 from ddp_equivalence.measurement.operations import Operation, Operations, Value
 from ddp_equivalence.measurement.plain_tensors import NotPlain, plain
 
@@ -34,6 +35,9 @@ BETWEEN_TWO = ("send", "recv_", "recv_any_source_")
 UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 """Operations that return memory which nothing was written to."""
 
+SCALING = ("mul", "mul_", "div", "div_")
+"""Operations that may multiply or divide by a number of Python."""
+
 RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -49,6 +53,18 @@ class OperationLog(TorchDispatchMode):
         self._kept: list[object] = []  # storages stay, so that no address stands for two of them
         self._bytes = 0
         self._complete = True
+        self._deaf = DeafBackwards(_address, self._is_as_written)
+        self._watching: list[Any] = []
+
+    def __enter__(self) -> Self:
+        self._watching.append(self._deaf.watching())
+        self._watching[-1].__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch does not type it
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._watching.pop().__exit__(*error)
 
     def found(self, results: Mapping[str, Tensor | None]) -> Operations:
         """What ran. ``results``: the tensors for whose sake it all ran, by name."""
@@ -67,6 +83,7 @@ class OperationLog(TorchDispatchMode):
                 if tensor is not None and (writer := self._last_writer(tensor)) is not None
             },
             complete=self._complete,
+            deaf=self._deaf.found,
         )
 
     def __torch_dispatch__(
@@ -78,7 +95,7 @@ class OperationLog(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if self._complete:
             try:
-                self._record(function, given, read, writers, result)
+                self._record(function, given, read, writers, result, _numbers(function, args))
             except NotPlain:
                 self._complete = False
         return result
@@ -90,8 +107,9 @@ class OperationLog(TorchDispatchMode):
         read: tuple[int | None, ...],
         writers: tuple[int | None, ...],
         result: Any,
+        numbers: tuple[float, ...],
     ) -> None:
-        name = function.name().partition("::")[2].partition(".")[0]
+        name = _name_of(function)
         talks = function.namespace in COLLECTIVES
         returned = list(_tensors(result))
         written = given if talks or function._schema.is_mutable else []
@@ -101,6 +119,7 @@ class OperationLog(TorchDispatchMode):
         self._unwritten.difference_update(map(_address, written))
         for tensor in [*returned, *written]:
             self._keep(tensor, number)
+        self._deaf.after_operation(name, given, (*returned, *written))
         if name in UNWRITTEN:
             self._unwritten.update(map(_address, returned))
         left = () if name in BETWEEN_TWO else self._noted(given if talks else returned)
@@ -116,6 +135,10 @@ class OperationLog(TorchDispatchMode):
                 draws=RANDOM in function.tags,
                 differentiable=any(one.requires_grad for one in given),
                 in_backward=torch._C._current_graph_task_id() != -1,
+                numbers=numbers,
+                loses_gradient=talks
+                and torch.is_grad_enabled()
+                and any(one.requires_grad and not one.is_leaf for one in given),
             )
         )
         if number + 1 >= MOST_OPERATIONS or self._bytes > MOST_BYTES:
@@ -149,6 +172,27 @@ class OperationLog(TorchDispatchMode):
     def _last_writer(self, tensor: Tensor) -> int | None:
         address = _address(tensor)
         return None if address is None else self._writer.get(address)
+
+    def _is_as_written(self, tensor: Tensor) -> bool:
+        """True if a tensor holds what the last operation that wrote to it has left there."""
+        writer = self._last_writer(tensor)
+        if writer is None or _address(tensor) in self._unwritten:
+            return False
+        number = self._number_of_value(tensor)
+        return number is not None and number in self._operations[writer].returned
+
+
+def _name_of(function: Any) -> str:
+    """Torch's name of an operation, without those of its namespace and its overload."""
+    return str(function.name().partition("::")[2].partition(".")[0])
+
+
+def _numbers(function: Any, arguments: tuple[Any, ...]) -> tuple[float, ...]:
+    """The numbers of Python by which an operation multiplies or divides."""
+    if _name_of(function) not in SCALING:
+        return ()
+    numbers = (one for one in arguments if type(one) in (int, float))
+    return tuple(map(float, numbers))
 
 
 def _tensors(values: object) -> Iterator[Tensor]:

@@ -47,7 +47,9 @@ class Operation:
     that it was given, the operation that wrote it; None if none of the step's did. ``talks``: to
     other ranks. ``draws``: random numbers.
     ``differentiable``: a tensor that it was given requires a gradient. ``in_backward``: it ran
-    inside a backward pass.
+    inside a backward pass. ``numbers``: of Python, by which it multiplied or divided.
+    ``loses_gradient``: it talks to other ranks, and autograd knows nothing of it, although a tensor
+    that it was given was computed from one that requires a gradient.
     """
 
     name: str
@@ -59,6 +61,8 @@ class Operation:
     draws: bool = False
     differentiable: bool = False
     in_backward: bool = False
+    numbers: tuple[float, ...] = ()
+    loses_gradient: bool = False
 
     @property
     def after(self) -> frozenset[int]:
@@ -67,12 +71,24 @@ class Operation:
 
 
 @dataclass(frozen=True)
+class DeafBackward:
+    """A backward method of the user's own returned gradients that were computed without the one
+    that it was given, although that is not 1. ``name``: the class of the function. ``inputs``: the
+    numbers of the inputs that got them, from 0.
+    """
+
+    name: str
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Operations:
     """All operations of a step, in their order.
 
     ``results``: the name of a gradient, or of an update -> the operation that wrote it last, and
     ``left``: the number of its value. ``complete``: False if there were too many operations to
-    record them all.
+    record them all. ``deaf``: the backward methods of the user's own that returned gradients which
+    do not depend on the one that they were given.
     """
 
     operations: tuple[Operation, ...]
@@ -80,3 +96,4 @@ class Operations:
     results: Mapping[str, int]
     left: Mapping[str, int]
     complete: bool
+    deaf: tuple[DeafBackward, ...] = ()

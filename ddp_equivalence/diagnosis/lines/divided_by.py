@@ -51,6 +51,18 @@ def last_setter_of_divisor(run: RunLines, line: CodeLine) -> Link | None:
     return None
 
 
+def computes(line: CodeLine, name: str) -> bool:
+    """True if a line computes what it sets a variable to, and does not only pass it on: it takes
+    no single variable or attribute, and calls no function of the user's.
+    """
+    place = place_of(line.file, line.number)
+    value = getattr(place.statement, "value", None) if place is not None else None
+    if isinstance(value, ast.Call):
+        return not functions_named(line.file, called_name(value))
+    passed_on = (ast.Name, ast.Attribute, ast.Constant, ast.Tuple, ast.List)
+    return bool(name) and isinstance(value, ast.expr) and not isinstance(value, passed_on)
+
+
 def divisors_in_function(begins: CodeLine) -> tuple[str, ...]:
     """The names of the attributes by which a function, or one inside it, divides."""
     found: dict[str, None] = {}

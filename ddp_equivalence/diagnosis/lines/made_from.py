@@ -25,6 +25,9 @@ DEEPEST = 2
 FILLING = frozenset({"append", "extend", "insert", "update", "add", "copy_", "add_", "setdefault"})
 """Methods that change what they are called on."""
 
+OF_RANKS = {"rank": "get_rank", "world_size": "get_world_size"}
+"""Attributes that say who a rank is, and the functions of torch that know it."""
+
 
 def lines_behind(
     run: RunLines, line: CodeLine, most: int, *, only_attributes: bool = False
@@ -88,7 +91,8 @@ def _setters(
     ]
     for name in dict.fromkeys(attributes):
         for setter in lines_that_set_attribute(run, name):
-            yield name, setter
+            if not _asks_the_ranks(setter, name):
+                yield name, setter
     if only_attributes:
         return
     names = [
@@ -98,6 +102,15 @@ def _setters(
         last = _last_that_sets(run, place, line, name)
         if last is not None:
             yield name, last
+
+
+def _asks_the_ranks(line: CodeLine, name: str) -> bool:
+    """True for a line that sets ``rank`` or ``world_size`` to just that: no value can be wrong."""
+    place = place_of(line.file, line.number)
+    value = getattr(place.statement, "value", None) if place is not None else None
+    if isinstance(value, ast.Call):
+        return not value.args and not value.keywords and called_name(value) == OF_RANKS.get(name)
+    return name in OF_RANKS and isinstance(value, ast.Attribute) and value.attr == name
 
 
 def _last_that_sets(run: RunLines, place: Place, line: CodeLine, name: str) -> CodeLine | None:

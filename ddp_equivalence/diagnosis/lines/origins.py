@@ -203,7 +203,40 @@ def _of_assignment(
     value = _keyword_value(place.statement, name) or getattr(place.statement, "value", None)
     if not isinstance(value, ast.expr):
         return [Link(name, line, False)]
-    return [Link(name, line, selects(value)), *_links(run, place, value, callers, depth + 1)]
+    item = _item_of(place.statement, name)
+    value = _item(value, item)
+    own = Link(name, line, selects(value))
+    if item is not None and isinstance(value, ast.Call):
+        return [own, *_item_returned(run, place, value, item, depth + 1)]
+    return [own, *_links(run, place, value, callers, depth + 1)]
+
+
+def _item_of(statement: ast.stmt, name: str) -> int | None:
+    """The place of a variable among those to which an assignment unpacks its value."""
+    for target in statement.targets if isinstance(statement, ast.Assign) else ():
+        for number, one in enumerate(target.elts if isinstance(target, ast.Tuple) else ()):
+            if isinstance(one, ast.Name) and one.id == name:
+                return number
+    return None
+
+
+def _item(value: ast.expr, item: int | None) -> ast.expr:
+    """What an expression gives for one of several variables; all of it if it does not say."""
+    if item is None or not isinstance(value, ast.Tuple) or item >= len(value.elts):
+        return value
+    return value.elts[item]
+
+
+def _item_returned(
+    run: RunLines, place: Place, call: ast.Call, item: int, depth: int
+) -> list[Link]:
+    """The lines that made one of several values that a function of the user's returns."""
+    for line, value in returns_of(run, place.file, called_name(call)):
+        inner = place_of(line.file, line.number)
+        if inner is None or not isinstance(value, ast.Tuple) or item >= len(value.elts):
+            return []
+        return _links(run, inner, value.elts[item], (), depth)
+    return []
 
 
 def _keyword_value(statement: ast.stmt, name: str) -> ast.expr | None:

@@ -219,10 +219,15 @@ def _factor(pieces: Pieces, weight: float, uniform: float) -> Whereabouts:
         is_right = abs(factors - 1) <= 1e-6
         passes = len(pieces.by_rank[0])
         each = f"each of {passes} backward passes" if passes > 1 else "backward"
-        on_the_way_back = backward_lines(pieces) if losses_are_right(pieces) else []
+        begun = _common_loss_factor(compared)
+        is_lost = begun is not None and abs(begun - factors) > SAME_LOSS * abs(factors)
+        may_be_lost = losses_are_right(pieces) or is_lost
+        on_the_way_back = backward_lines(pieces) if may_be_lost else []
         of_loss = lines.lines if is_right else lines_of_loss_factor(pieces, compared, factors)
         what = "what its rows give"
         what = what if is_right else f"{text_of(factors, '.6g')} times {what}"
+        if begun is not None and is_lost and on_the_way_back:
+            what += f", but began at {text_of(begun, '.4g')} times their loss"
         return replace(
             lines,
             kind="big batch" if is_right else "own gradient",
@@ -246,6 +251,15 @@ def _lines_that_scale_losses(compared: Sequence[Compared]) -> list[PointedLine |
     note = f"begins at {shown} times the rows' loss"
     call = compared[0].piece.call
     return [at(line_of(call), note, is_fault=True)] if call is not None else []
+
+
+def _common_loss_factor(compared: Sequence[Compared]) -> float | None:
+    """All backward passes began at so many times the loss of their rows; None if they did not."""
+    factors = [one.loss_factor for one in compared]
+    known = [one for one in factors if one is not None]
+    if len(known) != len(factors) or max(known) - min(known) > SAME_LOSS * abs(known[0]):
+        return None
+    return known[0]
 
 
 def _common_factor(compared: list[Compared] | None) -> float | None:

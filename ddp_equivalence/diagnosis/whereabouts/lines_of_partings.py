@@ -9,20 +9,24 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.lines.divided_by import divisors, lines_of_divisors
-from ddp_equivalence.diagnosis.lines.loss_lines import line_of_loss
+from ddp_equivalence.diagnosis.lines.divided_by import lines_of_divisors
 from ddp_equivalence.diagnosis.lines.made_from import lines_behind
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.diagnosis.residual import NEGLIGIBLE, unexplained
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.beside_one_rank import BesideOneRank
+from ddp_equivalence.diagnosis.whereabouts.deaf_methods import with_deaf_methods
 from ddp_equivalence.diagnosis.whereabouts.lines_unlike_loss import with_unlike_loss
 from ddp_equivalence.diagnosis.whereabouts.operation_names import called
 from ddp_equivalence.diagnosis.whereabouts.own_errors import unless_it_fails
 from ddp_equivalence.diagnosis.whereabouts.parting import Parting
-from ddp_equivalence.diagnosis.whereabouts.whereabouts import MOST_LINES, Whereabouts
-from ddp_equivalence.measurement.calls import CodeLine, Kind
+from ddp_equivalence.diagnosis.whereabouts.whereabouts import (
+    MOST_LINES,
+    Whereabouts,
+    first_of_each_line,
+)
+from ddp_equivalence.diagnosis.whereabouts.wrong_loss import must_be_the_loss, wrong_loss
+from ddp_equivalence.measurement.calls import CodeLine
 
 WRONG_ALONE = "On one rank with the whole batch the step is wrong, too."
 RIGHT_ALONE = "On one rank with the whole batch the step is right."
@@ -30,6 +34,14 @@ MARKED = "> marks where the ranks part from it."
 
 MOST_PARTINGS = 2
 MOST_SHOWN = 3
+MOST_RANGES = 3
+
+FIRST_OTHER = (
+    "What earlier lines gave to the first marked line was not seen to differ from one rank; what "
+    "it returns does."
+)
+
+ONLY_RANKS_RUN = "One rank does not run the marked line, and after it values are others."
 
 ROUNDING = 1e-6
 
@@ -51,35 +63,63 @@ def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
 
 
 def _with_partings(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
-    if found.kind == "reduction" and not beside.is_right_alone and _must_be_the_loss(beside, view):
-        return _wrong_loss(found, beside.factor_alone or 0.0, view)
+    if beside.deaf:
+        alone = RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE
+        return with_deaf_methods(replace(found, beside_one_rank=alone), beside.deaf, view)
+    if found.kind == "reduction" and not beside.is_right_alone and must_be_the_loss(beside, view):
+        return wrong_loss(found, beside, view)
+    if _is_only_backward(beside):
+        return _with_backward(found, beside, view)
     pointed = _lines(beside.partings, view)
     if not pointed:
         return replace(found, beside_one_rank=RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE)
-    found = _with_lines(found, pointed, view)
+    found = _with_lines(found, beside, pointed, view)
     if found.kind != "not seen":
         return found
+    first = beside.partings[0]
     return replace(
         found,
-        kind="own gradient" if _before_reduction(beside.partings[0]) else "reduction",
+        kind="own gradient" if _before_reduction(first) else "reduction",
         headline="the ranks part from one rank",
-        sentence="",
+        sentence=ONLY_RANKS_RUN if first.alone is None else FIRST_OTHER,
     )
 
 
-def _must_be_the_loss(beside: BesideOneRank, view: View) -> bool:
-    """True if the ranks hold the same multiple as one rank, and only backward and reductions have
-    changed their gradients, without hooks, so that the loss must have this factor.
-    """
-    factor, calls = beside.factor_alone, view.observed.calls
-    if factor is None or calls.changes() or calls.places(Kind.HOOK, Kind.TENSOR_HOOK):
-        return False
-    return all(
-        unexplained(held, factor * view.expected) < NEGLIGIBLE for held in view.measured.by_rank
+def _is_only_backward(beside: BesideOneRank) -> bool:
+    """True if gradients are lost at collectives, and no value of the forward pass parts."""
+    in_backward = all(one.operation.in_backward and one.alone for one in beside.partings)
+    return bool(beside.past_autograd) and in_backward
+
+
+def _with_backward(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
+    lines = []
+    for one in beside.past_autograd:
+        note = f"{called(one)} of what has a gradient; autograd does not know of it"
+        if one.line is not None:
+            lines.append(PointedLine(one.line, note, is_fault=True))
+    begins = [one.pointed("backward begins") for one in view.observed.calls.backwards[:1]]
+    return replace(
+        found,
+        kind="own gradient",
+        headline="a collective loses a gradient",
+        sentence=f"Autograd does not know that line {lines[0].line.number} sends what has a "
+        "gradient, so nothing comes back for what other ranks make of it. No value of the forward "
+        "pass was seen to part from one rank, only gradients.",
+        lines=first_of_each_line([*lines, *begins]),
+        fix="use a collective that autograd knows (torch.distributed.nn.functional).",
+        beside_one_rank=RIGHT_ALONE,
     )
 
 
-def _with_lines(found: Whereabouts, pointed: Sequence[PointedLine], view: View) -> Whereabouts:
+def _is_before_backward(beside: BesideOneRank) -> bool:
+    """True if a value that leads to wrong gradients parts before anything is reduced."""
+    first = beside.partings[0]
+    return first.is_certain and first.is_first and first.alone is not None
+
+
+def _with_lines(
+    found: Whereabouts, beside: BesideOneRank, pointed: Sequence[PointedLine], view: View
+) -> Whereabouts:
     """A line that was found already comes first, unless it is only that of the loss, or the call of
     backward, which is all that is seen of what DDP reduces.
     """
@@ -96,38 +136,15 @@ def _with_lines(found: Whereabouts, pointed: Sequence[PointedLine], view: View) 
         replace(one, note=notes.get(one.line, one.note)) if one.note.endswith(ONLY_RANKS) else one
         for one in pointed
     ]
-    is_vague = found.shows_later or found.kind == "big batch"
+    is_late = found.kind == "reduction" and _is_before_backward(beside)
+    is_vague = found.shows_later or found.kind == "big batch" or is_late
     if not is_vague and any(one.line not in backwards for one in faults):
         seen = [replace(one, is_fault=False) for one in pointed]
-        lines = _first_of_each_line([*faults, *seen, *others])
+        lines = first_of_each_line([*faults, *seen, *others])
         return replace(found, lines=lines, beside_one_rank=RIGHT_ALONE)
     seen = [replace(one, is_fault=False) for one in faults]
-    lines = _first_of_each_line([*pointed, *behind, *seen, *others])
+    lines = first_of_each_line([*pointed, *behind, *seen, *others])
     return replace(found, lines=lines, beside_one_rank=f"{RIGHT_ALONE} {MARKED}")
-
-
-def _wrong_loss(found: Whereabouts, factor: float, view: View) -> Whereabouts:
-    """On one rank, where a reduction changes nothing, all gradients have a wrong factor, too."""
-    loss = line_of_loss(view, "the loss that backward begins at", is_fault=True)
-    run = run_lines(view, 0)
-    divided = divisors(run, loss.line) if loss is not None else []
-    behind = lines_behind(run, loss.line, MOST_LINES) if loss is not None else []
-    lines = [
-        *([loss] if loss is not None else []),
-        *(PointedLine(link.line, f"sets {link.name}") for link in divided[:1]),
-        *behind,
-    ]
-    return replace(
-        found,
-        kind="own gradient",
-        headline=f"the loss or backward has a factor, {text_of(factor, '.4g')}",
-        sentence=f"On one rank every gradient is {text_of(factor, '.6g')} times that of the big "
-        "batch, too. So the loss has this factor, or its backward pass; the reduction is not to "
-        "blame.",
-        lines=_first_of_each_line(lines),
-        fix="",
-        beside_one_rank="",
-    )
 
 
 def _before_reduction(parting: Parting) -> bool:
@@ -157,18 +174,21 @@ def _lines(found: Sequence[Parting], view: View) -> tuple[PointedLine, ...]:
     return tuple(lines.values())[:MOST_LINES]
 
 
-def _first_of_each_line(lines: Sequence[PointedLine]) -> tuple[PointedLine, ...]:
-    first: dict[tuple[str, int], PointedLine] = {}
-    for one in lines:
-        first.setdefault((one.line.file, one.line.number), one)
-    return tuple(first.values())[:MOST_LINES]
-
-
 def _note(parting: Parting, world_size: int) -> str:
     """What the operation returned on one rank, and what it returned on the others."""
     name = called(parting.operation)
     if parting.alone is None:
         return f"{name}: {ONLY_RANKS}"
+    if parting.taken is not None and parting.elsewhere is not None:
+        rank = next(
+            rank
+            for rank, (here, there) in enumerate(
+                zip(parting.taken.of_rank, parting.elsewhere.of_rank, strict=True)
+            )
+            if here != there
+        )
+        here, there = parting.taken.of_rank[rank], parting.elsewhere.of_rank[rank]
+        return f"{name}: rank {rank} takes {_ranges(here)} here, and {_ranges(there)} elsewhere"
     whole = parting.alone.tensor
     parts = [one.tensor for one in parting.by_rank]
     if any(part.shape != whole.shape for part in parts):
@@ -188,3 +208,17 @@ def _first_of_largest(values: Tensor) -> int:
     """The place of the largest value; of several that are equal up to rounding, the first."""
     largest = values.flatten() >= (1 - ROUNDING) * values.max()
     return int(largest.int().argmax())
+
+
+def _ranges(positions: Sequence[int]) -> str:
+    """Positions as text: ``0 to 3 and 12 to 15``."""
+    ranges: list[list[int]] = []
+    for one in positions:
+        if ranges and ranges[-1][1] == one - 1:
+            ranges[-1][1] = one
+        else:
+            ranges.append([one, one])
+    shown = [f"{a} to {b}" if b > a else f"{a}" for a, b in ranges]
+    if len(shown) > MOST_RANGES:
+        return ", ".join([*shown[:MOST_RANGES], "..."])
+    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))

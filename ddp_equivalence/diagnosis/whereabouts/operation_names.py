@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from ddp_equivalence.measurement.operations import Operation
 
-NAMES = {"lift_fresh": "tensor", "_to_copy": "to"}
+NAMES = {
+    "lift_fresh": "tensor",
+    "_to_copy": "to",
+    "addmm": "linear",
+    "allreduce_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather_into_tensor",
+}
 """What users call operations that torch has other names for."""
 
 

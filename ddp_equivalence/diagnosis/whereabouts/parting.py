@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ddp_equivalence.diagnosis.whereabouts.kinship import RELATED
+from ddp_equivalence.diagnosis.whereabouts.selections import Selection
 from ddp_equivalence.diagnosis.whereabouts.two_logs import TwoLogs
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.operation_log import BETWEEN_TWO, UNWRITTEN
@@ -25,7 +26,9 @@ class Parting:
 
     ``operation``: as it ran on one rank. ``by_rank``, ``alone``: its result; empty and None if only
     the ranks run it. ``is_certain``: the result made a gradient wrong. ``parts_of_sums``: the lines
-    that made what it was given, where this is only a part of a sum, or a multiple.
+    that made what it was given, where this is only a part of a sum, or a multiple. ``is_first``: it
+    ran before the first backward pass. ``taken``, ``elsewhere``: it has these parts of what one
+    rank has, where the other values that it meets are of those parts.
     """
 
     operation: Operation
@@ -33,6 +36,9 @@ class Parting:
     alone: Value | None
     is_certain: bool
     parts_of_sums: tuple[CodeLine, ...] = ()
+    is_first: bool = False
+    taken: Selection | None = None
+    elsewhere: Selection | None = None
 
 
 def partings(logs: TwoLogs) -> tuple[Parting, ...]:
@@ -85,6 +91,9 @@ class _Search:
                 if number is not None and self._is_parting(number):
                     found.add(number)
                 makes_values = operation.name not in (*UNWRITTEN, *BETWEEN_TWO)
+                written = None if number is None else self._logs.number_after(number)
+                if written is not None and written in partners:
+                    open_ones.append((partners[written], True))
                 if number is None and is_read_by_both and makes_values and operation.line:
                     only_ranks.setdefault(operation.line, operation)
                 open_ones.extend((one, number is not None) for one in operation.after)
@@ -129,7 +138,16 @@ class _Search:
         by_rank, alone = self._logs.returned(number, place)
         operation = self._operations[number]
         parts = tuple(dict.fromkeys(self._lines_of_parts(number, operation.line)))
-        return Parting(operation, by_rank, alone, is_certain, parts)
+        backward = (n for n, one in enumerate(self._operations) if one.in_backward)
+        return Parting(
+            operation,
+            by_rank,
+            alone,
+            is_certain,
+            parts,
+            number < next(backward, 0),
+            *self._logs.taken(by_rank, alone),
+        )
 
     def _lines_of_parts(self, number: int, line: CodeLine | None) -> Iterator[CodeLine]:
         """The other lines that made parts of sums, or multiples, of which this makes its result."""

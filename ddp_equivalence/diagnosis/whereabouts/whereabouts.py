@@ -84,3 +84,11 @@ def distinct(lines: Sequence[PointedLine | None]) -> tuple[PointedLine, ...]:
             )
         found[key] = known
     return tuple(found.values())[:MOST_LINES]
+
+
+def first_of_each_line(lines: Sequence[PointedLine]) -> tuple[PointedLine, ...]:
+    """Each line once, with its first note, and not more lines than fit on a screen."""
+    first: dict[tuple[str, int], PointedLine] = {}
+    for one in lines:
+        first.setdefault((one.line.file, one.line.number), one)
+    return tuple(first.values())[:MOST_LINES]

@@ -57,7 +57,7 @@ def test_what_a_right_step_shares_is_related(
     [
         (EQUAL, ROWS, [ROWS[3:], ROWS[:3]]),
         (EQUAL, ROWS, [ROWS[:3], ROWS[:3]]),
-        (EQUAL, TERM, [TERM, 3 * TERM]),
+        (EQUAL, TERM, [2 * TERM, 3 * TERM]),
         (EQUAL, TERM, [5 * TERM, 5 * TERM]),
         (UNEVEN, TERM, [TERM + 1, TERM - 1.5]),
         (EQUAL, torch.arange(6), [torch.arange(3), torch.arange(3)]),

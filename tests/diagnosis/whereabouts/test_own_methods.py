@@ -1,0 +1,53 @@
+"""A step that is wrong on one rank as well shows which number or method of its own is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ddp_equivalence import Case
+from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import WRONG_ALONE
+from tests.diagnosis.whereabouts import own_method_steps as steps
+from tests.diagnosis.whereabouts.faulty import CASE, distance
+from tests.diagnosis.whereabouts.test_beside_one_rank import shown
+
+SQUARES = replace(CASE, loss=steps.mean_of_squares, layout="1x2")
+LABELS = replace(
+    CASE, model=steps.Labeller, batch=steps.labelled, loss=steps.labelled_loss, layout="1x2"
+)
+
+
+@pytest.mark.parametrize(
+    ("step", "within"),
+    [
+        (steps.kept_gradient_of_a_half, steps.Kept),
+        (steps.one_input_of_two, steps.one_input_of_two),
+    ],
+)
+def test_a_backward_method_that_ignores_its_gradient_is_marked(step: Any, within: Any) -> None:
+    where = shown(SQUARES, step)
+    assert where.beside_one_rank == WRONG_ALONE
+    assert where.headline == "a backward method ignores the gradient it is given"
+    assert distance(replace(where, lines=where.lines[:1]), within) == 0
+
+
+def test_a_backward_method_that_looks_at_its_gradient_is_not_called_deaf() -> None:
+    where = shown(SQUARES, steps.scaled_gradient_of_one_half)
+    assert where.headline != "a backward method ignores the gradient it is given"
+
+
+@pytest.mark.parametrize(
+    ("case", "step", "within"),
+    [
+        (LABELS, steps.counts_of_a_class, steps.Counts),
+        (LABELS, steps.count_of_a_property, steps.Trainer),
+        (replace(LABELS, loss=steps.places_loss), steps.count_of_a_helper, steps.sizes),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_line_that_counts_wrongly_is_shown(case: Case, step: Any, within: Any) -> None:
+    where = shown(case, step)
+    assert where.headline.startswith("the loss has a wrong factor")
+    assert distance(replace(where, lines=where.lines[1:]), within) == 0, where.lines
