@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -26,7 +26,7 @@ MOST_NUMBERS = 16
 @dataclass(frozen=True)
 class Scaling:
     """``line`` multiplied or divided what became the loss by ``number``. ``made_at``: the lines
-    that made the number, the first ones first; () if no operation of torch did.
+    that made the number of others, the last ones first; () if no operation of torch did.
     """
 
     line: CodeLine
@@ -88,13 +88,15 @@ def _scalings(
     divides = operation.name in DIVIDING
     for by in operation.numbers[:1]:
         read = _read_as(run, by, number)
-        yield Scaling(line, divides, by, _lines_behind(run, read))
+        yield Scaling(line, divides, by, _lines_behind(run, read, by))
     for value, writer in list(zip(operation.given, operation.writers, strict=True))[1:]:
         if value is None or (writer is not None and run.operations[writer].differentiable):
             continue
         elements = run.values[value].tensor
         if elements.numel() == 1:
-            yield Scaling(line, divides, float(elements), _lines_behind(run, writer))
+            yield Scaling(
+                line, divides, float(elements), _lines_behind(run, writer, float(elements))
+            )
 
 
 def _read_as(run: Operations, number: float, before: int) -> int | None:
@@ -110,25 +112,29 @@ def _read_as(run: Operations, number: float, before: int) -> int | None:
     return None
 
 
-def _lines_behind(run: Operations, writer: int | None) -> tuple[CodeLine, ...]:
-    """The lines of the operations that made a number of something larger, and all after these."""
+def _lines_behind(run: Operations, writer: int | None, number: float) -> tuple[CodeLine, ...]:
+    """The lines whose operations returned this number, and were not given it."""
     found: dict[CodeLine, int] = {}
     open_ones, seen = [] if writer is None else [writer], set[int]()
     while open_ones and len(seen) < MOST_LOOKED_AT:
-        number = open_ones.pop()
-        operation = run.operations[number]
-        if number in seen or not _is_small(run, operation):
+        place = open_ones.pop()
+        operation = run.operations[place]
+        if place in seen or not _has(run, operation.returned, number):
             continue
-        seen.add(number)
-        if operation.line is not None:
-            found[operation.line] = min(number, found.get(operation.line, number))
+        seen.add(place)
+        pairs = zip(operation.given, operation.writers, strict=True)
+        given = [value for value, writer in pairs if writer is not None]
+        if operation.line is not None and not _has(run, given, number):
+            found[operation.line] = max(place, found.get(operation.line, place))
         open_ones.extend(operation.after)
-    return tuple(sorted(found, key=lambda line: found[line]))
+    return tuple(sorted(found, key=lambda line: found[line], reverse=True))
 
 
-def _is_small(run: Operations, operation: Operation) -> bool:
-    values = [run.values[one] for one in operation.returned if one is not None]
-    return bool(values) and all(prod(one.shape) <= MOST_NUMBERS for one in values)
+def _has(run: Operations, values: Sequence[int | None], number: float) -> bool:
+    """True if this number is an element of one of these values."""
+    known = [run.values[one] for one in values if one is not None]
+    small = [one.tensor for one in known if prod(one.shape) <= MOST_NUMBERS]
+    return any(bool((one == number).any()) for one in small)
 
 
 def _is_count(number: float) -> bool:

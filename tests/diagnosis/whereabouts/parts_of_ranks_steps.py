@@ -68,8 +68,7 @@ class Halves:
 
     @property
     def mine(self) -> Tensor:
-        parts: tuple[Tensor, ...] = torch.arange(LENGTH).chunk(self.world_size)
-        mine: Tensor = parts[self.rank]
+        mine: Tensor = torch.arange(LENGTH).chunk(self.world_size)[self.rank]
         return mine
 
     def taken(self, *values: Tensor) -> Iterator[Tensor]:
