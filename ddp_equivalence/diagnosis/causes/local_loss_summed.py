@@ -35,9 +35,23 @@ def indication(view: View) -> Indication | None:
     ratios = [value / own for value, own in pairs or () if own]
     if ratios and all(losses_close(ratio, 1.0) for ratio in ratios):
         return Indication(False, "backward began at the mean over the rank's own examples")
+    if _losses_make_up_the_big_batch(view):
+        return Indication(False, "the losses at which backward began make up the big batch's")
     if sum_is_right(view):
         return Indication(False, "the sum of what the ranks computed is the big batch's gradient")
     return None
+
+
+def _losses_make_up_the_big_batch(view: View) -> bool:
+    """True if the ranks' losses add up to the big batch's, or if their mean is this."""
+    by_rank = [
+        [call.loss for call in view.observed.backwards(rank)] for rank in range(view.world_size)
+    ]
+    if not view.observed.covers_every_rank or any(None in one or not one for one in by_rank):
+        return False
+    total = sum(one for of_rank in by_rank for one in of_rank if one is not None)
+    right = view.examples.big_batch_loss
+    return losses_close(total, right) or losses_close(total / view.world_size, right)
 
 
 def lines(view: View) -> Sequence[PointedLine]:

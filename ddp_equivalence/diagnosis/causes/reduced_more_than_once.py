@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
+from ddp_equivalence.diagnosis.lines.lines_around_reduction import way_to
 from ddp_equivalence.diagnosis.lines.lines_put_into import lines_that_put_into
+from ddp_equivalence.diagnosis.lines.origins import chosen, gone_through
+from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.lines.words_of_lines import names_text
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal
@@ -108,7 +111,9 @@ def lines(view: View) -> Sequence[PointedLine]:
         ]
     times = max(len(one.calls) for one in repeated.values())
     note = f"all_reduces {names} {times} times"
-    return [*lines_that_put_into(view, again), again.pointed(note, is_fault=True)]
+    listed = chosen(gone_through(run_lines(view, again.ranks[0]), way_to(view, again.first)))
+    lists = [PointedLine(listed.line, "makes what the loop goes through")] if listed else []
+    return [*lines_that_put_into(view, again), again.pointed(note, is_fault=True), *lists]
 
 
 def _places(view: View, repeated: dict[str, Repeated]) -> list[Place]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.lines.attributes import lines_that_set_attribute
-from ddp_equivalence.diagnosis.lines.origins import returns_of
+from ddp_equivalence.diagnosis.lines.origins import links_of, returns_of
 from ddp_equivalence.diagnosis.lines.run_lines import RunLines
 from ddp_equivalence.diagnosis.lines.source_tree import (
     Place,
@@ -41,9 +41,9 @@ def lines_behind(
     for _ in range(DEEPEST):
         behind = []
         for reader in level:
-            for name, setter in _setters(run, reader, only_attributes):
-                behind.append((setter, f"sets {name}, which line {reader.number} reads"))
-                for returning in lines_that_return(run, setter):
+            for verb, name, setter in _setters(run, reader, only_attributes):
+                behind.append((setter, f"{verb} {name}, which line {reader.number} reads"))
+                for returning in lines_that_return(run, setter) if verb == "sets" else ():
                     behind.append((returning, f"returns what line {setter.number} sets {name} to"))
         for setter, note in behind:
             if setter != line:
@@ -75,8 +75,10 @@ def _in_head(statement: ast.stmt) -> list[ast.AST]:
 
 def _setters(
     run: RunLines, line: CodeLine, only_attributes: bool
-) -> Iterator[tuple[str, CodeLine]]:
-    """What a line reads, and which line set it: attributes first, since they are set far away."""
+) -> Iterator[tuple[str, str, CodeLine]]:
+    """What a line reads, and which line "sets" it, or "passes" it to the function: attributes
+    first, since they are set far away.
+    """
     place = place_of(line.file, line.number)
     if place is None:
         return
@@ -92,7 +94,7 @@ def _setters(
     for name in dict.fromkeys(attributes):
         for setter in lines_that_set_attribute(run, name):
             if not _asks_the_ranks(setter, name):
-                yield name, setter
+                yield "sets", name, setter
     if only_attributes:
         return
     names = [
@@ -100,8 +102,19 @@ def _setters(
     ]
     for name in dict.fromkeys(names):
         last = _last_that_sets(run, place, line, name)
+        passed_at = None if last is not None else _that_passes(run, place, name)
         if last is not None:
-            yield name, last
+            yield "sets", name, last
+        elif passed_at is not None:
+            yield "passes", name, passed_at
+
+
+def _that_passes(run: RunLines, place: Place, name: str) -> CodeLine | None:
+    """The only line that calls the function of a place and passes this argument to it."""
+    if place.function is None:
+        return None
+    links = links_of(run, place, ast.Name(name, ast.Load()))
+    return links[0].line if links and links[0].line.function != place.function.name else None
 
 
 def _asks_the_ranks(line: CodeLine, name: str) -> bool:

@@ -59,6 +59,8 @@ def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
     found = _with_partings(found, beside, view)
     if view.world_size == 1:
         found = replace(found, beside_one_rank="")
+    if beside.deaf:  # the method computes the loss in its own way, and its forward is right
+        return found
     return with_unlike_loss(found, beside.unlike_loss, view.world_size)
 
 
