@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, Words
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
     averages,
@@ -50,8 +50,32 @@ def is_mean_over_examples(view: View) -> bool:
     return nearly_equal(torch.stack(weighted).sum(0), view.expected)
 
 
+def _uneven_micro_batches(view: View) -> tuple[int, ...]:
+    """How many examples the micro-batches of a rank have, if only these are uneven."""
+    counts = {tuple(map(len, of_rank)) for of_rank in view.parts.by_rank or ()}
+    if len(counts) != 1:
+        return ()
+    sizes = counts.pop()
+    return sizes if len(set(sizes)) > 1 else ()
+
+
+def words(view: View) -> Words | None:
+    """The same of micro-batches, where all ranks have equally many examples."""
+    if not _uneven_micro_batches(view):
+        return None
+    return Words(
+        "The micro-batches have different numbers of examples, and their means count equally.",
+        "uneven micro-batches count equally",
+    )
+
+
 def lines(view: View) -> Sequence[PointedLine]:
     """Where each rank takes its own mean, and where the means are averaged."""
+    sizes = _uneven_micro_batches(view)
+    if sizes:
+        shown = ", ".join(map(str, sizes[:MOST_COUNTS])) + (", ..." if sizes[MOST_COUNTS:] else "")
+        note = f"means over {shown} examples, one by one"
+        return in_order(view, line_of_loss(view, note, True), line_of_reduction(view))
     counts = _examples_by_rank(view)
     own = f"means over {counts} examples, by rank" if counts else "each rank's own mean"
     return in_order(
@@ -70,6 +94,8 @@ def _examples_by_rank(view: View) -> str:
 def fix(view: View) -> str:
     """Divide by the number of examples on all ranks."""
     count = view.world_size
+    if _uneven_micro_batches(view):
+        return "divide each micro-batch's summed loss by the examples of all of them on this rank."
     summed = f"divide the summed loss by all {view.setting.example_count} examples"
     if is_unseen(view):
         return f"{summed}; under DDP, multiply it by {count} too."
@@ -89,4 +115,5 @@ HYPOTHESIS = Hypothesis(
     lines=lines,
     fix=fix,
     limits_must_catch=True,
+    words=words,
 )
