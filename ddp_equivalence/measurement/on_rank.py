@@ -86,13 +86,10 @@ def _run_step(
     given = _given(rank, work, whole, sizes)
     data = digest_leaves(given)
     given = [move(examples, rank.device) for examples in given]
-    observer = None
-    if work.observe:
-        given_at = tuple(zip(given, _positions(rank, sizes, shards, len(given)), strict=True))
-        observer = Observer(model, whole, given_at, work.observe, case.batch_dims)
+    at = _positions(rank, sizes, shards, len(given))
+    observer = _observer(work, model, whole, given, at) if work.observe else None
     del whole
-    notes: dict[str, Any] = {}
-    races = Races(rank.device)
+    notes, races = dict[str, Any](), Races(rank.device)
     draws = DrawLog(lambda: len(observer.backwards)) if observer and work.log_draws else None
     called = CalledWith(given, in_any_order=case.shards == OWN)
     planted = plant_here(work.plant) if work.plant else None
@@ -137,6 +134,12 @@ def _run_step(
         buffers=digests_of_buffers(model),
     )
     return gradients, evidence
+
+
+def _observer(work: Work, model: nn.Module, whole: Any, given: list[Any], at: Any) -> Observer:
+    assert work.observe is not None
+    given_at = tuple(zip(given, at, strict=True))
+    return Observer(model, whole, given_at, work.observe, work.case.batch_dims)
 
 
 def _of_first_step(gradients: Mapping[GradientKey, Tensor | None]) -> dict[str, Tensor | None]:

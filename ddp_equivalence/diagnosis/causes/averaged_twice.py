@@ -97,7 +97,7 @@ def lines(view: View) -> Sequence[PointedLine]:
         return in_order(view, line_of_reduction(view, is_fault=hides), shown)
     *others, last = divisions
     before = replace(others[-1], is_fault=False) if others and not averages(view) else None
-    return in_order(view, before, line_of_reduction(view), last)
+    return in_order(view, before or line_of_reduction(view), last)
 
 
 def words(view: View) -> Words | None:

@@ -44,10 +44,12 @@ def indication(view: View) -> Indication | None:
 
 def _losses_make_up_the_big_batch(view: View) -> bool:
     """True if the ranks' losses add up to the big batch's, or if their mean is this."""
+    if not view.observed.covers_every_rank:
+        return False
     by_rank = [
-        [call.loss for call in view.observed.backwards(rank)] for rank in range(view.world_size)
+        [call.loss for call in view.observed.backwards(rank)] for rank in view.observed.by_rank
     ]
-    if not view.observed.covers_every_rank or any(None in one or not one for one in by_rank):
+    if any(None in one or not one for one in by_rank):
         return False
     total = sum(one for of_rank in by_rank for one in of_rank if one is not None)
     right = view.examples.big_batch_loss

@@ -9,8 +9,8 @@ from functools import cached_property, lru_cache
 
 from torch import Tensor
 
+from ddp_equivalence.diagnosis.lines.arguments import argument_given, name_in_calls
 from ddp_equivalence.diagnosis.lines.made_from import FILLING
-from ddp_equivalence.diagnosis.lines.origins import argument_given, name_in_calls
 from ddp_equivalence.diagnosis.lines.run_lines import RunLines
 from ddp_equivalence.diagnosis.lines.source_tree import (
     FUNCTIONS,

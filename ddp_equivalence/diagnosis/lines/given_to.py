@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
+from ddp_equivalence.diagnosis.lines.arguments import argument_given
 from ddp_equivalence.diagnosis.lines.bindings import Bindings, Bound
-from ddp_equivalence.diagnosis.lines.origins import argument_given
 from ddp_equivalence.diagnosis.lines.run_lines import RunLines
 from ddp_equivalence.diagnosis.lines.source_tree import called_name, inside, is_in_class, place_of
 from ddp_equivalence.diagnosis.lines.sources import Source, Sources

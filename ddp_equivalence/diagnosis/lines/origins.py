@@ -6,21 +6,21 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ddp_equivalence.diagnosis.lines.attributes import (
-    line_in_function,
-    lines_that_set_attribute,
+from ddp_equivalence.diagnosis.lines.arguments import (
+    argument_given,
+    callers_by_name,
+    name_in_calls,
 )
+from ddp_equivalence.diagnosis.lines.attributes import lines_that_set_attribute
 from ddp_equivalence.diagnosis.lines.decisions import lines_that_set_variable
 from ddp_equivalence.diagnosis.lines.run_lines import RunLines
 from ddp_equivalence.diagnosis.lines.source_tree import (
-    Function,
     Place,
     called_name,
     functions_named,
     inside,
     loops_around,
     place_of,
-    tree_of,
 )
 from ddp_equivalence.measurement.calls import CodeLine
 
@@ -32,6 +32,9 @@ OF_A_MODULE = frozenset(
     | {"state_dict"}
 )
 """Methods that give all of a module, whatever line has made the module."""
+
+OF_AN_OPTIMIZER = ("param_groups",)
+"""Attributes that give back what an object was made of."""
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 
@@ -145,9 +148,9 @@ def _links(
         return [] if lines else _argument(run, place, expression.id, callers, depth)
     if isinstance(expression, ast.Attribute):
         lines = lines_that_set_attribute(run, expression.attr)
-        if not lines:  # torch's own, as those of an optimizer
+        if not lines and expression.attr in OF_AN_OPTIMIZER:
             return _links(run, place, expression.value, callers, depth + 1)
-        return _of_assignment(run, expression.attr, lines[0], (), depth)
+        return _of_assignment(run, expression.attr, lines[0], (), depth) if lines else []
     if isinstance(expression, ast.Call):
         returned = _returned_by(run, place, expression, depth)
         if returned:
@@ -282,7 +285,7 @@ def _argument(
     if name not in names and name not in [one.arg for one in function.args.kwonlyargs]:
         return []
     called = name_in_calls(place.file, function)
-    callers = callers or _callers_by_name(run, called)
+    callers = callers or callers_by_name(run, called)
     above = place_of(callers[0].file, callers[0].number) if callers else None
     if above is None:
         return []
@@ -294,40 +297,3 @@ def _argument(
             link = Link(name, above.line(value), selects(value))
             return [link, *_links(run, above, value, callers[1:], depth + 1)]
     return []
-
-
-def name_in_calls(file: str, function: Function) -> str:
-    """The name by which a function is called: that of its class for a constructor."""
-    tree = tree_of(file)
-    if function.name == "__init__" and tree is not None:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and function in node.body:
-                return node.name
-    return function.name
-
-
-def argument_given(
-    call: ast.Call, names: Sequence[str], name: str, constructs: bool
-) -> ast.expr | None:
-    """The expression that a call gives for an argument; None if it does not say so plainly."""
-    for keyword in call.keywords:
-        if keyword.arg == name:
-            return keyword.value
-    if name not in names or any(isinstance(one, ast.Starred) for one in call.args):
-        return None
-    bound = isinstance(call.func, ast.Attribute) and names[0] in ("self", "cls")
-    at = names.index(name) - (1 if bound or constructs else 0)
-    return call.args[at] if 0 <= at < len(call.args) else None
-
-
-def _callers_by_name(run: RunLines, name: str) -> list[CodeLine]:
-    """The only line that has run and calls a function of this name; [] if there are several."""
-    found: dict[CodeLine, None] = {}
-    for file in run.files:
-        tree = tree_of(file)
-        for node in ast.walk(tree) if tree is not None else ():
-            if isinstance(node, ast.Call) and called_name(node) == name:
-                line = line_in_function(file, node.lineno)
-                if line is not None and run.times.get(line):
-                    found[line] = None
-    return list(found) if len(found) == 1 else []

@@ -61,7 +61,9 @@ def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
         found = replace(found, beside_one_rank="")
     if beside.deaf:  # the method computes the loss in its own way, and its forward is right
         return found
-    return with_unlike_loss(found, beside.unlike_loss, view.world_size)
+    factor = beside.factor_alone
+    numbers = factor is not None and any(one.explains(factor) for one in beside.scalings)
+    return with_unlike_loss(found, beside.unlike_loss, view.world_size, knows_numbers=numbers)
 
 
 def _with_partings(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:

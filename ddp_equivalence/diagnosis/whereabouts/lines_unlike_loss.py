@@ -12,13 +12,19 @@ from ddp_equivalence.diagnosis.whereabouts.operation_names import called
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import MOST_LINES, Whereabouts
 
 WRONG_ALONE = "On one rank the step is wrong, too. "
+BACKWARD_BEGINS = "backward begins"
+"""The note on a line that tells nothing else."""
+
 MARKED = "> marks what the loss of the case does not compute."
 
 
-def with_unlike_loss(found: Whereabouts, unlike: Sequence[Unlike], world_size: int) -> Whereabouts:
+def with_unlike_loss(
+    found: Whereabouts, unlike: Sequence[Unlike], world_size: int, *, knows_numbers: bool
+) -> Whereabouts:
     """What was found already, after the lines at which the step leaves the loss of the case.
 
-    Nothing is added where the losses are right.
+    Nothing is added where the losses are right. ``knows_numbers``: the lines that were found make
+    the numbers by which the loss is scaled.
     """
     if found.kind in ("reduction", "big batch") or not unlike:
         return found
@@ -33,9 +39,16 @@ def with_unlike_loss(found: Whereabouts, unlike: Sequence[Unlike], world_size: i
         if one.operation.line is not None
         for line in one.made_at
     ]
-    others = [replace(one, is_fault=False) for one in found.lines]
+    known = [one for one in found.lines if one.is_fault]
+    if known and not found.shows_later:  # a line that was seen to do something wrong comes first
+        more = [one for one in found.lines if one.note != BACKWARD_BEGINS]
+        ordered = [*more, *first, *behind, *found.lines]
+    else:
+        others = [replace(one, is_fault=False) for one in found.lines]
+        nearest = [] if knows_numbers else behind[:1]
+        ordered = [*first, *nearest, *others, *behind]
     lines: dict[tuple[str, int], PointedLine] = {}
-    for one in (*first, *behind, *others):
+    for one in ordered:
         lines.setdefault((one.line.file, one.line.number), one)
     if found.kind == "not seen":
         headline = "the loss is not that of the case"

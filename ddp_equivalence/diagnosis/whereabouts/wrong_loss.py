@@ -70,6 +70,7 @@ def wrong_loss(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereab
         lines=first_of_each_line(lines),
         fix="",
         beside_one_rank="",
+        shows_later=True,
     )
 
 

@@ -186,7 +186,11 @@ def summed_again(verdict: Verdict) -> bool:
 
 
 def draws(verdict: Verdict) -> bool:
-    return verdict.view is not None and verdict.view.examples.draws_random_numbers
+    """The big batch draws, or the ranks were seen to: then the view has the ranks' numbers."""
+    if verdict.view is None:
+        return False
+    by_rank = verdict.view.observed.by_rank.values()
+    return verdict.view.examples.draws_random_numbers or any(one.draws for one in by_rank)
 
 
 CLAIMS = (
