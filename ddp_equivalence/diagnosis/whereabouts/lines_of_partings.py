@@ -148,7 +148,8 @@ def _with_lines(
         return replace(found, lines=lines, beside_one_rank=RIGHT_ALONE)
     seen = [replace(one, is_fault=False) for one in faults]
     lines = first_of_each_line([*pointed, *behind, *seen, *others])
-    return replace(found, lines=lines, beside_one_rank=f"{RIGHT_ALONE} {MARKED}")
+    said = f"{RIGHT_ALONE} {MARKED}" if any(one.is_fault for one in pointed) else RIGHT_ALONE
+    return replace(found, lines=lines, beside_one_rank=said)
 
 
 def _before_reduction(parting: Parting) -> bool:

@@ -79,6 +79,10 @@ def fault_of_reduction(pieces: Pieces, paths: Sequence[Path], wanted: Wanted) ->
         name for path in bad if path is first or went_alike(path, first) for name in path.names
     ]
     sentence = _with_subject(found.sentence)
+    if len(alike) < len(names):
+        others = len(set(alike)) - 1
+        which = f"{alike[0]} and {others} more" if others else alike[0]
+        sentence = f"For {which}, {sentence[:1].lower()}{sentence[1:]}"
     if len(ranks) < pieces.view.world_size and not found.ranks:
         sentence = f"On {where}, {sentence[:1].lower()}{sentence[1:]}"
     concerned = f"This concerns {of_all(names, every)} on {where}."

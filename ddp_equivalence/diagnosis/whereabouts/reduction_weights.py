@@ -140,8 +140,8 @@ def another_factor(
     else:
         lines = _where_they_part(pieces, path, good)
     headline = "all ranks count equally, with a wrong factor"
-    sentence = "All ranks count equally, but these gradients are "
-    sentence += f"{text_of(weight / right, '.4g')} times what they should be."
+    times = text_of(weight / right, ".4g")
+    sentence = f"All ranks count equally, with {times} times the right weight."
     if abs(weight / right) < NOTHING:
         headline = "gradients are zero in the end"
         sentence = "These gradients are zero in the end, and were not before."

@@ -53,7 +53,8 @@ def wrapped_lines(text: str, width: int, most: int, indent: str = "  ") -> list[
         return lines
     for end in ENDS:
         for found in reversed(list(end.finditer(text))):
-            shown = f"{text[: found.end()].rstrip()} {CUT}"
+            kept = text[: found.end()].rstrip()
+            shown = kept if kept.endswith(CUT) else f"{kept} {CUT}"
             lines = paragraph(shown, indent)
             if len(lines) <= most and len(lines[-1].text) <= width:
                 return lines

@@ -25,7 +25,7 @@ EVERY = (0, 1, 2, 3)
         (steps.momentum_kept_in_the_gradient, EVERY, 8, "not by a factor"),
         (steps.decay_added_on_one_rank, (1,), 7, "on rank 1"),
         (steps.into_the_wrong_parameter, EVERY, 1, "not by a factor"),
-        (steps.only_weights_are_divided, EVERY, 4, "4 times what they should be"),
+        (steps.only_weights_are_divided, EVERY, 4, "with 4 times the right weight"),
         (steps.biases_in_no_reduction, EVERY, 5, "No reduction contained the gradients"),
         (steps.copy_not_written_back, EVERY, 4, "A copy of the gradients was reduced"),
         (steps.broadcast_from_rank_0, EVERY, 8, "the own gradient of rank 0"),
