@@ -152,13 +152,13 @@ def test_a_step_that_transforms_traces_or_copies_its_model_is_judged(step: Step)
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_such_a_step_is_watched_as_well_if_it_differs(step: Step) -> None:
-    def doubled(model: nn.Module, shard: Batch, rank: Rank) -> Any:
+    def summed(model: nn.Module, shard: Batch, rank: Rank) -> Any:
         gradients = step(model, shard, rank)
         if gradients is None:
             gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        return {name: 2 * gradient for name, gradient in gradients.items()}
+        return {name: rank.world_size * gradient for name, gradient in gradients.items()}
 
-    verdict = check(own_case(), doubled)
+    verdict = check(own_case(), summed)
     assert verdict.cause == "sum_not_mean", verdict
     assert sorted(verdict.observed) == [0, 1], verdict.why_not_watched
 
