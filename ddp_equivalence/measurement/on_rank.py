@@ -137,6 +137,7 @@ def _run_step(
 
 
 def _observer(work: Work, model: nn.Module, whole: Any, given: list[Any], at: Any) -> Observer:
+    """Observes the step. ``at``: for each of what is given, the positions of its examples."""
     assert work.observe is not None
     given_at = tuple(zip(given, at, strict=True))
     return Observer(model, whole, given_at, work.observe, work.case.batch_dims)

@@ -47,6 +47,11 @@ RACING = frozenset({"s79_overlapped_lm"})
 """The steps whose collectives race, so that what they leave is not twice the same."""
 
 
+LOOKED_AT_IN_FLIGHT = frozenset({"s130_predivided_buckets"})
+"""The steps whose hook all-reduces asynchronously while gradients are looked at: what is known of
+them then, and the lines beside the faulty one, are not twice the same.
+"""
+
 steady_keys = pytest.mark.parametrize(
     "key",
     STEADY := [key for key in KEYS if Path(key["file"]).stem not in RACING],
@@ -77,8 +82,8 @@ def test_the_report_names_the_cause_and_shows_the_line_on_one_screen(
     if os.environ.get("UPDATE_GOLDEN"):
         REPORTS.mkdir(exist_ok=True)
         (REPORTS / f"{path.stem}.txt").write_text(text, "utf-8")
-    kept = _as_held((REPORTS / f"{path.stem}.txt").read_text("utf-8"))
-    assert with_last_digits_of(kept, _as_held(text)) == kept
+    kept = _as_held(path.stem, (REPORTS / f"{path.stem}.txt").read_text("utf-8"))
+    assert with_last_digits_of(kept, _as_held(path.stem, text)) == kept
 
 
 def _fits_on_a_screen(verdict: Verdict) -> bool:
@@ -89,11 +94,12 @@ def _fits_on_a_screen(verdict: Verdict) -> bool:
     return len(lines) <= MOST_LINES and max(widths) <= WIDEST
 
 
-def _as_held(report: str) -> str:
-    """What is held of a report: all of it under the torch with which it was written, and under
-    others its first line.
+def _as_held(stem: str, report: str) -> str:
+    """What is held of a report: all of it under the torch with which it was written if its step is
+    always seen alike, and its first line otherwise.
     """
-    return report if torch.__version__.startswith(WRITTEN_WITH) else report.splitlines()[0]
+    is_held = torch.__version__.startswith(WRITTEN_WITH) and stem not in LOOKED_AT_IN_FLIGHT
+    return report if is_held else report.splitlines()[0]
 
 
 def _without_repeating(report: str) -> str:

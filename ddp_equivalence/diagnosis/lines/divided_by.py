@@ -6,7 +6,6 @@ import ast
 
 from ddp_equivalence.diagnosis.lines.attributes import (
     lines_in_class_that_set,
-    lines_that_set_attribute,
 )
 from ddp_equivalence.diagnosis.lines.origins import Link, links_of
 from ddp_equivalence.diagnosis.lines.run_lines import RunLines
@@ -16,7 +15,6 @@ from ddp_equivalence.diagnosis.lines.source_tree import (
     inside,
     place_of,
 )
-from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.measurement.calls import CodeLine
 
 
@@ -72,24 +70,6 @@ def divisors_in_function(begins: CodeLine) -> tuple[str, ...]:
             if isinstance(expression, ast.Attribute):
                 found[expression.attr] = None
     return tuple(found)
-
-
-def lines_of_divisors(run: RunLines, line: CodeLine) -> list[PointedLine]:
-    """The lines that set the attributes by which the function of a line divides, if it divides by
-    several of them and the line by one: only together they are the number of ranks.
-    """
-    place = place_of(line.file, line.number)
-    names = divisors_in_function(line)
-    nodes = [place.statement, *inside(place.statement)] if place is not None else []
-    here = [getattr(_divisor(node), "attr", "") for node in nodes]
-    if len(names) < 2 or not any(here):
-        return []
-    others = [name for name in names if name not in here]
-    return [
-        PointedLine(setter, f"sets {name}, by which {line.function} divides as well")
-        for name in others
-        for setter in lines_that_set_attribute(run, name)
-    ]
 
 
 def _divisor(node: ast.AST) -> ast.expr | None:

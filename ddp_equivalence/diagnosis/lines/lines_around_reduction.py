@@ -143,7 +143,7 @@ def lines_of_hook_number(view: View, number: float, meaning: str) -> list[Pointe
     return []
 
 
-def lines_of_hook_numbers(view: View, hook: Place) -> list[PointedLine]:
+def lines_of_hook_divisors(view: View, hook: Place) -> list[PointedLine]:
     """The lines that set what a communication hook multiplies or divides by."""
     begins = hook.first.made_at
     run = run_lines(view, hook.ranks[0])

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
-from ddp_equivalence.diagnosis.lines.divided_by import lines_of_divisors
 from ddp_equivalence.diagnosis.lines.made_from import lines_behind
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
@@ -130,11 +129,7 @@ def _with_lines(
     backwards = {one.line for one in view.observed.calls.backwards}
     faults = [one for one in found.lines if one.is_fault]
     others = [one for one in found.lines if not one.is_fault]
-    run = run_lines(view, 0)
-    behind = [
-        *(lines_of_divisors(run, pointed[0].line) if found.kind == "reduction" else ()),
-        *lines_behind(run, pointed[0].line, MOST_LINES),
-    ]
+    behind = lines_behind(run_lines(view, 0), pointed[0].line, MOST_LINES)
     notes = {one.line: one.note for one in found.lines if one.note}
     pointed = [
         replace(one, note=notes.get(one.line, one.note)) if one.note.endswith(ONLY_RANKS) else one

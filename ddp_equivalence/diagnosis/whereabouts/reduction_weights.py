@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.lines.lines_around_reduction import (
-    lines_of_hook_numbers,
+    lines_of_hook_divisors,
     lines_of_no_sync,
 )
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
@@ -155,7 +155,7 @@ def _hook_lines(pieces: Pieces) -> list[PointedLine]:
         line
         for place in places
         for line in (
-            *lines_of_hook_numbers(pieces.view, place),
+            *lines_of_hook_divisors(pieces.view, place),
             PointedLine(place.first.made_at or place.line, "this hook ran in backward"),
         )
     ]

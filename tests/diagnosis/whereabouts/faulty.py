@@ -80,6 +80,17 @@ def where(case: Case, step: Callable[..., Any], **options: Any) -> Whereabouts:
     return shown
 
 
+def unnamed(case: Case, step: Callable[..., Any]) -> Whereabouts:
+    """Where the report on a step without a known cause says that the difference is."""
+    verdict = check(case, step)
+    assert verdict.outcome == "different", str(verdict)
+    assert verdict.cause is None, str(verdict)
+    found = verdict.localisation.whereabouts
+    assert found is not None
+    assert found.beside_one_rank in " ".join(str(verdict).split())
+    return found
+
+
 def distance(found: Whereabouts, step: Callable[..., Any]) -> int:
     """How many lines lie between the faulty line and the nearest one that is pointed at."""
     fault = marked_line(step)

@@ -10,9 +10,8 @@ import pytest
 from ddp_equivalence import Case, check
 from ddp_equivalence.diagnosis.whereabouts import beside_one_rank
 from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import RIGHT_ALONE
-from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts
 from tests.diagnosis.whereabouts import one_rank_steps as steps
-from tests.diagnosis.whereabouts.faulty import CASE, distance
+from tests.diagnosis.whereabouts.faulty import CASE, distance, unnamed
 from tests.diagnosis.whereabouts.reduction_steps import maximum_instead_of_sum
 
 GAINS = replace(CASE, batch=steps.weighted_rows, loss=steps.relative_gain_loss)
@@ -20,17 +19,6 @@ PENALTY = replace(CASE, loss=steps.with_penalty)
 PAIRS = replace(CASE, model=steps.Scores, loss=steps.pair_loss, layout="1x2")
 HALVES = replace(GAINS, loss=steps.halves_loss)
 SPREAD = replace(GAINS, loss=steps.by_spread)
-
-
-def shown(case: Case, step: Any) -> Whereabouts:
-    """Where the report says that the difference is."""
-    verdict = check(case, step)
-    assert verdict.outcome == "different", str(verdict)
-    assert verdict.cause is None, str(verdict)
-    where = verdict.localisation.whereabouts
-    assert where is not None
-    assert where.beside_one_rank in " ".join(str(verdict).split())
-    return where
 
 
 @pytest.mark.parametrize(
@@ -49,7 +37,7 @@ def shown(case: Case, step: Any) -> Whereabouts:
     ids=lambda value: getattr(value, "__name__", str(getattr(value, "shards", ""))),
 )
 def test_the_line_at_which_the_ranks_part_is_marked(case: Case, step: Any) -> None:
-    where = shown(case, step)
+    where = unnamed(case, step)
     assert where.beside_one_rank.startswith(RIGHT_ALONE)
     assert where.lines[0].is_fault
     assert distance(where, step) <= 1
@@ -58,13 +46,13 @@ def test_the_line_at_which_the_ranks_part_is_marked(case: Case, step: Any) -> No
 @pytest.mark.parametrize("step", [steps.wrong_on_any_number_of_ranks, steps.sends_to_a_neighbour])
 def test_a_step_that_is_wrong_on_one_rank_too_is_said_to_be(step: Any) -> None:
     right = step is steps.sends_to_a_neighbour
-    where = shown(replace(CASE, layout="1x2"), step)
+    where = unnamed(replace(CASE, layout="1x2"), step)
     assert where.beside_one_rank.startswith(RIGHT_ALONE if right else "On one rank the step")
 
 
 @pytest.mark.parametrize("step", [steps.needs_two_ranks, steps.noisy])
 def test_nothing_is_said_of_one_rank_where_it_shows_nothing(step: Any) -> None:
-    assert shown(CASE, step).beside_one_rank == ""
+    assert unnamed(CASE, step).beside_one_rank == ""
 
 
 @pytest.mark.parametrize(

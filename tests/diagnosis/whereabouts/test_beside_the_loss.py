@@ -8,24 +8,13 @@ from typing import Any
 
 import pytest
 
-from ddp_equivalence import Case, check
+from ddp_equivalence import Case
 from ddp_equivalence.diagnosis.whereabouts.lines_unlike_loss import MARKED, WRONG_ALONE
-from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts
 from tests.diagnosis.whereabouts import loss_steps as steps
+from tests.diagnosis.whereabouts.faulty import unnamed
 
 TAGS = Case(model=steps.Tagger, batch=steps.sequences, loss=steps.masked_mean, layout="1x2")
 REWARDS = replace(TAGS, loss=steps.rewarded)
-
-
-def shown(case: Case, step: Any) -> Whereabouts:
-    """Where the report says that the difference is."""
-    verdict = check(case, step)
-    assert verdict.outcome == "different", str(verdict)
-    assert verdict.cause is None, str(verdict)
-    where = verdict.localisation.whereabouts
-    assert where is not None
-    assert where.beside_one_rank in " ".join(str(verdict).split())
-    return where
 
 
 @pytest.mark.parametrize(
@@ -42,7 +31,7 @@ def shown(case: Case, step: Any) -> Whereabouts:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_the_line_that_leaves_the_loss_of_the_case_is_marked(case: Case, step: Any) -> None:
-    where = shown(case, step)
+    where = unnamed(case, step)
     text = Path(steps.__file__).read_text("utf-8").splitlines()
     marked = [n for n, line in enumerate(text, 1) if line.endswith(f"# {step.__name__}")]
     assert where.beside_one_rank == (MARKED if case.layout == "1x1" else f"{WRONG_ALONE}{MARKED}")

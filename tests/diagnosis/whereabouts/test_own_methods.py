@@ -10,8 +10,7 @@ import pytest
 from ddp_equivalence import Case
 from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import WRONG_ALONE
 from tests.diagnosis.whereabouts import own_method_steps as steps
-from tests.diagnosis.whereabouts.faulty import CASE, distance
-from tests.diagnosis.whereabouts.test_beside_one_rank import shown
+from tests.diagnosis.whereabouts.faulty import CASE, distance, unnamed
 
 SQUARES = replace(CASE, loss=steps.mean_of_squares, layout="1x2")
 LABELS = replace(
@@ -27,14 +26,14 @@ LABELS = replace(
     ],
 )
 def test_a_backward_method_that_ignores_its_gradient_is_marked(step: Any, within: Any) -> None:
-    where = shown(SQUARES, step)
+    where = unnamed(SQUARES, step)
     assert where.beside_one_rank == WRONG_ALONE
     assert where.headline == "a backward method ignores the gradient it is given"
     assert distance(replace(where, lines=where.lines[:1]), within) == 0
 
 
 def test_a_backward_method_that_looks_at_its_gradient_is_not_called_deaf() -> None:
-    where = shown(SQUARES, steps.scaled_gradient_of_one_half)
+    where = unnamed(SQUARES, steps.scaled_gradient_of_one_half)
     assert where.headline != "a backward method ignores the gradient it is given"
 
 
@@ -48,6 +47,6 @@ def test_a_backward_method_that_looks_at_its_gradient_is_not_called_deaf() -> No
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_the_line_that_counts_wrongly_is_shown(case: Case, step: Any, within: Any) -> None:
-    where = shown(case, step)
+    where = unnamed(case, step)
     assert where.headline.startswith("the loss has a wrong factor")
     assert distance(where, within) == 0, where.lines

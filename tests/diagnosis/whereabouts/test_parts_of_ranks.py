@@ -10,8 +10,7 @@ import pytest
 from ddp_equivalence import Case
 from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import RIGHT_ALONE
 from tests.diagnosis.whereabouts import parts_of_ranks_steps as steps
-from tests.diagnosis.whereabouts.faulty import CASE, distance
-from tests.diagnosis.whereabouts.test_beside_one_rank import shown
+from tests.diagnosis.whereabouts.faulty import CASE, distance, unnamed
 
 TAGS = Case(
     model=steps.Tagger,
@@ -47,13 +46,13 @@ POOLED = replace(CASE, model=steps.Pooled, loss=steps.pooled_loss, layout="1x2")
 def test_the_line_at_which_parts_of_ranks_go_astray_comes_first(
     case: Case, step: Any, within: Any
 ) -> None:
-    where = shown(case, step)
+    where = unnamed(case, step)
     assert where.beside_one_rank.startswith(RIGHT_ALONE)
     assert where.lines[0].is_fault
     assert distance(replace(where, lines=where.lines[:1]), within or step) == 0, where.lines
 
 
 def test_only_the_collective_that_the_loss_is_made_of_loses_a_gradient() -> None:
-    where = shown(POOLED, steps.moments_without_a_gradient)
+    where = unnamed(POOLED, steps.moments_without_a_gradient)
     assert where.headline == "a collective loses a gradient"
     assert len([one for one in where.lines if one.is_fault]) == 1
