@@ -8,11 +8,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, util
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from ddp_equivalence.case.errors import BadCase
 
@@ -37,6 +39,12 @@ COMPILE_THREADS_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
 FOLDER_VARIABLE = "DDP_EQUIVALENCE_SERVER_FOLDER"
 """The environment variable that tells the server in which folder its socket is."""
 
+SOCKET_PATH_LIMIT = 100
+"""How many bytes the path of a socket may have; Linux allows 107, macOS 103 (unix(7))."""
+
+SOCKET_NAME = "/pymp-12345678/listener-12345678"
+"""What multiprocessing appends to the temporary folder: a folder of its own, and a socket in it."""
+
 
 def start_method() -> str:
     """``forkserver``, or ``spawn`` if the user asks for it or the platform has no fork server.
@@ -57,6 +65,7 @@ def start_server() -> None:
     """
     forkserver.set_forkserver_preload(list(PRELOAD))
     _use_own_folder()
+    _use_short_folder()
     # Ranks inherit the server's environment: one thread each, and no pool of compile threads.
     variables = {
         "OMP_NUM_THREADS": "1",
@@ -78,6 +87,18 @@ def _use_own_folder() -> None:
         if _is_fork or multiprocessing.parent_process() is not None:
             configuration: Any = getattr(multiprocessing.current_process(), "_config", {})
             configuration.pop("tempdir", None)  # private: a test fails if it changes
+
+
+def _use_short_folder() -> None:
+    """Use ``/tmp`` if the temporary folder's path is too long for a socket in it.
+
+    Build systems set ``TMPDIR`` to such paths, and binding the socket would fail with "AF_UNIX path
+    too long". Only the first call of ``get_temp_dir`` in a process chooses the folder, so a folder
+    that multiprocessing has chosen before remains.
+    """
+    if len(os.fsencode(tempfile.gettempdir() + SOCKET_NAME)) > SOCKET_PATH_LIMIT:
+        with patch.object(tempfile, "tempdir", "/tmp"), suppress(OSError):
+            util.get_temp_dir()
 
 
 _folder_owner = 0

@@ -95,6 +95,18 @@ def test_checks_work_with(changes: str, user_run: MarkedRun) -> None:
     assert not user_run.left_behind()
 
 
+def test_checks_work_where_the_path_of_temporary_files_is_too_long_for_a_socket(
+    user_run: MarkedRun,
+) -> None:
+    """The path of a socket may have 107 bytes on Linux, where a file's may have 4,095."""
+    long_path = user_run.folder / ("a" * 120)
+    long_path.mkdir()
+    write_tests(user_run, "1x2")
+    code, text = run(user_run.folder, more=variables(user_run) | {"TMPDIR": str(long_path)})
+    assert code == 0, text
+    assert not user_run.left_behind()
+
+
 def test_full_disks_are_a_clear_error(user_run: MarkedRun) -> None:
     for needed in (sys.prefix, sys.base_prefix, str(Path(__file__).resolve())):
         if needed.startswith(("/tmp/", "/var/tmp/")):
