@@ -153,7 +153,7 @@ class Analysis:
     @cached_property
     def view(self) -> View | None:
         """The first step that differs, as hypotheses see it; None if nothing can be fitted."""
-        return self.drawn.view if self.drawn is not None else self._plain_view
+        return self.drawn.view if self.drawn is not None else self.view_of_own_draws
 
     @cached_property
     def draws(self) -> ReferenceDraws | None:
@@ -168,13 +168,13 @@ class Analysis:
     @cached_property
     def drawn(self) -> DrawnView | None:
         """The view with the random numbers that the ranks drew; None if they are not known."""
-        if self.measurement is None or self._plain_view is None or self.draws is None:
+        if self.measurement is None or self.view_of_own_draws is None or self.draws is None:
             return None
-        return drawn_view(self._plain_view, self.measurement.comparison, self.draws)
+        return drawn_view(self.view_of_own_draws, self.measurement.comparison, self.draws)
 
     @cached_property
-    def _plain_view(self) -> View | None:
-        """The same with the random numbers that the big batch draws by itself."""
+    def view_of_own_draws(self) -> View | None:
+        """The same with the random numbers that the big batch draws by itself, as other checks do."""
         if self.measurement is None or self.why_no_view:
             return None
         step = self.first_wrong_step

@@ -64,7 +64,8 @@ def result_of(fault_trial: FaultTrial, verdict: Verdict) -> FaultResult:
     if verdict.outcome == "different":
         if verdict.error is not None and verdict.limit:
             distance = verdict.error / verdict.limit
-        view = verdict.view
+        analysis = verdict.analysis
+        view = None if analysis is None else analysis.view_of_own_draws
         if view is not None:
             noticed_by = frozenset(
                 name for name, notices in OTHER_CHECKS.items() if notices(verdict, view)
