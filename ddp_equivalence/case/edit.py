@@ -1,0 +1,74 @@
+"""A small change of a user's source file, which may repair a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class EditKind(StrEnum):
+    """What an edit changes. The values are phrases for a reader."""
+
+    NAME = "another name"
+    OWN_ATTRIBUTE = "another attribute of self"
+    RANK_ATTRIBUTE = "another number of the rank"
+    ATTRIBUTE_LEFT_OUT = "attribute left out"
+    METHOD = "another function"
+    IN_PLACE = "in place or not in place"
+    CALL_LEFT_OUT = "call left out"
+    CALL_BY_NAME = "name in place of a call"
+    FUNCTION_APPLIED = "function applied"
+    KEYWORD_LEFT_OUT = "keyword left out"
+    ARGUMENT_LEFT_OUT = "argument left out"
+    ARGUMENTS_SWAPPED = "arguments swapped"
+    OPERATOR = "operator"
+    OPERAND_LEFT_OUT = "operand left out"
+    OPERANDS_SWAPPED = "operands swapped"
+    ROUNDED_UP = "rounded up"
+    COMPARISON = "comparison"
+    CONDITION = "condition"
+    CONDITION_LEFT_OUT = "condition left out"
+    BRANCH = "branch of a conditional expression"
+    SIGN = "sign"
+    CONSTANT = "constant"
+    STRING = "another string"
+    SLICE = "slice"
+    SUBSCRIPT_LEFT_OUT = "subscript left out"
+    PERMUTATION_INVERTED = "permutation inverted"
+    RANGE = "number of repetitions"
+    TIMES_WORLD_SIZE = "multiplied by the world size"
+    OVER_WORLD_SIZE = "divided by the world size"
+    TIMES_ARGUMENT = "multiplied by an argument"
+    DETACHED = "detached"
+    CLONED = "cloned"
+    ADDED_UP = "added up or assigned"
+    RESULT_USED = "result of a call used"
+    REDUCED = "all-reduce added"
+    JUMP = "return, break or continue"
+    STATEMENT_LEFT_OUT = "statement left out"
+    STATEMENTS_SWAPPED = "statements swapped"
+    MOVED_OUT = "statement moved behind the block"
+    MOVED_IN = "statement moved into the block"
+    CONTEXT_LEFT_OUT = "context manager left out"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One small change of a user's source file.
+
+    file: the path as in code objects
+    line: where the expression or statement that is changed begins, from 1
+    start, end: the bytes of the file, in utf-8, that are replaced
+    text: what stands there afterwards
+    """
+
+    file: str
+    line: int
+    start: int
+    end: int
+    text: str
+    kind: EditKind
+
+    def applied_to(self, source: bytes) -> bytes:
+        """The file's bytes after the edit."""
+        return source[: self.start] + self.text.encode() + source[self.end :]

@@ -1,0 +1,92 @@
+"""All small edits of some lines of a file that may repair a step."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator
+from functools import cached_property
+
+from ddp_equivalence.case.edit import Edit, EditKind
+from ddp_equivalence.diagnosis.repairs.change import Change, Place
+from ddp_equivalence.diagnosis.repairs.editable import editable_nodes
+from ddp_equivalence.diagnosis.repairs.file_facts import FileFacts
+from ddp_equivalence.diagnosis.repairs.names_in_scope import Values, scope_of
+from ddp_equivalence.diagnosis.repairs.rules import RULES
+from ddp_equivalence.diagnosis.repairs.source import Source
+
+
+def edits_of(
+    file: str, source: str, lines: Collection[int], values: Values | None = None
+) -> list[Edit]:
+    """All edits of expressions and statements that begin on one of these lines.
+
+    ``source`` is the file's bytes decoded as utf-8, with the line ends as they are. Each edit
+    gives other syntax that compiles, and no two give the same. They are ordered by line, and
+    those of a line as in the table of rules: the most likely first.
+
+    ``values`` says what the local names of functions held in a run: for the line of a function's
+    ``def``, each name with a description of its value, such as "tensor float 3x4" or "int". A
+    name is then exchanged only for another with the same description.
+    """
+    parsed = Source(file, source)
+    facts = FileFacts(parsed)
+    parts = {top: _Part(parsed, top) for top in parsed.tree.body}
+    found = []
+    for number, (line, kind, change, top) in enumerate(
+        _proposed(parsed, facts, lines, values or {})
+    ):
+        if parts[top].becomes_new(change):
+            edit = Edit(file, line, change.start, change.end, change.text, kind)
+            found.append((line, _LIKELINESS[kind], number, edit))
+    return [edit for *_, edit in sorted(found, key=lambda entry: entry[:3])]
+
+
+_LIKELINESS: dict[EditKind, int] = {}
+for _rule in RULES:
+    _LIKELINESS.setdefault(_rule.kind, len(_LIKELINESS))
+
+
+def _proposed(
+    source: Source, facts: FileFacts, lines: Collection[int], values: Values
+) -> Iterator[tuple[int, EditKind, Change, ast.stmt]]:
+    for node in editable_nodes(source.tree):
+        line = getattr(node, "lineno", None)
+        if line not in lines or isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
+            continue
+        rules = [rule for rule in RULES if isinstance(node, rule.nodes)]
+        scope = scope_of(node, source, values) if rules else None
+        if scope is None:
+            continue
+        top = [parent for parent in source.parents_of(node) if isinstance(parent, ast.stmt)]
+        for rule in rules:
+            for change in rule.changes(node, Place(source, facts, scope)):
+                yield line, rule.kind, change, top[-1] if top else node
+
+
+class _Part:
+    """One statement of the module. An edit in it is compiled without the rest of the file."""
+
+    def __init__(self, source: Source, statement: ast.stmt) -> None:
+        decorators = getattr(statement, "decorator_list", [])
+        self._source = source
+        self._start = source.span(decorators[0])[0] - 1 if decorators else source.span(statement)[0]
+        self._end = source.span(statement)[1]
+
+    @cached_property
+    def _seen(self) -> set[str]:
+        return {ast.dump(ast.parse(self._source.between(self._start, self._end)))}
+
+    def becomes_new(self, change: Change) -> bool:
+        """True if the change gives syntax that compiles, and that was not seen before."""
+        before = self._source.between(self._start, change.start)
+        after = self._source.between(change.end, self._end)
+        text = f"{before}{change.text}{after}"
+        try:
+            tree = ast.parse(text)
+            compile(tree, self._source.file, "exec")
+        except (SyntaxError, ValueError):
+            return False
+        dumped = ast.dump(tree)
+        is_new = dumped not in self._seen
+        self._seen.add(dumped)
+        return is_new

@@ -1,0 +1,99 @@
+"""Edits of operators, comparisons and conditions."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ddp_equivalence.diagnosis.repairs.change import Change, Place
+
+OTHER_OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
+    ast.Add: ("-",),
+    ast.Sub: ("+",),
+    ast.Mult: ("/",),
+    ast.Div: ("*",),
+    ast.FloorDiv: ("/", "%"),
+    ast.Mod: ("//",),
+    ast.Pow: ("*",),
+}
+
+ORDERED: dict[type[ast.operator], str] = {
+    ast.Sub: "-",
+    ast.Div: "/",
+    ast.Mod: "%",
+    ast.FloorDiv: "//",
+    ast.MatMult: "@",
+}
+
+OTHER_COMPARISONS: dict[type[ast.cmpop], tuple[str, ...]] = {
+    ast.Lt: ("<=", ">"),
+    ast.LtE: ("<", ">"),
+    ast.Gt: (">=", "<"),
+    ast.GtE: (">", "<"),
+    ast.Eq: ("!=", ">", "<"),
+    ast.NotEq: ("==",),
+    ast.In: ("not in",),
+    ast.NotIn: ("in",),
+    ast.Is: ("is not",),
+    ast.IsNot: ("is",),
+}
+
+
+def another_operator(node: ast.BinOp, place: Place) -> Iterator[Change]:
+    """Somebody divides instead of multiplying, or takes the row for the column (// for %)."""
+    left, right = place.operand(node.left), place.operand(node.right)
+    for sign in OTHER_OPERATORS.get(type(node.op), ()):
+        yield place.replaced(node, f"{left} {sign} {right}")
+
+
+def operand_left_out(node: ast.BinOp, place: Place) -> Iterator[Change]:
+    """A factor or an offset was applied that another part of the code applies as well."""
+    yield place.replaced(node, place.text(node.left))
+    yield place.replaced(node, place.text(node.right))
+
+
+def operands_swapped(node: ast.BinOp, place: Place) -> Iterator[Change]:
+    """A ratio or a difference was written the wrong way round."""
+    if sign := ORDERED.get(type(node.op)):
+        left, right = place.operand(node.left), place.operand(node.right)
+        yield place.replaced(node, f"{right} {sign} {left}")
+
+
+def rounded_up(node: ast.BinOp, place: Place) -> Iterator[Change]:
+    """A size was rounded down, so that the last part of the data belongs to nobody."""
+    if isinstance(node.op, ast.FloorDiv):
+        left, right = place.operand(node.left), place.operand(node.right)
+        yield place.replaced(node, f"-(-{left} // {right})")
+
+
+def another_comparison(node: ast.Compare, place: Place) -> Iterator[Change]:
+    """A limit was counted in or out by mistake, or a condition is the opposite of what is meant."""
+    if len(node.ops) == 1:
+        left, right = place.operand(node.left), place.operand(node.comparators[0])
+        for sign in OTHER_COMPARISONS.get(type(node.ops[0]), ()):
+            yield place.replaced(node, f"{left} {sign} {right}")
+
+
+def condition_left_out(node: ast.BoolOp, place: Place) -> Iterator[Change]:
+    """A condition holds on some ranks only, or was copied from another place."""
+    for value in node.values:
+        rest = [place.text(other) for other in node.values if other is not value]
+        sign = " and " if isinstance(node.op, ast.And) else " or "
+        yield place.replaced(node, sign.join(rest))
+
+
+def and_or(node: ast.BoolOp, place: Place) -> Iterator[Change]:
+    """Conditions were joined with "and" where one of them is enough, or the reverse."""
+    sign = " or " if isinstance(node.op, ast.And) else " and "
+    yield place.replaced(node, sign.join(place.operand(value) for value in node.values))
+
+
+def sign_left_out(node: ast.UnaryOp, place: Place) -> Iterator[Change]:
+    """A sign or a "not" is one too many."""
+    yield place.replaced(node, place.text(node.operand))
+
+
+def one_branch(node: ast.IfExp, place: Place) -> Iterator[Change]:
+    """The condition differs between ranks, or does not separate what it was meant to."""
+    yield place.replaced(node, place.text(node.body))
+    yield place.replaced(node, place.text(node.orelse))

@@ -1,0 +1,100 @@
+"""The text of a user's file with its syntax tree, and where in its bytes each node stands."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import TypeVar
+
+Node = TypeVar("Node", bound=ast.AST)
+
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n|$)")
+
+# Text of these nodes can be an operand, or get an attribute, without parentheses.
+_CLOSED = (
+    ast.Name,
+    ast.Attribute,
+    ast.Call,
+    ast.Subscript,
+    ast.List,
+    ast.Dict,
+    ast.Set,
+    ast.ListComp,
+    ast.SetComp,
+    ast.DictComp,
+    ast.GeneratorExp,
+)
+
+
+class Source:
+    """One file. ``text`` is its bytes decoded as utf-8, with the line ends as they are."""
+
+    def __init__(self, file: str, text: str) -> None:
+        self.file = file
+        self.raw = text.encode()
+        mark = "\ufeff"  # a byte order mark is part of the bytes, and of no line
+        self._starts = _starts_of_lines(self.raw, len(mark.encode()) * text.startswith(mark))
+        self.tree = ast.parse(text.removeprefix(mark))
+        self.parents: dict[ast.AST, ast.AST] = {}
+        for node in ast.walk(self.tree):
+            for child in ast.iter_child_nodes(node):
+                self.parents[child] = node
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        """The bytes of the file in which a node with a position stands."""
+        line, column = getattr(node, "lineno"), getattr(node, "col_offset")  # noqa: B009
+        last, end = getattr(node, "end_lineno"), getattr(node, "end_col_offset")  # noqa: B009
+        return self._starts[line - 1] + column, self._starts[last - 1] + end
+
+    def between(self, start: int, end: int) -> str:
+        """The text of some bytes."""
+        return self.raw[start:end].decode()
+
+    def text(self, node: ast.AST) -> str:
+        """The text of a node as the user has written it."""
+        return self.between(*self.span(node))
+
+    def operand(self, node: ast.expr) -> str:
+        """The text of a node, in parentheses if it could fall apart in a larger expression."""
+        text = self.text(node)
+        return text if is_closed(node, text) else f"({text})"
+
+    def indentation(self, node: ast.AST) -> str | None:
+        """The white space before a node; None if something else stands before it on its line."""
+        start = self._starts[getattr(node, "lineno") - 1]  # noqa: B009
+        before = self.between(start, self.span(node)[0])
+        return before if not before.strip() else None
+
+    def line_end(self) -> str:
+        """How the file ends its lines."""
+        first = _LINE.match(self.raw)
+        return "\r\n" if first and first[0].endswith(b"\r\n") else "\n"
+
+    def parents_of(self, node: ast.AST) -> Iterator[ast.AST]:
+        """The nodes around a node, from the inside."""
+        while node in self.parents:
+            node = self.parents[node]
+            yield node
+
+    def nearest(self, node: ast.AST, *kinds: type[Node]) -> Node | None:
+        """The innermost node of these kinds around a node."""
+        for parent in self.parents_of(node):
+            if isinstance(parent, kinds):
+                return parent
+        return None
+
+
+def is_closed(node: ast.expr, text: str) -> bool:
+    """True if the text of a node needs no parentheses in a larger expression."""
+    if isinstance(node, ast.Tuple):
+        return text.startswith("(")
+    if isinstance(node, ast.Constant):
+        return not isinstance(node.value, int | float) or isinstance(node.value, bool)
+    return isinstance(node, _CLOSED)
+
+
+def _starts_of_lines(raw: bytes, first: int) -> list[int]:
+    """Where each line begins. Only what ends a line for Python counts: a form feed does not."""
+    starts = [match.start() for match in _LINE.finditer(raw)]
+    return [first, *starts[1:]]
