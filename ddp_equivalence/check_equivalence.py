@@ -220,7 +220,7 @@ def _different_if_comparable(
         findings = races.with_race(analysis.findings, verdict.evidence, verdict.comparison)
         repeated = analysis.repeated
     if not wrong:
-        analysis.compare_with_one_rank()
+        analysis.look_further()
     if wrong:
         others = (replace(finding, accepted=False) for finding in findings)
         findings = (finding_of_wrong_collectives(wrong), *others)

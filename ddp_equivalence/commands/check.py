@@ -122,6 +122,14 @@ def _add_options_of_the_check(parser: argparse.ArgumentParser) -> None:
         help="the time that one collective gets; default half of the deadline",
     )
     parser.add_argument(
+        "--trial-seconds",
+        type=float,
+        metavar="SECONDS",
+        default=settings.Settings.trial_seconds,
+        help="the time for trying small edits of a step that differs without a known cause, and "
+        "so finding the line to change; 0: none are tried; default %(default)g",
+    )
+    parser.add_argument(
         "--in-process",
         action="store_true",
         default=None,
@@ -143,7 +151,11 @@ def run(arguments: argparse.Namespace) -> int:
     require_writable_folder("export_repro", arguments.export_repro)
     _check_exploration(arguments)
     start_early()  # the ranks' server imports torch while this process does
-    reports = settings.replaced(full_report=arguments.full, full_report_with="--full")
+    reports = settings.replaced(
+        full_report=arguments.full,
+        full_report_with="--full",
+        trial_seconds=arguments.trial_seconds,
+    )
     with settings.using(replace(reports, repeat=repeating_command(arguments))):
         return _run(arguments, path, name)
 

@@ -23,6 +23,7 @@ from ddp_equivalence.diagnosis.drawn_findings import findings_of_drawn
 from ddp_equivalence.diagnosis.drawn_numbers import DrawnView, drawn_view
 from ddp_equivalence.diagnosis.example_gradients import GradientCache
 from ddp_equivalence.diagnosis.finding import Finding
+from ddp_equivalence.diagnosis.kept_elements import kept_elements
 from ddp_equivalence.diagnosis.localisation import Localisation, localise, multiples_of_weights
 from ddp_equivalence.diagnosis.measured_view import (
     first_wrong_step,
@@ -31,6 +32,8 @@ from ddp_equivalence.diagnosis.measured_view import (
 )
 from ddp_equivalence.diagnosis.nearest_fault import NearestFault, nearest_fault
 from ddp_equivalence.diagnosis.reference_draws import ReferenceDraws, draws_of_the_big_batch
+from ddp_equivalence.diagnosis.repairs.find_repairs import find_repairs
+from ddp_equivalence.diagnosis.repairs.repair import Repairs
 from ddp_equivalence.diagnosis.setting import setting_of
 from ddp_equivalence.diagnosis.share_fit import NoShares
 from ddp_equivalence.diagnosis.shares import Shares, shares_of
@@ -53,12 +56,6 @@ from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.strategies.sharded_batch import sharded_batches
 
-MAX_ELEMENTS = 2_000_000
-"""Up to this many ranks x elements, the diagnosis keeps all elements; of more it keeps some."""
-
-MAX_SELECTED = 200_000
-"""The ranks x elements that are then kept: enough to tell causes apart, few beside the model."""
-
 
 class Analysis:
     """Everything about a check that is costly to compute. Each part is computed once, if asked for.
@@ -78,12 +75,17 @@ class Analysis:
         self.why_not_watched = ""
         self.time = TimeLeft()
         self._beside: beside_one_rank.BesideOneRank | None = None
+        self.repairs = Repairs()
 
-    def compare_with_one_rank(self) -> None:
-        """Run the step on one rank as well, where a difference has no known cause."""
-        has_cause = bool(self.findings) and self.findings[0].accepted
-        if self.view is not None and not has_cause:
+    def look_further(self) -> None:
+        """Where a difference has no known cause: run the step on one rank as well, and edited."""
+        best = self.findings[0] if self._has_cause else None
+        if self.view is not None and best is None:
             self._beside = beside_one_rank.beside_one_rank(self.view, self._request)
+        if self.drawn is None and (best is None or best.is_guess or not best.lines):
+            whereabouts = self.localisation.whereabouts if best is None else None
+            lines = best.lines if best is not None else whereabouts.lines if whereabouts else ()
+            self.repairs = find_repairs(self._request, self._expected, lines, self.time)
 
     @property
     def lowest_dtype(self) -> torch.dtype:
@@ -93,15 +95,7 @@ class Analysis:
     @cached_property
     def sample(self) -> ElementSample[GradientKey]:
         """The elements that are kept of the gradients that the ranks send."""
-        sizes = {
-            key: value.numel()
-            for key, value in self._expected.reference.expected.items()
-            if value is not None
-        }
-        world_size = self._request.case.ranks.world_size
-        if sum(sizes.values()) * world_size <= MAX_ELEMENTS:
-            return ElementSample.at_most(MAX_ELEMENTS, sizes)
-        return ElementSample.at_most(MAX_SELECTED // world_size, sizes)
+        return kept_elements(self._expected, self._request.case.ranks.world_size)
 
     def sample_of_step(self, step: int) -> ElementSample[str]:
         """The elements that are kept of one step's gradients, by parameter name."""
@@ -174,7 +168,7 @@ class Analysis:
 
     @cached_property
     def view_of_own_draws(self) -> View | None:
-        """The same with the random numbers that the big batch draws by itself, as other checks do."""
+        """The same with the random numbers that the big batch draws by itself."""
         if self.measurement is None or self.why_no_view:
             return None
         step = self.first_wrong_step
@@ -240,14 +234,16 @@ class Analysis:
             if structure or not self._later_weights_are_wrong:
                 return Localisation(whereabouts=where)
             return Localisation(weight_multiples=self._multiples_of_weights(), whereabouts=where)
-        has_cause = bool(self.findings) and self.findings[0].accepted
         with self.time.counted(LOSS):
-            found = localise(
-                self.view, self.measurement.comparison, has_cause, self.why_not_watched
-            )
+            comparison, why = self.measurement.comparison, self.why_not_watched
+            found = localise(self.view, comparison, self._has_cause, why)
         if self._beside is None or found.whereabouts is None:
             return found
         return replace(found, whereabouts=with_one_rank(found.whereabouts, self._beside, self.view))
+
+    @property
+    def _has_cause(self) -> bool:
+        return bool(self.findings) and self.findings[0].accepted
 
     @property
     def _later_weights_are_wrong(self) -> bool:

@@ -19,6 +19,7 @@ WRONG_HALF = "the half of the step that is wrong"
 LOSS = "the loss of the big batch"
 WHEREABOUTS = "where the difference is"
 NEAREST = "nearest known fault"
+EDITS = "edits of the step"
 DRAWS = "the big batch with the random numbers of the ranks"
 """The parts of an explanation, as a report names those that there was no time for."""
 
@@ -79,9 +80,14 @@ class TimeLeft:
                 self._spent, self._resumed = self._spent_until_now(), None
             self._part, self._detail = outer[1], ""
 
+    @property
+    def seconds(self) -> float:
+        """How many are left; infinite without a deadline."""
+        return self._allowed - self._spent_until_now()
+
     def require(self, seconds: float = 0.0) -> None:
         """Raises OutOfTime unless more than this many seconds are left."""
-        if self._allowed - self._spent_until_now() <= seconds:
+        if self.seconds <= seconds:
             raise OutOfTime
 
     @contextmanager

@@ -93,13 +93,8 @@ def message_for(
 
     Raises BadCase if the step cannot be pickled.
     """
-    work = Work(
-        case=request.case,
-        step=request.step,
-        compare=request.compare,
-        lr=request.lr,
-        steps=request.steps,
-        plant=request.plant,
+    work = replace(
+        work_of(request),
         observe=observe,
         look_for_float32=look_for_float32,
         log_operations=log_operations,
@@ -113,6 +108,18 @@ def message_for(
     except Exception as error:
         right = f"a function that cloudpickle can carry to the ranks; {error}"
         raise BadCase("step", name_of(request.step), right) from error
+
+
+def work_of(request: Request) -> Work:
+    """The work of the ranks, without anything that is only looked at."""
+    return Work(
+        case=request.case,
+        step=request.step,
+        compare=request.compare,
+        lr=request.lr,
+        steps=request.steps,
+        plant=request.plant,
+    )
 
 
 def measure(
@@ -148,7 +155,7 @@ def measure(
     if tolerance.dtype is not torch.float64:
         autocast = autocast_of(evidence)
     measurement = Measurement(
-        comparison=_finished(comparator, expected, tolerance, autocast),
+        comparison=finished(comparator, expected, tolerance, autocast),
         evidence=dict(sorted(evidence.items())),  # ranks report in any order
         measured={
             rank: {
@@ -168,7 +175,7 @@ def measure(
             on_device = rounding_on_device(ranks, request, autocast, deadline)
         if on_device is not None:
             tolerance = replace(tolerance, measured_on=evidence[0].device)
-            measurement.comparison = _finished(
+            measurement.comparison = finished(
                 comparator, expected, tolerance, autocast, on_device.noise
             )
     return measurement
@@ -180,7 +187,7 @@ def autocast_of(evidence: Mapping[int, Evidence]) -> torch.dtype | None:
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
 
-def _finished(
+def finished(
     comparator: Comparator,
     expected: Expected,
     tolerance: Tolerance,

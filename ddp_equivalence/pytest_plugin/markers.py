@@ -12,8 +12,8 @@ MARKERS = (
     "emulated: one process on the CPU does what nn.DataParallel does on several GPUs",
     "data_parallel: runs the real nn.DataParallel on two or more GPUs",
     "difference: the case is known to differ from one big batch",
-    "ddp(deadline, collective_deadline, fresh_ranks, in_process, allow_changes, second_look): "
-    "settings of the checks made by this test",
+    "ddp(deadline, collective_deadline, fresh_ranks, in_process, allow_changes, second_look, "
+    "trial_seconds): settings of the checks made by this test",
     "self_check: checks made by this test are left out of the closing table",
     "planted_fault(name): the table counts checks made by this test as plantings of this fault",
     "trial(strategy, layout, lane): one case of the catalogue, for the closing table",
@@ -26,6 +26,7 @@ MARKER_SETTINGS = {
     "in_process": "True or False",
     "allow_changes": "True or False",
     "second_look": "True or False",
+    "trial_seconds": "a number of seconds, or 0 for no trials of edits",
 }
 """Setting of ``@pytest.mark.ddp`` -> the values that it accepts."""
 
@@ -63,7 +64,9 @@ def _check_settings(where: str, marker: pytest.Mark) -> None:
             raise pytest.UsageError(f"{where}({name}): expected one of {names}")
         right = MARKER_SETTINGS[name]
         is_bool = isinstance(value, bool)
-        is_seconds = isinstance(value, int | float) and not is_bool and 0 < value < float("inf")
+        may_be_zero = name == "trial_seconds" and value == 0
+        is_number = isinstance(value, int | float) and not is_bool
+        is_seconds = is_number and (0 < value < float("inf") or may_be_zero)
         if not (is_bool if right == "True or False" else is_seconds):
             raise pytest.UsageError(f"{where}({name}={value!r}): expected {right}")
     deadline, collective = map(marker.kwargs.get, ("deadline", "collective_deadline"))

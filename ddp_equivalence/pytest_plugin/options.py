@@ -85,6 +85,14 @@ def _add_options_of_checks(group: pytest.OptionGroup) -> None:
         "it is watched",
     )
     group.addoption(
+        "--ddp-trial-seconds",
+        type=_seconds_or_none,
+        default=settings.Settings.trial_seconds,
+        metavar="SECONDS",
+        help="the time that a check may take to try small edits of a step that differs without a "
+        "known cause, and so to find the line to change; 0: none are tried; default %(default)g",
+    )
+    group.addoption(
         "--plant",
         metavar="NAME",
         help="break training in a known way in every test (sum_not_mean, rank_left_out ...; "
@@ -131,6 +139,10 @@ def _add_options_of_results(group: pytest.OptionGroup) -> None:
     group.addoption("--ddp-suite-run", action="store_true", help=argparse.SUPPRESS)
     group.addoption("--ddp-plan", action="store_true", help=argparse.SUPPRESS)
     group.addoption("--ddp-record", type=Path, help=argparse.SUPPRESS)
+
+
+def _seconds_or_none(text: str) -> float:
+    return 0.0 if text == "0" else _seconds(text)
 
 
 def _seconds(text: str) -> float:
@@ -182,6 +194,7 @@ def settings_of_run(config: pytest.Config, run_until: float | None) -> settings.
         in_process=option("--in-process"),
         allow_changes=option("--ddp-allow-changes"),
         second_look=not option("--ddp-no-second-look"),
+        trial_seconds=option("--ddp-trial-seconds"),
         must_run=tuple(option("--must-run")),
         width=width_of(sys.stdout, widest) - MARGIN_OF_PYTEST,
         full_report=option("--ddp-full"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.report.line import Line, labelled, paragraph
+from ddp_equivalence.report.trials import trial_lines
 from ddp_equivalence.report.watched_run import at_the_loss
 from ddp_equivalence.report.wrapping import rank_names
 
@@ -44,7 +45,11 @@ MOST_WEIGHTS = 4
 
 
 def cause_lines(verdict: Verdict) -> list[Line]:
-    """What happened, what was seen of it, and where to look."""
+    """What happened, what was seen of it, where to look, and which edits of the step were tried."""
+    return [*_cause_lines(verdict), *trial_lines(verdict)]
+
+
+def _cause_lines(verdict: Verdict) -> list[Line]:
     best = verdict.findings[0] if verdict.findings else None
     if best is None or not best.accepted:
         return _without_a_cause(verdict)

@@ -17,6 +17,7 @@ from ddp_equivalence.diagnosis.divisors import Divisors
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.localisation import Localisation
 from ddp_equivalence.diagnosis.nearest_fault import NearestFault
+from ddp_equivalence.diagnosis.repairs.repair import Repairs
 from ddp_equivalence.diagnosis.share_fit import NoShares
 from ddp_equivalence.diagnosis.shares import Shares
 from ddp_equivalence.diagnosis.time_left import CAUSES
@@ -182,6 +183,11 @@ class Verdict:
     def localisation(self) -> Localisation:
         """Where the difference lies, beside its cause."""
         return Localisation() if self.analysis is None else self.analysis.localisation
+
+    @property
+    def repairs(self) -> Repairs:
+        """The edits of the step that were tried, if it differs without a cause that was seen."""
+        return Repairs() if self.analysis is None else self.analysis.repairs
 
     @property
     def view(self) -> View | None:

@@ -29,7 +29,11 @@ def fix_lines(verdict: Verdict, width: int, most: int) -> list[Line]:
 
 
 def _fixes(verdict: Verdict) -> list[str]:
-    """The fix of each cause; without a cause, that of the place where the difference is."""
+    """The edit that repairs the step, if one was found; otherwise the fix of each cause; without a
+    cause, that of the place where the difference is.
+    """
+    if verdict.repairs.found:
+        return [verdict.repairs.fix]
     best = verdict.findings[0] if verdict.findings else None
     if best is not None and best.accepted:
         fixes = [one.fix for one in (best, *best.more)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ddp_equivalence.diagnosis.repairs.repair import lines_of_repairs
 from ddp_equivalence.report.line import Line
 from ddp_equivalence.report.short.definition import link_to, source_of
 from ddp_equivalence.report.short.text import cut, wrapped_lines
@@ -21,19 +23,30 @@ LONGEST_SOURCE = 60
 def pointed_lines(verdict: Verdict, most: int = MOST_LINES) -> list[PointedLine]:
     """The lines that the causes point at, each once; the line of the fault is always among them.
 
-    Without a cause, the lines that show where the difference is.
+    Without a cause, the lines that show where the difference is. Before them come the lines of
+    which a small edit repairs the step.
     """
+    repaired = list(lines_of_repairs(verdict.repairs))
+    if not repaired:
+        return _fewer(_lines_of_cause(verdict), most)
+    edited = {(one.line.file, one.line.number) for one in repaired}
+    others = (replace(one, is_fault=False) for one in _lines_of_cause(verdict))
+    beside = [one for one in others if (one.line.file, one.line.number) not in edited]
+    return _fewer([*repaired[: max(1, most - 1)], *beside], most)
+
+
+def _lines_of_cause(verdict: Verdict) -> list[PointedLine]:
     best = verdict.findings[0] if verdict.findings else None
     if best is None or not best.accepted:
         whereabouts = verdict.localisation.whereabouts
-        return [] if whereabouts is None else _fewer(list(whereabouts.lines), most)
+        return [] if whereabouts is None else list(whereabouts.lines)
     found: dict[tuple[str, int], PointedLine] = {}
     for finding in (best, *best.more):
         for pointed in finding.lines:
             place = pointed.line.file, pointed.line.number
             if place not in found or (pointed.is_fault and not found[place].is_fault):
                 found[place] = pointed
-    return _fewer(list(found.values()), most)
+    return list(found.values())
 
 
 def _fewer(pointed_at: list[PointedLine], most: int) -> list[PointedLine]:

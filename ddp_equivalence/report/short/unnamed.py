@@ -28,7 +28,10 @@ def _where(verdict: Verdict) -> Iterator[str]:
     yield from filter(None, (localisation.rows,))
     if localisation.whereabouts is not None:
         whereabouts = localisation.whereabouts
-        yield from filter(None, (whereabouts.beside_one_rank, whereabouts.sentence))
+        texts = [whereabouts.beside_one_rank, whereabouts.sentence]
+        if verdict.repairs.found:  # the lines that these texts say are marked are not
+            texts = [whereabouts.beside_one_rank.partition(" > ")[0]]
+        yield from filter(None, texts)
     by_module = (localisation.findings_by_module or {}).items()
     certain = [(module, one.cause) for module, one in by_module if not one.fitted]
     for module, cause in certain[:MOST_MODULES]:

@@ -1,0 +1,173 @@
+"""Tries small edits of a step whose difference has no known cause, and keeps those that repair it.
+
+The idea is that of mutation-based fault localisation (Papadakis and Le Traon, "Metallaxis-FL:
+mutation-based fault localization", 2015): a line is suspicious if a change of it changes the
+result. Here the change must make every gradient that of the big batch.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from time import monotonic
+
+from ddp_equivalence.case import settings
+from ddp_equivalence.case.edit import Edit
+from ddp_equivalence.comparison.expected import Expected
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.repairs.edits import edits_of
+from ddp_equivalence.diagnosis.repairs.repair import Repair, Repairs, repair_of
+from ddp_equivalence.diagnosis.repairs.rules import RULES
+from ddp_equivalence.diagnosis.time_left import EDITS, TimeLeft
+from ddp_equivalence.faults.plant import without_planted_faults
+from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.measurement.edited_code import EditedCode
+from ddp_equivalence.measurement.locals_seen import LocalsSeen
+from ddp_equivalence.measurement.request import Request
+from ddp_equivalence.measurement.trials import try_edits
+from ddp_equivalence.reference import big_batch
+
+NEAR = 2
+"""Lines at this distance from one that the report points at are tried soon after it."""
+
+PER_TIER = 8
+"""A line that is less suspicious by one tier is worth as much as an edit that is less likely by so
+many places in the table of rules."""
+
+LIKELINESS = tuple(dict.fromkeys(rule.kind for rule in RULES))
+"""The kinds of edits, the most likely first."""
+
+TIMES_IN_A_PROCESS = 6
+"""A process spends so many times the seconds of one check on trials, however many checks differ."""
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+_spent = 0.0
+
+
+def find_repairs(
+    request: Request, expected: Expected, pointed: Sequence[PointedLine], time: TimeLeft
+) -> Repairs:
+    """Try edits of the lines that the step runs, and that the loss of the big batch does not run.
+
+    ``pointed``: the lines that the report points at without this; they are edited first.
+    ``time``: what explaining the difference may take; half of it may be used for this.
+    """
+    global _spent
+    most = settings.current().trial_seconds
+    seconds = min(most, TIMES_IN_A_PROCESS * most - _spent, time.seconds / 2)
+    if (
+        request.strategy is not None
+        or request.in_process
+        or not request.second_look
+        or seconds <= 0
+    ):
+        return Repairs()
+    began = monotonic()
+    proposals: list[tuple[Edit, bytes]] = []
+
+    def propose(seen: LocalsSeen) -> list[EditedCode]:
+        found = []
+        for edit, source in _in_order(request, seen, pointed):
+            code = edited_code(edit, source)
+            if code is not None:
+                found.append(code)
+                proposals.append((edit, source))
+        return found
+
+    with time.counted(EDITS):
+        tried = try_edits(request, expected, propose, seconds, time.show)
+    _spent += monotonic() - began
+    right = [repair_of(*proposals[number]) for number in tried.right]
+    repairs = _first_of_each_line(right)
+    return Repairs(repairs, len(right), tried.count, tried.of, tried.why_not)
+
+
+def _in_order(
+    request: Request, seen: LocalsSeen, pointed: Sequence[PointedLine]
+) -> list[tuple[Edit, bytes]]:
+    of_the_case = lines_of_the_big_batch(request)
+    found: list[tuple[int, int, Edit, bytes]] = []
+    for file, lines in seen.lines.items():
+        text = "".join(linecache.getlines(file))
+        own = lines - of_the_case.get(file, set())
+        try:
+            edits = edits_of(file, text, own, _values(file, text, seen))
+        except (SyntaxError, ValueError):
+            continue
+        source = text.encode()
+        tier = partial(_tier, pointed)
+        for number, edit in enumerate(edits):
+            cost = PER_TIER * tier(file, edit.line) + LIKELINESS.index(edit.kind)
+            found.append((cost, number, edit, source))
+    return [(edit, source) for *_, edit, source in sorted(found, key=lambda one: one[:2])]
+
+
+def _tier(pointed: Sequence[PointedLine], file: str, line: int) -> int:
+    """0 for a line that the report marks, and more the further away a line is from such lines."""
+    tiers = [4]
+    for one in pointed:
+        if one.line.file == file:
+            away = abs(one.line.number - line)
+            if away == 0:
+                tiers.append(0 if one.is_fault else 1)
+            elif away <= NEAR:
+                tiers.append(2)
+            else:
+                tiers.append(3)
+    return min(tiers)
+
+
+def lines_of_the_big_batch(request: Request) -> Mapping[str, set[int]]:
+    """File -> the lines of the user's code that compute the gradients of the big batch.
+
+    They are right by definition.
+    """
+    seen = LocalsSeen()
+    with without_planted_faults(), seen.watching():
+        big_batch(request.case, request.compare, request.lr, request.steps)
+    return seen.lines
+
+
+def _values(file: str, text: str, seen: LocalsSeen) -> dict[int, Mapping[str, str]]:
+    """The line of each ``def`` -> the descriptions of its local names."""
+    found: dict[int, Mapping[str, str]] = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, FUNCTIONS):
+            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            if (file, first) in seen.values:
+                found[node.lineno] = seen.values[file, first]
+    return found
+
+
+def edited_code(edit: Edit, source: bytes) -> EditedCode | None:
+    """The statement at the top of the file that holds the edit; None if it does not hold it all."""
+    lines = source.splitlines(keepends=True)
+    for statement in _statements(source):
+        first, last = _first_line(statement), statement.end_lineno or statement.lineno
+        start = sum(map(len, lines[: first - 1]))
+        end = start + sum(map(len, lines[first - 1 : last]))
+        if start <= edit.start and edit.end <= end:
+            after = source[start : edit.start] + edit.text.encode() + source[edit.end : end]
+            return EditedCode(edit.file, first, source[start:end].decode(), after.decode())
+    return None
+
+
+@lru_cache(maxsize=8)
+def _statements(source: bytes) -> list[ast.stmt]:
+    return ast.parse(source).body
+
+
+def _first_line(statement: ast.stmt) -> int:
+    decorators = getattr(statement, "decorator_list", [])
+    return min([statement.lineno, *(int(one.lineno) for one in decorators)])
+
+
+def _first_of_each_line(repairs: Sequence[Repair]) -> tuple[Repair, ...]:
+    first: dict[CodeLine, Repair] = {}
+    for one in repairs:
+        first.setdefault(one.line, one)
+    return tuple(first.values())

@@ -1,0 +1,81 @@
+"""An edit of the user's code with which every rank was seen to hold the big batch's gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ddp_equivalence.case.edit import Edit, EditKind
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.measurement.calls import CodeLine
+
+LONGEST = 60
+"""Longer code is cut."""
+
+WHOLE_STATEMENTS = {
+    EditKind.STATEMENT_LEFT_OUT: "without this statement",
+    EditKind.STATEMENTS_SWAPPED: "with this statement behind the next one",
+    EditKind.MOVED_OUT: "with this statement behind the block that it stands in",
+    EditKind.MOVED_IN: "with this statement at the end of the block above it",
+    EditKind.CONTEXT_LEFT_OUT: "without this `with`",
+}
+"""Edits that are easier said than shown."""
+
+
+@dataclass(frozen=True)
+class Repair:
+    """``before``, ``after``: the code that was replaced, and what stood there instead."""
+
+    line: CodeLine
+    before: str
+    after: str
+    kind: EditKind
+
+    @property
+    def text(self) -> str:
+        """The change, as part of a sentence: ``with `a - b` in place of `a + b` ``."""
+        if self.kind in WHOLE_STATEMENTS:
+            return WHOLE_STATEMENTS[self.kind]
+        return f"with `{_on_one_line(self.after)}` in place of `{_on_one_line(self.before)}`"
+
+
+@dataclass(frozen=True)
+class Repairs:
+    """What the trials of edits have shown: ``found``, one for each line, the most likely first.
+
+    ``right``: how many edits repair the step, several of one line among them. ``tried``: how many
+    were tried, ``of`` so many. ``why_not``: why none was tried.
+    """
+
+    found: tuple[Repair, ...] = ()
+    right: int = 0
+    tried: int = 0
+    of: int = 0
+    why_not: str = ""
+
+    @property
+    def fix(self) -> str:
+        """Which edit repairs the step, and how many others do not; "" if none was found."""
+        if not self.found:
+            return ""
+        first, others = self.found[0], self.tried - self.right
+        change = f"make the change of line {first.line.number} that was tried, or one like it"
+        return f"{change}; {others} other changes did not help" if others else change
+
+
+def lines_of_repairs(repairs: Repairs) -> Iterator[PointedLine]:
+    """The lines that were edited, for a report; the first is the most likely one."""
+    for number, one in enumerate(repairs.found):
+        note = f"tried: {one.text}, every gradient is that of the big batch"
+        yield PointedLine(one.line, note, is_fault=number == 0)
+
+
+def repair_of(edit: Edit, source: bytes) -> Repair:
+    """``source``: the file before the edit."""
+    before = source[edit.start : edit.end].decode()
+    return Repair(CodeLine(edit.file, edit.line), before, edit.text, edit.kind)
+
+
+def _on_one_line(code: str) -> str:
+    text = " ".join(code.split())
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

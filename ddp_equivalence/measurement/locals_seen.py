@@ -1,0 +1,85 @@
+"""Records which lines of the user's code run, and what kind of value each local name holds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+from ddp_equivalence.measurement.code_lines import is_users
+
+MOST_LINES = 20_000
+"""So many lines are remembered."""
+
+MOST_ATTRIBUTES = 50
+"""Of an object with more attributes, none is described."""
+
+
+@dataclass
+class LocalsSeen:
+    """``lines``: file -> the lines that have run.
+
+    ``values``: (file, first line of a function, with its decorators) -> name of a local variable,
+    or ``self.x`` for an attribute of self -> a description of its value when the function ended,
+    such as "tensor float64 3x4" or "int".
+    """
+
+    lines: dict[str, set[int]] = field(default_factory=dict)
+    values: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict)
+
+    def add(self, other: LocalsSeen) -> None:
+        """Take over what another rank has seen, where this one has seen nothing."""
+        for file, lines in other.lines.items():
+            self.lines.setdefault(file, set()).update(lines)
+        for place, values in other.values.items():
+            self.values[place] = values | self.values.get(place, {})
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record inside the block, unless somebody else traces this thread already."""
+        if sys.gettrace() is not None:
+            yield
+            return
+        sys.settrace(self._on_call)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+    def _on_call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._on_line if is_users(frame.f_code.co_filename) else None
+
+    def _on_line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        if event == "line":
+            lines = self.lines.setdefault(code.co_filename, set())
+            if len(lines) < MOST_LINES:
+                lines.add(frame.f_lineno)
+        elif event == "return":
+            known = self.values.setdefault((code.co_filename, code.co_firstlineno), {})
+            known.update({name: described(value) for name, value in _named(frame)})
+        return self._on_line
+
+
+def _named(frame: FrameType) -> Iterator[tuple[str, object]]:
+    yield from frame.f_locals.items()
+    owner = frame.f_locals.get("self")
+    attributes: Mapping[str, object] = getattr(owner, "__dict__", {})
+    if isinstance(owner, nn.Module):
+        attributes = {name: one for name, one in attributes.items() if not name.startswith("_")}
+    if len(attributes) <= MOST_ATTRIBUTES:
+        for name, value in attributes.items():
+            yield f"self.{name}", value
+
+
+def described(value: object) -> str:
+    """What kind of value this is. Values with the same description can stand for each other."""
+    if isinstance(value, Tensor):
+        shape = "x".join(map(str, value.shape))
+        return f"tensor {str(value.dtype).removeprefix('torch.')} {shape}".rstrip()
+    return type(value).__name__

@@ -1,0 +1,147 @@
+"""Runs edited versions of a step on ranks, and finds those that give the big batch's gradients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ddp_equivalence.comparison.chunks import RawChunk
+from ddp_equivalence.comparison.comparator import Comparator
+from ddp_equivalence.comparison.expected import Expected
+from ddp_equivalence.comparison.tolerance import Tolerance
+from ddp_equivalence.measurement.edited_code import EditedCode
+from ddp_equivalence.measurement.locals_seen import LocalsSeen
+from ddp_equivalence.measurement.measure import autocast_of, finished, work_of
+from ddp_equivalence.measurement.request import Request
+from ddp_equivalence.measurement.trial_on_rank import Trial, TrialFailed, run_trial
+from ddp_equivalence.measurement.work import Evidence
+from ddp_equivalence.ranks import pickling
+from ddp_equivalence.ranks.failure import RankFailed
+from ddp_equivalence.ranks.rank_set import RankSet
+from ddp_equivalence.ranks.warm_ranks import warm_ranks
+
+LEAST_DEADLINE = 1.0
+TIMES_THE_STEP = 5.0
+"""An edited step gets ``TIMES_THE_STEP`` times the seconds of the step itself, and at least
+``LEAST_DEADLINE`` seconds: many edits leave ranks that wait for each other."""
+
+AFTER_THE_FIRST = 50
+"""So many more edits are tried once one is right, to see whether others are."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """``right``: the indices of the edits with which all ranks hold the big batch's gradients.
+
+    ``count``: how many edits were tried, ``of`` so many. ``why_not``: why none was tried.
+    """
+
+    right: tuple[int, ...] = ()
+    count: int = 0
+    of: int = 0
+    why_not: str = ""
+
+
+def try_edits(
+    request: Request,
+    expected: Expected,
+    propose: Callable[[LocalsSeen], Sequence[EditedCode]],
+    seconds: float,
+    show: Callable[[str], object],
+) -> Tried:
+    """Run the step with edits of its code in turn, on ranks that do nothing else.
+
+    ``propose``: gives the edits, once it is known what the step runs. It ends
+    ``AFTER_THE_FIRST`` edits after one that is right, or after so many seconds. The step first runs
+    as it is. If it would change anything outside its process then, no edit is tried. ``show``: is
+    told how far this is.
+    """
+    trials = _Trials(request, expected, propose, min(seconds, request.deadline))
+    until = time.monotonic() + seconds
+    timeout = min(request.collective_deadline, request.deadline / 2)
+    while trials.remain and time.monotonic() < until:
+        try:
+            # An edited step may leave anything behind, so these ranks are stopped afterwards.
+            with warm_ranks().acquire(
+                request.processes, request.lane, timeout, fresh=True
+            ) as ranks:
+                while trials.remain and time.monotonic() < until and not ranks.broken:
+                    trials.run_next(ranks)
+                    show(f"{trials.count} of {len(trials.edits or ())}")
+        except RankFailed as error:
+            if trials.edits is None:
+                return Tried(why_not=str(error))
+    return Tried(tuple(trials.right), trials.count, len(trials.edits or ()), trials.why_not)
+
+
+class _Trials:
+    """The trials that were made and that remain. The first runs the step as it is."""
+
+    def __init__(
+        self,
+        request: Request,
+        expected: Expected,
+        propose: Callable[[LocalsSeen], Sequence[EditedCode]],
+        deadline: float,
+    ) -> None:
+        self._request, self._expected, self._propose = request, expected, propose
+        self._deadline = deadline
+        self.edits: Sequence[EditedCode] | None = None
+        self.right: list[int] = []
+        self.count = 0
+        self.why_not = ""
+
+    @property
+    def remain(self) -> bool:
+        if self.edits is None or self.why_not:
+            return not self.why_not
+        most = self.right[0] + 1 + AFTER_THE_FIRST if self.right else len(self.edits)
+        return self.count < min(most, len(self.edits))
+
+    def run_next(self, ranks: RankSet) -> None:
+        """Raises RankFailed if the ranks failed; the trial then counts as made."""
+        if self.edits is None:
+            self._run_as_it_is(ranks)
+            return
+        number, self.count = self.count, self.count + 1
+        result, _ = self._run(ranks, self.edits[number])
+        if result is True:
+            self.right.append(number)
+
+    def _run_as_it_is(self, ranks: RankSet) -> None:
+        began = time.monotonic()
+        result, seen = self._run(ranks, None)
+        self._deadline = max(LEAST_DEADLINE, TIMES_THE_STEP * (time.monotonic() - began))
+        if isinstance(result, TrialFailed):
+            self.why_not = result.acted_outside or result.what
+        self.edits = () if self.why_not else self._propose(seen)
+
+    def _run(
+        self, ranks: RankSet, edited: EditedCode | None
+    ) -> tuple[bool | TrialFailed, LocalsSeen]:
+        """Whether all ranks hold the gradients of the big batch, and what they have run."""
+        ranks.submit(pickling.dumps(run_trial, Trial(work_of(self._request), edited)))
+        reference = self._expected.reference
+        tolerance = Tolerance(reference.lowest_dtype, exact=self._request.case.exact)
+        comparator = Comparator(reference.expected, self._expected.described, tolerance)
+        evidence: dict[int, Evidence] = {}
+        failed: TrialFailed | None = None
+        seen = LocalsSeen()
+        for rank, result in ranks.collect(self._deadline):
+            if isinstance(result, TrialFailed):
+                failed = result
+            elif isinstance(result, LocalsSeen):
+                seen.add(result)
+            elif isinstance(result, Evidence):
+                evidence[rank] = result
+                comparator.begin(rank, result.gradients)
+            else:
+                assert isinstance(result, list)
+                for raw in result:
+                    assert isinstance(raw, RawChunk)
+                    comparator.add(rank, raw.open())
+        if failed is not None:
+            return failed, seen
+        same = finished(comparator, self._expected, tolerance, autocast_of(evidence)).same
+        return same, seen
