@@ -1,4 +1,4 @@
-"""A change of some bytes that a rule proposes, and where the node stands that it is proposed for."""
+"""A change of some bytes that a rule proposes, and the place of the node that it is for."""
 
 from __future__ import annotations
 
@@ -10,20 +10,14 @@ from typing import Generic, TypeVar
 from ddp_equivalence.case.edit import EditKind
 from ddp_equivalence.diagnosis.repairs.file_facts import FileFacts
 from ddp_equivalence.diagnosis.repairs.names_in_scope import Scope
-from ddp_equivalence.diagnosis.repairs.source import Source, is_closed
+from ddp_equivalence.diagnosis.repairs.parentheses import are_needed, closed
+from ddp_equivalence.diagnosis.repairs.source import Source
 
-# Whatever stands in one of these places needs no parentheses.
-_ROOMY = (
-    ast.Assign,
-    ast.AugAssign,
-    ast.Return,
-    ast.Expr,
-    ast.Call,
-    ast.keyword,
-    ast.List,
-    ast.If,
-    ast.While,
-)
+# Attributes of tensors, modules and ranks that are no tensors.
+NUMBERS = {
+    *("shape", "dtype", "device", "ndim", "training", "requires_grad", "is_sparse"),
+    *("rank", "local_rank", "node", "world_size", "local_world_size", "nodes"),
+}
 
 
 @dataclass(frozen=True)
@@ -47,10 +41,6 @@ class Place:
         """The text of a node as the user has written it."""
         return self.source.text(node)
 
-    def operand(self, node: ast.expr) -> str:
-        """The text of a node, in parentheses if it could fall apart in a larger expression."""
-        return self.source.operand(node)
-
     def parent(self, node: ast.AST) -> ast.AST:
         """The node directly around a node."""
         return self.source.parents[node]
@@ -60,26 +50,83 @@ class Place:
         parent = self.parent(node)
         return isinstance(parent, ast.Call) and parent.func is node
 
+    def called_name(self, node: ast.Call) -> str:
+        """The name of what is called, without what stands before it."""
+        match node.func:
+            case ast.Name(id=name) | ast.Attribute(attr=name):
+                return name
+            case _:
+                return ""
+
+    def closed(self, node: ast.expr) -> str:
+        """The text of an expression, so that it can get an attribute or an index."""
+        return closed(self.text(node))
+
+    def new_line(self, like: ast.stmt) -> str:
+        """What begins a new line with the indentation of a statement."""
+        return self.source.line_end() + (self.source.indentation(like) or "")
+
+    def may_be_tensor(self, node: ast.expr) -> bool:
+        """False where the source, or a run, shows that a value is no tensor.
+
+        Calls and operations have no description, and may be tensors.
+        """
+        match node:
+            case ast.Name(id=name):
+                return name in self.scope.names and self.scope.may_be_tensor(name)
+            case ast.Attribute():
+                text = self.text(node)
+                return (
+                    text.split(".")[0] not in self.facts.modules
+                    and node.attr not in NUMBERS
+                    and self.scope.may_be_tensor(text)
+                )
+            case ast.Call() | ast.BinOp() | ast.Subscript() | ast.Tuple():
+                return True
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return self.may_be_tensor(operand)
+            case _:
+                return False
+
+    def world_size(self) -> str | None:
+        """How the world size can be written here, with what the file has imported.
+
+        Only if it imports nothing for that, a rank that the function is given is asked.
+        """
+        return self.facts.world_size or self._of_rank("world_size")
+
+    def rank(self) -> str | None:
+        """How the number of this rank can be written here."""
+        return self._of_rank("rank") or self.facts.get_rank
+
+    def _of_rank(self, number: str) -> str | None:
+        if "rank" in self.scope.parameters and self.facts.has_rank_object:
+            return f"rank.{number}" if "int" not in self.scope.description("rank") else None
+        return None
+
+    def is_bound_elsewhere(self, name: str, statement: ast.stmt) -> bool:
+        """True if a name of the function has a value without this statement."""
+        inside = set(map(id, ast.walk(statement)))
+        return name in self.scope.parameters or any(
+            isinstance(one, ast.Name)
+            and one.id == name
+            and isinstance(one.ctx, ast.Store)
+            and id(one) not in inside
+            for one in ast.walk(self.scope.function)
+        )
+
     def replaced(self, node: ast.expr, text: str) -> Change:
         """Another expression in place of a node, in parentheses where they are needed."""
         start, end = self.source.span(node)
-        if self._needs_parentheses(node, text):
+        if are_needed(text, self.parent(node), node) and not self._has_parentheses(start, end):
             text = f"({text})"
         return Change(start, end, text)
 
-    def _needs_parentheses(self, node: ast.expr, text: str) -> bool:
-        try:
-            new = ast.parse(text, mode="eval").body
-        except SyntaxError:
-            return "\n" in text
-        parent = self.parent(node)
-        roomy = isinstance(parent, _ROOMY) and not self.is_called(node) and "\n" not in text
-        if is_closed(new, text) or roomy:
-            return False
-        start, end = self.source.span(node)
+    def _has_parentheses(self, start: int, end: int) -> bool:
         before = self.source.raw[:start].rstrip()
         after = self.source.raw[end:].lstrip()
-        return not (before.endswith(b"(") and after.startswith(b")"))
+        is_call = before[:-1].rstrip()[-1:].isalnum() or before[:-1].endswith((b")", b"]", b"_"))
+        return before.endswith(b"(") and after.startswith(b")") and not is_call
 
     def rewritten(self, statement: ast.stmt, text: str) -> Change:
         """Other text in place of a whole statement."""

@@ -6,7 +6,9 @@ import ast
 from collections import defaultdict
 from functools import cached_property
 
+from ddp_equivalence.diagnosis.repairs.names_in_scope import Function
 from ddp_equivalence.diagnosis.repairs.source import Source
+from ddp_equivalence.diagnosis.repairs.strings import Strings
 
 
 class FileFacts:
@@ -79,3 +81,74 @@ class FileFacts:
     def all_reduce(self) -> str | None:
         """How the file can call all_reduce."""
         return self.imported_as("torch.distributed.all_reduce")
+
+    @cached_property
+    def get_rank(self) -> str | None:
+        """How the file can ask for the number of this rank."""
+        called = self.imported_as("torch.distributed.get_rank")
+        return f"{called}()" if called else None
+
+    @cached_property
+    def has_rank_object(self) -> bool:
+        """True if the file reads a number of an object that is called ``rank``."""
+        return "rank" in self.attributes
+
+    @cached_property
+    def strings(self) -> Strings:
+        """The strings of the file, and which can stand for each other."""
+        return Strings(self._source.tree)
+
+    @cached_property
+    def constants(self) -> list[str]:
+        """The numbers that the module defines at its top."""
+        return [
+            target.id
+            for node in self._source.tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+            for target in node.targets
+            if isinstance(target, ast.Name) and isinstance(node.value.value, int | float)
+        ]
+
+    @cached_property
+    def called_methods(self) -> dict[str, list[str]]:
+        """Attributes of ``self`` of which a method with some name is called in the file."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for node in ast.walk(self._source.tree):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(
+                        attr=method,
+                        value=ast.Attribute(value=ast.Name(id="self"), attr=attribute),
+                    )
+                ):
+                    if attribute not in found[method]:
+                        found[method].append(attribute)
+                case _:
+                    pass
+        return dict(found)
+
+    def functions_at(self, node: ast.AST) -> dict[str, int]:
+        """The functions of the file that can be called at a node, with the arguments they need.
+
+        Methods of the class around the node have ``self.`` before them. Functions around the
+        node are left out, so that none calls itself.
+        """
+        around = list(self._source.parents_of(node))
+        in_class = self._source.nearest(node, ast.ClassDef)
+        listed = [("", one) for one in self._source.tree.body]
+        listed += [("self.", one) for one in in_class.body] if in_class else []
+        return {
+            before + one.name: _needed_arguments(one, skip=bool(before))
+            for before, one in listed
+            if isinstance(one, ast.FunctionDef)
+            and one not in around
+            and not one.decorator_list
+            and not one.name.startswith("__")
+        }
+
+
+def _needed_arguments(function: Function, skip: bool) -> int:
+    arguments = function.args
+    if arguments.vararg or any(default is None for default in arguments.kw_defaults):
+        return 0
+    return len(arguments.posonlyargs + arguments.args) - len(arguments.defaults) - skip

@@ -15,6 +15,7 @@ Values = Mapping[int, Mapping[str, str]]
 _OWN_SCOPE = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _NUMBERS = ("int", "float")
+_COUNTING = {"num", "number", "count", "size", "length", "total", "n", "rows", "steps"}
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ class Scope:
         known = self.description(text)
         return (not known and not self.measured) or known.startswith(_NUMBERS)
 
+    def described_as_number(self, text: str) -> bool:
+        """True where a run, or the source, shows a number."""
+        return self.description(text).startswith(_NUMBERS)
+
     def names_like(self, name: str, line: int) -> list[str]:
         """Names that can stand where this one does: those most like it first."""
         own = self.description(name)
@@ -59,6 +64,22 @@ class Scope:
             and self._same(own, self.description(other))
         ]
         return sorted(others, key=lambda other: (-likeness(name, other), -self.bound.get(other, 0)))
+
+    def counts(self) -> list[str]:
+        """Names whose values are whole numbers; where nothing is known, whose words say so."""
+        return [
+            name
+            for name, known in self.names.items()
+            if known.startswith("int") or (not known and set(name.split("_")) & _COUNTING)
+        ]
+
+    def lengths(self) -> list[str]:
+        """The lengths of what the function loops over, such as ``len(pieces)``."""
+        found = []
+        for node in ast.walk(self.function):
+            if isinstance(node, ast.For):
+                found += [one.id for one in ast.walk(node.iter) if isinstance(one, ast.Name)]
+        return [f"len({name})" for name in dict.fromkeys(found) if name in self.names]
 
     def _same(self, one: str, other: str) -> bool:
         if one and other:

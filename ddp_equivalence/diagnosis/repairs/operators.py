@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from ddp_equivalence.diagnosis.repairs.change import Change, Place
+from ddp_equivalence.diagnosis.repairs.parentheses import closed, joined
 
 OTHER_OPERATORS: dict[type[ast.operator], tuple[str, ...]] = {
     ast.Add: ("-",),
@@ -41,9 +42,9 @@ OTHER_COMPARISONS: dict[type[ast.cmpop], tuple[str, ...]] = {
 
 def another_operator(node: ast.BinOp, place: Place) -> Iterator[Change]:
     """Somebody divides instead of multiplying, or takes the row for the column (// for %)."""
-    left, right = place.operand(node.left), place.operand(node.right)
+    left, right = place.text(node.left), place.text(node.right)
     for sign in OTHER_OPERATORS.get(type(node.op), ()):
-        yield place.replaced(node, f"{left} {sign} {right}")
+        yield place.replaced(node, joined(left, sign, right))
 
 
 def operand_left_out(node: ast.BinOp, place: Place) -> Iterator[Change]:
@@ -55,37 +56,37 @@ def operand_left_out(node: ast.BinOp, place: Place) -> Iterator[Change]:
 def operands_swapped(node: ast.BinOp, place: Place) -> Iterator[Change]:
     """A ratio or a difference was written the wrong way round."""
     if sign := ORDERED.get(type(node.op)):
-        left, right = place.operand(node.left), place.operand(node.right)
-        yield place.replaced(node, f"{right} {sign} {left}")
+        left, right = place.text(node.left), place.text(node.right)
+        yield place.replaced(node, joined(right, sign, left))
 
 
 def rounded_up(node: ast.BinOp, place: Place) -> Iterator[Change]:
     """A size was rounded down, so that the last part of the data belongs to nobody."""
     if isinstance(node.op, ast.FloorDiv):
-        left, right = place.operand(node.left), place.operand(node.right)
-        yield place.replaced(node, f"-(-{left} // {right})")
+        left, right = place.text(node.left), place.text(node.right)
+        yield place.replaced(node, f"-({joined(f'-{closed(left)}', '//', right)})")
 
 
 def another_comparison(node: ast.Compare, place: Place) -> Iterator[Change]:
     """A limit was counted in or out by mistake, or a condition is the opposite of what is meant."""
     if len(node.ops) == 1:
-        left, right = place.operand(node.left), place.operand(node.comparators[0])
+        left, right = place.text(node.left), place.text(node.comparators[0])
         for sign in OTHER_COMPARISONS.get(type(node.ops[0]), ()):
-            yield place.replaced(node, f"{left} {sign} {right}")
+            yield place.replaced(node, joined(left, sign, right))
 
 
 def condition_left_out(node: ast.BoolOp, place: Place) -> Iterator[Change]:
     """A condition holds on some ranks only, or was copied from another place."""
+    sign = "and" if isinstance(node.op, ast.And) else "or"
     for value in node.values:
         rest = [place.text(other) for other in node.values if other is not value]
-        sign = " and " if isinstance(node.op, ast.And) else " or "
-        yield place.replaced(node, sign.join(rest))
+        yield place.replaced(node, _joined(rest, sign))
 
 
 def and_or(node: ast.BoolOp, place: Place) -> Iterator[Change]:
     """Conditions were joined with "and" where one of them is enough, or the reverse."""
-    sign = " or " if isinstance(node.op, ast.And) else " and "
-    yield place.replaced(node, sign.join(place.operand(value) for value in node.values))
+    sign = "or" if isinstance(node.op, ast.And) else "and"
+    yield place.replaced(node, _joined([place.text(value) for value in node.values], sign))
 
 
 def sign_left_out(node: ast.UnaryOp, place: Place) -> Iterator[Change]:
@@ -97,3 +98,51 @@ def one_branch(node: ast.IfExp, place: Place) -> Iterator[Change]:
     """The condition differs between ranks, or does not separate what it was meant to."""
     yield place.replaced(node, place.text(node.body))
     yield place.replaced(node, place.text(node.orelse))
+
+
+def parentheses_moved(node: ast.BinOp, place: Place) -> Iterator[Change]:
+    """A factor or a divisor reaches one term too many, or one too few."""
+    strong, weak = (ast.Mult, ast.Div), (ast.Add, ast.Sub)
+    if isinstance(node.op, strong):
+        sign = "*" if isinstance(node.op, ast.Mult) else "/"
+        left, right = place.text(node.left), place.text(node.right)
+        match node.left, node.right:
+            case ast.BinOp(left=first, op=ast.Add() | ast.Sub() as inner, right=second), _:
+                last = joined(place.text(second), sign, right)
+                yield place.replaced(node, joined(place.text(first), _weak(inner), last))
+            case _, ast.BinOp(left=first, op=ast.Add() | ast.Sub() as inner, right=second):
+                product = joined(left, sign, place.text(first))
+                yield place.replaced(node, joined(product, _weak(inner), place.text(second)))
+    if isinstance(node.op, weak):
+        left, right, sign = place.text(node.left), place.text(node.right), _weak(node.op)
+        match node.left, node.right:
+            case _, ast.BinOp(left=first, op=ast.Mult() | ast.Div() as inner, right=second):
+                both = joined(left, sign, place.text(first))
+                by = "*" if isinstance(inner, ast.Mult) else "/"
+                yield place.replaced(node, joined(both, by, place.text(second)))
+            case ast.BinOp(left=first, op=ast.Mult(), right=second), _:
+                both = joined(place.text(second), sign, right)
+                yield place.replaced(node, joined(place.text(first), "*", both))
+
+
+def last_one_too(node: ast.Compare, place: Place) -> Iterator[Change]:
+    """Something is done every n-th time, and was forgotten for the last, incomplete, group."""
+    match node:
+        case ast.Compare(
+            left=ast.BinOp(left=count, op=ast.Mod()), ops=[ast.Eq()], comparators=[ast.Constant()]
+        ):
+            for length in (*place.scope.counts(), *place.scope.lengths()):
+                if length not in place.text(node):
+                    last = joined(place.text(count), "==", length)
+                    yield place.replaced(node, joined(place.text(node), "or", last))
+
+
+def _weak(operator: ast.operator) -> str:
+    return "+" if isinstance(operator, ast.Add) else "-"
+
+
+def _joined(texts: list[str], sign: str) -> str:
+    whole = texts[0]
+    for text in texts[1:]:
+        whole = joined(whole, sign, text)
+    return whole

@@ -11,21 +11,6 @@ Node = TypeVar("Node", bound=ast.AST)
 
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n|$)")
 
-# Text of these nodes can be an operand, or get an attribute, without parentheses.
-_CLOSED = (
-    ast.Name,
-    ast.Attribute,
-    ast.Call,
-    ast.Subscript,
-    ast.List,
-    ast.Dict,
-    ast.Set,
-    ast.ListComp,
-    ast.SetComp,
-    ast.DictComp,
-    ast.GeneratorExp,
-)
-
 
 class Source:
     """One file. ``text`` is its bytes decoded as utf-8, with the line ends as they are."""
@@ -55,11 +40,6 @@ class Source:
         """The text of a node as the user has written it."""
         return self.between(*self.span(node))
 
-    def operand(self, node: ast.expr) -> str:
-        """The text of a node, in parentheses if it could fall apart in a larger expression."""
-        text = self.text(node)
-        return text if is_closed(node, text) else f"({text})"
-
     def indentation(self, node: ast.AST) -> str | None:
         """The white space before a node; None if something else stands before it on its line."""
         start = self._starts[getattr(node, "lineno") - 1]  # noqa: B009
@@ -77,21 +57,19 @@ class Source:
             node = self.parents[node]
             yield node
 
+    def block_of(self, statement: ast.stmt) -> list[ast.stmt]:
+        """The statements of the block in which a statement stands."""
+        for _, field in ast.iter_fields(self.parents[statement]):
+            if isinstance(field, list) and any(one is statement for one in field):
+                return field
+        return [statement]
+
     def nearest(self, node: ast.AST, *kinds: type[Node]) -> Node | None:
         """The innermost node of these kinds around a node."""
         for parent in self.parents_of(node):
             if isinstance(parent, kinds):
                 return parent
         return None
-
-
-def is_closed(node: ast.expr, text: str) -> bool:
-    """True if the text of a node needs no parentheses in a larger expression."""
-    if isinstance(node, ast.Tuple):
-        return text.startswith("(")
-    if isinstance(node, ast.Constant):
-        return not isinstance(node.value, int | float) or isinstance(node.value, bool)
-    return isinstance(node, _CLOSED)
 
 
 def _starts_of_lines(raw: bytes, first: int) -> list[int]:

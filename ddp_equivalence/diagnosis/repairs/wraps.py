@@ -1,0 +1,171 @@
+"""Edits that do something more with a value: divide it, detach it, or call a function with it.
+
+They are tried where a value goes: a right-hand side, an argument, a term of a sum, a result.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ddp_equivalence.diagnosis.repairs.change import Change, Place
+from ddp_equivalence.diagnosis.repairs.names_in_scope import arguments_of
+from ddp_equivalence.diagnosis.repairs.parentheses import joined
+
+MOST_FUNCTIONS = 3
+MOST_DIVISORS = 3
+
+# What these return is no tensor, and no number that is divided by the world size.
+NO_TENSORS = {
+    *("range", "enumerate", "zip", "list", "tuple", "dict", "set", "sorted", "reversed", "str"),
+    *("parameters", "named_parameters", "items", "keys", "values", "isinstance", "getattr", "id"),
+    *("chunk", "split", "state_dict", "append", "backward", "step", "zero_grad", "to_list", "len"),
+    *(
+        "get_rank",
+        "get_world_size",
+        "SGD",
+        "Adam",
+        "AdamW",
+        "DistributedDataParallel",
+        "all_reduce",
+    ),
+    *("arange", "randperm", "new_group", "broadcast", "device", "Generator", "manual_seed", "size"),
+    *(
+        "named_modules",
+        "modules",
+        "children",
+        "get_group",
+        "init_device_mesh",
+        "dim",
+        "filter",
+        "map",
+    ),
+}
+
+
+def goes_somewhere(node: ast.expr, place: Place) -> bool:
+    """True for a value that may be a tensor and stands as a whole where it is used."""
+    if not place.may_be_tensor(node):
+        return False
+    if isinstance(node, ast.Call):
+        called = place.called_name(node)
+        if called in NO_TENSORS or called[:1].isupper():
+            return False
+    match place.parent(node):
+        case ast.Assign() | ast.AugAssign() | ast.AnnAssign() | ast.Return():
+            return True
+        case ast.keyword() | ast.Lambda() | ast.IfExp():
+            return True
+        case ast.Call(func=ast.Name(id=called)):
+            return called not in NO_TENSORS
+        case ast.Call(func=called):
+            return called is not node
+        case ast.BinOp(op=ast.Add() | ast.Sub()) | ast.Compare():
+            return True
+        case ast.Attribute(attr="backward"):
+            return True
+        case ast.Tuple() as values:
+            return isinstance(place.parent(values), ast.Return)
+        case _:
+            return False
+
+
+def divided_by_world_size(node: ast.expr, place: Place) -> Iterator[Change]:
+    """A sum over ranks was forgotten to be divided, or every rank adds the whole of something."""
+    if goes_somewhere(node, place) and (world_size := place.world_size()):
+        yield place.replaced(node, joined(place.text(node), "/", world_size))
+
+
+def multiplied_by_world_size(node: ast.expr, place: Place) -> Iterator[Change]:
+    """Something else divides by the world size as well, as DDP does."""
+    if goes_somewhere(node, place) and (world_size := place.world_size()):
+        yield place.replaced(node, joined(place.text(node), "*", world_size))
+
+
+def detached(node: ast.expr, place: Place) -> Iterator[Change]:
+    """A gradient flows back through something that should count as a constant."""
+    if goes_somewhere(node, place) and not place.text(node).endswith(".detach()"):
+        yield place.replaced(node, f"{place.closed(node)}.detach()")
+
+
+def cloned(node: ast.expr, place: Place) -> Iterator[Change]:
+    """Two names stand for one tensor, and what changes one of them changes the other."""
+    if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and goes_somewhere(node, place):
+        yield place.replaced(node, f"{place.text(node)}.clone()")
+
+
+def requires_grad(node: ast.Call, place: Place) -> Iterator[Change]:
+    """A detached tensor is computed with anew, and gets no gradient of its own."""
+    if place.called_name(node) == "detach" and not isinstance(place.parent(node), ast.Attribute):
+        yield place.replaced(node, f"{place.text(node)}.requires_grad_()")
+
+
+def function_applied(node: ast.expr, place: Place) -> Iterator[Change]:
+    """The file has a function for this, and its call was forgotten in one place."""
+    if not goes_somewhere(node, place):
+        return
+    parent = place.parent(node)
+    around = place.text(parent.func) if isinstance(parent, ast.Call) else ""
+    own = place.called_name(node) if isinstance(node, ast.Call) else ""
+    functions = [
+        name
+        for name, takes in place.facts.functions_at(node).items()
+        if takes == 1 and name != around and name.rsplit(".", 1)[-1] != own
+    ]
+    for name in functions[:MOST_FUNCTIONS]:
+        yield place.replaced(node, f"{name}({place.text(node)})")
+
+
+def times_an_argument(node: ast.expr, place: Place) -> Iterator[Change]:
+    """A backward pass forgets the gradient that it is given, as if that were always 1."""
+    function = place.scope.function
+    if getattr(function, "name", "") != "backward" or not isinstance(
+        place.parent(node), ast.Return
+    ):
+        return
+    for argument in arguments_of(function)[1:]:
+        if isinstance(node, ast.Tuple):
+            parts = [
+                place.text(one)
+                if isinstance(one, ast.Constant)
+                else joined(argument.arg, "*", place.text(one))
+                for one in node.elts
+            ]
+            yield place.replaced(node, ", ".join(parts))
+        elif place.may_be_tensor(node) and argument.arg not in place.text(node).split():
+            yield place.replaced(node, joined(argument.arg, "*", place.text(node)))
+
+
+def another_divisor(node: ast.expr, place: Place) -> Iterator[Change]:
+    """A sum is divided by the number of something else than of what was added up."""
+    match place.parent(node):
+        case ast.BinOp(op=ast.Div() | ast.FloorDiv(), right=right) if right is node:
+            pass
+        case ast.AugAssign(op=ast.Div(), value=value) if value is node:
+            pass
+        case ast.Call(func=ast.Attribute(attr="div_" | "div"), args=[first, *_]) if first is node:
+            pass
+        case _:
+            return
+    divisors = [place.world_size(), *place.scope.lengths()]
+    for divisor in [one for one in divisors if one and one != place.text(node)][:MOST_DIVISORS]:
+        yield place.replaced(node, divisor)
+
+
+def rank_times_count(node: ast.expr, place: Place) -> Iterator[Change]:
+    """The place of this rank's rows is its number times how many rows each rank has."""
+    text = place.text(node)
+    is_number = text in ("rank", "get_rank()") or text.endswith((".rank", ".get_rank()"))
+    if not is_number or not isinstance(place.parent(node), ast.Call | ast.keyword | ast.BinOp):
+        return
+    for count in place.scope.counts()[:MOST_DIVISORS]:
+        yield place.replaced(node, joined(text, "*", count))
+
+
+def offset_of_the_rank(node: ast.Call, place: Place) -> Iterator[Change]:
+    """Rows are counted from 0 on every rank, but each rank has other rows of the whole."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr="arange"), args=[count]):
+            if rank := place.rank():
+                offset = joined(rank, "*", place.text(count))
+                yield place.replaced(node, joined(place.text(node), "+", offset))
