@@ -233,8 +233,8 @@ def _rank_error(
     rank: int, sums: _Sums, norm: float, limit: Limit, place: tuple[int, ...]
 ) -> RankError:
     distance, size = math.sqrt(_not_nan(sums.difference)), math.sqrt(_not_nan(sums.measured))
-    factor = sums.product / norm**2 if norm**2 > 0 else math.nan
-    rest = sums.measured - factor * sums.product if norm**2 > 0 else sums.measured
+    factor = sums.product / (norm * norm) if norm * norm > 0 else math.nan
+    rest = sums.measured - factor * sums.product if norm * norm > 0 else sums.measured
     return RankError(
         rank=rank,
         distance=distance,
@@ -245,7 +245,7 @@ def _rank_error(
         ratio=relative_to(size, norm),
         within=distance <= limit.absolute and sums.element <= limit.element,
         place=place,
-        alone=0 < sums.difference < MOSTLY_ONE * sums.largest**2,
+        alone=0 < sums.difference < MOSTLY_ONE * sums.largest * sums.largest,
     )
 
 
@@ -256,7 +256,7 @@ def _squares_by_step(norms: Mapping[GradientKey, float]) -> dict[int, float]:
     """
     squares: dict[int, float] = {}
     for (step, _), norm in norms.items():
-        squares[step] = squares.get(step, 0.0) + norm**2
+        squares[step] = squares.get(step, 0.0) + norm * norm
     return squares
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -111,9 +112,9 @@ def _most_unexplained(view: View, comparison: Comparison) -> float:
 
     It follows from the limit that all parameters have together, as if they were one vector.
     """
-    limits = sum(parameter.limit.absolute**2 for parameter in comparison.parameters)
-    norms = sum(parameter.norm**2 for parameter in comparison.parameters)
-    limit = (limits / norms) ** 0.5 if norms > 0 else 0.0
+    limits = math.hypot(*(parameter.limit.absolute for parameter in comparison.parameters))
+    norms = math.hypot(*(parameter.norm for parameter in comparison.parameters))
+    limit = limits / norms if norms > 0 else 0.0
     difference = unexplained(view.measured.by_rank, view.expected_by_rank)
     most = max(LEAST_ACCEPTED, min(4 * limit, MOST_ACCEPTED))
     return min(most, MOST_OF_DIFFERENCE * difference)

@@ -8,7 +8,7 @@ import __future__
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -40,13 +40,14 @@ class EditedCode:
 
 
 @contextmanager
-def run_as_edited(edited: EditedCode, step: object) -> Iterator[None]:
+def run_as_edited(edited: EditedCode, roots: Iterable[object]) -> Iterator[None]:
     """Inside the block, functions of the user's file run as edited.
 
-    ``step``: the user's step, which may have been sent by value and belong to no module. Raises
-    CannotEdit if no function is changed by the edit, or if one that exists cannot take other code.
+    ``roots``: functions of the user, such as the step, that may have been sent by value and belong
+    to no module. Raises CannotEdit if no function is changed by the edit, or if one that exists
+    cannot take other code.
     """
-    functions = functions_of(edited.file, step)
+    functions = functions_of(edited.file, roots)
     flags = functions[0].__code__.co_flags & FUTURE_FLAGS if functions else 0
     before, after = (_codes(edited, text, flags) for text in (edited.before, edited.after))
     changed = {
@@ -72,14 +73,14 @@ def run_as_edited(edited: EditedCode, step: object) -> Iterator[None]:
             function.__code__ = code
 
 
-def functions_of(file: str, step: object) -> list[FunctionType]:
-    """All functions of this file that the modules of this process, or the step, lead to.
+def functions_of(file: str, roots: Iterable[object]) -> list[FunctionType]:
+    """All functions of this file that the modules of this process, or these objects, lead to.
 
     They are found through the variables of modules and closures, classes, decorators and partials.
     """
     found: list[FunctionType] = []
     seen: set[int] = set()
-    waiting: list[object] = [step]
+    waiting: list[object] = [*roots]
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and getattr(module, "__file__", None) == file:
             waiting += vars(module).values()

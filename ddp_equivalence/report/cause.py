@@ -138,7 +138,7 @@ def _not_finite(verdict: Verdict, comparison: Comparison) -> Iterator[str]:
         if any(one.loss is not None and not isfinite(one.loss) for one in seen.backwards)
     ]
     loss = f", and the loss is not finite on {rank_names(ranks)}" if ranks else ""
-    yield f"a rank holds values that are not finite{loss}"
+    yield f"a rank holds values that are not finite, or too large to square{loss}"
 
 
 def _mixture(verdict: Verdict) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.report.line import Line, Style, labelled, paragraph
+from ddp_equivalence.report.short.shares import share_text
 from ddp_equivalence.report.wrapping import plural, rank_names, wrapped
 
 if TYPE_CHECKING:
@@ -135,8 +136,4 @@ def _differ(row: ShareRow) -> bool:
 
 
 def _share_text(share: float | None) -> str:
-    if share is None:
-        return "-"
-    if abs(share) < OFF:
-        return "0.00"  # never -0.00
-    return text_of(share, ".2f")
+    return "0.00" if share is not None and abs(share) < OFF else share_text(share)

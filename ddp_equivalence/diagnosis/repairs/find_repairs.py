@@ -13,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from time import monotonic
 
+import torch
+from torch import Tensor
+
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.edit import Edit
 from ddp_equivalence.comparison.expected import Expected
@@ -23,7 +26,8 @@ from ddp_equivalence.diagnosis.repairs.rules import RULES
 from ddp_equivalence.diagnosis.time_left import EDITS, TimeLeft
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.calls import CodeLine
-from ddp_equivalence.measurement.edited_code import EditedCode
+from ddp_equivalence.measurement.edited_code import CannotEdit, EditedCode, run_as_edited
+from ddp_equivalence.measurement.kept_inside import kept_inside
 from ddp_equivalence.measurement.locals_seen import LocalsSeen
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.measurement.trials import try_edits
@@ -39,6 +43,12 @@ many places in the table of rules."""
 LIKELINESS = tuple(dict.fromkeys(rule.kind for rule in RULES))
 """The kinds of edits, the most likely first."""
 
+SHARED = 1
+"""A line that computes the big batch, too, is less suspicious by so many tiers."""
+
+RELATIVE = 1e-9
+"""Gradients of the big batch in float64 that differ by more than this are others."""
+
 TIMES_IN_A_PROCESS = 6
 """A process spends so many times the seconds of one check on trials, however many checks differ."""
 
@@ -51,7 +61,8 @@ _spent = 0.0
 def find_repairs(
     request: Request, expected: Expected, pointed: Sequence[PointedLine], time: TimeLeft
 ) -> Repairs:
-    """Try edits of the lines that the step runs, and that the loss of the big batch does not run.
+    """Try edits of the lines that the step runs. An edit of a line that computes the big batch,
+    too, must not change that.
 
     ``pointed``: the lines that the report points at without this; they are edited first.
     ``time``: what explaining the difference may take; half of it may be used for this.
@@ -81,7 +92,11 @@ def find_repairs(
     with time.counted(EDITS):
         tried = try_edits(request, expected, propose, seconds, time.show)
     _spent += monotonic() - began
-    right = [repair_of(*proposals[number]) for number in tried.right]
+    right = [
+        repair_of(edit, source)
+        for edit, source in (proposals[number] for number in tried.right)
+        if leaves_the_big_batch(request, expected, edit, source)
+    ]
     repairs = _first_of_each_line(right)
     return Repairs(repairs, len(right), tried.count, tried.of, tried.why_not)
 
@@ -93,15 +108,16 @@ def _in_order(
     found: list[tuple[int, int, Edit, bytes]] = []
     for file, lines in seen.lines.items():
         text = "".join(linecache.getlines(file))
-        own = lines - of_the_case.get(file, set())
+        shared = of_the_case.get(file, set())
         try:
-            edits = edits_of(file, text, own, _values(file, text, seen))
+            edits = edits_of(file, text, lines, _values(file, text, seen))
         except (SyntaxError, ValueError):
             continue
         source = text.encode()
         tier = partial(_tier, pointed)
         for number, edit in enumerate(edits):
-            cost = PER_TIER * tier(file, edit.line) + LIKELINESS.index(edit.kind)
+            tiers = tier(file, edit.line) + SHARED * (edit.line in shared)
+            cost = PER_TIER * tiers + LIKELINESS.index(edit.kind)
             found.append((cost, number, edit, source))
     return [(edit, source) for *_, edit, source in sorted(found, key=lambda one: one[:2])]
 
@@ -121,11 +137,31 @@ def _tier(pointed: Sequence[PointedLine], file: str, line: int) -> int:
     return min(tiers)
 
 
-def lines_of_the_big_batch(request: Request) -> Mapping[str, set[int]]:
-    """File -> the lines of the user's code that compute the gradients of the big batch.
+def leaves_the_big_batch(request: Request, expected: Expected, edit: Edit, source: bytes) -> bool:
+    """True if the big batch has the same gradients with this edit: it is right by definition."""
+    code, case, right = edited_code(edit, source), request.case, expected.reference.expected
+    assert code is not None
+    try:
+        with without_planted_faults(), kept_inside():
+            with run_as_edited(code, (case.model, case.batch, case.loss)):
+                found = big_batch(case, request.compare, request.lr, request.steps).expected
+    except CannotEdit:  # the big batch has nothing to do with these functions
+        return True
+    except Exception:
+        return False
+    return found.keys() == right.keys() and all(
+        _close(one, right[key]) for key, one in found.items()
+    )
 
-    They are right by definition.
-    """
+
+def _close(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and torch.allclose(one.to_dense(), other.to_dense(), RELATIVE)
+
+
+def lines_of_the_big_batch(request: Request) -> Mapping[str, set[int]]:
+    """File -> the lines of the user's code that compute the gradients of the big batch."""
     seen = LocalsSeen()
     with without_planted_faults(), seen.watching():
         big_batch(request.case, request.compare, request.lr, request.steps)

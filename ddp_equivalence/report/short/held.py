@@ -85,7 +85,7 @@ def _on(ranks: list[int], comparison: Comparison) -> str:
 def _in_words(verdict: Verdict, comparison: Comparison) -> Iterator[str]:
     not_finite = _not_finite(comparison)
     if not_finite:
-        yield f"{_hold(not_finite, comparison)} values that are not finite."
+        yield f"{_hold(not_finite, comparison)} values that are not finite, or too large to square."
         return
     multiples = _multiples(comparison)
     if multiples is not None:
@@ -175,7 +175,7 @@ def _nearest(comparison: Comparison, rank: int) -> tuple[float, float, float]:
     if not expected:
         return 0.0, float("inf"), float("inf")
     factor = sum(error.factor * norm**2 for norm, error in errors) / expected
-    held = sum((error.ratio * norm) ** 2 for norm, error in errors)
+    held = sum(error.ratio * norm * error.ratio * norm for norm, error in errors)
     rest = max(0.0, 1 - factor**2 * expected / held) ** 0.5 if held > 0 else 0.0
     off = (sum((error.error * norm) ** 2 for norm, error in errors) / expected) ** 0.5
     return factor, rest, off

@@ -202,11 +202,14 @@ def _examples(shares: Shares) -> str:
     return f"example{'s' if count > 1 else ''} {'; '.join(texts)}; all others 1.00"
 
 
+LARGE = 1e6
+
+
 def share_text(share: float | None) -> str:
-    """The share with two digits."""
+    """The share with two digits, and one that is very large with three in all."""
     if share is None:
         return "-"
-    text = text_of(share, ".2f")
+    text = text_of(share, ".2f" if abs(share) < LARGE else ".3g")
     return "0.00" if text == "-0.00" else text
 
 
