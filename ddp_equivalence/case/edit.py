@@ -56,6 +56,7 @@ class EditKind(StrEnum):
     RESULT_USED = "result of a call used"
     REDUCED = "all-reduce added"
     WRITTEN_BACK = "written back"
+    WITH_GRADIENT = "collective with gradient"
     JUMP = "return, break or continue"
     STATEMENT_LEFT_OUT = "statement left out"
     STATEMENTS_SWAPPED = "statements swapped"

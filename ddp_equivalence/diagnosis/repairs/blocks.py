@@ -58,7 +58,8 @@ def moved_out(node: ast.stmt, place: Place) -> Iterator[Change]:
         return
     index = next(i for i, one in enumerate(block) if one is node)
     tail = block[index:]
-    if len(tail) <= MOST_MOVED and not isinstance(tail[-1], _JUMPS):
+    no_more_than_header = index == 0 and isinstance(around, ast.If | ast.With)
+    if len(tail) <= MOST_MOVED and not (isinstance(tail[-1], _JUMPS) or no_more_than_header):
         yield from _behind(tail, around, place)
     if index == 0 and isinstance(around, ast.For | ast.While) and len(block) > 1:
         yield from _in_front(node, block[1], around, place)

@@ -51,9 +51,6 @@ MIXED_UP = (
     ("l1_loss", "mse_loss"),
 )
 
-# What lists tensors of a module: one list has buffers, or a shared tensor twice, others not.
-LISTS_OF_TENSORS = ("parameters()", "state_dict().values()")
-
 # A keyword whose default surprises many people.
 SURPRISING_DEFAULTS = {
     "zero_grad": "set_to_none=False",
@@ -67,13 +64,23 @@ SURPRISING_DEFAULTS = {
 }
 
 # Calls without which nothing works: to leave them out is never the repair.
-NEEDED = {"range", "enumerate", "zip", "super", "isinstance", "getattr", "hasattr", "open", "next"}
+NEEDED = {
+    *("range", "enumerate", "zip", "super", "isinstance", "getattr", "hasattr", "open", "next"),
+    *("parameters", "named_parameters", "items", "get_group", "size", "get_rank", "manual_seed"),
+    *("get_world_size", "chunk", "split", "unbind", "init_device_mesh", "filter", "map"),
+}
+
+# Functions of several arguments that return the first one changed, in the same shape.
+KEEPS_THE_SHAPE = {
+    *("clamp", "normalize", "dropout", "round", "roll", "flip", "nan_to_num", "islice", "where"),
+    *("softmax", "log_softmax", "relu", "max", "min", "pad", "sorted", "mul", "div", "getitem"),
+}
 
 
 def mixed_up(node: ast.Attribute, place: Place) -> Iterator[Change]:
     """Two functions of torch have names or purposes that are easily mixed up."""
     for other in _others(node.attr):
-        yield place.replaced(node, f"{place.text(node.value)}.{other}")
+        yield place.renamed(node, other)
 
 
 def mixed_up_name(node: ast.Name, place: Place) -> Iterator[Change]:
@@ -109,6 +116,14 @@ def function_for_method(node: ast.Call, place: Place) -> Iterator[Change]:
                 yield place.replaced(node, f"{function}({place.text(node.func.value)})")
 
 
+def own_function_without_arguments(node: ast.Call, place: Place) -> Iterator[Change]:
+    """A class has a method that says which ones are meant, and another list is taken."""
+    if isinstance(node.func, ast.Attribute) and not node.args and not node.keywords:
+        own = [f for f, takes in place.facts.functions_at(node).items() if takes == 0]
+        for function in [one for one in own if one.startswith("self.")][:2]:
+            yield place.replaced(node, f"{function}()")
+
+
 def tensors_of_a_module(node: ast.Call, place: Place) -> Iterator[Change]:
     """The list of tensors lacks the buffers, or has a shared tensor twice."""
     match node:
@@ -126,11 +141,10 @@ def in_place(node: ast.Attribute, place: Place) -> Iterator[Change]:
     """A method changes a tensor that somebody else reads, or changes only a copy of it."""
     if not place.is_called(node) or node.attr.startswith("_"):
         return
-    value = place.text(node.value)
     if node.attr.endswith("_"):
-        yield place.replaced(node, f"{value}.{node.attr[:-1]}")
-    elif node.attr in CHANGES_IN_PLACE and place.scope.may_be_tensor(value):
-        yield place.replaced(node, f"{value}.{node.attr}_")
+        yield place.renamed(node, node.attr[:-1])
+    elif node.attr in CHANGES_IN_PLACE and place.may_be_tensor(node.value):
+        yield place.renamed(node, f"{node.attr}_")
 
 
 CHANGES_IN_PLACE = {
@@ -141,14 +155,16 @@ CHANGES_IN_PLACE = {
 
 def call_left_out(node: ast.Call, place: Place) -> Iterator[Change]:
     """A value was detached, cast, limited or reduced where it should be used as it is."""
-    if isinstance(place.parent(node), ast.Expr) or place.called_name(node) in NEEDED:
+    called = place.called_name(node)
+    if isinstance(place.parent(node), ast.Expr) or called in NEEDED:
         return
     if isinstance(node.func, ast.Attribute):
         owner = place.text(node.func.value)
         if owner.split(".")[0] not in place.facts.modules and owner not in ("self", "super()"):
             yield place.replaced(node, owner)
-    if len(node.args) == 1 and not isinstance(node.args[0], ast.Starred | ast.GeneratorExp):
-        yield place.replaced(node, place.text(node.args[0]))
+    if len(node.args) == 1 or (node.args and called in KEEPS_THE_SHAPE):
+        if not isinstance(node.args[0], ast.Starred | ast.GeneratorExp | ast.Constant):
+            yield place.replaced(node, place.text(node.args[0]))
 
 
 def order_of_calls(node: ast.Call, place: Place) -> Iterator[Change]:
@@ -226,5 +242,5 @@ def arguments_swapped(node: ast.Call, place: Place) -> Iterator[Change]:
 def kept_as_list(node: ast.Call, place: Place) -> Iterator[Change]:
     """An iterator was kept, which is empty after it was read once."""
     makes_iterator = place.called_name(node) in {"filter", "map", "zip", "iter", "parameters"}
-    if makes_iterator and isinstance(place.parent(node), ast.Assign | ast.keyword | ast.Call):
+    if makes_iterator and isinstance(place.parent(node), ast.Assign | ast.keyword):
         yield place.replaced(node, f"list({place.text(node)})")

@@ -100,9 +100,22 @@ class Place:
         return self._of_rank("rank") or self.facts.get_rank
 
     def _of_rank(self, number: str) -> str | None:
-        if "rank" in self.scope.parameters and self.facts.has_rank_object:
+        if "rank" in self.scope.parameters and "rank" in self.facts.attributes:
             return f"rank.{number}" if "int" not in self.scope.description("rank") else None
-        return None
+        own = self.facts.owner_of_self(self.scope.function)
+        if f"{own}.rank" in self.facts.attributes:
+            return f"self.rank.{number}"
+        return f"self.{number}" if number in self.facts.attributes.get(own, []) else None
+
+    def renamed(self, node: ast.Attribute, name: str) -> Change:
+        """Another attribute of the same object."""
+        end = self.source.span(node)[1]
+        return Change(end - len(node.attr.encode()), end, name)
+
+    def first_line(self, node: ast.AST) -> int:
+        """The line on which the statement around a node begins."""
+        around = [one for one in (node, *self.source.parents_of(node)) if isinstance(one, ast.stmt)]
+        return around[0].lineno
 
     def is_bound_elsewhere(self, name: str, statement: ast.stmt) -> bool:
         """True if a name of the function has a value without this statement."""

@@ -9,6 +9,9 @@ from ddp_equivalence.diagnosis.repairs.change import Change, Place
 
 MOST_STRINGS = 4
 
+# A smaller number only keeps a division from failing.
+MARGIN = 1e-4
+
 # Variables of the environment that are mixed up, and axes of a mesh.
 MIXED_UP = (
     ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"),
@@ -29,8 +32,9 @@ def another_number(node: ast.Constant, place: Place) -> Iterator[Change]:
             if other != value:
                 yield place.replaced(node, str(other))
     elif isinstance(value, float):
-        for fraction in dict.fromkeys((1.0, 0.0, round(1 - value, 12))):
-            if fraction != value:
+        rest = (round(1 - value, 12),) if MARGIN < value < 1 - MARGIN else ()
+        for fraction in dict.fromkeys((1.0, 0.0, *rest)):
+            if fraction != value and abs(value) > MARGIN:
                 yield place.replaced(node, repr(fraction))
 
 

@@ -50,17 +50,17 @@ def _proposed(
     source: Source, facts: FileFacts, lines: Collection[int], values: Values
 ) -> Iterator[tuple[int, EditKind, Change, ast.stmt]]:
     for node in editable_nodes(source.tree):
-        line = getattr(node, "lineno", None)
+        line: int = getattr(node, "lineno", 0)
         if line not in lines or isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
             continue
         rules = [rule for rule in RULES if isinstance(node, rule.nodes)]
         scope = scope_of(node, source, values) if rules else None
         if scope is None:
             continue
-        top = [parent for parent in source.parents_of(node) if isinstance(parent, ast.stmt)]
+        top = [one for one in (node, *source.parents_of(node)) if isinstance(one, ast.stmt)][-1]
         for rule in rules:
             for change in rule.changes(node, Place(source, facts, scope)):
-                yield line, rule.kind, change, top[-1] if top else node
+                yield line, rule.kind, change, top
 
 
 class _Part:

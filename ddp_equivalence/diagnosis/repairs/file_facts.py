@@ -6,6 +6,7 @@ import ast
 from collections import defaultdict
 from functools import cached_property
 
+from ddp_equivalence.diagnosis.repairs.classes import attributes_of_classes
 from ddp_equivalence.diagnosis.repairs.names_in_scope import Function
 from ddp_equivalence.diagnosis.repairs.source import Source
 from ddp_equivalence.diagnosis.repairs.strings import Strings
@@ -34,10 +35,17 @@ class FileFacts:
     def owner(self, node: ast.expr) -> str:
         """A name for the object that an expression stands for."""
         text = self._source.text(node)
-        if text.split(".")[0] == "self":
-            around = self._source.nearest(node, ast.ClassDef)
-            return f"{around.name if around else ''}.{text}"
-        return text
+        first, dot, rest = text.partition(".")
+        return f"{self.owner_of_self(node)}{dot}{rest}" if first == "self" else text
+
+    def owner_of_self(self, node: ast.AST) -> str:
+        """A name for what ``self`` is at a node."""
+        around = self._source.nearest(node, ast.ClassDef)
+        return f"{around.name if around else ''}.self"
+
+    def own_attributes(self, node: ast.AST) -> list[str]:
+        """The attributes of ``self`` at a node, as in ``self.count``."""
+        return [f"self.{name}" for name in self.attributes.get(self.owner_of_self(node), [])]
 
     def _is_called(self, node: ast.expr) -> bool:
         parent = self._source.parents[node]
@@ -89,9 +97,21 @@ class FileFacts:
         return f"{called}()" if called else None
 
     @cached_property
-    def has_rank_object(self) -> bool:
-        """True if the file reads a number of an object that is called ``rank``."""
-        return "rank" in self.attributes
+    def classes(self) -> list[dict[str, str]]:
+        """For each class its attributes, with what the source says of their values."""
+        return attributes_of_classes(self._source.tree)
+
+    def attributes_beside(self, node: ast.Attribute) -> list[str]:
+        """Other attributes that the object of this one has, of the same kind as far as known."""
+        known = dict.fromkeys(self.attributes.get(self.owner(node.value), []), "")
+        for attributes in self.classes:
+            if node.attr in attributes:
+                own = attributes[node.attr]
+                known |= {name: text for name, text in attributes.items() if text in ("", own)}
+                for name, text in attributes.items():
+                    if own and text not in ("", own):
+                        known.pop(name, None)
+        return [name for name in known if name != node.attr and not name.startswith("__")]
 
     @cached_property
     def strings(self) -> Strings:
@@ -131,9 +151,11 @@ class FileFacts:
         """The functions of the file that can be called at a node, with the arguments they need.
 
         Methods of the class around the node have ``self.`` before them. Functions around the
-        node are left out, so that none calls itself.
+        node are left out, and those that call them, so that none calls itself. What is called
+        nowhere in the file is not for this file to call.
         """
         around = list(self._source.parents_of(node))
+        names = {one.name for one in around if isinstance(one, ast.FunctionDef)}
         in_class = self._source.nearest(node, ast.ClassDef)
         listed = [("", one) for one in self._source.tree.body]
         listed += [("self.", one) for one in in_class.body] if in_class else []
@@ -142,9 +164,32 @@ class FileFacts:
             for before, one in listed
             if isinstance(one, ast.FunctionDef)
             and one not in around
+            and one.name in self._called
+            and _returns_something(one)
+            and not names & _names_in(one)
             and not one.decorator_list
             and not one.name.startswith("__")
         }
+
+    @cached_property
+    def _called(self) -> set[str]:
+        calls = [node.func for node in ast.walk(self._source.tree) if isinstance(node, ast.Call)]
+        return {one.id for one in calls if isinstance(one, ast.Name)} | {
+            one.attr for one in calls if isinstance(one, ast.Attribute)
+        }
+
+
+def _returns_something(function: ast.FunctionDef) -> bool:
+    is_said = isinstance(function.returns, ast.Constant) and function.returns.value is None
+    return not is_said and any(
+        isinstance(node, ast.Return) and node.value is not None for node in ast.walk(function)
+    )
+
+
+def _names_in(function: ast.FunctionDef) -> set[str]:
+    return {one.id for one in ast.walk(function) if isinstance(one, ast.Name)} | {
+        one.attr for one in ast.walk(function) if isinstance(one, ast.Attribute)
+    }
 
 
 def _needed_arguments(function: Function, skip: bool) -> int:

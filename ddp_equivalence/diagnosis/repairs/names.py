@@ -10,7 +10,7 @@ from ddp_equivalence.diagnosis.repairs.names_in_scope import likeness
 
 # As many others are tried for one name: with and without descriptions of the values of a run.
 MOST_MEASURED = 8
-MOST_GUESSED = 4
+MOST_GUESSED = 3
 MOST_ATTRIBUTES = 4
 
 NUMBERS_OF_A_RANK = ("rank", "local_rank", "node", "world_size", "local_world_size", "nodes")
@@ -30,7 +30,7 @@ def another_name(node: ast.Name, place: Place) -> Iterator[Change]:
     if place.is_called(node) and scope.description(node.id) != "function":
         return
     most = MOST_MEASURED if scope.measured else MOST_GUESSED
-    for other in scope.names_like(node.id, node.lineno)[:most]:
+    for other in scope.names_like(node.id, place.first_line(node))[:most]:
         yield place.replaced(node, other)
 
 
@@ -45,13 +45,11 @@ def another_attribute(node: ast.Attribute, place: Place) -> Iterator[Change]:
     """Another attribute of the same object was meant, such as another process group."""
     if place.is_called(node) or _is_number_of_a_rank(node, place):
         return
-    known = place.facts.attributes.get(place.facts.owner(node.value), [])
-    own = place.scope.description(place.text(node))
-    for other in _most_like(node.attr, known)[:MOST_ATTRIBUTES]:
-        text = f"{place.text(node.value)}.{other}"
-        described = place.scope.description(text)
+    before = place.text(node.value)
+    for other in _most_like(node.attr, place.facts.attributes_beside(node))[:MOST_ATTRIBUTES]:
+        own, described = (place.scope.description(f"{before}.{one}") for one in (node.attr, other))
         if own == described or not (own and described):
-            yield place.replaced(node, text)
+            yield place.renamed(node, other)
 
 
 def object_of_a_method(node: ast.Attribute, place: Place) -> Iterator[Change]:
@@ -67,7 +65,7 @@ def another_number_of_the_rank(node: ast.Attribute, place: Place) -> Iterator[Ch
     """The number of a rank on its node was taken for that in the world, or a size for another."""
     if _is_number_of_a_rank(node, place):
         for other in _most_like(node.attr, list(NUMBERS_OF_A_RANK)):
-            yield place.replaced(node, f"{place.text(node.value)}.{other}")
+            yield place.renamed(node, other)
 
 
 def _is_number_of_a_rank(node: ast.Attribute, place: Place) -> bool:
@@ -91,7 +89,7 @@ def name_for_call(node: ast.Call, place: Place) -> Iterator[Change]:
         return
     names = [
         name
-        for name in place.scope.names_like(called, node.lineno - 1)
+        for name in place.scope.names_before(place.first_line(node), called)
         if (place.scope.may_be_tensor(name) or place.scope.may_be_number(name))
         and name not in {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
         and place.scope.description(name) != "function"

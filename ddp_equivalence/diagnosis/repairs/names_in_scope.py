@@ -55,15 +55,11 @@ class Scope:
     def names_like(self, name: str, line: int) -> list[str]:
         """Names that can stand where this one does: those most like it first."""
         own = self.description(name)
-        others = [
+        return [
             other
-            for other in self.names
-            if "." not in other
-            and other not in (name, "self", "cls", "ctx", "_")
-            and self.bound.get(other, 0) <= line
-            and self._same(own, self.description(other))
+            for other in self.names_before(line, name)
+            if other != name and self._same(own, self.description(other))
         ]
-        return sorted(others, key=lambda other: (-likeness(name, other), -self.bound.get(other, 0)))
 
     def counts(self) -> list[str]:
         """Names whose values are whole numbers; where nothing is known, whose words say so."""
@@ -80,6 +76,17 @@ class Scope:
             if isinstance(node, ast.For):
                 found += [one.id for one in ast.walk(node.iter) if isinstance(one, ast.Name)]
         return [f"len({name})" for name in dict.fromkeys(found) if name in self.names]
+
+    def names_before(self, line: int, like: str) -> list[str]:
+        """The names that have values at a line, those most like another name first."""
+        names = [
+            name
+            for name in self.names
+            if "." not in name
+            and name not in ("self", "cls", "ctx", "_")
+            and self.bound.get(name, 0) < line
+        ]
+        return sorted(names, key=lambda name: (-likeness(like, name), -self.bound.get(name, 0)))
 
     def _same(self, one: str, other: str) -> bool:
         if one and other:
@@ -181,11 +188,12 @@ def guess(name: str, function: Function) -> str:
         if isinstance(node, ast.Assign) and any(
             isinstance(target, ast.Name) and target.id == name for target in node.targets
         ):
-            return _kind_of(node.value)
+            return kind_of(node.value)
     return ""
 
 
-def _kind_of(value: ast.expr) -> str:
+def kind_of(value: ast.expr) -> str:
+    """What the source says of a value, "" if nothing."""
     match value:
         case ast.Constant():
             return type(value.value).__name__

@@ -102,8 +102,7 @@ def one_branch(node: ast.IfExp, place: Place) -> Iterator[Change]:
 
 def parentheses_moved(node: ast.BinOp, place: Place) -> Iterator[Change]:
     """A factor or a divisor reaches one term too many, or one too few."""
-    strong, weak = (ast.Mult, ast.Div), (ast.Add, ast.Sub)
-    if isinstance(node.op, strong):
+    if isinstance(node.op, ast.Mult | ast.Div):
         sign = "*" if isinstance(node.op, ast.Mult) else "/"
         left, right = place.text(node.left), place.text(node.right)
         match node.left, node.right:
@@ -113,12 +112,12 @@ def parentheses_moved(node: ast.BinOp, place: Place) -> Iterator[Change]:
             case _, ast.BinOp(left=first, op=ast.Add() | ast.Sub() as inner, right=second):
                 product = joined(left, sign, place.text(first))
                 yield place.replaced(node, joined(product, _weak(inner), place.text(second)))
-    if isinstance(node.op, weak):
+    if isinstance(node.op, ast.Add | ast.Sub):
         left, right, sign = place.text(node.left), place.text(node.right), _weak(node.op)
         match node.left, node.right:
-            case _, ast.BinOp(left=first, op=ast.Mult() | ast.Div() as inner, right=second):
+            case _, ast.BinOp(left=first, op=ast.Mult() | ast.Div() as strong, right=second):
                 both = joined(left, sign, place.text(first))
-                by = "*" if isinstance(inner, ast.Mult) else "/"
+                by = "*" if isinstance(strong, ast.Mult) else "/"
                 yield place.replaced(node, joined(both, by, place.text(second)))
             case ast.BinOp(left=first, op=ast.Mult(), right=second), _:
                 both = joined(place.text(second), sign, right)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ddp_equivalence.diagnosis.repairs.change import Change, Place
 from ddp_equivalence.diagnosis.repairs.names_in_scope import own_nodes
+from ddp_equivalence.diagnosis.repairs.wraps import computes_tensor
 
 OTHER_ASSIGNMENTS: dict[type[ast.operator], tuple[str, ...]] = {
     ast.Add: ("=", "-="),
@@ -20,6 +21,9 @@ def added_up(node: ast.Assign, place: Place) -> Iterator[Change]:
     """A part replaces the parts before it, instead of being added to them."""
     if len(node.targets) == 1 and not isinstance(node.targets[0], ast.Tuple):
         target = place.text(node.targets[0])
+        in_init = getattr(place.scope.function, "name", "") == "__init__"
+        if in_init or target in place.text(node.value):
+            return
         if not isinstance(node.targets[0], ast.Name) or place.is_bound_elsewhere(target, node):
             yield place.rewritten(node, f"{target} += {place.text(node.value)}")
 
@@ -111,7 +115,7 @@ def _assigned_tensor(node: ast.stmt, place: Place) -> str | None:
             return None
     text = place.text(target)
     may_be = isinstance(target, ast.Name | ast.Attribute) and place.scope.may_be_tensor(text)
-    return text if may_be and place.may_be_tensor(value) else None
+    return text if may_be and computes_tensor(value, place) else None
 
 
 def written_back(node: ast.stmt, place: Place) -> Iterator[Change]:
@@ -136,6 +140,45 @@ def written_back(node: ast.stmt, place: Place) -> Iterator[Change]:
                     yield place.followed_by(node, f"{place.text(value)} = {name}")
                 elif isinstance(value, ast.Attribute):
                     yield place.followed_by(node, f"{place.text(value)}.copy_({name})")
+
+
+def copied_into_a_copy(node: ast.Expr, place: Place) -> Iterator[Change]:
+    """What reshape() or contiguous() returns may be a copy, and a change of it is lost."""
+    match node.value:
+        case ast.Call(
+            func=ast.Attribute(
+                attr="copy_",
+                value=ast.Call(
+                    func=ast.Attribute(
+                        value=whole, attr="reshape" | "flatten" | "contiguous" | "ravel"
+                    )
+                ),
+            ),
+            args=[value],
+        ):
+            text, shape = place.text(whole), f"{place.text(whole)}.shape"
+            yield place.rewritten(node, f"{text}.copy_({place.closed(value)}.view({shape}))")
+        case _:
+            return
+
+
+def reduced_with_gradient(node: ast.Expr, place: Place) -> Iterator[Change]:
+    """A collective of torch.distributed passes no gradient on to what the other ranks gave."""
+    match node.value:
+        case ast.Call(args=[ast.Name(id=name), *_] as arguments, keywords=keywords):
+            called = place.called_name(node.value)
+            options = [place.text(one) for one in keywords]
+            module = "torch.distributed.nn.functional"
+            given = f"import {module} as differentiable; {name} = differentiable.{called}"
+            if any(one.arg == "async_op" for one in keywords):
+                return
+            if called == "all_reduce" and len(arguments) == 1:
+                yield place.rewritten(node, f"{given}({', '.join([name, *options])})")
+            if called == "all_gather" and len(arguments) == 2:
+                given_to = [place.text(arguments[1]), *options]
+                yield place.rewritten(node, f"{given}({', '.join(given_to)})")
+        case _:
+            return
 
 
 def left_out(node: ast.stmt, place: Place) -> Iterator[Change]:

@@ -13,7 +13,9 @@ class Strings:
     def __init__(self, tree: ast.AST) -> None:
         self._by_use: dict[str, list[str]] = defaultdict(list)
         self._uses: dict[ast.AST, list[str]] = defaultdict(list)
+        self._together: list[list[str]] = []
         for node in ast.walk(tree):
+            self._together += _members(node)
             for use, part in _uses(node):
                 if isinstance(part, ast.Constant) and isinstance(part.value, str):
                     self._uses[part].append(use)
@@ -21,8 +23,25 @@ class Strings:
                         self._by_use[use].append(part.value)
 
     def exchangeable(self, node: ast.Constant) -> list[str]:
-        """The strings that are used as this one is."""
-        return [text for use in self._uses.get(node, []) for text in self._by_use[use]]
+        """The strings that are listed with this one, or used as this one is."""
+        uses = self._uses.get(node, [])
+        used = [text for use in uses for text in self._by_use[use]]
+        beside = [text for texts in self._together if node.value in texts for text in texts]
+        return [*beside, *used] if uses else []
+
+
+def _members(node: ast.AST) -> Iterator[list[str]]:
+    """The strings of a tuple, list or set, or the keys of a dict: names of things of one kind."""
+    match node:
+        case ast.Tuple(elts=parts) | ast.List(elts=parts) | ast.Set(elts=parts):
+            pass
+        case ast.Dict():
+            parts = [key for key in node.keys if key is not None]
+        case _:
+            return
+    texts = [one.value for one in parts if isinstance(one, ast.Constant)]
+    if len(texts) > 1 and all(isinstance(text, str) for text in texts):
+        yield [str(text) for text in texts]
 
 
 def _uses(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
@@ -33,19 +52,13 @@ def _uses(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
                 yield f"{name}({position})", argument
             for keyword in node.keywords:
                 yield f"{name}({keyword.arg})", keyword.value
-                if isinstance(keyword.value, ast.Tuple | ast.List):
-                    for one in keyword.value.elts:
-                        yield f"{keyword.arg}=", one
-        case ast.Subscript(slice=index):
-            yield "key", index
-        case ast.Dict():
-            for key in node.keys:
-                if key is not None:
-                    yield "key", key
-        case ast.Tuple() | ast.List() | ast.Set():
-            for one in node.elts:
-                yield f"display {id(node)}", one
-                yield "member", one
+        case ast.Subscript(value=ast.Name(id=name) | ast.Attribute(attr=name), slice=index):
+            yield f"{name}[]", index
         case ast.Compare():
             for one in (node.left, *node.comparators):
                 yield "compared", one
+        case ast.Tuple() | ast.List() | ast.Set():
+            for one in node.elts:
+                yield "member", one
+        case _:
+            return

@@ -15,6 +15,8 @@ from ddp_equivalence.diagnosis.repairs.parentheses import joined
 MOST_FUNCTIONS = 3
 MOST_DIVISORS = 3
 
+STARTS = {"start", "offset", "first", "begin", "base"}
+
 # What these return is no tensor, and no number that is divided by the world size.
 NO_TENSORS = {
     *("range", "enumerate", "zip", "list", "tuple", "dict", "set", "sorted", "reversed", "str"),
@@ -43,24 +45,28 @@ NO_TENSORS = {
 }
 
 
-def goes_somewhere(node: ast.expr, place: Place) -> bool:
-    """True for a value that may be a tensor and stands as a whole where it is used."""
-    if not place.may_be_tensor(node):
-        return False
+def computes_tensor(node: ast.expr, place: Place) -> bool:
+    """False for what is known to be no tensor, and no number that could be divided."""
     if isinstance(node, ast.Call):
         called = place.called_name(node)
-        if called in NO_TENSORS or called[:1].isupper():
-            return False
+        return called not in NO_TENSORS and not called[:1].isupper()
+    return place.may_be_tensor(node)
+
+
+def goes_somewhere(node: ast.expr, place: Place) -> bool:
+    """True for a value that may be a tensor and stands as a whole where it is used."""
+    if not computes_tensor(node, place):
+        return False
     match place.parent(node):
         case ast.Assign() | ast.AugAssign() | ast.AnnAssign() | ast.Return():
             return True
         case ast.keyword() | ast.Lambda() | ast.IfExp():
             return True
-        case ast.Call(func=ast.Name(id=called)):
-            return called not in NO_TENSORS
-        case ast.Call(func=called):
-            return called is not node
-        case ast.BinOp(op=ast.Add() | ast.Sub()) | ast.Compare():
+        case ast.Call() as call:
+            called = place.called_name(call)
+            of_module = place.text(call.func).split(".")[0] in place.facts.modules
+            return call.func is not node and called not in NO_TENSORS and not of_module
+        case ast.BinOp(op=ast.Add() | ast.Sub()):
             return True
         case ast.Attribute(attr="backward"):
             return True
@@ -90,7 +96,16 @@ def detached(node: ast.expr, place: Place) -> Iterator[Change]:
 
 def cloned(node: ast.expr, place: Place) -> Iterator[Change]:
     """Two names stand for one tensor, and what changes one of them changes the other."""
-    if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and goes_somewhere(node, place):
+    if not isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
+        return
+    match place.parent(node):
+        case ast.Call(func=ast.Attribute(attr="append" | "setdefault" | "insert" | "apply")):
+            is_kept = not place.is_called(node)
+        case ast.Assign() | ast.AnnAssign() | ast.Return() | ast.Dict() | ast.keyword():
+            is_kept = True
+        case _:
+            is_kept = False
+    if is_kept and computes_tensor(node, place):
         yield place.replaced(node, f"{place.text(node)}.clone()")
 
 
@@ -165,7 +180,13 @@ def rank_times_count(node: ast.expr, place: Place) -> Iterator[Change]:
 def offset_of_the_rank(node: ast.Call, place: Place) -> Iterator[Change]:
     """Rows are counted from 0 on every rank, but each rank has other rows of the whole."""
     match node:
-        case ast.Call(func=ast.Attribute(attr="arange"), args=[count]):
-            if rank := place.rank():
-                offset = joined(rank, "*", place.text(count))
-                yield place.replaced(node, joined(place.text(node), "+", offset))
+        case ast.Call(func=ast.Attribute(attr="arange"), args=[*_, count]):
+            known = [*place.scope.names, *place.facts.own_attributes(node)]
+            starts = [one for one in known if set(one.removeprefix("self.").split("_")) & STARTS]
+            rank = place.rank()
+            if rank and len(node.args) == 1:
+                starts.append(joined(rank, "*", place.text(count)))
+            for start in starts[:MOST_DIVISORS]:
+                yield place.replaced(node, joined(place.text(node), "+", start))
+        case _:
+            return
