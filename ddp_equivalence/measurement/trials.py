@@ -17,14 +17,18 @@ from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.measurement.trial_on_rank import Trial, TrialFailed, run_trial
 from ddp_equivalence.measurement.work import Evidence
 from ddp_equivalence.ranks import pickling
+from ddp_equivalence.ranks.deadline import Deadline
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.rank_set import RankSet
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 
-LEAST_DEADLINE = 1.0
+LEAST_DEADLINE = 0.5
 TIMES_THE_STEP = 5.0
 """An edited step gets ``TIMES_THE_STEP`` times the seconds of the step itself, and at least
 ``LEAST_DEADLINE`` seconds: many edits leave ranks that wait for each other."""
+
+LEFT_AFTER_AN_ERROR = 0.2
+"""This part of the time is left to the other ranks once one has raised an exception."""
 
 AFTER_THE_FIRST = 50
 """So many more edits are tried once one is right, to see whether others are."""
@@ -128,9 +132,12 @@ class _Trials:
         evidence: dict[int, Evidence] = {}
         failed: TrialFailed | None = None
         seen = LocalsSeen()
-        for rank, result in ranks.collect(self._deadline):
+        deadline = Deadline.after(self._deadline)
+        for rank, result in ranks.collect_until(deadline):
             if isinstance(result, TrialFailed):
                 failed = result
+                left = LEFT_AFTER_AN_ERROR * self._deadline
+                deadline.until = min(deadline.until, time.monotonic() + left)
             elif isinstance(result, LocalsSeen):
                 seen.add(result)
             elif isinstance(result, Evidence):

@@ -62,7 +62,7 @@ class InProcessRankSet(RankSet):
         After rank 0 has finished, the others get ``deadline`` seconds. Raises RankFailed or
         RanksTimedOut if another rank fails, or has finished and rank 0 still waits for it.
         """
-        others = OtherRanks(self._collect)
+        others = OtherRanks(self.collect_until)
         guard = Rank0Guard(self._kill_others, others.have_finished, self._longest_collective)
         complete = False
         try:

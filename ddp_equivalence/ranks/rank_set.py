@@ -116,9 +116,10 @@ class RankSet:
         ``deadline``: seconds from now. Raises RankFailed or RanksTimedOut with the end of every
         rank; the set is then broken, and its processes are gone.
         """
-        yield from self._collect(Deadline.after(deadline))
+        yield from self.collect_until(Deadline.after(deadline))
 
-    def _collect(self, deadline: Deadline) -> Iterator[tuple[int, Any]]:
+    def collect_until(self, deadline: Deadline) -> Iterator[tuple[int, Any]]:
+        """The same with a deadline that the caller may still move."""
         issued: dict[int, int] = {}
         for rank, kind, payload in self._listen(messages.FINISHED, deadline):
             results = payload

@@ -142,9 +142,9 @@ def leaves_the_big_batch(request: Request, expected: Expected, edit: Edit, sourc
     code, case, right = edited_code(edit, source), request.case, expected.reference.expected
     assert code is not None
     try:
-        with without_planted_faults(), kept_inside():
-            with run_as_edited(code, (case.model, case.batch, case.loss)):
-                found = big_batch(case, request.compare, request.lr, request.steps).expected
+        edited = run_as_edited(code, (case.model, case.batch, case.loss))
+        with without_planted_faults(), kept_inside(), edited:
+            found = big_batch(case, request.compare, request.lr, request.steps).expected
     except CannotEdit:  # the big batch has nothing to do with these functions
         return True
     except Exception:
