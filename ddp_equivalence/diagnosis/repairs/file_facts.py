@@ -119,68 +119,6 @@ class FileFacts:
         return [name for name in found if name != node.attr and not name.startswith("__")]
 
     @cached_property
-    def modules(self) -> dict[str, str]:
-        """The modules and functions that the file imports, by the names that it gives them."""
-        found: dict[str, str] = {}
-        for node in ast.walk(self._source.tree):
-            if isinstance(node, ast.Import):
-                for one in node.names:
-                    whole = one.name if one.asname else one.name.split(".")[0]
-                    found[one.asname or whole] = whole
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                for one in node.names:
-                    found[one.asname or one.name] = f"{node.module}.{one.name}"
-        return found
-
-    def imported_as(self, name: str) -> str | None:
-        """How the file can write something of torch, such as "torch.distributed.all_reduce".
-
-        What the file has imported is used, and nothing is imported in addition: a reader copies
-        the edit as it stands.
-        """
-        parts = name.split(".")
-        for length in range(len(parts), 0, -1):
-            prefix = ".".join(parts[:length])
-            for alias, whole in self.modules.items():
-                if whole == prefix:
-                    return ".".join([alias, *parts[length:]])
-        return None
-
-    @cached_property
-    def world_size(self) -> str | None:
-        """How the file can ask for the world size."""
-        called = self.imported_as("torch.distributed.get_world_size")
-        return f"{called}()" if called else None
-
-    @cached_property
-    def all_reduce(self) -> str | None:
-        """How the file can call all_reduce."""
-        return self.imported_as("torch.distributed.all_reduce")
-
-    @cached_property
-    def get_rank(self) -> str | None:
-        """How the file can ask for the number of this rank."""
-        called = self.imported_as("torch.distributed.get_rank")
-        return f"{called}()" if called else None
-
-    @cached_property
-    def classes(self) -> list[dict[str, str]]:
-        """For each class its attributes, with what the source says of their values."""
-        return attributes_of_classes(self._source.tree)
-
-    def attributes_beside(self, node: ast.Attribute) -> list[str]:
-        """Other attributes that the object of this one has, of the same kind as far as known."""
-        known = dict.fromkeys(self.attributes.get(self.owner(node.value), []), "")
-        for attributes in self.classes:
-            if node.attr in attributes:
-                own = attributes[node.attr]
-                known |= {name: text for name, text in attributes.items() if text in ("", own)}
-                for name, text in attributes.items():
-                    if own and text not in ("", own):
-                        known.pop(name, None)
-        return [name for name in known if name != node.attr and not name.startswith("__")]
-
-    @cached_property
     def strings(self) -> Strings:
         """The strings of the file, and which can stand for each other."""
         return Strings(self._source.tree)
