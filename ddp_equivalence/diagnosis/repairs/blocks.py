@@ -150,8 +150,7 @@ def other_list_too(node: ast.For, place: Place) -> Iterator[Change]:
     """A loop goes over one of several lists, and another one was forgotten."""
     match node.iter:
         case ast.Attribute(value=ast.Name(id="self"), attr=attribute):
-            known = place.facts.attributes.get(place.facts.owner(node.iter.value), [])
-            others = [f"self.{one}" for one in known if one != attribute]
+            others = [f"self.{one}" for one in place.facts.attributes_beside(node.iter)]
             own = place.scope.description(f"self.{attribute}")
             for other in [one for one in others if place.scope.description(one) == own][:2]:
                 yield place.replaced(node.iter, joined(f"self.{attribute}", "+", other))

@@ -162,9 +162,13 @@ def call_left_out(node: ast.Call, place: Place) -> Iterator[Change]:
         owner = place.text(node.func.value)
         if owner.split(".")[0] not in place.facts.modules and owner not in ("self", "super()"):
             yield place.replaced(node, owner)
-    is_wrapped = len(node.args) == 1 or (node.args and called in KEEPS_THE_SHAPE)
-    if is_wrapped and not isinstance(node.args[0], ast.Starred | ast.GeneratorExp | ast.Constant):
-        yield place.replaced(node, place.text(node.args[0]))
+    match node.args:
+        case [ast.Starred() | ast.GeneratorExp() | ast.Constant(), *_]:
+            return
+        case [first, *others] if not others or called in KEEPS_THE_SHAPE:
+            yield place.replaced(node, place.text(first))
+        case _:
+            return
 
 
 def order_of_calls(node: ast.Call, place: Place) -> Iterator[Change]:

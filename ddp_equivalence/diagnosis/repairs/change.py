@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from keyword import iskeyword
 from typing import Generic, TypeVar
 
 from ddp_equivalence.case.edit import EditKind
@@ -12,6 +14,9 @@ from ddp_equivalence.diagnosis.repairs.file_facts import FileFacts
 from ddp_equivalence.diagnosis.repairs.names_in_scope import Scope
 from ddp_equivalence.diagnosis.repairs.parentheses import are_needed, closed
 from ddp_equivalence.diagnosis.repairs.source import Source
+
+# What stands before the parenthesis of a call, or the keyword before an expression.
+_LAST_WORD = re.compile(r"(?:\w+|[])}\"'])[ \t]*\Z")
 
 # Attributes of tensors, modules and ranks that are no tensors.
 NUMBERS = {
@@ -129,17 +134,29 @@ class Place:
         )
 
     def replaced(self, node: ast.expr, text: str) -> Change:
-        """Another expression in place of a node, in parentheses where they are needed."""
+        """Another expression in place of a node, in parentheses where they are needed.
+
+        Parentheses that the node has, and the new expression does not need, are replaced too.
+        """
         start, end = self.source.span(node)
-        if are_needed(text, self.parent(node), node) and not self._has_parentheses(start, end):
-            text = f"({text})"
+        if are_needed(text, self.parent(node), node):
+            return Change(start, end, text if self._has_parentheses(start, end) else f"({text})")
+        if self._has_parentheses(start, end) and not self._touches_words(start - 1, end + 1):
+            return Change(start - 1, end + 1, text)
         return Change(start, end, text)
 
     def _has_parentheses(self, start: int, end: int) -> bool:
-        before = self.source.raw[:start].rstrip()
-        after = self.source.raw[end:].lstrip()
-        is_call = before[:-1].rstrip()[-1:].isalnum() or before[:-1].endswith((b")", b"]", b"_"))
-        return before.endswith(b"(") and after.startswith(b")") and not is_call
+        """True if parentheses stand directly around some bytes, which are not those of a call."""
+        raw = self.source.raw
+        if raw[start - 1 : start] != b"(" or raw[end : end + 1] != b")":
+            return False
+        before = _LAST_WORD.search(raw[: start - 1].decode())
+        return before is None or iskeyword(before[0].strip())
+
+    def _touches_words(self, start: int, end: int) -> bool:
+        """True if a name or number would grow together with what stands directly beside it."""
+        raw = self.source.raw
+        return raw[start - 1 : start].isalnum() or raw[end : end + 1].isalnum()
 
     def rewritten(self, statement: ast.stmt, text: str) -> Change:
         """Other text in place of a whole statement."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 from ddp_equivalence.case.edit import Edit, EditKind
@@ -28,17 +30,19 @@ def edits_of(
     ``def``, each name with a description of its value, such as "tensor float 3x4" or "int". A
     name is then exchanged only for another with the same description.
     """
-    parsed = Source(file, source)
-    facts = FileFacts(parsed)
-    parts = {top: _Part(parsed, top) for top in parsed.tree.body}
-    found = []
-    for number, (line, kind, change, top) in enumerate(
-        _proposed(parsed, facts, lines, values or {})
-    ):
-        if parts[top].becomes_new(change):
-            edit = Edit(file, line, change.start, change.end, change.text, kind)
-            found.append((line, _LIKELINESS[kind], number, edit))
-    return [edit for *_, edit in sorted(found, key=lambda entry: entry[:3])]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python warns of code that an edit makes strange
+        try:
+            parsed = Source(file, source)
+        except (SyntaxError, ValueError):
+            return []  # what was run is not what the file holds now
+        parts = {top: _Part(parsed, top) for top in parsed.tree.body}
+        proposed = sorted(_proposed(parsed, lines, values or {}), key=_by_line_and_likeliness)
+        return [
+            Edit(file, one.line, one.change.start, one.change.end, one.change.text, one.kind)
+            for one in proposed
+            if parts[one.top].becomes_new(one.change)
+        ]
 
 
 _LIKELINESS: dict[EditKind, int] = {}
@@ -46,9 +50,22 @@ for _rule in RULES:
     _LIKELINESS.setdefault(_rule.kind, len(_LIKELINESS))
 
 
-def _proposed(
-    source: Source, facts: FileFacts, lines: Collection[int], values: Values
-) -> Iterator[tuple[int, EditKind, Change, ast.stmt]]:
+@dataclass(frozen=True)
+class _Proposed:
+    """A change of what begins on a line, in one statement of the module."""
+
+    line: int
+    kind: EditKind
+    change: Change
+    top: ast.stmt
+
+
+def _by_line_and_likeliness(proposed: _Proposed) -> tuple[int, int]:
+    return proposed.line, _LIKELINESS[proposed.kind]
+
+
+def _proposed(source: Source, lines: Collection[int], values: Values) -> Iterator[_Proposed]:
+    facts = FileFacts(source)
     for node in editable_nodes(source.tree):
         line: int = getattr(node, "lineno", 0)
         if line not in lines or isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
@@ -60,7 +77,7 @@ def _proposed(
         top = [one for one in (node, *source.parents_of(node)) if isinstance(one, ast.stmt)][-1]
         for rule in rules:
             for change in rule.changes(node, Place(source, facts, scope)):
-                yield line, rule.kind, change, top
+                yield _Proposed(line, rule.kind, change, top)
 
 
 class _Part:
@@ -69,7 +86,8 @@ class _Part:
     def __init__(self, source: Source, statement: ast.stmt) -> None:
         decorators = getattr(statement, "decorator_list", [])
         self._source = source
-        self._start = source.span(decorators[0])[0] - 1 if decorators else source.span(statement)[0]
+        first = source.span(decorators[0] if decorators else statement)[0]
+        self._start = source.raw.rindex(b"@", 0, first) if decorators else first
         self._end = source.span(statement)[1]
 
     @cached_property

@@ -102,16 +102,21 @@ class FileFacts:
         return attributes_of_classes(self._source.tree)
 
     def attributes_beside(self, node: ast.Attribute) -> list[str]:
-        """Other attributes that the object of this one has, of the same kind as far as known."""
-        known = dict.fromkeys(self.attributes.get(self.owner(node.value), []), "")
+        """Other attributes that the object of this one has; those known to be like it first.
+
+        Those of another type are left out.
+        """
+        alike: list[str] = []
+        unknown = list(self.attributes.get(self.owner(node.value), []))
         for attributes in self.classes:
-            if node.attr in attributes:
-                own = attributes[node.attr]
-                known |= {name: text for name, text in attributes.items() if text in ("", own)}
-                for name, text in attributes.items():
-                    if own and text not in ("", own):
-                        known.pop(name, None)
-        return [name for name in known if name != node.attr and not name.startswith("__")]
+            own = attributes.get(node.attr)
+            if own is not None:
+                alike += [name for name, text in attributes.items() if own and text == own]
+                unknown += [name for name, text in attributes.items() if not (own and text)]
+                others = {name for name, text in attributes.items() if own and text}
+                unknown = [name for name in unknown if name not in others]
+        found = dict.fromkeys([*alike, *unknown])
+        return [name for name in found if name != node.attr and not name.startswith("__")]
 
     @cached_property
     def strings(self) -> Strings:
