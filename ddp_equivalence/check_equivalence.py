@@ -217,10 +217,10 @@ def _different_if_comparable(
         return unknown(verdict, why_unknown)
     assert verdict.comparison is not None
     with threads_for(verdict.comparison.elements):
+        if not wrong:
+            analysis.look_further()
         findings = races.with_race(analysis.findings, verdict.evidence, verdict.comparison)
         repeated = analysis.repeated
-    if not wrong:
-        analysis.look_further()
     if wrong:
         others = (replace(finding, accepted=False) for finding in findings)
         findings = (finding_of_wrong_collectives(wrong), *others)

@@ -78,13 +78,19 @@ class Analysis:
         self.repairs = Repairs()
 
     def look_further(self) -> None:
-        """Where a difference has no known cause: run the step on one rank as well, and edited."""
+        """Where no cause was seen happening: run the step on one rank as well, and edited.
+
+        A backward method that ignores the gradient that it is given explains any wrong factor.
+        """
         best = self.findings[0] if self._has_cause else None
-        if self.view is not None and best is None:
+        if self.view is not None and (best is None or best.is_guess):
             self._beside = beside_one_rank.beside_one_rank(self.view, self._request)
+            if best is not None and self._beside is not None and self._beside.deaf:
+                self.findings = tuple(replace(one, accepted=False) for one in self.findings)
+                best = None
         if self.drawn is None and (best is None or best.is_guess or not best.lines):
-            whereabouts = self.localisation.whereabouts if best is None else None
-            lines = best.lines if best is not None else whereabouts.lines if whereabouts else ()
+            where = best or self.localisation.whereabouts
+            lines = () if where is None else where.lines
             self.repairs = find_repairs(self._request, self._expected, lines, self.time)
 
     @property

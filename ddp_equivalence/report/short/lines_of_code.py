@@ -30,7 +30,8 @@ def pointed_lines(verdict: Verdict, most: int = MOST_LINES) -> list[PointedLine]
     if not repaired:
         return _fewer(_lines_of_cause(verdict), most)
     edited = {(one.line.file, one.line.number) for one in repaired}
-    others = (replace(one, is_fault=False) for one in _lines_of_cause(verdict))
+    by_mark = sorted(_lines_of_cause(verdict), key=lambda one: not one.is_fault)
+    others = (replace(one, is_fault=False) for one in by_mark)
     beside = [one for one in others if (one.line.file, one.line.number) not in edited]
     return _fewer([*repaired[: max(1, most - 1)], *beside], most)
 
