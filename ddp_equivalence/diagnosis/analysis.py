@@ -85,12 +85,12 @@ class Analysis:
         best = self.findings[0] if self._has_cause else None
         if self.view is not None and (best is None or best.is_guess):
             self._beside = beside_one_rank.beside_one_rank(self.view, self._request)
-            if best is not None and self._beside is not None and self._beside.deaf:
+            if best and self._beside and self._beside.deaf:
                 self.findings = tuple(replace(one, accepted=False) for one in self.findings)
                 best = None
         if self.drawn is None and (best is None or best.is_guess or not best.lines):
             where = best or self.localisation.whereabouts
-            lines = () if where is None else where.lines
+            lines = where.lines if where else ()
             self.repairs = find_repairs(self._request, self._expected, lines, self.time)
 
     @property

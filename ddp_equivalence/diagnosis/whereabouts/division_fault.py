@@ -21,6 +21,7 @@ from ddp_equivalence.diagnosis.whereabouts.gradient_path import line_of
 from ddp_equivalence.diagnosis.whereabouts.own_gradient_fault import Compared
 from ddp_equivalence.diagnosis.whereabouts.pieces import Pieces
 from ddp_equivalence.diagnosis.whereabouts.rank_lines import lines_only_on, odd_ranks
+from ddp_equivalence.diagnosis.whereabouts.scaled_by_frequency import fault_of_frequencies
 from ddp_equivalence.diagnosis.whereabouts.station_text import at
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, distinct, ranked
 from ddp_equivalence.measurement.calls import Call
@@ -63,7 +64,7 @@ def fault_of_division(pieces: Pieces, compared: Sequence[Compared]) -> Whereabou
     if not _alike(factors):
         return _other_factors(pieces, compared, factors)
     if known is None:
-        return _no_mean(pieces, compared)
+        return fault_of_frequencies(pieces.view) or _no_mean(pieces, compared)
     return _other_divisor(pieces, compared, known)
 
 

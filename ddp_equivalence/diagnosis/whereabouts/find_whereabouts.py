@@ -37,6 +37,7 @@ from ddp_equivalence.diagnosis.whereabouts.own_gradient_fault import (
     fault_of_own_gradient,
 )
 from ddp_equivalence.diagnosis.whereabouts.parameter_factors import fault_of_parameter_factors
+from ddp_equivalence.diagnosis.whereabouts.passes_too_many import fault_of_a_pass
 from ddp_equivalence.diagnosis.whereabouts.pieces import COARSE, Pieces, pieces_of
 from ddp_equivalence.diagnosis.whereabouts.reduction_fault import fault_of_reduction
 from ddp_equivalence.diagnosis.whereabouts.reduction_weights import Wanted
@@ -142,7 +143,7 @@ def _find(view: View, pieces: Pieces) -> Whereabouts:
     if weight is not None and uniform is not None:
         return _factor(pieces, weight, uniform)
     if uniform is not None:
-        term = fault_of_a_term(pieces, uniform)
+        term = fault_of_a_pass(pieces, uniform) or fault_of_a_term(pieces, uniform)
         if term is not None:
             return term
     own = _own(pieces)

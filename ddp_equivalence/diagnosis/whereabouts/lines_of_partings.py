@@ -58,7 +58,7 @@ def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
     found = _with_partings(found, beside, view)
     if view.world_size == 1:
         found = replace(found, beside_one_rank="")
-    if beside.deaf:  # the method computes the loss in its own way, and its forward is right
+    if beside.deaf or found.explains_all:  # such a method computes the loss in its own way
         return found
     factor = beside.factor_alone
     numbers = factor is not None and any(one.explains(factor) for one in beside.scalings)
@@ -69,6 +69,8 @@ def _with_partings(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
     if beside.deaf:
         alone = RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE
         return with_deaf_methods(replace(found, beside_one_rank=alone), beside.deaf, view)
+    if found.explains_all:
+        return replace(found, beside_one_rank=RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE)
     if found.kind == "reduction" and not beside.is_right_alone and must_be_the_loss(beside, view):
         return wrong_loss(found, beside, view)
     if _is_only_backward(beside):

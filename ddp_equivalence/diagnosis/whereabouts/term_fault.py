@@ -10,6 +10,9 @@ from ddp_equivalence.measurement.calls import Call, Kind
 
 EQUAL = 1e-6
 
+FEWEST = 4
+"""Fewer elements may be any multiple by chance."""
+
 MOST_TERM_LINES = 2
 
 
@@ -29,6 +32,8 @@ def fault_of_a_term(pieces: Pieces, uniform: float) -> Whereabouts | None:
     right = {name for name, one in factors.items() if one and abs(one - 1) <= tolerance}
     wrong = {name: one for name, one in factors.items() if one is not None and name not in right}
     values = list(wrong.values())
+    if view.parameters.total_of(wrong) < FEWEST:
+        return None
     if not right or not values or max(values) - min(values) > tolerance * max(map(abs, values)):
         return None
     calls = [call for call in view.observed.calls.of(0) if call.kind is Kind.LOSS and call.names]

@@ -25,6 +25,7 @@ class Whereabouts:
     ``fix``: "" if nothing certain can be said. ``beside_one_rank``: what the same step does on one
     rank with the whole batch, as sentences; "" if it did not run there. ``shows_later``: the
     marked line is only one in which the fault of another shows, such as that of the loss.
+    ``explains_all``: a run on one rank can say no more about it.
     """
 
     kind: WhichPart
@@ -36,6 +37,7 @@ class Whereabouts:
     fix: str = ""
     beside_one_rank: str = ""
     shows_later: bool = False
+    explains_all: bool = False
 
 
 def not_seen(why: str) -> Whereabouts:
