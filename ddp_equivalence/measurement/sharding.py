@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +11,9 @@ from torch import nn
 
 OF_SHARDING, OF_MESHES = "torch.distributed.fsdp", "torch.distributed.device_mesh"
 """The parts of torch that shard parameters, and that make meshes; they take long to import."""
+
+IGNORED = ("ignored_params", "ignored_parameters", "ignored_states", "ignored_modules")
+"""The arguments of ``fully_shard`` and ``FullyShardedDataParallel`` with what to leave alone."""
 
 
 def sharding_functions() -> tuple[Any, ...]:
@@ -21,14 +24,27 @@ def sharding_functions() -> tuple[Any, ...]:
     return (module.fully_shard, module.FullyShardedDataParallel.__init__)
 
 
-def parameters_of(module: nn.Module, names: Mapping[int, str]) -> tuple[str, ...]:
+def parameters_of(
+    module: nn.Module, names: Mapping[int, str], ignored: Collection[int] = ()
+) -> tuple[str, ...]:
     """The names of a module's parameters that are still as the model was built.
 
     Those that were sharded before are other objects, and may have got the place in memory of
-    others. ``names``: id of a parameter -> its name.
+    others. ``names``: id of a parameter -> its name. ``ignored``: the ids of those to leave out.
     """
     plain = [one for one in module.parameters() if type(one) is nn.Parameter]
-    return tuple(names[id(one)] for one in plain if id(one) in names)
+    ids = (id(one) for one in plain if id(one) not in ignored)
+    return tuple(names[one] for one in ids if one in names)
+
+
+def ignored_among(arguments: Mapping[str, Any]) -> set[int]:
+    """The ids of the parameters that a wrapper is told to ignore, among its arguments."""
+    found: set[int] = set()
+    for name in IGNORED:
+        given = arguments.get(name)
+        for one in given if isinstance(given, list | tuple | set | frozenset) else ():
+            found |= {id(p) for p in one.parameters()} if isinstance(one, nn.Module) else {id(one)}
+    return found
 
 
 def ranks_of(arguments: Mapping[str, Any]) -> tuple[int, ...]:

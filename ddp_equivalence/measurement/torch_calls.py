@@ -20,7 +20,12 @@ from ddp_equivalence.measurement.hook_states import (
     state_of_hook,
 )
 from ddp_equivalence.measurement.line_tracer import Handler, code_of
-from ddp_equivalence.measurement.sharding import parameters_of, ranks_of, sharding_functions
+from ddp_equivalence.measurement.sharding import (
+    ignored_among,
+    parameters_of,
+    ranks_of,
+    sharding_functions,
+)
 
 REGISTERING = (
     DistributedDataParallel.register_comm_hook,
@@ -143,7 +148,7 @@ class TorchCalls:
                 Kind.SHARDING,
                 frame,
                 what="FullyShardedDataParallel" if name == "__init__" else name,
-                names=parameters_of(module, self._names),
+                names=parameters_of(module, self._names, ignored_among(frame.f_locals)),
                 ranks=ranks_of(frame.f_locals),
             )
 

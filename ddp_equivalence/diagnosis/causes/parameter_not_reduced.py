@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ddp_equivalence.diagnosis.causes import bucket_not_reduced
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication
 from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_that_left_out
+from ddp_equivalence.diagnosis.lines.lines_of_wrapping import (
+    lines_of_sharding,
+    sharded_names,
+)
 from ddp_equivalence.diagnosis.lines.unreached import (
     lines_that_keep_from_reducing,
     lines_that_return_before,
@@ -23,6 +28,9 @@ def indication(view: View) -> Indication | None:
     ignored = {name for wrapper in wrappers for name in wrapper.ignored}
     if ignored and differing <= ignored:
         return Indication(True, "DDP was told to ignore these parameters")
+    sharded = sharded_names(view)
+    if sharded and not differing & sharded:
+        return Indication(True, "FSDP was not given these parameters, and reduces only others")
     reduced, elements = view.observed.reduced_elements, view.parameters.total
     if not wrappers and reduced == elements - view.parameters.total_of(differing):
         because = f"{reduced} of {elements} elements were all-reduced: all except theirs"
@@ -38,6 +46,9 @@ def lines(view: View) -> Sequence[PointedLine]:
     if bucket_not_reduced.communication_hooks(view):
         return bucket_not_reduced.lines(view)
     calls, differing = view.observed.calls, view.measured.differing
+    sharded = sharded_names(view)
+    if sharded and not differing & sharded:
+        return [replace(one, is_fault=True) for one in lines_of_sharding(view)]
     left_out = names_text(sorted(differing))
     others = [place for place in calls.reductions if not differing & set(place.names)]
     for place in reversed(others):
@@ -61,6 +72,8 @@ def fix(view: View) -> str:
     left_out, count = names_text(sorted(view.measured.differing)), len(view.parameters.names)
     if bucket_not_reduced.communication_hooks(view):
         return bucket_not_reduced.fix(view)
+    if sharded_names(view):
+        return f"do not keep {left_out} from FSDP, or all_reduce their gradients yourself."
     if not view.observed.wrappers:
         return f"all_reduce {left_out} too: go through all {count} parameters of the model."
     if view.observed.calls.reductions:

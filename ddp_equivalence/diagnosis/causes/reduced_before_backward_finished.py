@@ -8,6 +8,7 @@ from ddp_equivalence.diagnosis.causes import bucket_not_reduced
 from ddp_equivalence.diagnosis.causes.accumulation_boundary_off_by_one import reduced_early
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import indication_if
+from ddp_equivalence.diagnosis.lines.lines_of_wrapping import sharded_names
 from ddp_equivalence.diagnosis.lines.meeting_lines import at_meeting
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
@@ -26,6 +27,9 @@ def indication(view: View) -> Indication | None:
         return Indication(True, "the second run of the step left other bits than the first")
     if view.observed.wrappers:
         because = "DistributedDataParallel waits for backward, and a second run left the same bits"
+        return Indication(False, because)
+    if sharded_names(view):
+        because = "fully_shard reduces during backward and waits; a second run left the same bits"
         return Indication(False, because)
     return indication_if(
         _collectives_ran_inside_backward(view),

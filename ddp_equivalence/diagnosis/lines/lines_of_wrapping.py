@@ -10,7 +10,7 @@ from ddp_equivalence.diagnosis.lines.given_to import (
     sole_origin,
 )
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
-from ddp_equivalence.diagnosis.lines.words_of_lines import names_text
+from ddp_equivalence.diagnosis.lines.words_of_lines import counted, names_text
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.reduction_groups import groups_text
 from ddp_equivalence.diagnosis.step_calls import Place, StepCalls
@@ -27,8 +27,34 @@ def in_small_groups(view: View) -> list[Place]:
     def is_small(call: Call) -> bool:
         return bool(call.names) and 0 < len(call.ranks) < view.world_size
 
-    of_all = StepCalls({rank: seen.calls for rank, seen in view.observed.by_rank.items()})
-    return of_all.places(Kind.SHARDING, Kind.WRAP, where=is_small)
+    return _of_all_steps(view).places(Kind.SHARDING, Kind.WRAP, where=is_small)
+
+
+def sharded_names(view: View) -> set[str]:
+    """The parameters that were given to FSDP, which reduces their gradients; not those that it was
+    told to ignore.
+    """
+    places = _of_all_steps(view).places(Kind.SHARDING, where=lambda call: bool(call.names))
+    return {
+        name
+        for place in places
+        for calls in place.by_rank.values()
+        for call in calls
+        for name in call.names
+    }
+
+
+def lines_of_sharding(view: View) -> list[PointedLine]:
+    """The lines that gave parameters to FSDP, the last one first."""
+    places = _of_all_steps(view).places(Kind.SHARDING)
+    return [
+        place.pointed(f"{place.first.what} is given {counted(len(place.names), 'parameter')}")
+        for place in reversed(places)
+    ]
+
+
+def _of_all_steps(view: View) -> StepCalls:
+    return StepCalls({rank: seen.calls for rank, seen in view.observed.by_rank.items()})
 
 
 def groups_of(place: Place) -> tuple[tuple[int, ...], ...]:
