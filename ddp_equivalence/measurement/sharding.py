@@ -24,6 +24,17 @@ def sharding_functions() -> tuple[Any, ...]:
     return (module.fully_shard, module.FullyShardedDataParallel.__init__)
 
 
+def divide_factor_functions() -> tuple[Any, ...]:
+    """The methods that set the number by which FSDP divides gradients, if anybody imported them.
+
+    Each sets it for one module, and not for those inside that were sharded by themselves.
+    """
+    module = sys.modules.get(OF_SHARDING)
+    if module is None:
+        return ()
+    return (module.FSDPModule.set_gradient_divide_factor,)
+
+
 def parameters_of(
     module: nn.Module, names: Mapping[int, str], ignored: Collection[int] = ()
 ) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from ddp_equivalence.measurement.hook_states import (
 )
 from ddp_equivalence.measurement.line_tracer import Handler, code_of
 from ddp_equivalence.measurement.sharding import (
+    divide_factor_functions,
     ignored_among,
     parameters_of,
     ranks_of,
@@ -64,6 +65,7 @@ class TorchCalls:
         }
         functions |= dict.fromkeys(REGISTERING, self._on_hook)
         functions |= dict.fromkeys(sharding_functions(), self._on_sharding)
+        functions |= dict.fromkeys(divide_factor_functions(), self._on_divide_factor)
         functions |= dict.fromkeys(POINT_TO_POINT, self._on_point_to_point)
         for name in dir(torch.optim):
             kind = getattr(torch.optim, name)
@@ -151,6 +153,10 @@ class TorchCalls:
                 names=parameters_of(module, self._names, ignored_among(frame.f_locals)),
                 ranks=ranks_of(frame.f_locals),
             )
+
+    def _on_divide_factor(self, frame: FrameType) -> None:
+        value = float(frame.f_locals["factor"])
+        self._record(Kind.DIVIDE_FACTOR, frame, value=value, what=frame.f_code.co_name)
 
     def _on_scale(self, kind: Kind, frame: FrameType) -> None:
         scaler = frame.f_locals["self"]

@@ -51,17 +51,19 @@ def try_edits(
     request: Request,
     expected: Expected,
     propose: Callable[[LocalsSeen], Sequence[EditedCode]],
+    settles: Callable[[int], bool],
     seconds: float,
     show: Callable[[str], object],
 ) -> Tried:
     """Run the step with edits of its code in turn, on ranks that do nothing else.
 
     ``propose``: gives the edits, once it is known what the step runs. It ends
-    ``AFTER_THE_FIRST`` edits after one that is right, or after so many seconds. The step first runs
+    ``AFTER_THE_FIRST`` edits after one that is right and, by its index, ``settles`` where the fault
+    is; or after so many seconds. The step first runs
     as it is. If it would change anything outside its process then, no edit is tried. ``show``: is
     told how far this is.
     """
-    trials = _Trials(request, expected, propose, min(seconds, request.deadline))
+    trials = _Trials(request, expected, propose, settles, min(seconds, request.deadline))
     until = time.monotonic() + seconds
     timeout = min(request.collective_deadline, request.deadline / 2)
     while trials.remain and time.monotonic() < until:
@@ -87,9 +89,11 @@ class _Trials:
         request: Request,
         expected: Expected,
         propose: Callable[[LocalsSeen], Sequence[EditedCode]],
+        settles: Callable[[int], bool],
         deadline: float,
     ) -> None:
         self._request, self._expected, self._propose = request, expected, propose
+        self._settles = settles
         self._deadline = deadline
         self.edits: Sequence[EditedCode] | None = None
         self.right: list[int] = []
@@ -100,8 +104,8 @@ class _Trials:
     def remain(self) -> bool:
         if self.edits is None or self.why_not:
             return not self.why_not
-        most = self.right[0] + 1 + AFTER_THE_FIRST if self.right else len(self.edits)
-        return self.count < min(most, len(self.edits))
+        settled = next(filter(self._settles, self.right), len(self.edits))
+        return self.count < min(settled + 1 + AFTER_THE_FIRST, len(self.edits))
 
     def run_next(self, ranks: RankSet) -> None:
         """Raises RankFailed if the ranks failed; the trial then counts as made."""

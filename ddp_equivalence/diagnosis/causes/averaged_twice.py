@@ -29,6 +29,7 @@ from ddp_equivalence.diagnosis.lines.loss_lines import line_that_scales_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.backward_alone import backward_alone_is_wrong
+from ddp_equivalence.measurement.calls import Kind
 
 
 def predict(view: View) -> Sequence[Prediction]:
@@ -82,6 +83,15 @@ def _divisions(view: View) -> list[PointedLine]:
     return [*([] if loss is None else [loss]), *(one.pointed(what, True) for one in whole)]
 
 
+def _divide_factors(view: View) -> list[PointedLine]:
+    """The lines that set by which number FSDP divides, if some gradients are not divided so."""
+    if len(view.measured.differing) == len(view.parameters.names):
+        return []
+    places = view.observed.calls.places(Kind.DIVIDE_FACTOR)
+    note = "sets by what FSDP divides, in this module alone: not in those sharded inside it"
+    return [place.pointed(note, is_fault=True) for place in places]
+
+
 def _divided_again(view: View) -> bool:
     """True if a division by the number of ranks was seen, beside one that is right."""
     return len(_divisions(view)) > (0 if averages(view) else 1)
@@ -92,6 +102,8 @@ def lines(view: View) -> Sequence[PointedLine]:
     divisions = _divisions(view)
     if not _divided_again(view):
         shown = replace(divisions[-1], is_fault=False) if divisions else None
+        if of_one_module := _divide_factors(view):
+            return of_one_module
         # What a communication hook does to its bucket is not watched; nothing else divides.
         hides = not divisions and bool(in_hook(view)) and not by_hand(view)
         return in_order(view, line_of_reduction(view, is_fault=hides), shown)

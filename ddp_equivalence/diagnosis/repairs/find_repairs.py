@@ -21,7 +21,7 @@ from ddp_equivalence.case.edit import Edit
 from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.repairs.edits import edits_of
-from ddp_equivalence.diagnosis.repairs.repair import Repair, Repairs, repair_of
+from ddp_equivalence.diagnosis.repairs.repair import BROAD, Repair, Repairs, repair_of
 from ddp_equivalence.diagnosis.repairs.rules import RULES
 from ddp_equivalence.diagnosis.time_left import EDITS, TimeLeft
 from ddp_equivalence.faults.plant import without_planted_faults
@@ -45,6 +45,9 @@ LIKELINESS = tuple(dict.fromkeys(rule.kind for rule in RULES))
 
 SHARED = 1
 """A line that computes the big batch, too, is less suspicious by so many tiers."""
+
+LATER_IF_BROAD = 2
+"""An edit of a broad kind is tried as late as one of a line that is so many tiers further away."""
 
 RELATIVE = 1e-9
 """Gradients of the big batch in float64 that differ by more than this are others."""
@@ -90,7 +93,14 @@ def find_repairs(
         return found
 
     with time.counted(EDITS):
-        tried = try_edits(request, expected, propose, seconds, time.show)
+        tried = try_edits(
+            request,
+            expected,
+            propose,
+            lambda number: proposals[number][0].kind not in BROAD,
+            seconds,
+            time.show,
+        )
     _spent += monotonic() - began
     right = [
         repair_of(edit, source)
@@ -117,6 +127,7 @@ def _in_order(
         tier = partial(_tier, pointed)
         for number, edit in enumerate(edits):
             tiers = tier(file, edit.line) + SHARED * (edit.line in shared)
+            tiers += LATER_IF_BROAD * (edit.kind in BROAD)
             cost = PER_TIER * tiers + LIKELINESS.index(edit.kind)
             found.append((cost, number, edit, source))
     return [(edit, source) for *_, edit, source in sorted(found, key=lambda one: one[:2])]
@@ -204,6 +215,6 @@ def _first_line(statement: ast.stmt) -> int:
 
 def _first_of_each_line(repairs: Sequence[Repair]) -> tuple[Repair, ...]:
     first: dict[CodeLine, Repair] = {}
-    for one in repairs:
+    for one in sorted(repairs, key=lambda one: one.is_broad):
         first.setdefault(one.line, one)
     return tuple(first.values())

@@ -22,6 +22,26 @@ WHOLE_STATEMENTS = {
 """Edits that are easier said than shown."""
 
 
+BROAD = frozenset(
+    {
+        EditKind.ARGUMENTS_SWAPPED,
+        EditKind.CONSTANT,
+        EditKind.CONTEXT_LEFT_OUT,
+        EditKind.MOVED_IN,
+        EditKind.MOVED_OUT,
+        EditKind.OVER_WORLD_SIZE,
+        EditKind.REDUCED,
+        EditKind.STATEMENT_LEFT_OUT,
+        EditKind.STATEMENTS_SWAPPED,
+        EditKind.TIMES_WORLD_SIZE,
+    }
+)
+"""Edits that often repair a step at another line than the faulty one: what leaves out the part that
+has the fault, or scales it away, is right as well. On 40 steps whose faulty line is known, these
+were right at this line 10 times and elsewhere 20 times, all others 31 and 14 times.
+"""
+
+
 @dataclass(frozen=True)
 class Repair:
     """``before``, ``after``: the code that was replaced, and what stood there instead."""
@@ -30,6 +50,11 @@ class Repair:
     before: str
     after: str
     kind: EditKind
+
+    @property
+    def is_broad(self) -> bool:
+        """True for an edit that may repair the step although the fault is elsewhere."""
+        return self.kind in BROAD
 
     @property
     def text(self) -> str:
@@ -41,7 +66,9 @@ class Repair:
 
 @dataclass(frozen=True)
 class Repairs:
-    """What the trials of edits have shown: ``found``, one for each line, the most likely first.
+    """What the trials of edits have shown: ``found``, one for each line, the most likely first:
+    those that are not broad, and of equal ones the first that was tried.
+
 
     ``right``: how many edits repair the step, several of one line among them. ``tried``: how many
     were tried, ``of`` so many. ``why_not``: why none was tried.
@@ -54,11 +81,21 @@ class Repairs:
     why_not: str = ""
 
     @property
+    def shows_the_fault(self) -> bool:
+        """True if an edit was found that is not broad."""
+        return bool(self.found) and not self.found[0].is_broad
+
+    @property
     def fix(self) -> str:
         """Which edit repairs the step, and how many others do not; "" if none was found."""
         if not self.found:
             return ""
         first, others = self.found[0], self.tried - self.right
+        if first.is_broad:
+            what = (
+                f"the change of line {first.line.number} that was tried makes all gradients right"
+            )
+            return f"{what}, but it may only leave out what is wrong elsewhere"
         change = f"make the change of line {first.line.number} that was tried, or one like it"
         return f"{change}; {others} other changes did not help" if others else change
 
@@ -66,8 +103,8 @@ class Repairs:
 def lines_of_repairs(repairs: Repairs) -> Iterator[PointedLine]:
     """The lines that were edited, for a report; the first is the most likely one."""
     for number, one in enumerate(repairs.found):
-        note = f"tried: {one.text}, every gradient is that of the big batch"
-        yield PointedLine(one.line, note, is_fault=number == 0)
+        note = f"tried: all gradients right {one.text}"
+        yield PointedLine(one.line, note, is_fault=number == 0 and not one.is_broad)
 
 
 def repair_of(edit: Edit, source: bytes) -> Repair:

@@ -32,14 +32,14 @@ def _fixes(verdict: Verdict) -> list[str]:
     """The edit that repairs the step, if one was found; otherwise the fix of each cause; without a
     cause, that of the place where the difference is.
     """
-    if verdict.repairs.found:
+    if verdict.repairs.shows_the_fault:
         return [verdict.repairs.fix]
     best = verdict.findings[0] if verdict.findings else None
     if best is not None and best.accepted:
         fixes = [one.fix for one in (best, *best.more)]
     else:
         whereabouts = verdict.localisation.whereabouts
-        fixes = [] if whereabouts is None else [whereabouts.fix]
+        fixes = [] if whereabouts is None else [whereabouts.fix or verdict.repairs.fix]
     return [fix for fix in dict.fromkeys(fixes) if fix]
 
 

@@ -23,17 +23,20 @@ LONGEST_SOURCE = 60
 def pointed_lines(verdict: Verdict, most: int = MOST_LINES) -> list[PointedLine]:
     """The lines that the causes point at, each once; the line of the fault is always among them.
 
-    Without a cause, the lines that show where the difference is. Before them come the lines of
-    which a small edit repairs the step.
+    Without a cause, the lines that show where the difference is. Before them, or among them, come
+    the lines of which a small edit repairs the step.
     """
     repaired = list(lines_of_repairs(verdict.repairs))
     if not repaired:
         return _fewer(_lines_of_cause(verdict), most)
     edited = {(one.line.file, one.line.number) for one in repaired}
     by_mark = sorted(_lines_of_cause(verdict), key=lambda one: not one.is_fault)
-    others = (replace(one, is_fault=False) for one in by_mark)
-    beside = [one for one in others if (one.line.file, one.line.number) not in edited]
-    return _fewer([*repaired[: max(1, most - 1)], *beside], most)
+    beside = [one for one in by_mark if (one.line.file, one.line.number) not in edited]
+    if repaired[0].is_fault:
+        others = [replace(one, is_fault=False) for one in beside]
+        return [*repaired[: max(1, most - 1)], *others][:most]
+    # The edits may leave out what is wrong elsewhere, so what was seen of the fault comes first.
+    return [*beside[:1], *repaired[: max(1, most - 1)], *beside[1:]][:most]
 
 
 def _lines_of_cause(verdict: Verdict) -> list[PointedLine]:

@@ -29,7 +29,7 @@ def _where(verdict: Verdict) -> Iterator[str]:
     if localisation.whereabouts is not None:
         whereabouts = localisation.whereabouts
         texts = [whereabouts.beside_one_rank, whereabouts.sentence]
-        if verdict.repairs.found:  # the lines that these texts say are marked are not
+        if verdict.repairs.shows_the_fault:  # the lines that these texts say are marked are not
             texts = [whereabouts.beside_one_rank.partition(" > ")[0]]
         yield from filter(None, texts)
     by_module = (localisation.findings_by_module or {}).items()
