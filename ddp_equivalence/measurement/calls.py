@@ -163,8 +163,8 @@ class Call:
     zero_grad, a new group or a change of gradients or weights: those behind ``users_line``, the
     innermost first. ``numbers``: those that the state of a communication hook held as attributes,
     by name. A ``SHARDING`` gave the parameters ``names`` to ``what``, such as fully_shard.
-    A ``DIVIDE_FACTOR`` set the number, ``value``, by which FSDP divides the gradients of one module.
     ``ranks`` of it, and of a wrapper: among which gradients are reduced; () if that is not known.
+    A ``DIVIDE_FACTOR`` set the number by which FSDP divides the gradients of one module: ``value``.
     A ``DROPPED`` is a line of a hook that gave the variable ``what`` a tensor which nothing held
     when the hook had returned None, and ``names`` the function that registered it.
     """

@@ -92,9 +92,7 @@ class Repairs:
             return ""
         first, others = self.found[0], self.tried - self.right
         if first.is_broad:
-            what = (
-                f"the change of line {first.line.number} that was tried makes all gradients right"
-            )
+            what = f"the change of line {first.line.number} that was tried repairs the step"
             return f"{what}, but it may only leave out what is wrong elsewhere"
         change = f"make the change of line {first.line.number} that was tried, or one like it"
         return f"{change}; {others} other changes did not help" if others else change
