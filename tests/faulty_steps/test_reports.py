@@ -1,7 +1,8 @@
 """The report of every faulty step fits on a screen, names no other cause, and shows the line.
 
-The steps were written in seven sets (40, 24, 24, 20, 20, 16 and 16) by authors who knew none of the
-causes. The reports are kept beside them. Write them anew with UPDATE_GOLDEN=1 in the environment.
+The steps were written in nine sets (40, 24, 24, 20, 20, 16, 16, 20 and 20) by authors who knew none
+of the causes. The reports, as they are without trials of edits, are kept beside them. Write them
+anew with UPDATE_GOLDEN=1 in the environment.
 """
 
 from __future__ import annotations
@@ -39,9 +40,25 @@ NOT_SHOWN = frozenset(
         "s152_partitioned_graph",
         "s158_split_attention",
         "s160_recorded_teacher",
+        "s165_assays",
+        "s166_classes_attract",
+        "s168_reviews",
+        "s169_self_paced",
+        "s177_spoken_commands",
+        "s179_averaged_weights",
+        "s180_named_gradients",
+        "s184_main_gradients",
+        "s185_one_forward_one_backward",
+        "s187_experts_on_ranks",
+        "s188_recordings_cut_in_time",
+        "s190_remembered_reference",
+        "s194_nodes_first",
+        "s196_one_message",
+        "s198_recomputed_layers",
+        "s199_answers_only",
     }
 )
-"""The steps whose report shows other lines."""
+"""The steps whose report shows other lines if no edits are tried."""
 
 RACING = frozenset({"s79_overlapped_lm"})
 """The steps whose collectives race, so that what they leave is not twice the same."""

@@ -22,11 +22,13 @@ from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
     averages,
     by_hand,
+    hook_was_registered,
     in_hook,
     line_of_reduction,
 )
 from ddp_equivalence.diagnosis.lines.loss_lines import line_that_scales_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.backward_alone import backward_alone_is_wrong
 from ddp_equivalence.measurement.calls import Kind
@@ -79,8 +81,18 @@ def _divisions(view: View) -> list[PointedLine]:
     """The lines that divide the loss, or all gradients, by the number of ranks, the first first."""
     loss, places = _divided_loss(view), view.observed.calls.multiplied_by(1 / view.world_size)
     what = f"divides the gradients by {view.world_size}"
-    whole = [place for place in places if view.measured.differing <= set(place.names)]
-    return [*([] if loss is None else [loss]), *(one.pointed(what, True) for one in whole)]
+    found = [] if loss is None else [loss]
+    for place in places:
+        times = _times(place, view.measured.differing)
+        often = f", and some of them {times} times" if times > 1 else ""
+        found += [place.pointed(f"{what}{often}", is_fault=True)] * times
+    return found
+
+
+def _times(place: Place, names: frozenset[str]) -> int:
+    """How often the calls of this place changed each of these gradients, at least."""
+    changed = [name for call in place.calls for name in (call.change or call).names]
+    return min(map(changed.count, names), default=0)
 
 
 def _divide_factors(view: View) -> list[PointedLine]:
@@ -152,7 +164,7 @@ def fix(view: View) -> str:
     if averages(view) and _divided_again(view):
         who = _who_averages(view)
         return f"do not divide {what} by {count}: {who} over the {count} ranks already."
-    if in_hook(view) and not by_hand(view):
+    if hook_was_registered(view) and in_hook(view) and not by_hand(view):
         return f"divide by {count}, the number of ranks, once in the hook."
     return f"divide by {count}, the number of ranks, once: in the loss or after the reduction."
 

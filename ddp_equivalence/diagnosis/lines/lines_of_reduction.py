@@ -35,6 +35,11 @@ def in_hook(view: View) -> list[Place]:
     return inside or calls.places(Kind.HOOK)
 
 
+def hook_was_registered(view: View) -> bool:
+    """True if DDP was given a communication hook. Tensors have hooks of their own."""
+    return bool(view.observed.calls.places(Kind.HOOK))
+
+
 def ddp_reduces(view: View) -> bool:
     """True if DDP was to reduce gradients in the last backward pass, without a hook."""
     synchronises = any(wrapper.synchronised[-1:] == (True,) for wrapper in view.observed.wrappers)
@@ -59,7 +64,8 @@ def line_of_reduction(
     for place in reversed(in_hook(view)):
         seen = hook_text(place)
         if place.kind is Kind.COLLECTIVE:
-            seen = f"{_operation(place)} over {_ranks(place)} ranks, in the communication hook"
+            inside = "in the communication hook" if hook_was_registered(view) else "during backward"
+            seen = f"{_operation(place)} over {_ranks(place)} ranks, {inside}"
         return place.pointed(note(seen), is_fault, missing)
     if ddp_reduces(view):
         for place in reversed(view.observed.calls.backwards):

@@ -26,6 +26,9 @@ LEAST_SHARE = 1e-5
 MOST_NAMES = 3
 LONGEST_NAME = 30
 
+OFF_ZERO = 0.005
+MOST_WEIGHTS = 6
+
 MOST_GROUPS = 3
 MOST_EXAMPLES = 8
 """So many examples with a share of their own are listed."""
@@ -38,7 +41,18 @@ def can_be_shown(shares: Shares) -> bool:
     unexplained = max(shares.unexplained.values())
     known = [share for row in _finest_rows(shares) for share in row if share is not None]
     is_noise = bool(known) and min(known) < -0.005 and unexplained > ROUNDING
-    return unexplained <= WORST_FIT and not is_noise and not has_too_few_elements(shares)
+    if unexplained > WORST_FIT or is_noise or has_too_few_elements(shares):
+        return False
+    return not any(map(_are_no_counts, _finest_rows(shares)))
+
+
+def _are_no_counts(row: Sequence[float | None]) -> bool:
+    """True for many weights of both signs. How often something counts has no sign: the loss then
+    compares examples with each other, and its gradient happens to be a mixture of theirs.
+    """
+    known = [share for share in row if share is not None]
+    has_both_signs = bool(known) and min(known) < -OFF_ZERO and max(known) > OFF_ZERO
+    return has_both_signs and len(set(map(share_text, known))) > MOST_WEIGHTS
 
 
 def has_too_few_elements(shares: Shares) -> bool:
