@@ -264,9 +264,8 @@ class Analysis:
         with without_planted_faults():
             batches = self._expected.batches()
             setting = setting_of(request, self._expected, batches, step)
-        parts: PartsByRank | None = None
-        if setting.shards is not None:
-            parts = tuple((shard,) for shard in setting.shards)
+        shards = setting.shards
+        parts: PartsByRank | None = tuple((one,) for one in shards) if shards else None
         if request.strategy is not None and request.case.is_catalogue:
             sharded = sharded_batches(request.case, request.steps)[step]
             parts = request.strategy.parts_by_rank(sharded)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from time import monotonic
 
@@ -18,12 +19,14 @@ from torch import Tensor
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.edit import Edit
+from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.repairs.edits import edits_of
 from ddp_equivalence.diagnosis.repairs.repair import Repair, Repairs, repair_of
 from ddp_equivalence.diagnosis.repairs.rules import RULES
 from ddp_equivalence.diagnosis.time_left import EDITS, TimeLeft
+from ddp_equivalence.diagnosis.whereabouts.own_errors import unless_it_fails
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.edited_code import CannotEdit, EditedCode, run_as_edited
@@ -47,10 +50,13 @@ SHARED = 1
 """A line that computes the big batch, too, is less suspicious by so many tiers."""
 
 RELATIVE = 1e-9
-"""Gradients of the big batch in float64 that differ by more than this are others."""
+"""Gradients of the big batch in float64 are others if they differ by more than this, relative to
+the largest element."""
 
 TIMES_IN_A_PROCESS = 6
 """A process spends so many times the seconds of one check on trials, however many checks differ."""
+
+NOTHING_TO_EDIT = "no edit of a line that it runs could be made within the time"
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -78,6 +84,23 @@ def find_repairs(
     ):
         return Repairs()
     began = monotonic()
+    try:
+        with time.counted(EDITS):
+            return unless_it_fails(
+                lambda: _found(request, expected, pointed, seconds, time.show),
+                lambda why: Repairs(why_not=why),
+            )
+    finally:
+        _spent += monotonic() - began
+
+
+def _found(
+    request: Request,
+    expected: Expected,
+    pointed: Sequence[PointedLine],
+    seconds: float,
+    show: Callable[[str], object],
+) -> Repairs:
     proposals: list[tuple[Edit, bytes]] = []
 
     def propose(seen: LocalsSeen) -> list[EditedCode]:
@@ -89,16 +112,15 @@ def find_repairs(
                 proposals.append((edit, source))
         return found
 
-    with time.counted(EDITS):
-        tried = try_edits(request, expected, propose, seconds, time.show)
-    _spent += monotonic() - began
+    tried = try_edits(request, expected, propose, seconds, show)
     right = [
         repair_of(edit, source)
         for edit, source in (proposals[number] for number in tried.right)
         if leaves_the_big_batch(request, expected, edit, source)
     ]
     repairs = _first_of_each_line(right)
-    return Repairs(repairs, len(right), tried.count, tried.of, tried.why_not)
+    why_not = tried.why_not or ("" if tried.count else NOTHING_TO_EDIT)
+    return Repairs(repairs, len(right), tried.count, tried.of, why_not)
 
 
 def _in_order(
@@ -143,7 +165,7 @@ def leaves_the_big_batch(request: Request, expected: Expected, edit: Edit, sourc
     assert code is not None
     try:
         edited = run_as_edited(code, (case.model, case.batch, case.loss))
-        with without_planted_faults(), kept_inside(), edited:
+        with without_planted_faults(), kept_inside(other_threads=False), edited:
             found = big_batch(case, request.compare, request.lr, request.steps).expected
     except CannotEdit:  # the big batch has nothing to do with these functions
         return True
@@ -157,13 +179,18 @@ def leaves_the_big_batch(request: Request, expected: Expected, edit: Edit, sourc
 def _close(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    return one.shape == other.shape and torch.allclose(one.to_dense(), other.to_dense(), RELATIVE)
+    if one.shape != other.shape:
+        return False
+    one, other = one.to_dense(), other.to_dense()
+    largest = float(other.abs().max()) if other.numel() else 0.0
+    return torch.allclose(one, other, rtol=0.0, atol=RELATIVE * largest)
 
 
 def lines_of_the_big_batch(request: Request) -> Mapping[str, set[int]]:
     """File -> the lines of the user's code that compute the gradients of the big batch."""
     seen = LocalsSeen()
-    with without_planted_faults(), seen.watching():
+    # Some batches cannot be built a second time.
+    with suppress(BadCase), without_planted_faults(), seen.watching():
         big_batch(request.case, request.compare, request.lr, request.steps)
     return seen.lines
 

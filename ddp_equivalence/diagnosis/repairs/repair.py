@@ -60,7 +60,7 @@ class Repairs:
             return ""
         first, others = self.found[0], self.tried - self.right
         change = f"make the change of line {first.line.number} that was tried, or one like it"
-        return f"{change}; {others} other changes did not help" if others else change
+        return f"{change}; {others} other changes do not repair it" if others else change
 
 
 def lines_of_repairs(repairs: Repairs) -> Iterator[PointedLine]:
