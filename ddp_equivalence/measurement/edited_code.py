@@ -8,7 +8,7 @@ import __future__
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -71,12 +71,12 @@ def run_as_edited(edited: EditedCode, roots: Iterable[object]) -> Iterator[None]
     """
     functions = functions_of(edited.file, roots)
     flags = functions[0].__code__.co_flags & FUTURE_FLAGS if functions else 0
-    changed = _changed_codes(edited, flags)
+    codes = _codes_before_and_after(edited, flags)
     originals: list[tuple[FunctionType, CodeType]] = []
     try:
         for function in functions:
             code = function.__code__
-            other = changed.get(_place(code))
+            other = _code_after(code, codes)
             if other is None:
                 continue
             # Python itself compares only the number of variables, and would mix them up.
@@ -156,28 +156,32 @@ def _content(cell: CellType) -> object:
         return None
 
 
-Place = tuple[str, int]
-"""The qualified name of a function, and the line at which it begins, with its decorators."""
+def _code_after(code: CodeType, codes: Sequence[tuple[CodeType, CodeType]]) -> CodeType | None:
+    """What becomes of a function's code; None if it stays. ``codes``: before and after the edit."""
+    place = code.co_qualname, code.co_firstlineno
+    there = [
+        (before, after)
+        for before, after in codes
+        if (before.co_qualname, before.co_firstlineno) == place
+    ]
+    if len(there) > 1:  # such as lambdas of one line, which begin at different columns
+        there = [(before, after) for before, after in there if before == code]
+    return next((after for before, after in there if before != after), None)
 
 
-def _place(code: CodeType) -> Place:
-    return code.co_qualname, code.co_firstlineno
-
-
-def _changed_codes(edited: EditedCode, flags: int) -> dict[Place, CodeType]:
-    """The functions of the statement that the edit changes, each with its code afterwards.
+def _codes_before_and_after(edited: EditedCode, flags: int) -> list[tuple[CodeType, CodeType]]:
+    """Every function of the statement with its code before and after the edit.
 
     Functions of equal names are told apart by their order. If the edit adds or removes one of
     them, nobody can say which is which.
     """
     before, after = (_codes(edited, text, flags) for text in (edited.before, edited.after))
-    return {
-        _place(code): other
+    return [
+        pair
         for name, codes in before.items()
         if len(codes) == len(after.get(name, ()))
-        for code, other in zip(codes, after[name], strict=True)
-        if code != other
-    }
+        for pair in zip(codes, after[name], strict=True)
+    ]
 
 
 def _codes(edited: EditedCode, text: str, flags: int) -> dict[str, list[CodeType]]:
