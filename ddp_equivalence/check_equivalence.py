@@ -217,7 +217,8 @@ def _different_if_comparable(
         return unknown(verdict, why_unknown)
     assert verdict.comparison is not None
     with threads_for(verdict.comparison.elements):
-        if not wrong:
+        raced = races.with_race((), verdict.evidence, verdict.comparison)
+        if not (wrong or raced):  # these are causes that were seen
             analysis.look_further()
         findings = races.with_race(analysis.findings, verdict.evidence, verdict.comparison)
         repeated = analysis.repeated

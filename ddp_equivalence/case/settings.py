@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+RIGHT_TRIAL_SECONDS = "a number of seconds, or 0 for no trials of edits"
+"""What ``trial_seconds`` may be, for errors."""
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -125,9 +125,9 @@ def _add_options_of_the_check(parser: argparse.ArgumentParser) -> None:
         "--trial-seconds",
         type=float,
         metavar="SECONDS",
-        default=settings.Settings.trial_seconds,
         help="the time for trying small edits of a step that differs without a known cause, and "
-        "so finding the line to change; 0: none are tried; default %(default)g",
+        "so finding the line to change; 0: none are tried; default "
+        f"{settings.Settings.trial_seconds:g}",
     )
     parser.add_argument(
         "--in-process",
@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
     reports = settings.replaced(
         full_report=arguments.full,
         full_report_with="--full",
-        trial_seconds=arguments.trial_seconds,
+        trial_seconds=_trial_seconds(arguments.trial_seconds),
     )
     with settings.using(replace(reports, repeat=repeating_command(arguments))):
         return _run(arguments, path, name)
@@ -191,6 +191,14 @@ def _run(arguments: argparse.Namespace, path: Path, name: str) -> int:
     if arguments.export_repro is not None:
         print(_reproduction(verdict, user_check.step, options, arguments.export_repro))
     return EXIT_CODE_OF_OUTCOME[verdict.outcome]
+
+
+def _trial_seconds(given: float | None) -> float:
+    if given is None:
+        return settings.current().trial_seconds
+    if not 0 <= given < float("inf"):
+        raise BadCase("trial_seconds", given, settings.RIGHT_TRIAL_SECONDS)
+    return given
 
 
 def _check_exploration(arguments: argparse.Namespace) -> None:

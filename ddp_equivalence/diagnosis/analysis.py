@@ -78,20 +78,20 @@ class Analysis:
         self.repairs = Repairs()
 
     def look_further(self) -> None:
-        """Where no cause was seen happening: run the step on one rank as well, and edited.
-
-        A backward method that ignores the gradient that it is given explains any wrong factor.
-        """
+        """Where no cause was seen happening: run the step on one rank as well, and edited."""
         best = self.findings[0] if self._has_cause else None
         if self.view is not None and (best is None or best.is_guess):
             self._beside = beside_one_rank.beside_one_rank(self.view, self._request)
-            if best and self._beside and self._beside.deaf:
+            if best and self._beside and self._beside.deaf:  # this explains any wrong factor
                 self.findings = tuple(replace(one, accepted=False) for one in self.findings)
                 best = None
         if self.drawn is None and (best is None or best.is_guess or not best.lines):
-            where = best or self.localisation.whereabouts
-            lines = where.lines if where else ()
-            self.repairs = find_repairs(self._request, self._expected, lines, self.time)
+            self.repairs = find_repairs(
+                self._request,
+                self._expected,
+                lambda: getattr(best or self.localisation.whereabouts, "lines", ()),
+                self.time,
+            )
 
     @property
     def lowest_dtype(self) -> torch.dtype:
@@ -264,9 +264,8 @@ class Analysis:
         with without_planted_faults():
             batches = self._expected.batches()
             setting = setting_of(request, self._expected, batches, step)
-        parts: PartsByRank | None = None
-        if setting.shards is not None:
-            parts = tuple((shard,) for shard in setting.shards)
+        shards = setting.shards
+        parts: PartsByRank | None = tuple((one,) for one in shards) if shards else None
         if request.strategy is not None and request.case.is_catalogue:
             sharded = sharded_batches(request.case, request.steps)[step]
             parts = request.strategy.parts_by_rank(sharded)

@@ -8,17 +8,39 @@ import __future__
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+
+from ddp_equivalence.measurement.code_lines import is_users
 
 FUTURE_FLAGS = functools.reduce(
     lambda flags, name: flags | getattr(__future__, name).compiler_flag,
     __future__.all_feature_names,
     0,
 )
+
+
+MOST_ELEMENTS = 1000
+"""Functions are not looked for in a list or a dictionary of the user's with more elements."""
+
+WRAPPERS = (
+    *(MethodType, staticmethod, classmethod, property),
+    *(functools.partial, functools.cached_property, type(functools.cache(len))),
+)
+WRAPPED = (
+    "__func__",
+    "__self__",
+    "fget",
+    "fset",
+    "fdel",
+    "func",
+    "args",
+    "keywords",
+    "__wrapped__",
+)
+"""Types of objects that call a function, and their attributes that lead to it."""
 
 
 class CannotEdit(Exception):
@@ -49,22 +71,19 @@ def run_as_edited(edited: EditedCode, roots: Iterable[object]) -> Iterator[None]
     """
     functions = functions_of(edited.file, roots)
     flags = functions[0].__code__.co_flags & FUTURE_FLAGS if functions else 0
-    before, after = (_codes(edited, text, flags) for text in (edited.before, edited.after))
-    changed = {
-        key: after[key] for key, code in before.items() if key in after and code != after[key]
-    }
+    codes = _codes_before_and_after(edited, flags)
     originals: list[tuple[FunctionType, CodeType]] = []
-    places = {(code.co_qualname, code.co_firstlineno): key for key, code in before.items()}
     try:
         for function in functions:
             code = function.__code__
-            key = places.get((code.co_qualname, code.co_firstlineno))
-            if key in changed:
-                try:
-                    function.__code__ = changed[key]
-                except ValueError as error:  # the edited code needs other variables of its closure
-                    raise CannotEdit(str(error)) from error
-                originals.append((function, code))
+            other = _code_after(code, codes)
+            if other is None:
+                continue
+            # Python itself compares only the number of variables, and would mix them up.
+            if other.co_freevars != code.co_freevars:
+                raise CannotEdit(f"{code.co_qualname} would need other variables of its closure")
+            function.__code__ = other
+            originals.append((function, code))
         if not originals:
             raise CannotEdit("no function that exists has this code")
         yield
@@ -76,64 +95,104 @@ def run_as_edited(edited: EditedCode, roots: Iterable[object]) -> Iterator[None]
 def functions_of(file: str, roots: Iterable[object]) -> list[FunctionType]:
     """All functions of this file that the modules of this process, or these objects, lead to.
 
-    They are found through the variables of modules and closures, classes, decorators and partials.
+    They are found through the variables of the user's modules and functions, and through classes,
+    objects, containers, decorators and partials.
     """
     found: list[FunctionType] = []
-    seen: set[int] = set()
+    seen: dict[int, object] = {}  # with the objects, since a number is given again
     waiting: list[object] = [*roots]
     for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and getattr(module, "__file__", None) == file:
+        if type(module) is ModuleType and vars(module).get("__file__") == file:
             waiting += vars(module).values()
     while waiting:
         one = waiting.pop()
         if id(one) in seen:
             continue
-        seen.add(id(one))
-        if isinstance(one, FunctionType) and one.__code__.co_filename == file:
+        seen[id(one)] = one
+        if type(one) is FunctionType and one.__code__.co_filename == file:
             found.append(one)
-            waiting += one.__globals__.values()
-        waiting += _led_to(one, file)
+        waiting += _led_to(one)
     return found
 
 
-def _led_to(one: object, file: str) -> list[object]:
-    """What to look at next: functions and classes lead on, and objects of the user's classes."""
-    if isinstance(one, FunctionType):
-        cells = [cell for cell in one.__closure__ or () if _is_filled(cell)]
-        wrapped = getattr(one, "__wrapped__", None)
-        return [wrapped, *(cell.cell_contents for cell in cells)]
-    if isinstance(one, MethodType | staticmethod | classmethod):
-        return [one.__func__]
-    if isinstance(one, property):
-        return [one.fget, one.fset, one.fdel]
-    if isinstance(one, functools.partial | functools.cached_property):
-        return [one.func]
-    module = sys.modules.get(getattr(one, "__module__", None) or "")
-    if isinstance(one, type):
-        is_users = getattr(module, "__file__", None) == file or module is None
-        return list(vars(one).values()) if is_users or one.__module__ == "__main__" else []
-    if isinstance(one, ModuleType) or module is None:
-        return []
-    return [type(one)] if getattr(module, "__file__", None) == file else []
-
-
-def _is_filled(cell: Any) -> bool:
+def _led_to(one: object) -> Iterable[object]:
+    """What to look at next. Only types are compared: the user's objects may answer anything."""
+    if type(one) is FunctionType:
+        names = one.__globals__.values() if is_users(one.__code__.co_filename) else ()
+        return [*vars(one).values(), *(_content(cell) for cell in one.__closure__ or ()), *names]
+    if type(one) in WRAPPERS:
+        return [getattr(one, name, None) for name in WRAPPED]
+    if type(one) is dict:
+        return list(one.values()) if len(one) <= MOST_ELEMENTS else ()
+    if type(one) is list or type(one) is tuple:
+        return one if len(one) <= MOST_ELEMENTS else ()
+    if issubclass(type(one), type):
+        assert isinstance(one, type)
+        return list(vars(one).values()) if _is_of_users(one) else ()
+    if not _is_of_users(type(one)):
+        return ()
     try:
-        return bool(cell.cell_contents is not None)
-    except ValueError:  # the variable has no value yet
+        return [type(one), *object.__getattribute__(one, "__dict__").values()]
+    except AttributeError:  # its class has slots
+        return [type(one)]
+
+
+def _is_of_users(one: type) -> bool:
+    """True for a class of a user's file, and for one that was sent by value."""
+    name = vars(one).get("__module__")
+    if not isinstance(name, str):  # it is written in C
         return False
+    module = sys.modules.get(name)
+    if module is None or name == "__main__":
+        return True
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and is_users(file)
 
 
-def _codes(edited: EditedCode, text: str, flags: int) -> dict[tuple[str, int], CodeType]:
-    """The code of every function in the statement, by its name and its number among equal names."""
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return None
+
+
+def _code_after(code: CodeType, codes: Sequence[tuple[CodeType, CodeType]]) -> CodeType | None:
+    """What becomes of a function's code; None if it stays. ``codes``: before and after the edit."""
+    place = code.co_qualname, code.co_firstlineno
+    there = [
+        (before, after)
+        for before, after in codes
+        if (before.co_qualname, before.co_firstlineno) == place
+    ]
+    if len(there) > 1:  # such as lambdas of one line, which begin at different columns
+        there = [(before, after) for before, after in there if before == code]
+    return next((after for before, after in there if before != after), None)
+
+
+def _codes_before_and_after(edited: EditedCode, flags: int) -> list[tuple[CodeType, CodeType]]:
+    """Every function of the statement with its code before and after the edit.
+
+    Functions of equal names are told apart by their order. If the edit adds or removes one of
+    them, nobody can say which is which.
+    """
+    before, after = (_codes(edited, text, flags) for text in (edited.before, edited.after))
+    return [
+        pair
+        for name, codes in before.items()
+        if len(codes) == len(after.get(name, ()))
+        for pair in zip(codes, after[name], strict=True)
+    ]
+
+
+def _codes(edited: EditedCode, text: str, flags: int) -> dict[str, list[CodeType]]:
+    """The code of every function in the statement, by its qualified name."""
     padding = "\n" * (edited.first_line - 1)
     module = compile(padding + text, edited.file, "exec", flags=flags, dont_inherit=True)
-    found: dict[tuple[str, int], CodeType] = {}
+    found: dict[str, list[CodeType]] = {}
     waiting = [module]
     while waiting:
         code = waiting.pop(0)
         waiting += [one for one in code.co_consts if isinstance(one, CodeType)]
         if code is not module:
-            number = sum(name == code.co_qualname for name, _ in found)
-            found[code.co_qualname, number] = code
+            found.setdefault(code.co_qualname, []).append(code)
     return found

@@ -60,17 +60,24 @@ class LocalsSeen:
             lines = self.lines.setdefault(code.co_filename, set())
             if len(lines) < MOST_LINES:
                 lines.add(frame.f_lineno)
-        elif event == "return":
-            known = self.values.setdefault((code.co_filename, code.co_firstlineno), {})
-            known.update({name: described(value) for name, value in _named(frame)})
+        elif event == "return" and not code.co_name.startswith("<"):  # no lambda, no module
+            self._on_return(frame)
         return self._on_line
+
+    def _on_return(self, frame: FrameType) -> None:
+        code = frame.f_code
+        known = self.values.setdefault((code.co_filename, code.co_firstlineno), {})
+        known.update({name: described(value) for name, value in _named(frame)})
 
 
 def _named(frame: FrameType) -> Iterator[tuple[str, object]]:
     yield from frame.f_locals.items()
     owner = frame.f_locals.get("self")
-    attributes: Mapping[str, object] = getattr(owner, "__dict__", {})
-    if isinstance(owner, nn.Module):
+    try:
+        attributes: Mapping[str, object] = dict(object.__getattribute__(owner, "__dict__"))
+    except AttributeError:  # its class has slots
+        return
+    if issubclass(type(owner), nn.Module):
         attributes = {name: one for name, one in attributes.items() if not name.startswith("_")}
     if len(attributes) <= MOST_ATTRIBUTES:
         for name, value in attributes.items():
@@ -79,7 +86,12 @@ def _named(frame: FrameType) -> Iterator[tuple[str, object]]:
 
 def described(value: object) -> str:
     """What kind of value this is. Values with the same description can stand for each other."""
-    if isinstance(value, Tensor):
+    kind = type(value)
+    if not issubclass(kind, Tensor):  # of the type alone: the user's object may answer anything
+        return kind.__name__
+    assert isinstance(value, Tensor)
+    try:
         shape = "x".join(map(str, value.shape))
-        return f"tensor {str(value.dtype).removeprefix('torch.')} {shape}".rstrip()
-    return type(value).__name__
+    except RuntimeError:  # a nested tensor has none
+        return f"{kind.__name__} {value.dtype}"
+    return f"tensor {str(value.dtype).removeprefix('torch.')} {shape}".rstrip()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from ddp_equivalence.measurement.edited_code import EditedCode, run_as_edited
+from ddp_equivalence.measurement.edited_code import CannotEdit, EditedCode, run_as_edited
 from ddp_equivalence.measurement.kept_inside import kept_inside
 from ddp_equivalence.measurement.locals_seen import LocalsSeen
 from ddp_equivalence.measurement.on_rank import run
@@ -31,11 +31,12 @@ class TrialFailed:
     """The step raised an exception on the rank, which can work on.
 
     ``what``: its type and text. ``acted_outside``: what the step would have done outside its
-    process; "" if nothing.
+    process; "" if nothing. ``was_edited``: False if the edit could not be made, and nothing ran.
     """
 
     what: str
     acted_outside: str = ""
+    was_edited: bool = True
 
 
 def run_trial(rank: Rank, trial: Trial) -> Iterator[object]:
@@ -53,6 +54,8 @@ def run_trial(rank: Rank, trial: Trial) -> Iterator[object]:
         try:
             with block:
                 results += run(rank, trial.work)
+        except CannotEdit as error:
+            failed = TrialFailed(str(error), was_edited=False)
         except Exception as error:
             failed = TrialFailed(f"{type(error).__name__}: {error}")
             traceback.clear_frames(error.__traceback__)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddp_equivalence.comparison.chunks import RawChunk
 from ddp_equivalence.comparison.comparator import Comparator
+from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.comparison.tolerance import Tolerance
 from ddp_equivalence.measurement.edited_code import EditedCode
@@ -38,7 +39,8 @@ AFTER_THE_FIRST = 50
 class Tried:
     """``right``: the indices of the edits with which all ranks hold the big batch's gradients.
 
-    ``count``: how many edits were tried, ``of`` so many. ``why_not``: why none was tried.
+    ``count``: how many edits were tried, ``of`` so many; one that could not be made was not.
+    ``why_not``: why none was tried.
     """
 
     right: tuple[int, ...] = ()
@@ -57,14 +59,14 @@ def try_edits(
 ) -> Tried:
     """Run the step with edits of its code in turn, on ranks that do nothing else.
 
-    ``propose``: gives the edits, once it is known what the step runs. It ends
-    ``AFTER_THE_FIRST`` edits after one that is right and, by its index, ``settles`` where the fault
-    is; or after so many seconds. The step first runs
-    as it is. If it would change anything outside its process then, no edit is tried. ``show``: is
-    told how far this is.
+    The step first runs as it is. If it would change anything outside its process then, no edit is
+    tried. ``propose``: gives the edits, once it is known what the step runs. ``settles``: True for
+    the index of an edit that shows where the fault is, if it is right. ``show``: is told how far
+    this is. Nothing more is tried ``AFTER_THE_FIRST`` edits after such a one, or after so many
+    seconds.
     """
-    trials = _Trials(request, expected, propose, settles, min(seconds, request.deadline))
     until = time.monotonic() + seconds
+    trials = _Trials(request, expected, propose, settles, until)
     timeout = min(request.collective_deadline, request.deadline / 2)
     while trials.remain and time.monotonic() < until:
         try:
@@ -77,12 +79,15 @@ def try_edits(
                     show(f"{trials.count} of {len(trials.edits or ())}")
         except RankFailed as error:
             if trials.edits is None:
-                return Tried(why_not=str(error))
+                return Tried(why_not=str(error).strip().partition("\n")[0])
     return Tried(tuple(trials.right), trials.count, len(trials.edits or ()), trials.why_not)
 
 
 class _Trials:
-    """The trials that were made and that remain. The first runs the step as it is."""
+    """The trials that were made and that remain. The first runs the step as it is.
+
+    ``until``: when all of them end, by ``time.monotonic()``.
+    """
 
     def __init__(
         self,
@@ -90,11 +95,12 @@ class _Trials:
         expected: Expected,
         propose: Callable[[LocalsSeen], Sequence[EditedCode]],
         settles: Callable[[int], bool],
-        deadline: float,
+        until: float,
     ) -> None:
         self._request, self._expected, self._propose = request, expected, propose
-        self._settles = settles
-        self._deadline = deadline
+        self._settles, self._until = settles, until
+        self._deadline = request.deadline
+        self._next = 0
         self.edits: Sequence[EditedCode] | None = None
         self.right: list[int] = []
         self.count = 0
@@ -105,15 +111,22 @@ class _Trials:
         if self.edits is None or self.why_not:
             return not self.why_not
         settled = next(filter(self._settles, self.right), len(self.edits))
-        return self.count < min(settled + 1 + AFTER_THE_FIRST, len(self.edits))
+        return self._next < min(settled + 1 + AFTER_THE_FIRST, len(self.edits))
 
     def run_next(self, ranks: RankSet) -> None:
-        """Raises RankFailed if the ranks failed; the trial then counts as made."""
+        """Raises RankFailed if the ranks failed. The trial then counts as made, unless all of them
+        had to end.
+        """
         if self.edits is None:
             self._run_as_it_is(ranks)
             return
-        number, self.count = self.count, self.count + 1
-        result, _ = self._run(ranks, self.edits[number])
+        number, self._next = self._next, self._next + 1
+        try:
+            result, _ = self._run(ranks, self.edits[number])
+        except RankFailed:
+            self.count += time.monotonic() < self._until
+            raise
+        self.count += not isinstance(result, TrialFailed) or result.was_edited
         if result is True:
             self.right.append(number)
 
@@ -136,7 +149,7 @@ class _Trials:
         evidence: dict[int, Evidence] = {}
         failed: TrialFailed | None = None
         seen = LocalsSeen()
-        deadline = Deadline.after(self._deadline)
+        deadline = Deadline.after(min(self._deadline, self._until - time.monotonic()))
         for rank, result in ranks.collect_until(deadline):
             if isinstance(result, TrialFailed):
                 failed = result
@@ -154,5 +167,14 @@ class _Trials:
                     comparator.add(rank, raw.open())
         if failed is not None:
             return failed, seen
-        same = finished(comparator, self._expected, tolerance, autocast_of(evidence)).same
-        return same, seen
+        comparison = finished(comparator, self._expected, tolerance, autocast_of(evidence))
+        return comparison.same and not _raced(comparison, evidence), seen
+
+
+def _raced(comparison: Comparison, evidence: Mapping[int, Evidence]) -> bool:
+    """True if gradients could have been right by chance: they were not waited for."""
+    fewest = comparison.fewest_exchanged
+    return any(
+        one.changed_later or any(missed.elements >= fewest for missed in one.missed_waits)
+        for one in evidence.values()
+    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_equivalence.case.settings import RIGHT_TRIAL_SECONDS
+
 MARKERS = (
     "gloo_fallback: runs on gloo and the CPU because there are too few GPUs for NCCL",
     "gloo: runs on gloo and the CPU because gloo was chosen",
@@ -26,7 +28,7 @@ MARKER_SETTINGS = {
     "in_process": "True or False",
     "allow_changes": "True or False",
     "second_look": "True or False",
-    "trial_seconds": "a number of seconds, or 0 for no trials of edits",
+    "trial_seconds": RIGHT_TRIAL_SECONDS,
 }
 """Setting of ``@pytest.mark.ddp`` -> the values that it accepts."""
 

@@ -141,18 +141,26 @@ def _add_options_of_results(group: pytest.OptionGroup) -> None:
     group.addoption("--ddp-record", type=Path, help=argparse.SUPPRESS)
 
 
-def _seconds_or_none(text: str) -> float:
-    return 0.0 if text == "0" else _seconds(text)
-
-
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
+    seconds = _number(text)
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seconds above 0")
     return seconds
+
+
+def _seconds_or_none(text: str) -> float:
+    seconds = _number(text)
+    if not 0 <= seconds < float("inf"):
+        right = settings.RIGHT_TRIAL_SECONDS
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {right}")
+    return seconds
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
 
 
 def check_options(config: pytest.Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,10 @@ class Record:
     planted on purpose, or "". ``known``: the case is known to differ. ``confirmed``: its test found
     that it differs in the known way. ``gpu``: the
     physical GPUs of all ranks in their order, with ", " between ranks; "" on the CPU.
+
+    ``repairs``: the edits of the step with which every rank was seen to hold the gradients of the
+    big batch, the most likely first: each with its ``file`` and ``line``, and the ``change`` in
+    words, such as "with `a` in place of `b`".
 
     ``report``, ``full_report``, ``headline`` (the first line of the report), ``file`` and ``line``
     (of the code to look at): only where the outcome is not "same", and only in a run that asks for
@@ -51,6 +56,7 @@ class Record:
     known: bool = False
     confirmed: bool = False
     gpu: str = ""
+    repairs: tuple[Mapping[str, str | int], ...] = ()
     report: str = ""
     full_report: str = ""
     headline: str = ""
@@ -102,6 +108,10 @@ def record_of(
         ranks=len(comparison.ranks) if comparison else 0,
         planted=planted,
         gpu=", ".join(one.gpu for one in verdict.evidence.values() if one.gpu),
+        repairs=tuple(
+            {"file": one.line.file, "line": one.line.number, "change": one.text}
+            for one in verdict.repairs.found
+        ),
         **texts,
     )
 

@@ -21,7 +21,7 @@ def trial_lines(verdict: Verdict) -> list[Line]:
         return []
     noun = plural(repairs.tried, "small edit", "small edits")
     of = "" if repairs.tried == repairs.of else f" of {repairs.of}"
-    count = f"{repairs.tried}{of} {noun} of the lines that only the step runs"
+    count = f"{repairs.tried}{of} {noun} of the lines that the step runs"
     if not repairs.found:
         return labelled("Tried: ", f"{count}; none of them repairs it.")
     lines = labelled("Tried: ", f"{count}; {repairs.right} of them repair it, such as:")

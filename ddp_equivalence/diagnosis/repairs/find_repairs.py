@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from time import monotonic
 
@@ -18,12 +19,14 @@ from torch import Tensor
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.edit import Edit
+from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.repairs.edits import edits_of
 from ddp_equivalence.diagnosis.repairs.repair import BROAD, Repair, Repairs, repair_of
 from ddp_equivalence.diagnosis.repairs.rules import RULES
 from ddp_equivalence.diagnosis.time_left import EDITS, TimeLeft
+from ddp_equivalence.diagnosis.whereabouts.own_errors import unless_it_fails
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.edited_code import CannotEdit, EditedCode, run_as_edited
@@ -50,10 +53,13 @@ LATER_IF_BROAD = 2
 """An edit of a broad kind is tried as late as one of a line that is so many tiers further away."""
 
 RELATIVE = 1e-9
-"""Gradients of the big batch in float64 that differ by more than this are others."""
+"""Gradients of the big batch in float64 are others if they differ by more than this, relative to
+the largest element."""
 
 TIMES_IN_A_PROCESS = 6
 """A process spends so many times the seconds of one check on trials, however many checks differ."""
+
+NOTHING_TO_EDIT = "no edit of a line that it runs could be made within the time"
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -62,12 +68,15 @@ _spent = 0.0
 
 
 def find_repairs(
-    request: Request, expected: Expected, pointed: Sequence[PointedLine], time: TimeLeft
+    request: Request,
+    expected: Expected,
+    pointed: Callable[[], Sequence[PointedLine]],
+    time: TimeLeft,
 ) -> Repairs:
     """Try edits of the lines that the step runs. An edit of a line that computes the big batch,
     too, must not change that.
 
-    ``pointed``: the lines that the report points at without this; they are edited first.
+    ``pointed``: gives the lines that the report points at without this; they are edited first.
     ``time``: what explaining the difference may take; half of it may be used for this.
     """
     global _spent
@@ -81,6 +90,23 @@ def find_repairs(
     ):
         return Repairs()
     began = monotonic()
+    try:
+        with time.counted(EDITS):
+            return unless_it_fails(
+                lambda: _found(request, expected, pointed(), seconds, time.show),
+                lambda why: Repairs(why_not=why),
+            )
+    finally:
+        _spent += monotonic() - began
+
+
+def _found(
+    request: Request,
+    expected: Expected,
+    pointed: Sequence[PointedLine],
+    seconds: float,
+    show: Callable[[str], object],
+) -> Repairs:
     proposals: list[tuple[Edit, bytes]] = []
 
     def propose(seen: LocalsSeen) -> list[EditedCode]:
@@ -92,23 +118,22 @@ def find_repairs(
                 proposals.append((edit, source))
         return found
 
-    with time.counted(EDITS):
-        tried = try_edits(
-            request,
-            expected,
-            propose,
-            lambda number: proposals[number][0].kind not in BROAD,
-            seconds,
-            time.show,
-        )
-    _spent += monotonic() - began
+    tried = try_edits(
+        request,
+        expected,
+        propose,
+        lambda number: proposals[number][0].kind not in BROAD,
+        seconds,
+        show,
+    )
     right = [
         repair_of(edit, source)
         for edit, source in (proposals[number] for number in tried.right)
         if leaves_the_big_batch(request, expected, edit, source)
     ]
     repairs = _first_of_each_line(right)
-    return Repairs(repairs, len(right), tried.count, tried.of, tried.why_not)
+    why_not = tried.why_not or ("" if tried.count else NOTHING_TO_EDIT)
+    return Repairs(repairs, len(right), tried.count, tried.of, why_not)
 
 
 def _in_order(
@@ -154,7 +179,7 @@ def leaves_the_big_batch(request: Request, expected: Expected, edit: Edit, sourc
     assert code is not None
     try:
         edited = run_as_edited(code, (case.model, case.batch, case.loss))
-        with without_planted_faults(), kept_inside(), edited:
+        with without_planted_faults(), kept_inside(other_threads=False), edited:
             found = big_batch(case, request.compare, request.lr, request.steps).expected
     except CannotEdit:  # the big batch has nothing to do with these functions
         return True
@@ -168,13 +193,18 @@ def leaves_the_big_batch(request: Request, expected: Expected, edit: Edit, sourc
 def _close(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
-    return one.shape == other.shape and torch.allclose(one.to_dense(), other.to_dense(), RELATIVE)
+    if one.shape != other.shape:
+        return False
+    one, other = one.to_dense(), other.to_dense()
+    largest = float(other.abs().max()) if other.numel() else 0.0
+    return torch.allclose(one, other, rtol=0.0, atol=RELATIVE * largest)
 
 
 def lines_of_the_big_batch(request: Request) -> Mapping[str, set[int]]:
     """File -> the lines of the user's code that compute the gradients of the big batch."""
     seen = LocalsSeen()
-    with without_planted_faults(), seen.watching():
+    # Some batches cannot be built a second time.
+    with suppress(BadCase), without_planted_faults(), seen.watching():
         big_batch(request.case, request.compare, request.lr, request.steps)
     return seen.lines
 

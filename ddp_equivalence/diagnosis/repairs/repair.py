@@ -95,7 +95,7 @@ class Repairs:
             what = f"the change of line {first.line.number} that was tried repairs the step"
             return f"{what}, but it may only leave out what is wrong elsewhere"
         change = f"make the change of line {first.line.number} that was tried, or one like it"
-        return f"{change}; {others} other changes did not help" if others else change
+        return f"{change}; {others} other changes do not repair it" if others else change
 
 
 def lines_of_repairs(repairs: Repairs) -> Iterator[PointedLine]:

@@ -1,0 +1,215 @@
+"""Which edits of a step are tried first, when none is tried, and which count as repairs."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ddp_equivalence import Rank, Verdict, check
+from ddp_equivalence.case import settings
+from ddp_equivalence.check_equivalence import _expected
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.repairs import find_repairs as module
+from ddp_equivalence.diagnosis.repairs.edits import edits_of
+from ddp_equivalence.diagnosis.repairs.find_repairs import (
+    find_repairs,
+    leaves_the_big_batch,
+    lines_of_the_big_batch,
+)
+from ddp_equivalence.diagnosis.repairs.repair import Repairs
+from ddp_equivalence.diagnosis.time_left import TimeLeft
+from ddp_equivalence.diagnosis.whereabouts import own_errors
+from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.measurement.locals_seen import LocalsSeen
+from ddp_equivalence.measurement.request import Request, read_request
+from ddp_equivalence.measurement.trials import Tried
+from ddp_equivalence.ranks.warm_ranks import warm_ranks
+from tests.package.own_cases import build_model, own_case
+
+
+def shared_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch["rows"]), batch["targets"])
+
+
+def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+    shared_loss(model, shard).backward()
+    for number, parameter in enumerate(model.parameters()):
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= rank.world_size + number - number * rank.rank
+
+
+def line_with(text: str) -> int:
+    lines = linecache.getlines(__file__)
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def request_of(**options: Any) -> Request:
+    case = own_case(loss=shared_loss, dtype=torch.float64)
+    return read_request(case, step, {"backend": "gloo", **options})
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds of each search for repairs, which finds nothing."""
+    seconds: list[float] = []
+
+    def nothing(request: Any, expected: Any, propose: Any, allowed: float, show: Any) -> Tried:
+        seconds.append(allowed)
+        return Tried()
+
+    monkeypatch.setattr(module, "try_edits", nothing)
+    monkeypatch.setattr(module, "_spent", 0.0)
+    return seconds
+
+
+def repairs_of(request: Request, time: TimeLeft | None = None, of_check: float = 10.0) -> Repairs:
+    with settings.using(settings.replaced(trial_seconds=of_check)):
+        return find_repairs(request, _expected(request), tuple, time or TimeLeft())
+
+
+def test_half_of_what_the_deadline_leaves_may_be_used(tried: list[float]) -> None:
+    repairs_of(request_of())
+    repairs_of(request_of(), TimeLeft(6.0))
+    assert tried == [10.0, pytest.approx(3.0, abs=0.5)]
+
+
+def test_a_process_spends_no_more_than_six_checks_may(
+    tried: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_spent", 55.0)
+    repairs_of(request_of())
+    monkeypatch.setattr(module, "_spent", 60.0)
+    repairs_of(request_of())
+    assert tried == [pytest.approx(5.0, abs=0.1)]
+
+
+@pytest.mark.parametrize("changes", ({"in_process": True}, {"second_look": False}), ids=str)
+def test_some_checks_try_no_edits(changes: dict[str, Any], tried: list[float]) -> None:
+    assert repairs_of(replace(request_of(), **changes)) == Repairs()
+    assert tried == []
+
+
+def test_no_edits_of_a_strategy_are_tried(tried: list[float]) -> None:
+    request = read_request(own_case(), "ddp_mean", {"backend": "gloo"})
+    assert repairs_of(request) == Repairs()
+    assert tried == []
+
+
+def test_none_are_tried_in_no_seconds(tried: list[float]) -> None:
+    assert repairs_of(request_of(), of_check=0.0) == Repairs()
+    assert tried == []
+
+
+def test_it_is_said_that_nothing_could_be_edited(tried: list[float]) -> None:
+    assert repairs_of(request_of()).why_not == module.NOTHING_TO_EDIT
+
+
+def test_an_error_of_this_package_is_a_reason_and_no_exception(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object) -> Tried:
+        raise IndexError("ours")
+
+    monkeypatch.setattr(module, "try_edits", fails)
+    monkeypatch.setattr(own_errors, "are_raised", False)
+    assert "IndexError: ours" in repairs_of(request_of()).why_not
+
+
+def test_the_lines_that_compute_the_big_batch_are_known() -> None:
+    lines = lines_of_the_big_batch(request_of())[__file__]
+    assert line_with("return F.mse_loss") in lines
+    assert line_with("parameter.grad /= rank") not in lines
+
+
+def test_lines_that_the_report_points_at_come_first_and_shared_ones_last() -> None:
+    pointed_at, other = line_with("parameter.grad /= rank"), line_with("shared_loss(model, shard)")
+    shared = line_with("return F.mse_loss")
+    seen = LocalsSeen({__file__: {pointed_at, other, shared}})
+    pointed = [PointedLine(CodeLine(__file__, pointed_at, "step"), "", is_fault=True)]
+    lines = [edit.line for edit, _ in module._in_order(request_of(), seen, pointed)]
+    assert lines[0] == pointed_at
+    firsts = [lines.index(line) for line in (pointed_at, other, shared) if line in lines]
+    assert firsts == sorted(firsts)
+    assert set(lines) > {pointed_at}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "leaves"),
+    (
+        ('batch["targets"]', 'batch["rows"][:, :3]', False),
+        ("F.mse_loss", "F.l1_loss", False),
+        ("F.mse_loss", "no_such_name", False),
+        ("parameter.grad /= rank.world_size", "parameter.grad /= 7", True),
+    ),
+)
+def test_an_edit_must_leave_the_big_batch_as_it_is(before: str, after: str, leaves: bool) -> None:
+    source = "".join(linecache.getlines(__file__)).encode()
+    start = source.index(before.encode())
+    line = source[:start].count(b"\n") + 1
+    (some, *_) = edits_of(__file__, source.decode(), [line])
+    edit = replace(some, line=line, start=start, end=start + len(before.encode()), text=after)
+    request = request_of()
+    assert leaves_the_big_batch(request, _expected(request), edit, source) is leaves
+    assert shared_loss(build_model(), {"rows": torch.ones(1, 5), "targets": torch.ones(1, 3)}) > 0
+
+
+def judged(step: Any, case: Mapping[str, Any], **options: Any) -> Verdict:
+    fields = {"loss": shared_loss, "dtype": torch.float64} | case
+    with settings.using(settings.replaced(trial_seconds=15.0)):
+        return check(own_case(**fields), step, **options)
+
+
+def updates(model: nn.Module, shard: Any, rank: Rank) -> None:
+    shared_loss(model, shard).backward()
+    for number, parameter in enumerate(model.parameters()):
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.data -= 0.1 * parameter.grad / (rank.world_size + number * rank.rank)
+
+
+def own_shards(model: nn.Module, batch: Any, rank: Rank) -> None:
+    step(model, {name: one[rank.rank :: rank.world_size] for name, one in batch.items()}, rank)
+
+
+@pytest.mark.parametrize(
+    ("step", "case", "options"),
+    (
+        (step, {}, {}),
+        (step, {"dtype": torch.float32}, {}),
+        (step, {"layout": "2x2"}, {}),
+        (updates, {}, {"compare": "update"}),
+        (own_shards, {"shards": "own"}, {}),
+    ),
+    ids=("two ranks", "float32", "four ranks", "updates", "own shards"),
+)
+def test_a_repair_is_found(
+    step: Any, case: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_spent", 0.0)
+    verdict = judged(step, case, **options)
+    assert verdict.outcome == "different"
+    assert verdict.repairs.found, verdict.full_report()
+    lines = [linecache.getline(one.line.file, one.line.number) for one in verdict.repairs.found]
+    assert any("rank.world_size + number" in line for line in lines), lines
+    assert len(lines) == len(set(lines))  # one for each line
+    assert len(str(verdict).splitlines()) <= 16
+
+
+def test_a_check_that_passes_starts_no_more_ranks() -> None:
+    from tests.package.own_cases import right_step
+
+    assert judged(right_step, {}).outcome == "same"
+    before = warm_ranks().started
+    verdict = judged(right_step, {})
+    assert verdict.outcome == "same"
+    assert verdict.repairs == Repairs()
+    assert warm_ranks().started == before

@@ -1,0 +1,311 @@
+"""Functions of a file run as edited inside a block, and as they were afterwards."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ddp_equivalence.measurement.edited_code import (
+    CannotEdit,
+    EditedCode,
+    functions_of,
+    run_as_edited,
+)
+from ddp_equivalence.ranks import pickling
+
+FUNCTIONS = {
+    "a function": """
+        def f():
+            return 1
+        call = f
+        """,
+    "a method": """
+        class C:
+            def f(self):
+                return 1
+        call = C().f
+        """,
+    "a static method": """
+        class C:
+            @staticmethod
+            def f():
+                return 1
+        call = C.f
+        """,
+    "a class method": """
+        class C:
+            @classmethod
+            def f(cls):
+                return 1
+        call = C.f
+        """,
+    "a property": """
+        class C:
+            @property
+            def f(self):
+                return 1
+        def call():
+            return C().f
+        """,
+    "a cached property": """
+        import functools
+        class C:
+            @functools.cached_property
+            def f(self):
+                return 1
+        def call():
+            return C().f
+        """,
+    "a function with a decorator that wraps it": """
+        import functools
+        def twice(f):
+            @functools.wraps(f)
+            def both(*arguments):
+                f(*arguments)
+                return f(*arguments)
+            return both
+        @twice
+        def call():
+            return 1
+        """,
+    "a function that only the closure of its decorator leads to": """
+        def twice(f):
+            def both():
+                return f()
+            return both
+        @twice
+        def call():
+            return 1
+        """,
+    "a function that a cache holds": """
+        import functools
+        @functools.lru_cache
+        def f():
+            return 1
+        def call():
+            f.cache_clear()
+            return f()
+        """,
+    "a closure that exists": """
+        def make(value):
+            def inner():
+                return value + 0 and 1
+            return inner
+        call = make(3)
+        """,
+    "a function inside a function": """
+        def call():
+            def inner():
+                return 1
+            return inner()
+        """,
+    "a lambda of the module": """
+        call = lambda: 1
+        """,
+    "a lambda in a dictionary": """
+        LOSSES = {"one": lambda: 1}
+        def call():
+            return LOSSES["one"]()
+        """,
+    "a partial": """
+        import functools
+        call = functools.partial(lambda x: x and 1, 5)
+        """,
+    "an object that is called": """
+        class C:
+            def __call__(self):
+                return 1
+        call = C()
+        """,
+    "a method that calls super": """
+        class A:
+            def f(self):
+                return 0
+        class C(A):
+            def f(self):
+                return super().f() + 1
+        call = C().f
+        """,
+    "a generator": """
+        def numbers():
+            yield 1
+        def call():
+            return next(numbers())
+        """,
+    "annotations that are never evaluated": """
+        from __future__ import annotations
+        def call(x: NoSuchName = None) -> NoSuchName:
+            return 1
+        """,
+}
+
+
+def module_of(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> ModuleType:
+    """A module of a user with this text, which stays imported until the test ends."""
+    path = folder / "users_code.py"
+    path.write_text(textwrap.dedent(text).lstrip("\n"))
+    spec = importlib.util.spec_from_file_location("users_code", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "users_code", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def whole_file(module: ModuleType, before: str, after: str) -> EditedCode:
+    """All of the file as one statement, with this text in place of that."""
+    assert module.__file__ is not None
+    text = Path(module.__file__).read_text()
+    assert text.count(before) == 1
+    return EditedCode(module.__file__, 1, text, text.replace(before, after))
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_a_function_runs_as_edited_inside_the_block_only(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = module_of(tmp_path, monkeypatch, FUNCTIONS[kind])
+    before, after = ("+ 1", "+ 2") if "+ 1" in FUNCTIONS[kind] else (" 1", " 2")
+    with run_as_edited(whole_file(module, before, after), ()):
+        assert module.call() == 2
+    assert module.call() == 1
+
+
+@pytest.mark.parametrize(
+    "kind", sorted(FUNCTIONS.keys() - {"a cached property", "a function that a cache holds"})
+)
+def test_a_function_that_was_sent_by_value_runs_as_edited(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = module_of(tmp_path, monkeypatch, FUNCTIONS[kind])
+    module.__dict__["__name__"] = "users_code"
+    before, after = ("+ 1", "+ 2") if "+ 1" in FUNCTIONS[kind] else (" 1", " 2")
+    edited = whole_file(module, before, after)
+    _, by_value, body = pickling.split(pickling.dumps(_called, module.call))
+    monkeypatch.delitem(sys.modules, "users_code")
+    _, sent, _ = pickling.loads(by_value, body)
+    with run_as_edited(edited, (sent,)):
+        assert sent() == 2
+    assert sent() == 1
+
+
+def _called(function: Any) -> Any:
+    return function()
+
+
+def test_the_code_is_put_back_after_an_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = module_of(tmp_path, monkeypatch, FUNCTIONS["a function"])
+    edited = whole_file(module, "return 1", "raise KeyError")
+    with pytest.raises(KeyError), run_as_edited(edited, ()):
+        module.call()
+    assert module.call() == 1
+
+
+def test_lines_of_edited_code_have_the_numbers_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = module_of(tmp_path, monkeypatch, "X = 1\n\n\ndef call():\n    return 1\n")
+    assert module.__file__ is not None
+    before = "def call():\n    return 1\n"
+    edited = EditedCode(module.__file__, 4, before, before.replace("return 1", "raise KeyError"))
+    with pytest.raises(KeyError) as raised, run_as_edited(edited, ()):
+        module.call()
+    assert raised.traceback[-1].lineno == 5 - 1
+
+
+def test_of_two_functions_with_the_same_name_only_the_edited_one_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = """
+        if True:
+            def f():
+                return 1
+            first = f
+            def f():
+                return 3
+            calls = [lambda: 5, lambda: 7]
+        """
+    module = module_of(tmp_path, monkeypatch, text)
+    with run_as_edited(whole_file(module, "3", "4"), ()):
+        assert (module.first(), module.f()) == (1, 4)
+    with run_as_edited(whole_file(module, "7", "8"), ()):
+        assert [call() for call in module.calls] == [5, 8]
+
+
+def test_functions_that_cannot_be_told_apart_are_not_edited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = module_of(tmp_path, monkeypatch, "calls = [lambda: 5, lambda: 7]\n")
+    edited = whole_file(module, "lambda: 5, ", "")
+    with pytest.raises(CannotEdit, match="no function"), run_as_edited(edited, ()):
+        pass
+    assert [call() for call in module.calls] == [5, 7]
+
+
+@pytest.mark.parametrize("other", ("b", "a + b"))
+def test_a_closure_that_would_need_other_variables_cannot_be_edited(
+    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = """
+        def make(a, b):
+            def inner():
+                return a
+            return inner
+        call = make(1, 2)
+        """
+    module = module_of(tmp_path, monkeypatch, text)
+    edited = whole_file(module, "return a", f"return {other}")
+    with pytest.raises(CannotEdit, match="other variables of its closure"):
+        _run_as_edited(edited)
+    assert module.call() == 1
+    assert module.make(1, 2)() == 1
+
+
+def _run_as_edited(edited: EditedCode) -> None:
+    with run_as_edited(edited, ()):
+        pytest.fail("the edit was made")
+
+
+def test_what_ran_when_the_file_was_imported_cannot_be_edited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = module_of(tmp_path, monkeypatch, "def call(value=1):\n    return value\n")
+    with pytest.raises(CannotEdit, match="no function"):
+        _run_as_edited(whole_file(module, "value=1", "value=2"))
+
+
+class Strange:
+    """An object of a user that answers whatever it is asked with an error."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def test_objects_that_answer_anything_are_only_passed_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = module_of(tmp_path, monkeypatch, FUNCTIONS["a function"])
+    assert module.__file__ is not None
+    module.__dict__["strange"] = Strange()
+    assert [one.__name__ for one in functions_of(module.__file__, (Strange(),))] == ["f"]
+
+
+def test_classes_that_are_written_in_c_lead_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = module_of(tmp_path, monkeypatch, FUNCTIONS["a function"])
+    monkeypatch.setitem(sys.modules, "another", other := ModuleType("another"))
+    other.__dict__["f"] = module.__dict__.pop("f")
+    del module.__dict__["call"]
+    module.__dict__["another"] = other
+    assert module.__file__ is not None
+    assert functions_of(module.__file__, ()) == []

@@ -1,0 +1,196 @@
+"""Edits are tried in turn on ranks. Whatever one of them does, the next ones are judged rightly."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_equivalence import Rank
+from ddp_equivalence.check_equivalence import _expected
+from ddp_equivalence.measurement.edited_code import EditedCode
+from ddp_equivalence.measurement.locals_seen import LocalsSeen
+from ddp_equivalence.measurement.request import read_request
+from ddp_equivalence.measurement.trials import Tried, try_edits
+from ddp_equivalence.ranks import process_tree
+from tests.package.own_cases import loss, own_case
+
+NOTHING = "at_first = 0"
+FAULT = "divisor = 3"
+REPAIRED = (FAULT, "divisor = rank.world_size")
+
+Step = Callable[[nn.Module, Any, Rank], None]
+
+
+def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+    at_first = 0
+    divisor = 3
+    loss(model, shard).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= divisor + at_first
+
+
+def doing(code: str) -> tuple[str, str]:
+    """Something that the step does first, and that is no repair."""
+    return NOTHING, f"{NOTHING}; {code}"
+
+
+def edited(step: Step, before: str, after: str) -> EditedCode:
+    lines, first = inspect.getsourcelines(step)
+    source = "".join(lines)
+    assert source.count(before) == 1
+    file = step.__code__.co_filename
+    return EditedCode(file, first, source, source.replace(before, after))
+
+
+def tried(
+    changes: Sequence[tuple[str, str]], step: Step = step, seconds: float = 30.0, **case: Any
+) -> Tried:
+    """What is found if these changes of the step are tried in turn."""
+    request = read_request(own_case(**case), step, {"backend": "gloo"})
+
+    def propose(seen: LocalsSeen) -> list[EditedCode]:
+        return [edited(step, *change) for change in changes]
+
+    return try_edits(request, _expected(request), propose, seconds, lambda _: None)
+
+
+MISBEHAVIOUR = {
+    "a collective on one rank only": "rank.rank == 0 and dist.all_reduce(torch.ones(1))",
+    "other collectives on each rank": (
+        "(dist.broadcast(torch.ones(2), 0) if rank.rank else dist.all_reduce(torch.ones(9)))"
+    ),
+    "raises on one rank": "assert rank.rank",
+    "raises on all ranks": "assert False",
+    "sys.exit": "import sys; sys.exit(0)",
+    "os._exit": "import os; os._exit(0)",
+    "os._exit on one rank": "import os; rank.rank or os._exit(1)",
+    "never ends": "any(iter(int, 1))",
+    "leaves a thread": (
+        "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()"
+    ),
+    "leaves a group": "dist.new_group([0])",
+    "destroys the group": "dist.destroy_process_group()",
+    "another default dtype": "torch.set_default_dtype(torch.float16)",
+    "another seed": "torch.manual_seed(0)",
+    "prints a lot": "print('word ' * 100_000)",
+    "patches torch": "torch.Tensor.backward = None",
+    "leaves a collective running": "rank.rank or dist.all_reduce(torch.ones(1), async_op=True)",
+}
+
+
+@pytest.mark.parametrize("code", MISBEHAVIOUR.values(), ids=MISBEHAVIOUR)
+def test_the_edits_after_one_that_misbehaves_are_judged_rightly(code: str) -> None:
+    found = tried([doing(code), (FAULT, "divisor = 5"), REPAIRED, (FAULT, "divisor = 7")])
+    assert found == Tried(right=(2,), count=4, of=4)
+
+
+def test_an_edit_that_repairs_on_one_rank_only_is_none() -> None:
+    found = tried([(FAULT, "divisor = rank.world_size + rank.rank")])
+    assert found == Tried(count=1, of=1)
+
+
+def test_an_edit_that_waits_for_nothing_is_none_even_if_it_is_right_by_chance() -> None:
+    late = f"{FAULT}; handle = dist.all_reduce(torch.zeros(1000), async_op=True)"
+    found = tried([(FAULT, late.replace("= 3", "= rank.world_size")), REPAIRED])
+    assert found == Tried(right=(1,), count=2, of=2)
+
+
+def test_an_edit_that_cannot_be_made_does_not_count_as_tried() -> None:
+    found = tried([("rank: Rank)", "rank: Rank = None)"), REPAIRED])
+    assert found == Tried(right=(1,), count=1, of=2)
+
+
+def test_edits_are_tried_for_so_many_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp_equivalence.measurement.trials.TIMES_THE_STEP", 0.0)
+    began = time.monotonic()
+    found = tried([doing("any(iter(int, 1))")] * 1000, seconds=4.0)
+    assert 0 < found.count < 10
+    assert found.of == 1000
+    assert time.monotonic() - began < 20  # it ends at once; starting ranks may take a while
+
+
+def slow(model: nn.Module, shard: Any, rank: Rank) -> None:
+    at_first = 0
+    time.sleep(0.5 + at_first)
+
+
+def test_an_edit_that_the_end_of_the_time_cuts_short_does_not_count() -> None:
+    found = tried([("0.5 +", "60 +")], slow, seconds=2.0)
+    assert found == Tried(count=0, of=1)
+
+
+def never_ending(model: nn.Module, shard: Any, rank: Rank) -> None:
+    any(iter(int, 1))
+
+
+def test_a_step_that_fails_as_it_is_says_why_in_one_line() -> None:
+    found = tried([("int, 1", "int, 0")], never_ending, seconds=1.0)
+    assert found.count == 0
+    assert found.why_not
+    assert "\n" not in found.why_not
+
+
+def test_no_edit_of_a_step_that_writes_a_file_is_tried(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+
+    def writing(model: nn.Module, shard: Any, rank: Rank) -> None:
+        try:
+            path.write_text("written")
+        except Exception:
+            print("no log")
+
+    found = tried([("written", "other")], writing)
+    assert found.count == 0
+    assert found.why_not == f"open {str(path)!r} for writing"
+    assert not path.exists()
+
+
+def test_an_edit_that_writes_a_file_is_no_repair_and_writes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "saved.pt"
+    save = f"; torch.save(model.state_dict(), {str(path)!r})"
+    both = (FAULT, f"divisor = rank.world_size{save}")
+    assert tried([both, REPAIRED]) == Tried(right=(1,), count=2, of=2)
+    assert not path.exists()
+
+
+def test_no_process_is_left() -> None:
+    before = set(process_tree.descendants(os.getpid()))
+    tried([doing("import os; os.fork() or __import__('time').sleep(600)"), REPAIRED])
+    assert set(process_tree.descendants(os.getpid())) <= before
+
+
+def test_after_a_right_edit_so_many_more_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp_equivalence.measurement.trials.AFTER_THE_FIRST", 2)
+    wrong = (FAULT, "divisor = 5")
+    found = tried([wrong, REPAIRED, wrong, REPAIRED, wrong, wrong])
+    assert found == Tried(right=(1, 3), count=4, of=6)
+
+
+def doubled(model: nn.Module, shard: Any, rank: Rank) -> None:
+    divisor = 3
+    (2 * loss(model, shard) / divisor).backward()
+
+
+def test_an_edit_on_one_rank_is_tried() -> None:
+    found = tried([(FAULT, "divisor = 1"), (FAULT, "divisor = 2")], doubled, layout="1x1")
+    assert found == Tried(right=(1,), count=2, of=2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ({"dtype": torch.float32}, {"layout": "2x2"}, {"layout": "1x2", "dtype": torch.float64}),
+    ids=str,
+)
+def test_a_repair_is_found_on_other_cases(case: dict[str, Any]) -> None:
+    assert tried([REPAIRED], **case).right == (0,)
