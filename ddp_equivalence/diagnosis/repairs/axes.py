@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from ddp_equivalence.diagnosis.repairs.change import Change, Place
+from ddp_equivalence.diagnosis.repairs.parentheses import closed
 
 MOST_AXES = 3
 
@@ -65,13 +66,18 @@ def mirrored(node: ast.Slice, place: Place) -> Iterator[Change]:
         case None, ast.UnaryOp(op=ast.USub(), operand=n):
             yield Change(start, end, f"{place.text(n)}:")
         case None, ast.expr() as n:
-            yield Change(start, end, f"-{place.closed(n)}:")
+            yield Change(start, end, f"{_negative(n, place)}:")
         case ast.UnaryOp(op=ast.USub(), operand=n), None:
             yield Change(start, end, f":{place.text(n)}")
         case ast.expr() as n, None:
-            yield Change(start, end, f":-{place.closed(n)}")
+            yield Change(start, end, f":{_negative(n, place)}")
         case _:
             return
+
+
+def _negative(node: ast.expr, place: Place) -> str:
+    text = place.text(node)
+    return f"-{text if text.isdigit() else closed(text)}"
 
 
 def both_bounds(node: ast.Compare, place: Place) -> Iterator[Change]:

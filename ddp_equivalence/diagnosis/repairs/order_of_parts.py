@@ -105,7 +105,7 @@ def numbers_dealt_in_turn(node: ast.Call, place: Place) -> Iterator[Change]:
                 yield place.replaced(node, f"{called}({rank}, {last}, {n})")
         case [r, ast.BinOp(left=n, op=ast.Mult(), right=size), m] if place.text(n) == place.text(m):
             lower = joined(place.text(r), "*", place.text(size))
-            upper = f"({place.text(r)} + 1) * {closed(place.text(size))}"
+            upper = joined(joined(place.text(r), "+", "1"), "*", place.text(size))
             yield place.replaced(node, f"{called}({lower}, {upper})")
         case [ast.Name() as whole, r, ast.Constant(value=None), n]:
             size = f"len({place.text(whole)}) // {closed(place.text(n))}"

@@ -214,16 +214,25 @@ def diagonal_of_the_rank(node: ast.Call, place: Place) -> Iterator[Change]:
             for name, takes in place.facts.functions_at(node).items()
             if takes == 1 and set(name.split("_")) & STARTS
         ]
-        rank = place.rank()
+        rank = _rank_or_none(place)
         for start in [*own, *([joined(rank, "*", count)] if rank else [])][:MOST_DIVISORS]:
             yield place.replaced(node, f"{place.text(node)}.roll({start}, 1)")
+
+
+def _rank_or_none(place: Place) -> str | None:
+    """The number of this rank, or 0 where one process computes the big batch."""
+    rank, get_rank = place.rank(), place.facts.get_rank
+    is_initialized = place.facts.imported_as("torch.distributed.is_initialized")
+    if rank == get_rank and is_initialized:
+        return f"{rank} if {is_initialized}() else 0"
+    return rank
 
 
 def counted_from_the_rank(node: ast.Call, place: Place) -> Iterator[Change]:
     """Rows are numbered from 0 on every rank, but each rank has other rows of the whole."""
     match node:
         case ast.Call(func=ast.Name(id="enumerate"), args=[rows], keywords=[]):
-            rank = place.rank()
+            rank = _rank_or_none(place)
             if rank and isinstance(rows, ast.Name | ast.Attribute | ast.Subscript):
                 start = joined(rank, "*", f"len({place.text(rows)})")
                 yield place.replaced(node, f"enumerate({place.text(rows)}, {start})")
