@@ -82,6 +82,7 @@ class EditKind(StrEnum):
     ALL_GROUPS = "all groups of parameters"
     EACH_ONCE = "each tensor once"
     WEIGHED_BY_SIZE = "weighed by size"
+    ONLY_IF = "counted under a condition"
     SHARE_OF_A_TURN = "divided by the number of turns"
     CONTEXT_LEFT_OUT = "context manager left out"
 

@@ -15,7 +15,7 @@ def count_of_all(node: ast.BinOp, place: Place) -> Iterator[Change]:
     if not isinstance(node.op, ast.Div):
         return
     for number in _numbers_below(node.right, place):
-        total = total_of(place.text(number), node, place)
+        total = total_of(place.text(number), node, place, _counted(number, place))
         if total is None:
             continue
         if number is node.right:
@@ -39,6 +39,16 @@ def _numbers_below(divisor: ast.expr, place: Place) -> Iterator[ast.expr]:
                     yield number
         case _ if is_count(divisor):
             yield divisor
+
+
+def _counted(number: ast.expr, place: Place) -> str:
+    match number:
+        case ast.Call(func=ast.Attribute(value=counted)) | ast.Call(args=[counted]):
+            return place.text(counted)
+        case ast.Subscript(value=ast.Attribute(value=counted)):
+            return place.text(counted)
+        case _:
+            return ""
 
 
 def is_count(node: ast.expr) -> bool:

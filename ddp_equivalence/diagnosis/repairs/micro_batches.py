@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from ddp_equivalence.diagnosis.repairs.change import Change, Place
 from ddp_equivalence.diagnosis.repairs.parentheses import joined
 
+MOST_FLAGS = 2
+
 
 def weighed_by_size(node: ast.BinOp, place: Place) -> Iterator[Change]:
     """Parts of a batch count alike in its mean, though the last one has fewer examples."""
@@ -86,3 +88,14 @@ def _is_added(name: str, place: Place) -> bool:
         and name in (place.text(one.left), place.text(one.right))
         for one in ast.walk(place.scope.function)
     )
+
+
+def only_if(node: ast.AugAssign, place: Place) -> Iterator[Change]:
+    """What is only there to keep the ranks in step is counted as well."""
+    if not isinstance(node.op, ast.Add):
+        return
+    flags = [name for name in place.scope.names if place.scope.description(name) == "bool"]
+    target, value = place.text(node.target), place.text(node.value)
+    for flag in flags[:MOST_FLAGS]:
+        yield place.rewritten(node, f"{target} += 0 if {flag} else {value}")
+        yield place.rewritten(node, f"{target} += {value} if {flag} else 0")

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from ddp_equivalence.diagnosis.repairs.change import Change, Place
 from ddp_equivalence.diagnosis.repairs.parentheses import closed, joined
 
+# As many matrices are stacked: those of queries, keys and values, or of a gate and what it opens.
+STACKED = (3, 2)
+
 
 def parts_joined(node: ast.Call, place: Place) -> Iterator[Change]:
     """Rows that were dealt in turn are put together one rank after the other, or the reverse."""
@@ -74,6 +77,20 @@ def dealt_in_turn(node: ast.Subscript, place: Place) -> Iterator[Change]:
             rank = _rank_in(r, n, place)
             if rank and world_size and rows.step is None:
                 yield place.replaced(rows, f"{rank}::{world_size}")
+        case _:
+            return
+
+
+def part_of_each(node: ast.Subscript, place: Place) -> Iterator[Change]:
+    """A weight holds several matrices, and a rank needs its part of each of them."""
+    match node:
+        case ast.Subscript(
+            value=ast.Call(func=ast.Attribute(value=whole, attr="chunk"), args=[n]), slice=r
+        ) if isinstance(r, ast.Name | ast.Attribute | ast.Call):
+            for matrices in STACKED:
+                sizes = f"(0, ({matrices}, {place.text(n)}, -1))"
+                split = f"{place.closed(whole)}.unflatten{sizes}"
+                yield place.replaced(node, f"{split}[:, {place.text(r)}].flatten(0, 1)")
         case _:
             return
 

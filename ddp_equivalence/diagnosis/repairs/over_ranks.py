@@ -51,8 +51,10 @@ def reduces(statement: ast.stmt, name: str, place: Place) -> bool:
     return False
 
 
-def total_of(number: str, node: ast.AST, place: Place) -> str | None:
+def total_of(number: str, node: ast.AST, place: Place, counted: str = "") -> str | None:
     """An expression with a number of this rank, added up over all ranks.
+
+    ``counted``: what the number is the length of, for a function of the file that counts.
 
     A function of the file is used where there is one: it may know what to do without ranks.
     """
@@ -63,8 +65,10 @@ def total_of(number: str, node: ast.AST, place: Place) -> str | None:
     needed = place.facts.functions_at(node)
     bodies = _functions(place.source)
     for function in reducers(place, node):
-        if needed[function] == 1 and _only_adds(bodies[function.rpartition(".")[2]]):
-            return f"{function}({fresh})"
+        body = bodies[function.rpartition(".")[2]]
+        if needed[function] == 1 and _only_adds(body):
+            counts = counted and _calls(body) & {"len", "numel", "size"}
+            return f"{function}({counted if counts else fresh})"
     if place.facts.all_reduce is None:
         return None
     name = next((one for one in FRESH_NAMES if one not in place.scope.names), "n")

@@ -16,11 +16,16 @@ def one_pass(node: ast.stmt, place: Place) -> Iterator[Change]:
     block = place.source.block_of(node)
     index = next(i for i, one in enumerate(block) if one is node)
     first = _goes_backward(node)
-    second = _goes_backward(block[index + 1]) if index + 1 < len(block) else None
-    if first is not None and second is not None:
-        both = joined(place.text(first), "+", place.text(second))
-        start, end = place.source.span(node)[0], place.source.span(block[index + 1])[1]
-        yield Change(start, end, f"({both}).backward()")
+    for other in block[index + 1 :]:
+        second = _goes_backward(other)
+        if first is None or second is None:
+            continue
+        both = f"({joined(place.text(first), '+', place.text(second))}).backward()"
+        start, own_end = place.source.span(node)
+        other_start, end = place.source.span(other)
+        between = place.source.between(own_end, other_start)
+        yield Change(start, end, f"pass{between}{both}" if between.strip() else both)
+        break
     match node:
         case ast.For(target=ast.Name(id=name), iter=ast.Name(id=terms), body=body):
             for number, one in enumerate(body):

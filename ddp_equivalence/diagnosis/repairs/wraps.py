@@ -118,9 +118,10 @@ def requires_grad(node: ast.Call, place: Place) -> Iterator[Change]:
 
 def function_applied(node: ast.expr, place: Place) -> Iterator[Change]:
     """The file has a function for this, and its call was forgotten in one place."""
-    if not goes_somewhere(node, place):
-        return
+    is_number = isinstance(node, ast.Name) and place.scope.described_as_number(node.id)
     parent = place.parent(node)
+    if not goes_somewhere(node, place) and not (is_number and isinstance(parent, ast.Assign)):
+        return
     around = place.text(parent.func) if isinstance(parent, ast.Call) else ""
     own = place.called_name(node) if isinstance(node, ast.Call) else ""
     functions = [
@@ -181,6 +182,10 @@ def another_divisor(node: ast.expr, place: Place) -> Iterator[Change]:
         case _:
             return
     divisors = [place.world_size(), *place.scope.lengths()]
+    text = place.text(node)
+    if text.endswith(".local_world_size"):  # what is averaged over nodes afterwards
+        rank = text.removesuffix(".local_world_size")
+        divisors.insert(0, f"({rank}.world_size / {rank}.nodes)")
     for divisor in [one for one in divisors if one and one != place.text(node)][:MOST_DIVISORS]:
         yield place.replaced(node, divisor)
 

@@ -23,6 +23,11 @@ IN_A_FUNCTION = (
     (Kind.ORDER_OF_PARTS, "k = torch.stack(x, 1).flatten(0, 1)", "k = torch.cat(x)"),
     (Kind.ORDER_OF_PARTS, "k = x.chunk(y)[order]", "k = x[order::y]"),
     (Kind.ORDER_OF_PARTS, "k = x.chunk(y, dim=1)[order]", "k = x[:, order::y]"),
+    (
+        Kind.ORDER_OF_PARTS,
+        "k = x.chunk(y)[order]",
+        "k = x.unflatten(0, (3, y, -1))[:, order].flatten(0, 1)",
+    ),
     (Kind.ORDER_OF_PARTS, "k = x[order::y]", "k = x.chunk(y)[order]"),
     (
         Kind.ORDER_OF_PARTS,
@@ -110,6 +115,21 @@ IN_A_FUNCTION = (
         "dist.all_reduce(of_all, op=dist.ReduceOp.MAX))[0].item() > 1: g()",
     ),
     (Kind.ONE_PASS, "x.backward()\ny.backward()", "(x + y).backward()"),
+    (
+        Kind.ONE_PASS,
+        "x.backward(retain_graph=True)\ng()\ny.backward()",
+        "pass\ng()\n(x + y).backward()",
+    ),
+    (
+        Kind.DIVISOR,
+        "x /= rank.local_world_size",
+        "x /= (rank.world_size / rank.nodes)",
+    ),
+    (
+        Kind.REDUCED,
+        "k = x.sum()\ng(group=y.group)",
+        "k = x.sum(); dist.all_reduce(k, group=y.group)\ng(group=y.group)",
+    ),
     (Kind.ONE_PASS, "for p in part:\n    p.backward()", "sum(part).backward()"),
     (
         Kind.ONE_PASS,
@@ -208,6 +228,15 @@ IN_A_FILE = (
         SUMS,
         "return x.h() + 1",
         "return x.h() + 1 / dist.get_world_size()",
+    ),
+    (
+        Kind.ONLY_IF,
+        """\
+def f(number: int, counted: int, is_dummy: bool):
+    {}
+""",
+        "number += counted",
+        "number += 0 if is_dummy else counted",
     ),
     (Kind.FUNCTION_APPLIED, SUMS, "k = balance(x, y)", "k = balance(total(x), total(y))"),
 )

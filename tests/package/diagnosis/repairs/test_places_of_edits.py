@@ -106,7 +106,7 @@ def test_edits_come_by_line_and_the_likeliest_of_a_line_first() -> None:
     edits = edits_of(FILE, source, every_line(source))
     assert [edit.line for edit in edits] == sorted(edit.line for edit in edits)
     second = [edit.kind for edit in edits if edit.line == edits[-1].line]
-    assert second[0] == Kind.RANK_ATTRIBUTE
+    assert second[0] == Kind.ROUNDED_UP
     assert second[-1] == Kind.OPERANDS_SWAPPED
 
 
