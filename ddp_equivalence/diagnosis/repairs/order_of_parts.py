@@ -121,15 +121,14 @@ def numbers_dealt_in_turn(node: ast.Call, place: Place) -> Iterator[Change]:
                 last = joined(n, "*", place.text(size))
                 yield place.replaced(node, f"{called}({rank}, {last}, {n})")
         case [r, ast.BinOp(left=n, op=ast.Mult(), right=size), m] if place.text(n) == place.text(m):
-            lower = joined(place.text(r), "*", place.text(size))
-            upper = joined(joined(place.text(r), "+", "1"), "*", place.text(size))
-            yield place.replaced(node, f"{called}({lower}, {upper})")
+            start = joined(place.text(r), "*", place.text(size))
+            stop = joined(joined(place.text(r), "+", "1"), "*", place.text(size))
+            yield place.replaced(node, f"{called}({start}, {stop})")
         case [ast.Name() as whole, r, ast.Constant(value=None), n]:
-            size = f"len({place.text(whole)}) // {closed(place.text(n))}"
-            first = f"{closed(place.text(r))} * ({size})"
-            yield place.replaced(
-                node, f"{place.text(whole)}[{first} : ({place.text(r)} + 1) * ({size})]"
-            )
+            rows = joined(f"len({place.text(whole)})", "//", place.text(n))
+            first = joined(place.text(r), "*", rows)
+            stop = joined(joined(place.text(r), "+", "1"), "*", rows)
+            yield place.replaced(node, f"{place.text(whole)}[{first} : {stop}]")
         case _:
             return
 

@@ -60,23 +60,27 @@ def only_these_parameters(node: ast.Expr, place: Place) -> Iterator[Change]:
     value = _goes_backward(node)
     if value is None or not isinstance(node.value, ast.Call) or node.value.keywords:
         return
-    listed = set()
-    called = []
+    for owner in _networks(place)[:MOST_OWNERS]:
+        inputs = f"inputs=list({owner}.parameters())"
+        yield place.rewritten(node, f"{place.closed(value)}.backward({inputs})")
+
+
+def _networks(place: Place) -> list[str]:
+    """What the function calls, and what the file asks for its parameters in other places."""
+    listed, called = set(), []
     for one in ast.walk(place.source.tree):
         match one:
-            case ast.Call(func=ast.Attribute(value=ast.Attribute(attr=owner), attr="parameters")):
-                listed.add(owner)
+            case ast.Call(func=ast.Attribute(value=ast.Attribute(attr=name), attr="parameters")):
+                listed.add(name)
             case _:
                 pass
     for one in ast.walk(place.scope.function):
         match one:
-            case ast.Call(func=ast.Attribute(attr=owner) as function) if owner in listed:
+            case ast.Call(func=ast.Attribute(attr=name) as function) if name in listed:
                 called.append(place.text(function))
             case _:
                 pass
-    for owner in list(dict.fromkeys(called))[:MOST_OWNERS]:
-        inputs = f"inputs=list({owner}.parameters())"
-        yield place.rewritten(node, f"{place.closed(value)}.backward({inputs})")
+    return list(dict.fromkeys(called))
 
 
 def hooks_replaced(node: ast.Expr, place: Place) -> Iterator[Change]:
@@ -101,7 +105,18 @@ def gradients_reset(node: ast.stmt, place: Place) -> Iterator[Change]:
         node, ast.Expr | ast.Assign
     ):
         return
-    owners = []
+    owners = list(_owners_of_gradients(function, place))
+    if is_first:
+        owners = [one for one in owners if one.split(".")[0] in place.scope.parameters]
+    elif "model" in place.scope.parameters:
+        owners.append("model")
+    for text in owners[:1]:
+        if f"{text}.zero_grad" not in place.text(node):
+            yield place.rewritten(node, f"{text}.zero_grad(); {place.text(node)}")
+
+
+def _owners_of_gradients(function: ast.AST, place: Place) -> Iterator[str]:
+    """The modules and optimizers that a function uses as such."""
     for one in ast.walk(function):
         match one:
             case ast.Call(
@@ -109,21 +124,14 @@ def gradients_reset(node: ast.stmt, place: Place) -> Iterator[Change]:
                     value=ast.Name() | ast.Attribute() as owner, attr="parameters" | "zero_grad"
                 )
             ):
-                owners.append(place.text(owner))
+                yield place.text(owner)
             case _:
                 pass
-    if is_first:
-        owners = [one for one in owners if one.split(".")[0] in place.scope.parameters]
-    elif "model" in place.scope.parameters:
-        owners.append("model")
-    for owner in list(dict.fromkeys(owners))[:1]:
-        if f"{owner}.zero_grad" not in place.text(node):
-            yield place.rewritten(node, f"{owner}.zero_grad(); {place.text(node)}")
 
 
 def before_skipped(node: ast.Continue, place: Place) -> Iterator[Change]:
     """What is skipped needs its place all the same: an offset must go on behind it."""
-    loop = place.source.nearest(node, ast.For, ast.While)
+    loop = place.source.nearest(node, ast.For)
     if loop is None:
         return
     last = loop.body[-1]
