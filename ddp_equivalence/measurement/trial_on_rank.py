@@ -49,7 +49,8 @@ def run_trial(rank: Rank, trial: Trial) -> Iterator[object]:
     seen = LocalsSeen()
     block: AbstractContextManager[None] = seen.watching()
     if trial.edited is not None:
-        block = run_as_edited(trial.edited, (trial.work.step, trial.work.case.loss))
+        case = trial.work.case
+        block = run_as_edited(trial.edited, (trial.work.step, case.loss, case.model))
     with kept_inside() as prevented:
         try:
             with block:

@@ -28,6 +28,7 @@ MIXED_UP = (
     ("any", "all"),
     ("train", "eval"),
     ("detach", "clone"),
+    ("contiguous", "clone"),
     ("zeros_like", "ones_like"),
     ("zeros", "ones"),
     ("zeros_like", "clone"),

@@ -23,9 +23,7 @@ MIXED_UP = (
 def another_number(node: ast.Constant, place: Place) -> Iterator[Change]:
     """A number is one too large or too small, has the wrong sign, or names another dimension."""
     value = node.value
-    if isinstance(value, bool):
-        yield place.replaced(node, str(not value))
-    elif isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         negative = isinstance(place.parent(node), ast.UnaryOp)
         others = (1, 0, value + 1, value - 1) if negative else (value + 1, value - 1, -value, 0, 1)
         for other in dict.fromkeys(others):
@@ -36,6 +34,12 @@ def another_number(node: ast.Constant, place: Place) -> Iterator[Change]:
         for fraction in dict.fromkeys((1.0, 0.0, *rest)):
             if fraction != value and abs(value) > MARGIN:
                 yield place.replaced(node, repr(fraction))
+
+
+def the_other_truth_value(node: ast.Constant, place: Place) -> Iterator[Change]:
+    """An option is on where it should be off."""
+    if isinstance(node.value, bool):
+        yield place.replaced(node, str(not node.value))
 
 
 def another_string(node: ast.Constant, place: Place) -> Iterator[Change]:

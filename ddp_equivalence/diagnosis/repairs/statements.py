@@ -99,8 +99,22 @@ def reduced(node: ast.stmt, place: Place) -> Iterator[Change]:
     all_reduce, world_size = place.facts.all_reduce, place.world_size()
     if target and all_reduce:
         yield place.followed_by(node, f"{all_reduce}({target})")
+        for group in _groups(place):
+            yield place.followed_by(node, f"{all_reduce}({target}, group={group})")
         if world_size:
             yield place.followed_by(node, f"{all_reduce}({target}); {target} /= {world_size}")
+
+
+def _groups(place: Place) -> list[str]:
+    """How the function writes the process group, if it has one."""
+    found = [
+        place.text(one)
+        for one in own_nodes(place.scope.function)
+        if isinstance(one, ast.Attribute | ast.Name)
+        and getattr(one, "attr", getattr(one, "id", "")) in ("group", "process_group")
+        and isinstance(one.ctx, ast.Load)
+    ]
+    return list(dict.fromkeys(found))[:1]
 
 
 def _assigned_tensor(node: ast.stmt, place: Place) -> str | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from ddp_equivalence.diagnosis.repairs.change import Change, Place
 from ddp_equivalence.diagnosis.repairs.names_in_scope import arguments_of
+from ddp_equivalence.diagnosis.repairs.over_ranks import reducers
 from ddp_equivalence.diagnosis.repairs.parentheses import joined
 
 MOST_FUNCTIONS = 3
@@ -117,9 +118,10 @@ def requires_grad(node: ast.Call, place: Place) -> Iterator[Change]:
 
 def function_applied(node: ast.expr, place: Place) -> Iterator[Change]:
     """The file has a function for this, and its call was forgotten in one place."""
-    if not goes_somewhere(node, place):
-        return
+    is_number = isinstance(node, ast.Name) and place.scope.described_as_number(node.id)
     parent = place.parent(node)
+    if not goes_somewhere(node, place) and not (is_number and isinstance(parent, ast.Assign)):
+        return
     around = place.text(parent.func) if isinstance(parent, ast.Call) else ""
     own = place.called_name(node) if isinstance(node, ast.Call) else ""
     functions = [
@@ -131,6 +133,20 @@ def function_applied(node: ast.expr, place: Place) -> Iterator[Change]:
         yield place.replaced(node, f"{name}({place.text(node)})")
 
 
+def function_applied_to_all(node: ast.Call, place: Place) -> Iterator[Change]:
+    """The file has a function for this, and its call was forgotten for all of some arguments."""
+    called = place.text(node.func)
+    is_of_torch = called.split(".")[0] in place.facts.modules
+    tensors = [one for one in node.args if computes_tensor(one, place)]
+    if is_of_torch or len(tensors) != len(node.args) or len(tensors) < 2 or node.keywords:
+        return
+    given = [place.text(one) for one in node.args]
+    for name in reducers(place, node):
+        if place.facts.functions_at(node)[name] == 1 and name != called:
+            applied = ", ".join(f"{name}({one})" for one in given)
+            yield place.replaced(node, f"{called}({applied})")
+
+
 def times_an_argument(node: ast.expr, place: Place) -> Iterator[Change]:
     """A backward pass forgets the gradient that it is given, as if that were always 1."""
     function = place.scope.function
@@ -139,16 +155,19 @@ def times_an_argument(node: ast.expr, place: Place) -> Iterator[Change]:
     ):
         return
     for argument in arguments_of(function)[1:]:
+        given = f"{argument.arg}[0]" if argument is function.args.vararg else argument.arg
         if isinstance(node, ast.Tuple):
             parts = [
                 place.text(one)
                 if isinstance(one, ast.Constant)
-                else joined(argument.arg, "*", place.text(one))
+                else joined(given, "*", place.text(one))
                 for one in node.elts
             ]
             yield place.replaced(node, ", ".join(parts))
+        elif place.text(node).endswith(".saved_tensors"):
+            yield place.replaced(node, f"tuple({given} * one for one in {place.text(node)})")
         elif place.may_be_tensor(node) and argument.arg not in place.text(node).split():
-            yield place.replaced(node, joined(argument.arg, "*", place.text(node)))
+            yield place.replaced(node, joined(given, "*", place.text(node)))
 
 
 def another_divisor(node: ast.expr, place: Place) -> Iterator[Change]:
@@ -163,6 +182,10 @@ def another_divisor(node: ast.expr, place: Place) -> Iterator[Change]:
         case _:
             return
     divisors = [place.world_size(), *place.scope.lengths()]
+    text = place.text(node)
+    if text.endswith(".local_world_size"):  # what is averaged over nodes afterwards
+        rank = text.removesuffix(".local_world_size")
+        divisors.insert(0, f"({rank}.world_size / {rank}.nodes)")
     for divisor in [one for one in divisors if one and one != place.text(node)][:MOST_DIVISORS]:
         yield place.replaced(node, divisor)
 
@@ -175,6 +198,51 @@ def rank_times_count(node: ast.expr, place: Place) -> Iterator[Change]:
         return
     for count in place.scope.counts()[:MOST_DIVISORS]:
         yield place.replaced(node, joined(text, "*", count))
+
+
+def diagonal_of_the_rank(node: ast.Call, place: Place) -> Iterator[Change]:
+    """The rows of this rank are not the first among those of all ranks, nor is their diagonal."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=square, attr="fill_diagonal_")):
+            pass
+        case ast.Call(func=ast.Attribute(attr="eye"), args=[square, _]):
+            pass
+        case _:
+            return
+    names = [one.id for one in ast.walk(square) if isinstance(one, ast.Name)]
+    rows = [f"len({one})" for one in names if one in place.scope.names]
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "eye":
+        rows = [place.text(square)]
+    for count in rows[:1]:
+        own = [
+            f"{name}({count})"
+            for name, takes in place.facts.functions_at(node).items()
+            if takes == 1 and set(name.split("_")) & STARTS
+        ]
+        rank = _rank_or_none(place)
+        for start in [*own, *([joined(rank, "*", count)] if rank else [])][:MOST_DIVISORS]:
+            yield place.replaced(node, f"{place.text(node)}.roll({start}, 1)")
+
+
+def _rank_or_none(place: Place) -> str | None:
+    """The number of this rank, or 0 where one process computes the big batch."""
+    rank, get_rank = place.rank(), place.facts.get_rank
+    is_initialized = place.facts.imported_as("torch.distributed.is_initialized")
+    if rank == get_rank and is_initialized:
+        return f"{rank} if {is_initialized}() else 0"
+    return rank
+
+
+def counted_from_the_rank(node: ast.Call, place: Place) -> Iterator[Change]:
+    """Rows are numbered from 0 on every rank, but each rank has other rows of the whole."""
+    match node:
+        case ast.Call(func=ast.Name(id="enumerate"), args=[rows], keywords=[]):
+            rank = _rank_or_none(place)
+            if rank and isinstance(rows, ast.Name | ast.Attribute | ast.Subscript):
+                start = joined(rank, "*", f"len({place.text(rows)})")
+                yield place.replaced(node, f"enumerate({place.text(rows)}, {start})")
+        case _:
+            return
 
 
 def offset_of_the_rank(node: ast.Call, place: Place) -> Iterator[Change]:

@@ -6,9 +6,11 @@ import pytest
 
 from ddp_equivalence.case.edit import EditKind as Kind
 from ddp_equivalence.diagnosis.repairs.rules import RULES
+from tests.package.diagnosis.repairs import rows_of_distributed_code
 from tests.package.diagnosis.repairs.edited import HEAD, body, sources
 
 OF_A_FUNCTION = (
+    *rows_of_distributed_code.IN_A_FUNCTION,
     (Kind.RANK_ATTRIBUTE, "k = rank.local_rank", "k = rank.rank"),
     (Kind.ROUNDED_UP, "k = x // y", "k = -(-x // y)"),
     (Kind.ROUNDED_UP, "k = (x + 1) // y", "k = -(-(x + 1) // y)"),
@@ -124,7 +126,6 @@ OF_A_FUNCTION = (
     (Kind.CONSTANT, "k = x.mean(0)", "k = x.mean(1)"),
     (Kind.CONSTANT, "k = x.mean(0)", "k = x.mean(-1)"),
     (Kind.CONSTANT, "k = x.roll(shifts=-1)", "k = x.roll(shifts=-2)"),
-    (Kind.CONSTANT, "g(x, flag=True)", "g(x, flag=False)"),
     (Kind.CONSTANT, "k = 0.9 * x", "k = 0.1 * x"),
     (Kind.SLICE, "k = x[y:part]", "k = x[y + 1:part]"),
     (Kind.SLICE, "k = x[:part]", "k = x[:part - 1]"),
@@ -190,6 +191,7 @@ class Same(torch.autograd.Function):
 """
 
 OF_A_CLASS = (
+    *rows_of_distributed_code.IN_A_FILE,
     (Kind.OWN_ATTRIBUTE, TRAINER, "g(self.near)", "g(self.far)"),
     (Kind.OWN_ATTRIBUTE, TRAINER, "self.model.train()", "self.ema.train()"),
     (Kind.LISTS_JOINED, TRAINER, "for p in self.near: g(p)", "for p in self.near + self.far: g(p)"),

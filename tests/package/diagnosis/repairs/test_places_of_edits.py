@@ -106,8 +106,8 @@ def test_edits_come_by_line_and_the_likeliest_of_a_line_first() -> None:
     edits = edits_of(FILE, source, every_line(source))
     assert [edit.line for edit in edits] == sorted(edit.line for edit in edits)
     second = [edit.kind for edit in edits if edit.line == edits[-1].line]
-    assert second[0] == Kind.RANK_ATTRIBUTE
-    assert second[-1] == Kind.OPERANDS_SWAPPED
+    assert second[0] == Kind.ROUNDED_UP
+    assert second[-1] == Kind.DETACHED
 
 
 def test_lines_that_are_moved_keep_the_line_ends_of_the_file() -> None:
