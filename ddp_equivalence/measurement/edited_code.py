@@ -52,13 +52,14 @@ class EditedCode:
     """One statement at the top of a file, before and after an edit.
 
     ``file``: as the code objects name it. ``first_line``: the line at which the statement begins.
-    ``before``, ``after``: the statement's source.
+    ``before``, ``after``: the statement's source. ``line``: the one that is edited.
     """
 
     file: str
     first_line: int
     before: str
     after: str
+    line: int = 0
 
 
 @contextmanager

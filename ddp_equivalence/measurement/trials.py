@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,9 @@ LEAST_DEADLINE = 0.5
 TIMES_THE_STEP = 5.0
 """An edited step gets ``TIMES_THE_STEP`` times the seconds of the step itself, and at least
 ``LEAST_DEADLINE`` seconds: many edits leave ranks that wait for each other."""
+
+MOST_HUNG = 2
+"""After so many edits of one line that make ranks hang or die, its other edits come last."""
 
 LEFT_AFTER_AN_ERROR = 0.2
 """This part of the time is left to the other ranks once one has raised an exception."""
@@ -100,7 +104,9 @@ class _Trials:
         self._request, self._expected, self._propose = request, expected, propose
         self._settles, self._until = settles, until
         self._deadline = request.deadline
-        self._next = 0
+        self._waiting: list[int] = []
+        self._left = AFTER_THE_FIRST
+        self._hung = Counter[int]()
         self.edits: Sequence[EditedCode] | None = None
         self.right: list[int] = []
         self.count = 0
@@ -110,8 +116,7 @@ class _Trials:
     def remain(self) -> bool:
         if self.edits is None or self.why_not:
             return not self.why_not
-        settled = next(filter(self._settles, self.right), len(self.edits))
-        return self._next < min(settled + 1 + AFTER_THE_FIRST, len(self.edits))
+        return bool(self._waiting) and self._left > 0
 
     def run_next(self, ranks: RankSet) -> None:
         """Raises RankFailed if the ranks failed. The trial then counts as made, unless all of them
@@ -120,12 +125,16 @@ class _Trials:
         if self.edits is None:
             self._run_as_it_is(ranks)
             return
-        number, self._next = self._next, self._next + 1
+        number, began = self._waiting.pop(0), time.monotonic()
+        self._left -= any(map(self._settles, self.right))
         try:
             result, _ = self._run(ranks, self.edits[number])
         except RankFailed:
             self.count += time.monotonic() < self._until
+            self._put_off(self.edits, self.edits[number].line)
             raise
+        if not isinstance(result, TrialFailed):
+            self._allow(time.monotonic() - began)
         self.count += not isinstance(result, TrialFailed) or result.was_edited
         if result is True:
             self.right.append(number)
@@ -133,10 +142,21 @@ class _Trials:
     def _run_as_it_is(self, ranks: RankSet) -> None:
         began = time.monotonic()
         result, seen = self._run(ranks, None)
-        self._deadline = max(LEAST_DEADLINE, TIMES_THE_STEP * (time.monotonic() - began))
+        self._allow(time.monotonic() - began)
         if isinstance(result, TrialFailed):
             self.why_not = result.acted_outside or result.what
         self.edits = () if self.why_not else self._propose(seen)
+        self._waiting = list(range(len(self.edits)))
+
+    def _allow(self, seconds: float) -> None:
+        """A step took so many seconds: others may take longer, but not by much."""
+        self._deadline = min(self._deadline, max(LEAST_DEADLINE, TIMES_THE_STEP * seconds))
+
+    def _put_off(self, edits: Sequence[EditedCode], line: int) -> None:
+        """Try other lines first: where two edits make ranks hang or die, many do."""
+        self._hung[line] += 1
+        if self._hung[line] >= MOST_HUNG:
+            self._waiting.sort(key=lambda number: edits[number].line == line)
 
     def _run(
         self, ranks: RankSet, edited: EditedCode | None

@@ -229,7 +229,8 @@ def edited_code(edit: Edit, source: bytes) -> EditedCode | None:
         end = start + sum(map(len, lines[first - 1 : last]))
         if start <= edit.start and edit.end <= end:
             after = source[start : edit.start] + edit.text.encode() + source[edit.end : end]
-            return EditedCode(edit.file, first, source[start:end].decode(), after.decode())
+            before = source[start:end].decode()
+            return EditedCode(edit.file, first, before, after.decode(), edit.line)
     return None
 
 

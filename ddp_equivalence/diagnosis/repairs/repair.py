@@ -39,8 +39,8 @@ BROAD = frozenset(
 )
 """Edits that often repair a step at another line than the faulty one: what leaves out the part that
 has the fault, or scales it away, is right as well. On 40 steps whose faulty line is known, these
-were right at this line 10 times and elsewhere 20 times, all others 31 and 14 times. A condition that
-is turned round leaves out a block with the fault in the same way.
+were right at this line 10 times and elsewhere 20 times, all others 31 and 14 times. A condition
+that is turned round leaves out a block with the fault in the same way.
 """
 
 
