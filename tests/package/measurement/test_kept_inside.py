@@ -149,7 +149,7 @@ def test_the_first_name_of_a_temporary_folder_is_allowed(
     assert prevented == []
 
 
-@pytest.mark.parametrize(("other_threads", "content"), ((False, "new"), (True, "old")))
+@pytest.mark.parametrize(("other_threads", "content"), [(False, "new"), (True, "old")])
 def test_threads_that_run_already_may_be_left_alone(
     other_threads: bool, content: str, file: Path
 ) -> None:

@@ -92,7 +92,7 @@ def test_a_process_spends_no_more_than_six_checks_may(
     assert tried == [pytest.approx(5.0, abs=0.1)]
 
 
-@pytest.mark.parametrize("changes", ({"in_process": True}, {"second_look": False}), ids=str)
+@pytest.mark.parametrize("changes", [{"in_process": True}, {"second_look": False}], ids=str)
 def test_some_checks_try_no_edits(changes: dict[str, Any], tried: list[float]) -> None:
     assert repairs_of(replace(request_of(), **changes)) == Repairs()
     assert tried == []
@@ -135,21 +135,21 @@ def test_lines_that_the_report_points_at_come_first_and_shared_ones_last() -> No
     shared = line_with("return F.mse_loss")
     seen = LocalsSeen({__file__: {pointed_at, other, shared}})
     pointed = [PointedLine(CodeLine(__file__, pointed_at, "step"), "", is_fault=True)]
-    lines = [edit.line for edit, _ in module._in_order(request_of(), seen, pointed)]
-    assert lines[0] == pointed_at
-    firsts = [lines.index(line) for line in (pointed_at, other, shared) if line in lines]
-    assert firsts == sorted(firsts)
-    assert set(lines) > {pointed_at}
+    edits = [edit for edit, _ in module._in_order(request_of(), seen, pointed)]
+    assert edits[0].line == pointed_at
+    for kind in {edit.kind for edit in edits}:  # a likely kind of edit may come before a near line
+        lines = list(dict.fromkeys(edit.line for edit in edits if edit.kind is kind))
+        assert lines == [one for one in (pointed_at, other, shared) if one in lines]
 
 
 @pytest.mark.parametrize(
     ("before", "after", "leaves"),
-    (
+    [
         ('batch["targets"]', 'batch["rows"][:, :3]', False),
         ("F.mse_loss", "F.l1_loss", False),
         ("F.mse_loss", "no_such_name", False),
         ("parameter.grad /= rank.world_size", "parameter.grad /= 7", True),
-    ),
+    ],
 )
 def test_an_edit_must_leave_the_big_batch_as_it_is(before: str, after: str, leaves: bool) -> None:
     source = "".join(linecache.getlines(__file__)).encode()
@@ -182,13 +182,13 @@ def own_shards(model: nn.Module, batch: Any, rank: Rank) -> None:
 
 @pytest.mark.parametrize(
     ("step", "case", "options"),
-    (
+    [
         (step, {}, {}),
         (step, {"dtype": torch.float32}, {}),
         (step, {"layout": "2x2"}, {}),
         (updates, {}, {"compare": "update"}),
         (own_shards, {"shards": "own"}, {}),
-    ),
+    ],
     ids=("two ranks", "float32", "four ranks", "updates", "own shards"),
 )
 def test_a_repair_is_found(
