@@ -1,4 +1,4 @@
-"""What a step may do while an edit of it is tried: nothing that stays when its process has ended."""
+"""What a step may do while an edit of it is tried: nothing that outlives its process."""
 
 from __future__ import annotations
 

@@ -79,7 +79,8 @@ def test_the_command_shows_the_edited_line_and_annotates_it(
     printed = capsys.readouterr().out
     report, _, annotation = printed.partition("::error ")
     assert len(report.strip().splitlines()) <= 16
-    assert max(map(len, report.splitlines())) <= 100
+    lines = [line for line in report.splitlines() if "Again:" not in line]
+    assert max(map(len, lines)) <= 100
     marked = [line for line in report.splitlines() if line.startswith("> ")]
     assert [f"own.py:{LINE}" in line for line in marked] == [True]
     assert f"Fix: make the change of line {LINE} that was tried" in report
@@ -125,7 +126,7 @@ def test_a_report_fits_on_a_screen_with_long_code(
     lines = [replace(one, line=replace(one.line, number=LINE - away)) for away in range(count)]
     text = str(repaired(verdict, Repairs(tuple(lines), count, 700, 900))).splitlines()
     assert len(text) <= 16
-    assert max(map(len, text)) <= 100
+    assert max(len(line) for line in text if "Again:" not in line) <= 100  # that is never broken
     assert [f"own.py:{LINE}" in line for line in text if line.startswith("> ")] == [True]
 
 
@@ -133,7 +134,7 @@ def test_a_report_fits_on_a_screen_with_long_code(
     ("repairs", "sentence"),
     [
         (Repairs(tried=7, of=7), "7 small edits of the lines that the step runs; none of them"),
-        (Repairs(tried=1, of=9), "1 of 9 small edit of the lines that the step runs; none"),
+        (Repairs(tried=1, of=9), "1 of 9 small edits of the lines that the step runs; none"),
         (Repairs(why_not="open 'x' for writing"), "no edits of the step, because: open 'x' for"),
     ],
 )

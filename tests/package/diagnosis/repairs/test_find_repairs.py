@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -52,9 +51,9 @@ def line_with(text: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if text in line)
 
 
-def request_of(**options: Any) -> Request:
+def request_of() -> Request:
     case = own_case(loss=shared_loss, dtype=torch.float64)
-    return read_request(case, step, {"backend": "gloo", **options})
+    return read_request(case, step, {"backend": "gloo"})
 
 
 @pytest.fixture
@@ -162,8 +161,8 @@ def test_an_edit_must_leave_the_big_batch_as_it_is(before: str, after: str, leav
     assert shared_loss(build_model(), {"rows": torch.ones(1, 5), "targets": torch.ones(1, 3)}) > 0
 
 
-def judged(step: Any, case: Mapping[str, Any], **options: Any) -> Verdict:
-    fields = {"loss": shared_loss, "dtype": torch.float64} | case
+def judged(step: Any, case: dict[str, Any], **options: Any) -> Verdict:
+    fields: dict[str, Any] = {"loss": shared_loss, "dtype": torch.float64} | case
     with settings.using(settings.replaced(trial_seconds=15.0)):
         return check(own_case(**fields), step, **options)
 
