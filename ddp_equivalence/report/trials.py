@@ -19,7 +19,7 @@ def trial_lines(verdict: Verdict) -> list[Line]:
         return labelled("Tried: ", f"no edits of the step, because: {repairs.why_not}")
     if not repairs.tried:
         return []
-    noun = plural(repairs.tried, "small edit", "small edits")
+    noun = plural(repairs.of, "small edit", "small edits")
     of = "" if repairs.tried == repairs.of else f" of {repairs.of}"
     count = f"{repairs.tried}{of} {noun} of the lines that the step runs"
     if not repairs.found:

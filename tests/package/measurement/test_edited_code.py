@@ -251,7 +251,7 @@ def test_functions_that_cannot_be_told_apart_are_not_edited(
     assert [call() for call in module.calls] == [5, 7]
 
 
-@pytest.mark.parametrize("other", ("b", "a + b"))
+@pytest.mark.parametrize("other", ["b", "a + b"])
 def test_a_closure_that_would_need_other_variables_cannot_be_edited(
     other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""What a step may do while an edit of it is tried: nothing that stays when its process has ended."""
+"""What a step may do while an edit of it is tried: nothing that outlives its process."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_the_first_name_of_a_temporary_folder_is_allowed(
     assert prevented == []
 
 
-@pytest.mark.parametrize(("other_threads", "content"), ((False, "new"), (True, "old")))
+@pytest.mark.parametrize(("other_threads", "content"), [(False, "new"), (True, "old")])
 def test_threads_that_run_already_may_be_left_alone(
     other_threads: bool, content: str, file: Path
 ) -> None:

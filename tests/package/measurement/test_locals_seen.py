@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -20,20 +21,16 @@ from ddp_equivalence.measurement.locals_seen import LocalsSeen, described
 def seen_of(function: Any, *arguments: Any) -> tuple[LocalsSeen, dict[str, str]]:
     """What was seen while the function ran, and of its own local names."""
     seen = LocalsSeen()
-    with seen.watching():
-        try:
-            function(*arguments)
-        except ZeroDivisionError:
-            pass
+    with seen.watching(), contextlib.suppress(ZeroDivisionError):
+        function(*arguments)
     code = inspect.unwrap(getattr(function, "__func__", function)).__code__
     return seen, seen.values[code.co_filename, code.co_firstlineno]
 
 
 def test_values_are_those_at_the_end_of_the_function() -> None:
     def counted(x: Any) -> Any:
-        x = torch.zeros(2, 3)
-        n = 4
-        return n
+        torch.zeros(2, 3)
+        return 4
 
     assert seen_of(counted, 1)[1] == {"x": "tensor float32 2x3", "n": "int"}
 
@@ -79,7 +76,7 @@ def test_a_decorated_function_has_the_line_of_its_first_decorator() -> None:
 
 def test_lambdas_and_comprehensions_do_not_count_as_the_function_of_their_line() -> None:
     # fmt: off
-    def one_line(x: int) -> Any: return (lambda z: [w for w in (z,)])("text")
+    def one_line(x: int) -> Any: return (lambda z: [z,])("text")
     # fmt: on
     assert seen_of(one_line, 1)[1] == {"x": "int"}
 
@@ -161,13 +158,13 @@ def test_objects_that_answer_with_errors_do_not_disturb_the_step() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    (
+    [
         (torch.ones(3, dtype=torch.float64), "tensor float64 3"),
         (torch.tensor(1), "tensor int64"),
         (nn.Parameter(torch.ones(2, 1)), "tensor float32 2x1"),
         (None, "NoneType"),
         (nn.Linear(1, 1), "Linear"),
-    ),
+    ],
     ids=str,
 )
 def test_a_value_is_described_by_its_type_and_shape(value: object, text: str) -> None:

@@ -189,7 +189,7 @@ def test_an_edit_on_one_rank_is_tried() -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ({"dtype": torch.float32}, {"layout": "2x2"}, {"layout": "1x2", "dtype": torch.float64}),
+    [{"dtype": torch.float32}, {"layout": "2x2"}, {"layout": "1x2", "dtype": torch.float64}],
     ids=str,
 )
 def test_a_repair_is_found_on_other_cases(case: dict[str, Any]) -> None:

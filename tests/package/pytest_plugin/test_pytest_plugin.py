@@ -245,6 +245,9 @@ def test_the_options_have_a_group_of_their_own(tmp_path: Path) -> None:
         ("--ddp-backend=mpi", "invalid choice: 'mpi'"),
         ("--ddp-deadline=soon", "'soon': expected a number of seconds above 0"),
         ("--ddp-deadline=-1", "'-1': expected a number of seconds above 0"),
+        ("--ddp-trial-seconds=-1", "'-1': expected a number of seconds, or 0 for no trials"),
+        ("--ddp-trial-seconds=soon", "'soon': expected a number of seconds, or 0 for no trials"),
+        ("--ddp-trial-seconds=nan", "'nan': expected a number of seconds, or 0 for no trials"),
         ("--ddp-json=/no/such/folder/results.json", "there is no folder /no/such/folder"),
     ],
 )
@@ -264,6 +267,9 @@ def test_a_wrong_option_is_refused_before_anything_runs(
         ("trial('ddp_mean')", "test_a: @pytest.mark.trial('ddp_mean'): expected strategy, layout"),
         ("ddp(deadline=1, collective_deadline=5)", "collective_deadline=5): must be below the"),
         ("ddp(deadline='5')", "(deadline='5'): expected a number of seconds above 0"),
+        ("ddp(trial_seconds=-1)", "(trial_seconds=-1): expected a number of seconds, or 0 for no"),
+        ("ddp(trial_seconds='5')", "(trial_seconds='5'): expected a number of seconds, or 0"),
+        ("ddp(trial_seconds=float('nan'))", "(trial_seconds=nan): expected a number of seconds"),
         ("ddp(5)", "(5): expected name=value with one of deadline"),
     ],
 )

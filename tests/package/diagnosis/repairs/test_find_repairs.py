@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -52,9 +51,9 @@ def line_with(text: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if text in line)
 
 
-def request_of(**options: Any) -> Request:
+def request_of() -> Request:
     case = own_case(loss=shared_loss, dtype=torch.float64)
-    return read_request(case, step, {"backend": "gloo", **options})
+    return read_request(case, step, {"backend": "gloo"})
 
 
 @pytest.fixture
@@ -92,7 +91,7 @@ def test_a_process_spends_no_more_than_six_checks_may(
     assert tried == [pytest.approx(5.0, abs=0.1)]
 
 
-@pytest.mark.parametrize("changes", ({"in_process": True}, {"second_look": False}), ids=str)
+@pytest.mark.parametrize("changes", [{"in_process": True}, {"second_look": False}], ids=str)
 def test_some_checks_try_no_edits(changes: dict[str, Any], tried: list[float]) -> None:
     assert repairs_of(replace(request_of(), **changes)) == Repairs()
     assert tried == []
@@ -150,12 +149,12 @@ def test_lines_that_the_report_points_at_come_first_and_shared_ones_last() -> No
 
 @pytest.mark.parametrize(
     ("before", "after", "leaves"),
-    (
+    [
         ('batch["targets"]', 'batch["rows"][:, :3]', False),
         ("F.mse_loss", "F.l1_loss", False),
         ("F.mse_loss", "no_such_name", False),
         ("parameter.grad /= rank.world_size", "parameter.grad /= 7", True),
-    ),
+    ],
 )
 def test_an_edit_must_leave_the_big_batch_as_it_is(before: str, after: str, leaves: bool) -> None:
     source = "".join(linecache.getlines(__file__)).encode()
@@ -168,8 +167,8 @@ def test_an_edit_must_leave_the_big_batch_as_it_is(before: str, after: str, leav
     assert shared_loss(build_model(), {"rows": torch.ones(1, 5), "targets": torch.ones(1, 3)}) > 0
 
 
-def judged(step: Any, case: Mapping[str, Any], **options: Any) -> Verdict:
-    fields = {"loss": shared_loss, "dtype": torch.float64} | case
+def judged(step: Any, case: dict[str, Any], **options: Any) -> Verdict:
+    fields: dict[str, Any] = {"loss": shared_loss, "dtype": torch.float64} | case
     with settings.using(settings.replaced(trial_seconds=15.0)):
         return check(own_case(**fields), step, **options)
 
@@ -188,13 +187,13 @@ def own_shards(model: nn.Module, batch: Any, rank: Rank) -> None:
 
 @pytest.mark.parametrize(
     ("step", "case", "options"),
-    (
+    [
         (step, {}, {}),
         (step, {"dtype": torch.float32}, {}),
         (step, {"layout": "2x2"}, {}),
         (updates, {}, {"compare": "update"}),
         (own_shards, {"shards": "own"}, {}),
-    ),
+    ],
     ids=("two ranks", "float32", "four ranks", "updates", "own shards"),
 )
 def test_a_repair_is_found(

@@ -1,0 +1,173 @@
+"""What reports, annotations and results say of edits that repair a step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from ddp_equivalence import Verdict, check
+from ddp_equivalence.case import settings
+from ddp_equivalence.commands.main import main
+from ddp_equivalence.commands.user_file import load
+from ddp_equivalence.diagnosis.repairs import find_repairs
+from ddp_equivalence.diagnosis.repairs.repair import Repair, Repairs
+from ddp_equivalence.report.record import record_of
+from tests.package.own_cases import own_case
+
+OWN_FILE = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+from ddp_equivalence import Case
+
+
+def loss(model, batch):
+    return nn.functional.mse_loss(model(batch["rows"]), batch["targets"])
+
+
+def batch(generator):
+    return {
+        "rows": torch.randn(12, 5, generator=generator),
+        "targets": torch.randn(12, 3, generator=generator),
+    }
+
+
+case = Case(model=lambda: nn.Linear(5, 3), batch=batch, loss=loss, layout="1x2")
+
+
+def step(model, shard, rank):
+    loss(model, shard).backward()
+    for number, parameter in enumerate(model.parameters()):
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= rank.world_size + number * rank.rank + number
+"""
+FAULTY = "parameter.grad /= rank.world_size + number * rank.rank + number"
+LINE = OWN_FILE.splitlines().index(f"        {FAULTY}") + 1
+LONG = "parameter.grad /= (" + " + ".join(["rank.world_size"] * 30) + ")"
+
+
+@pytest.fixture
+def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(find_repairs, "_spent", 0.0)
+    path = tmp_path / "own.py"
+    path.write_text(OWN_FILE)
+    return path
+
+
+def repaired(verdict: Verdict, repairs: Repairs) -> Verdict:
+    assert verdict.analysis is not None
+    verdict.analysis.repairs = repairs
+    return verdict
+
+
+@pytest.fixture
+def verdict(own_file: Path) -> Verdict:
+    """A difference without a cause, and without trials."""
+    own = load(own_file, "step")
+    found = check(own.case, own.step)
+    assert found.outcome == "different"
+    return found
+
+
+def test_the_command_shows_the_edited_line_and_annotates_it(
+    own_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(own_file), "--github", "--trial-seconds", "20"]) == 1
+    printed = capsys.readouterr().out
+    report, _, annotation = printed.partition("::error ")
+    assert len(report.strip().splitlines()) <= 16
+    lines = [line for line in report.splitlines() if "Again:" not in line]
+    assert max(map(len, lines)) <= 100
+    marked = [line for line in report.splitlines() if line.startswith("> ")]
+    assert [f"own.py:{LINE}" in line for line in marked] == [True]
+    assert f"Fix: make the change of line {LINE} that was tried" in report
+    assert "--trial-seconds 20" in report.partition("Again:")[2]
+    assert f"line={LINE}" in annotation
+
+
+def test_a_check_is_repeated_without_options_that_were_not_given(
+    own_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with settings.using(settings.replaced(trial_seconds=0.0)):
+        assert main(["check", str(own_file)]) == 1
+    assert "trial-seconds" not in capsys.readouterr().out
+
+
+def test_the_results_in_json_hold_the_repairs(verdict: Verdict, own_file: Path) -> None:
+    repair = _repair(verdict, FAULTY, "parameter.grad /= rank.world_size")
+    verdict = repaired(verdict, Repairs((repair,), 1, 5, 9))
+    record = record_of(verdict, "id", "same", "", with_floor=False, with_report=True)
+    (found,) = json.loads(json.dumps(asdict(record)))["repairs"]
+    assert (found["file"], found["line"]) == (str(own_file), LINE)
+    assert found["change"].startswith("with `parameter.grad /= rank.world_size` in place of")
+    assert record.line == LINE
+    without = record_of(repaired(verdict, Repairs()), "id", "same", "", with_floor=False)
+    assert without.repairs == ()
+
+
+def _repair(verdict: Verdict, before: str, after: str) -> Repair:
+    from ddp_equivalence.case.edit import EditKind
+    from ddp_equivalence.measurement.calls import CodeLine
+
+    assert verdict.defined_at is not None
+    line = CodeLine(verdict.defined_at.file, LINE, "step")
+    return Repair(line, before, after, next(iter(EditKind)))
+
+
+@pytest.mark.parametrize(("before", "after"), [(FAULTY, LONG), (LONG, "x"), ("a\n  +\n b", LONG)])
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_report_fits_on_a_screen_with_long_code(
+    verdict: Verdict, before: str, after: str, count: int
+) -> None:
+    one = _repair(verdict, before, after)
+    lines = [replace(one, line=replace(one.line, number=LINE - away)) for away in range(count)]
+    text = str(repaired(verdict, Repairs(tuple(lines), count, 700, 900))).splitlines()
+    assert len(text) <= 16
+    assert max(len(line) for line in text if "Again:" not in line) <= 100  # that is never broken
+    assert [f"own.py:{LINE}" in line for line in text if line.startswith("> ")] == [True]
+
+
+@pytest.mark.parametrize(
+    ("repairs", "sentence"),
+    [
+        (Repairs(tried=7, of=7), "7 small edits of the lines that the step runs; none of them"),
+        (Repairs(tried=1, of=9), "1 of 9 small edits of the lines that the step runs; none"),
+        (Repairs(why_not="open 'x' for writing"), "no edits of the step, because: open 'x' for"),
+    ],
+)
+def test_the_full_report_says_what_was_tried(
+    verdict: Verdict, repairs: Repairs, sentence: str
+) -> None:
+    full = " ".join(repaired(verdict, repairs).full_report().split())
+    assert f"Tried: {sentence}" in full
+
+
+def test_the_full_report_says_nothing_if_nothing_was_to_be_tried(verdict: Verdict) -> None:
+    assert "Tried:" not in repaired(verdict, Repairs()).full_report()
+
+
+def test_a_step_whose_cause_was_seen_has_no_trials() -> None:
+    with settings.using(settings.replaced(trial_seconds=10.0)):
+        found = check(own_case(), _not_reduced)
+    assert found.cause == "no_all_reduce"
+    assert found.findings[0].lines
+    assert found.repairs == Repairs()
+
+
+def _not_reduced(model, shard, rank):  # type: ignore[no-untyped-def]
+    from tests.package.own_cases import loss
+
+    loss(model, shard).backward()
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf"])
+def test_bad_seconds_of_the_command_are_a_clear_error(
+    value: str, own_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(own_file), f"--trial-seconds={value}"]) == 2
+    error = capsys.readouterr().err
+    assert "trial_seconds" in error
+    assert ": a number of seconds, or 0 for no trials of edits" in error
