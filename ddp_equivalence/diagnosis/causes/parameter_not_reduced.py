@@ -49,6 +49,9 @@ def lines(view: View) -> Sequence[PointedLine]:
     sharded = sharded_names(view)
     if sharded and not differing & sharded:
         return [replace(one, is_fault=True) for one in lines_of_sharding(view)]
+    told = [place.pointed("", is_fault=True) for place in calls.places(Kind.IGNORE)]
+    if told and differing <= {name for one in view.observed.wrappers for name in one.ignored}:
+        return told[-1:]
     left_out = names_text(sorted(differing))
     others = [place for place in calls.reductions if not differing & set(place.names)]
     for place in reversed(others):
@@ -59,12 +62,8 @@ def lines(view: View) -> Sequence[PointedLine]:
     unreached = [] if calls.reductions else lines_that_keep_from_reducing(view)
     if unreached:
         return unreached
-    told = [place.pointed("", is_fault=True) for place in calls.places(Kind.IGNORE)]
     note = f"DDP did not reduce {left_out}"
-    return [
-        *told[-1:],
-        *(place.pointed(note, is_fault=not told) for place in calls.places(Kind.WRAP)[-1:]),
-    ]
+    return [place.pointed(note, is_fault=True) for place in calls.places(Kind.WRAP)[-1:]]
 
 
 def fix(view: View) -> str:

@@ -37,14 +37,34 @@ def predict(view: View) -> Sequence[Prediction]:
 
 
 def _of_earlier_passes(view: View) -> Iterator[Prediction]:
-    """The mean of all that the ranks computed, where each went twice over some of its examples."""
+    """The mean of all that the ranks computed, where each went twice over some of its examples, and
+    where the later passes alone would have been right.
+    """
     if view.observed_gradients is None or not passes_of_read_examples(view):
+        return
+    if not _later_passes_are_right(view):
         return
     for local in view.local_gradients[:1]:
         mean = local.mean(0)
         if not nearly_equal(mean, view.expected):
             detail = "a backward over some of the same examples came before"
             yield Prediction(view.on_every_rank(mean), detail)
+
+
+def _later_passes_are_right(view: View) -> bool:
+    """True if the big batch has the mean of what ranks computed after their first passes."""
+    by_rank = [
+        [one.gradient for one in view.observed.backwards(rank)] for rank in range(view.world_size)
+    ]
+    fewest = min(map(len, by_rank), default=0)
+    for first in range(1, fewest):
+        later = [one for passes in by_rank for one in passes[first:]]
+        known = [one for one in later if one is not None and len(one) == len(view.expected)]
+        if len(known) == len(later):
+            mean = view.setting.scale * torch.stack(known).sum(0) / view.world_size
+            if nearly_equal(mean, view.expected):
+                return True
+    return False
 
 
 def factors(view: View) -> Sequence[WrongFactor]:

@@ -34,6 +34,7 @@ BROAD = frozenset(
         EditKind.REDUCED,
         EditKind.STATEMENT_LEFT_OUT,
         EditKind.STATEMENTS_SWAPPED,
+        EditKind.TENSORS_OF_MODULE,
         EditKind.TIMES_WORLD_SIZE,
     }
 )

@@ -5,6 +5,15 @@ from __future__ import annotations
 from ddp_equivalence.case.edit import EditKind as Kind
 
 IN_A_FUNCTION = (
+    (Kind.DOT_ADDED, 'k = x.startswith("item")', "k = x.startswith('item.')"),
+    (Kind.DOT_ADDED, 'k = x.startswith(("a", "b"))', "k = x.startswith(('a.', 'b.'))"),
+    (Kind.DOT_ADDED, "k = x.startswith(y)", 'k = x.startswith(f"{y}.")'),
+    (
+        Kind.DOT_ADDED,
+        "k = x.startswith(y)",
+        'k = x.startswith(tuple(f"{one}." for one in y))',
+    ),
+    (Kind.MASKED_TOO, "g(part.b)\nk = part.a", "g(part.b)\nk = part.a & part.b"),
     (Kind.FLAG, "g(x, keep=True)", "g(x, keep=False)"),
     (
         Kind.OFFSET,
@@ -192,6 +201,17 @@ def f(x, y):
     {}
 """
 
+# Two functions with options.
+OPTIONS = """\
+def judge(x, *, strict=False, mask=None):
+    return x
+class Judge:
+    def __init__(self, x, fair=True):
+        self.x = x
+def f(x, mask):
+    {}
+"""
+
 # The same in a Function whose backward method gets a tuple of gradients.
 SAVED = """\
 class Same(torch.autograd.Function):
@@ -201,6 +221,9 @@ class Same(torch.autograd.Function):
 """
 
 IN_A_FILE = (
+    (Kind.OPTION_GIVEN, OPTIONS, "k = judge(x)", "k = judge(x, strict=True)"),
+    (Kind.OPTION_GIVEN, OPTIONS, "k = judge(x)", "k = judge(x, mask=mask)"),
+    (Kind.OPTION_GIVEN, OPTIONS, "k = Judge(x)", "k = Judge(x, fair=False)"),
     (Kind.TIMES_ARGUMENT, SAVED, "return ctx.a, None", "return grads[0] * ctx.a, None"),
     (
         Kind.TIMES_ARGUMENT,

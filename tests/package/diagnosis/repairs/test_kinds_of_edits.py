@@ -61,8 +61,16 @@ OF_A_FUNCTION = (
     (Kind.METHOD, "k = x.repeat(2)", "k = x.repeat_interleave(2)"),
     (Kind.METHOD, "k = list(x)", "k = sorted(x)"),
     (Kind.METHOD, "k = (x - y).square()", "k = (x - y).abs()"),
-    (Kind.METHOD, "k = list(model.parameters())", "k = list(model.state_dict().values())"),
-    (Kind.METHOD, "k = list(model.state_dict().values())", "k = list(model.parameters())"),
+    (
+        Kind.TENSORS_OF_MODULE,
+        "k = list(model.parameters())",
+        "k = list(model.state_dict().values())",
+    ),
+    (
+        Kind.TENSORS_OF_MODULE,
+        "k = list(model.state_dict().values())",
+        "k = list(model.parameters())",
+    ),
     (Kind.ADDED_UP, "x[order] = y", "x[order] += y"),
     (Kind.ADDED_UP, "x += y", "x = y"),
     (Kind.ADDED_UP, "x /= y", "x *= y"),
@@ -224,6 +232,19 @@ def test_an_edit_is_made_in_a_class(kind: Kind, around: str, before: str, after:
 def test_a_constant_of_the_file_is_exchanged_for_another() -> None:
     source = "SMALL = 2\nLARGE = 8\ndef f(x):\n    return x.chunk(LARGE)\n"
     assert sources(source)[source.replace("chunk(LARGE)", "chunk(SMALL)")] == Kind.NAME
+
+
+def test_a_tensor_is_masked_by_a_mask_of_its_shape() -> None:
+    values = {4: {"x": "tensor float64 3", "y": "tensor bool 3", "part": "tensor bool 4"}}
+    edited = sources(body("k = x"), values=values)
+    assert edited[body("k = x * y")] == Kind.MASKED_TOO
+    assert body("k = x * part") not in edited
+
+
+def test_an_option_that_was_given_is_not_given_again() -> None:
+    options = rows_of_distributed_code.OPTIONS
+    edited = sources(HEAD + options.format("k = judge(x, strict=False, mask=None)"))
+    assert Kind.OPTION_GIVEN not in edited.values()
 
 
 def test_a_number_is_exchanged_for_a_number_that_is_an_argument() -> None:
