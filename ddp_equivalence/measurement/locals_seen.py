@@ -71,7 +71,9 @@ class LocalsSeen:
 
 
 def _named(frame: FrameType) -> Iterator[tuple[str, object]]:
-    yield from frame.f_locals.items()
+    for name, value in list(frame.f_locals.items()):
+        if name.isidentifier():  # pytest adds names that nobody can write
+            yield name, value
     owner = frame.f_locals.get("self")
     try:
         attributes: Mapping[str, object] = dict(object.__getattribute__(owner, "__dict__"))

@@ -222,6 +222,24 @@ def test_lines_of_edited_code_have_the_numbers_of_the_file(
     assert raised.traceback[-1].lineno == 5 - 1
 
 
+def test_edited_code_keeps_the_future_imports_of_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = """
+        from __future__ import annotations
+        def call():
+            def inner(x: NoSuchName = 1):
+                return x
+            return inner()
+        """
+    module = module_of(tmp_path, monkeypatch, text)
+    assert module.__file__ is not None
+    before = "".join(Path(module.__file__).read_text().splitlines(keepends=True)[1:])
+    with run_as_edited(EditedCode(module.__file__, 2, before, before.replace("1", "2")), ()):
+        assert module.call() == 2
+    assert module.call() == 1
+
+
 def test_of_two_functions_with_the_same_name_only_the_edited_one_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

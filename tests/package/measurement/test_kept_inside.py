@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.process import current_process
 from pathlib import Path
 
 import pytest
@@ -72,8 +73,11 @@ def pipe(path: Path) -> None:
 
 
 def workers_of_a_loader(path: Path) -> None:
+    current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined] # as on a rank
     data = TensorDataset(torch.arange(6.0))
-    loader = DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context="fork")
+    loader = DataLoader(
+        data, batch_size=2, num_workers=1, timeout=10, multiprocessing_context="fork"
+    )
     assert sum(float(batch.sum()) for (batch,) in loader) == 15.0
 
 

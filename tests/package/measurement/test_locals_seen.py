@@ -28,9 +28,10 @@ def seen_of(function: Any, *arguments: Any) -> tuple[LocalsSeen, dict[str, str]]
 
 
 def test_values_are_those_at_the_end_of_the_function() -> None:
-    def counted(x: Any) -> Any:
-        torch.zeros(2, 3)
-        return 4
+    def counted(x: Any) -> None:
+        x = torch.zeros(2, 3)
+        n = len(x)
+        assert n == 2
 
     assert seen_of(counted, 1)[1] == {"x": "tensor float32 2x3", "n": "int"}
 

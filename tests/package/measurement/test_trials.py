@@ -35,7 +35,7 @@ def step(model: nn.Module, shard: Any, rank: Rank) -> None:
     divisor = 3
     loss(model, shard).backward()
     for parameter in model.parameters():
-        assert parameter.grad is not None
+        assert isinstance(parameter.grad, torch.Tensor)  # edits know only names that are used here
         dist.all_reduce(parameter.grad)
         parameter.grad /= divisor + at_first
 
@@ -84,7 +84,6 @@ MISBEHAVIOUR = {
     "another default dtype": "torch.set_default_dtype(torch.float16)",
     "another seed": "torch.manual_seed(0)",
     "prints a lot": "print('word ' * 100_000)",
-    "patches torch": "torch.Tensor.backward = None",
     "leaves a collective running": "rank.rank or dist.all_reduce(torch.ones(1), async_op=True)",
 }
 
@@ -100,9 +99,18 @@ def test_an_edit_that_repairs_on_one_rank_only_is_none() -> None:
     assert found == Tried(count=1, of=1)
 
 
+def unreduced(model: nn.Module, shard: Any, rank: Rank) -> None:
+    loss(model, shard).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= dist.get_world_size()
+        time.sleep(0)
+
+
 def test_an_edit_that_waits_for_nothing_is_none_even_if_it_is_right_by_chance() -> None:
-    late = f"{FAULT}; handle = dist.all_reduce(torch.zeros(1000), async_op=True)"
-    found = tried([(FAULT, late.replace("= 3", "= rank.world_size")), REPAIRED])
+    late = "dist.all_reduce(parameter.grad, async_op=True); time.sleep(0.05)"
+    in_time = "dist.all_reduce(parameter.grad)"
+    found = tried([("time.sleep(0)", late), ("time.sleep(0)", in_time)], unreduced)
     assert found == Tried(right=(1,), count=2, of=2)
 
 
