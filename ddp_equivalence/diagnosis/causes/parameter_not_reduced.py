@@ -46,24 +46,36 @@ def lines(view: View) -> Sequence[PointedLine]:
     if bucket_not_reduced.communication_hooks(view):
         return bucket_not_reduced.lines(view)
     calls, differing = view.observed.calls, view.measured.differing
-    sharded = sharded_names(view)
-    if sharded and not differing & sharded:
-        return [replace(one, is_fault=True) for one in lines_of_sharding(view)]
-    told = [place.pointed("", is_fault=True) for place in calls.places(Kind.IGNORE)]
-    if told and differing <= {name for one in view.observed.wrappers for name in one.ignored}:
-        return told[-1:]
+    kept_out = _lines_that_keep_out(view)
     left_out = names_text(sorted(differing))
     others = [place for place in calls.reductions if not differing & set(place.names)]
     for place in reversed(others):
         decided = lines_that_left_out(view, place)
         decided = decided or lines_that_return_before(view, place.line.function)
         note = f"reduces {counted(len(place.names), 'gradient')}, not that of {left_out}"
-        return [*decided, place.pointed(note, is_fault=True)]
-    unreached = [] if calls.reductions else lines_that_keep_from_reducing(view)
+        shown = decided[:1] if kept_out else decided
+        either = [replace(one, is_fault=True) for one in kept_out[:1]]
+        return [*either, *shown, place.pointed(note, is_fault=True)]
+    unreached = [] if calls.reductions or kept_out else lines_that_keep_from_reducing(view)
     if unreached:
         return unreached
     note = f"DDP did not reduce {left_out}"
-    return [place.pointed(note, is_fault=True) for place in calls.places(Kind.WRAP)[-1:]]
+    wraps = calls.places(Kind.WRAP)[-1:]
+    return [
+        *(replace(one, is_fault=True) for one in kept_out),
+        *(place.pointed(note, is_fault=not kept_out) for place in wraps),
+    ]
+
+
+def _lines_that_keep_out(view: View) -> list[PointedLine]:
+    """The lines that keep these parameters from DDP or from FSDP, the last one first."""
+    differing = view.measured.differing
+    sharded = sharded_names(view)
+    if sharded and not differing & sharded:
+        return lines_of_sharding(view)
+    ignored = {name for wrapper in view.observed.wrappers for name in wrapper.ignored}
+    told = view.observed.calls.places(Kind.IGNORE) if differing <= ignored else []
+    return [place.pointed() for place in told[-1:]]
 
 
 def fix(view: View) -> str:
@@ -76,7 +88,9 @@ def fix(view: View) -> str:
     if not view.observed.wrappers:
         return f"all_reduce {left_out} too: go through all {count} parameters of the model."
     if view.observed.calls.reductions:
-        return f"all_reduce {left_out} too, as is done with other gradients."
+        either = f"all_reduce {left_out} too, as is done with other gradients"
+        kept_out = _lines_that_keep_out(view)
+        return f"{either}, or do not keep them from DDP." if kept_out else f"{either}."
     if any(wrapper.ignored for wrapper in view.observed.wrappers):
         return f"do not let DDP ignore {left_out}."
     return f"wrap the model after {left_out} became a part of it, and use it in every iteration."

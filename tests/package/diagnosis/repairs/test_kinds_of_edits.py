@@ -61,16 +61,8 @@ OF_A_FUNCTION = (
     (Kind.METHOD, "k = x.repeat(2)", "k = x.repeat_interleave(2)"),
     (Kind.METHOD, "k = list(x)", "k = sorted(x)"),
     (Kind.METHOD, "k = (x - y).square()", "k = (x - y).abs()"),
-    (
-        Kind.TENSORS_OF_MODULE,
-        "k = list(model.parameters())",
-        "k = list(model.state_dict().values())",
-    ),
-    (
-        Kind.TENSORS_OF_MODULE,
-        "k = list(model.state_dict().values())",
-        "k = list(model.parameters())",
-    ),
+    (Kind.TENSORS_OF_MODULE, "g(model.parameters())", "g(model.state_dict().values())"),
+    (Kind.TENSORS_OF_MODULE, "g(model.state_dict().values())", "g(model.parameters())"),
     (Kind.ADDED_UP, "x[order] = y", "x[order] += y"),
     (Kind.ADDED_UP, "x += y", "x = y"),
     (Kind.ADDED_UP, "x /= y", "x *= y"),
