@@ -20,6 +20,18 @@ KEYS: list[dict[str, Any]] = tomllib.loads((HERE / "keys.toml").read_text("utf-8
 every_key = pytest.mark.parametrize("key", KEYS, ids=[Path(key["file"]).stem for key in KEYS])
 
 
+NEAR = 2
+"""The faulty line is found if a line so near to it is shown."""
+
+
+def lines_near(key: dict[str, Any]) -> set[int]:
+    """The numbers of the lines near one that is wrong."""
+    faulty = {key["line"], *key.get("also", [])}
+    text = (STEPS / key["file"]).read_text("utf-8").splitlines()
+    wrong = [number for number, line in enumerate(text, 1) if line.strip() in faulty]
+    return {near for number in wrong for near in range(number - NEAR, number + NEAR + 1)}
+
+
 def verdict_of(path: Path, monkeypatch: pytest.MonkeyPatch) -> Verdict:
     """The verdict on the step of a file, which stays imported until the test ends."""
     spec = importlib.util.spec_from_file_location(path.stem, path)

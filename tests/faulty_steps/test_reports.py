@@ -17,13 +17,10 @@ import pytest
 import torch
 
 from ddp_equivalence.report.verdict import Verdict
-from tests.faulty_steps.keys import HERE, KEYS, STEPS, verdict_of
+from tests.faulty_steps.keys import HERE, KEYS, STEPS, lines_near, verdict_of
 from tests.package.report.golden_files import stable, with_last_digits_of
 
 REPORTS = HERE / "reports"
-
-NEAR = 2
-"""The faulty line is found if the report shows a line so near to it."""
 
 WRITTEN_WITH = "2.13."
 """The reports name operations of torch, which other versions of torch may split otherwise. Under
@@ -134,9 +131,5 @@ def _without_repeating(report: str) -> str:
 
 
 def _is_shown(key: dict[str, Any], path: Path, report: str) -> bool:
-    text = path.read_text("utf-8").splitlines()
-    faulty = {key["line"], *key.get("also", [])}
-    wanted = [number for number, line in enumerate(text, 1) if line.strip() in faulty]
     pattern = rf"(?m)^[> ] \S*{re.escape(path.name)}:(\d+)  "
-    shown = [int(number) for number in re.findall(pattern, report)]
-    return any(abs(one - number) <= NEAR for one in shown for number in wanted)
+    return any(int(number) in lines_near(key) for number in re.findall(pattern, report))

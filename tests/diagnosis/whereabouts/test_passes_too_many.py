@@ -29,16 +29,16 @@ def batch(generator: torch.Generator) -> dict[str, Tensor]:
     }
 
 
-def of_critic(model: Players, rows: dict[str, Tensor]) -> Tensor:
+def of_critic(model: Players, rows: dict[str, Tensor]) -> Any:
     made = model.generator(rows["noise"]).detach()
     return model.critic(made).exp().mean() - model.critic(rows["real"]).mean()
 
 
-def of_generator(model: Players, rows: dict[str, Tensor]) -> Tensor:
+def of_generator(model: Players, rows: dict[str, Tensor]) -> Any:
     return -model.critic(model.generator(rows["noise"])).mean()
 
 
-def both(model: Any, rows: dict[str, Tensor]) -> Tensor:
+def both(model: Any, rows: dict[str, Tensor]) -> Any:
     """In the big batch, the critic's weights are constants in the loss of the generator."""
     weights = {name: one.detach() for name, one in model.critic.named_parameters()}
     made = model.generator(rows["noise"])

@@ -16,7 +16,7 @@ from tests.diagnosis.whereabouts.faulty import average, unnamed
 class Counting(nn.Module):
     def __init__(self, counts: bool = True) -> None:
         super().__init__()
-        self.rows = nn.Embedding(7, 4, scale_grad_by_freq=counts)
+        self.rows: nn.Module = nn.Embedding(7, 4, scale_grad_by_freq=counts)
         self.head = nn.Linear(4, 2)
 
     def forward(self, numbers: Tensor) -> Any:
