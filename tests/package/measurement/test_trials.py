@@ -62,9 +62,7 @@ def tried(
     def propose(seen: LocalsSeen) -> list[EditedCode]:
         return [edited(step, *change) for change in changes]
 
-    return try_edits(
-        request, _expected(request), propose, lambda _: True, seconds, lambda _: None
-    )
+    return try_edits(request, _expected(request), propose, lambda _: True, seconds, lambda _: None)
 
 
 MISBEHAVIOUR = {
