@@ -18,6 +18,7 @@ from ddp_equivalence.case.build import batches_of_steps, build_model, build_whol
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase, it_raised
 from ddp_equivalence.case.losses import LOSSES
+from ddp_equivalence.case.one_process import without_process_group
 from ddp_equivalence.case.precision import cast
 from ddp_equivalence.case.random_state import seeded, step_seed
 from ddp_equivalence.case.steps import Compare, GradientKey, Steps
@@ -100,7 +101,7 @@ def train(
     losses: list[float] = []
     for step, batch in enumerate(batches):
         model.zero_grad(set_to_none=True)
-        with seeded(step_seed(case, step)):
+        with seeded(step_seed(case, step)), without_process_group():
             value = _forward(case, loss or loss_of_the_case(case), model, batch)
             losses.append(value.item())
             _backward(case, value)

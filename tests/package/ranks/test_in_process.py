@@ -15,7 +15,7 @@ from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.ranks.in_process import InProcessRankSet
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.rank_set import RankSet
-from tests.package.own_cases import own_case, right_step
+from tests.package.own_cases import loss, own_case, right_step
 from tests.package.pytest_plugin.test_pytest_plugin import THEIR_TEST
 from tests.package.someone_elses_run import run
 
@@ -136,3 +136,17 @@ def note_and_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, events
         return function(*arguments)
 
     monkeypatch.setattr(owner, name, noted)
+
+
+def only_in_one_process(model: nn.Module, batch: Any) -> Any:
+    """Stands for a loss that all-reduces wherever there is a group; the step does not call it."""
+    assert not dist.is_initialized(), "the big batch is computed in one process"
+    return loss(model, batch)
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_the_big_batch_knows_nothing_of_the_group_of_this_process(in_process: bool) -> None:
+    assert check(own_case(), right_step, in_process=True).outcome == "same"
+    assert dist.is_initialized()
+    verdict = check(own_case(loss=only_in_one_process), right_step, in_process=in_process)
+    assert verdict.outcome == "same", str(verdict)
