@@ -22,6 +22,9 @@ FUTURE_FLAGS = functools.reduce(
 )
 
 
+OF_PYTEST = "@pytest_ar"
+"""The name by which an assert that pytest has rewritten finds the module that explains it."""
+
 MOST_ELEMENTS = 1000
 """Functions are not looked for in a list or a dictionary of the user's with more elements."""
 
@@ -165,9 +168,16 @@ def _code_after(code: CodeType, codes: Sequence[tuple[CodeType, CodeType]]) -> C
         for before, after in codes
         if (before.co_qualname, before.co_firstlineno) == place
     ]
-    if len(there) > 1:  # such as lambdas of one line, which begin at different columns
+    # Lambdas of one line begin at different columns, and the file may have changed since its import.
+    if len(there) > 1 or not _is_rewritten(code):
         there = [(before, after) for before, after in there if before == code]
     return next((after for before, after in there if before != after), None)
+
+
+def _is_rewritten(code: CodeType) -> bool:
+    """True if pytest has rewritten an assert of the function, so that no source has its code."""
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return OF_PYTEST in code.co_names or any(map(_is_rewritten, inner))
 
 
 def _codes_before_and_after(edited: EditedCode, flags: int) -> list[tuple[CodeType, CodeType]]:

@@ -301,6 +301,17 @@ def test_what_ran_when_the_file_was_imported_cannot_be_edited(
         _run_as_edited(whole_file(module, "value=1", "value=2"))
 
 
+def test_a_function_whose_source_has_changed_since_its_import_is_not_edited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = module_of(tmp_path, monkeypatch, "def call():\n    x = 1\n    return x\n")
+    assert module.__file__ is not None
+    Path(module.__file__).write_text("def call():\n    x = 2\n    return x\n")
+    with pytest.raises(CannotEdit, match="no function"):
+        _run_as_edited(whole_file(module, "return x", "return +x"))
+    assert module.call() == 1
+
+
 class Strange:
     """An object of a user that answers whatever it is asked with an error."""
 
