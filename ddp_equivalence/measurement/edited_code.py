@@ -6,11 +6,13 @@ Nothing is written to the file. A trial on a rank replaces the code of the funct
 from __future__ import annotations
 import __future__
 
+import dis
 import functools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 
 from ddp_equivalence.measurement.code_lines import is_users
@@ -21,6 +23,12 @@ FUTURE_FLAGS = functools.reduce(
     0,
 )
 
+
+OF_PYTEST = "@pytest_ar"
+"""The name by which an assert that pytest has rewritten finds the module that explains it."""
+
+HOW_TO_CALL = {"CACHE", "CALL", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL"}
+"""Instructions that may differ although the source is the same."""
 
 MOST_ELEMENTS = 1000
 """Functions are not looked for in a list or a dictionary of the user's with more elements."""
@@ -165,9 +173,40 @@ def _code_after(code: CodeType, codes: Sequence[tuple[CodeType, CodeType]]) -> C
         for before, after in codes
         if (before.co_qualname, before.co_firstlineno) == place
     ]
+    if not _is_rewritten(code):  # the file may have changed since its import
+        there = [(before, after) for before, after in there if _read_alike(before, code)]
     if len(there) > 1:  # such as lambdas of one line, which begin at different columns
         there = [(before, after) for before, after in there if before == code]
     return next((after for before, after in there if before != after), None)
+
+
+def _is_rewritten(code: CodeType) -> bool:
+    """True if pytest has rewritten an assert of the function, so that no source has its code."""
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return OF_PYTEST in code.co_names or any(map(_is_rewritten, inner))
+
+
+def _read_alike(one: object, other: object) -> bool:
+    """True for code of the same source, compiled with the rest of its file or without it."""
+    if not (isinstance(one, CodeType) and isinstance(other, CodeType)):
+        return type(one) is type(other) and one == other
+    pairs = zip_longest(_instructions(one), _instructions(other))
+    return all(
+        left is not None
+        and right is not None
+        and left[0] == right[0]
+        and _read_alike(left[1], right[1])
+        for left, right in pairs
+    )
+
+
+def _instructions(code: CodeType) -> Iterator[tuple[str, object]]:
+    """What the code does. How it calls a method depends on what its file imports."""
+    for one in dis.get_instructions(code):
+        if one.opname not in HOW_TO_CALL:
+            is_jump = one.opcode in dis.hasjrel or one.opcode in dis.hasjabs
+            name = "LOAD_ATTR" if one.opname == "LOAD_METHOD" else one.opname
+            yield name, None if is_jump else one.argval
 
 
 def _codes_before_and_after(edited: EditedCode, flags: int) -> list[tuple[CodeType, CodeType]]:

@@ -38,12 +38,15 @@ LEFT_AFTER_AN_ERROR = 0.2
 AFTER_THE_FIRST = 50
 """So many more edits are tried once one is right, to see whether others are."""
 
+RIGHT_AS_IT_IS = "the step left the right gradients when it ran again as it is"
+
 
 @dataclass(frozen=True)
 class Tried:
     """``right``: the indices of the edits with which all ranks hold the big batch's gradients.
 
-    ``count``: how many edits were tried, ``of`` so many; one that could not be made was not.
+    ``count``: how many edits were tried, ``of`` so many; one that could not be made was not, nor
+    was one after which the step as it is was right as well.
     ``why_not``: why none was tried.
     """
 
@@ -63,8 +66,8 @@ def try_edits(
 ) -> Tried:
     """Run the step with edits of its code in turn, on ranks that do nothing else.
 
-    The step first runs as it is. If it would change anything outside its process then, no edit is
-    tried. ``propose``: gives the edits, once it is known what the step runs. ``settles``: True for
+    The step first runs as it is. If it is right then, or would change anything outside its process,
+    no edit is tried. ``propose``: gives the edits, once it is known what the step runs. ``settles``: True for
     the index of an edit that shows where the fault is, if it is right. ``show``: is told how far
     this is. Nothing more is tried ``AFTER_THE_FIRST`` edits after such a one, or after so many
     seconds.
@@ -135,9 +138,19 @@ class _Trials:
             raise
         if not isinstance(result, TrialFailed):
             self._allow(time.monotonic() - began)
-        self.count += not isinstance(result, TrialFailed) or result.was_edited
         if result is True:
+            if not self._is_still_wrong(ranks):
+                return
             self.right.append(number)
+        self.count += not isinstance(result, TrialFailed) or result.was_edited
+
+    def _is_still_wrong(self, ranks: RankSet) -> bool:
+        """False if these ranks now do right without an edit, too, so that one shows nothing: what
+        earlier runs have left in their processes may hide the fault.
+        """
+        result, _ = self._run(ranks, None)
+        ranks.broken = ranks.broken or result is not False
+        return result is False
 
     def _run_as_it_is(self, ranks: RankSet) -> None:
         began = time.monotonic()
@@ -145,6 +158,8 @@ class _Trials:
         self._allow(time.monotonic() - began)
         if isinstance(result, TrialFailed):
             self.why_not = result.acted_outside or result.what
+        elif result:
+            self.why_not = RIGHT_AS_IT_IS
         self.edits = () if self.why_not else self._propose(seen)
         self._waiting = list(range(len(self.edits)))
 

@@ -96,7 +96,8 @@ def _whereabouts(verdict: Verdict) -> list[Line]:
     found = verdict.localisation.whereabouts
     if found is None:
         return []
-    lines = paragraph(" ".join(filter(None, (found.beside_one_rank, found.sentence))), "  ")
+    sentences = (found.beside_one_rank, found.marks, found.sentence)
+    lines = paragraph(" ".join(filter(None, sentences)), "  ")
     for one in found.lines:
         mark = "> " if one.is_fault else ""
         place = f"{mark}{os.path.basename(one.line.file)}:{one.line.number}"

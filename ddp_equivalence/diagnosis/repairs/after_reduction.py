@@ -157,7 +157,7 @@ def _is_module(node: ast.expr, place: Place) -> bool:
 def _reduction_of(name: str, node: ast.stmt, place: Place) -> ast.stmt | None:
     """The later statement of the same block that reduces a variable over ranks."""
     block = place.source.block_of(node)
-    index = next(i for i, one in enumerate(block) if one is node)
+    index = place.source.index_in_block(node)
     for statement in block[index + 1 :]:
         if isinstance(statement, ast.Expr | ast.If) and reduces(statement, name, place):
             return statement

@@ -17,16 +17,24 @@ MOST_MOVED = 3
 
 def swapped(node: ast.stmt, place: Place) -> Iterator[Change]:
     """Two steps were done in the wrong order, such as clipping before averaging."""
-    block = place.source.block_of(node)
-    index = next(i for i, one in enumerate(block) if one is node)
-    for first in (index, index - 1):
-        if first >= 0 and first + 1 < len(block):
-            one, other = block[first], block[first + 1]
-            if _can_be_swapped(one, other):
-                start, first_end = place.source.span(one)
-                second_start, end = place.source.span(other)
-                middle = place.source.between(first_end, second_start)
-                yield Change(start, end, place.text(other) + middle + place.text(one))
+    block, index = place.source.block_of(node), place.source.index_in_block(node)
+    if index + 1 < len(block):
+        yield from _swap(node, block[index + 1], place)
+
+
+def swapped_with_above(node: ast.stmt, place: Place) -> Iterator[Change]:
+    """Two steps were done in the wrong order, where the first of them is not edited itself."""
+    index = place.source.index_in_block(node)
+    if index:
+        yield from _swap(place.source.block_of(node)[index - 1], node, place)
+
+
+def _swap(one: ast.stmt, other: ast.stmt, place: Place) -> Iterator[Change]:
+    if _can_be_swapped(one, other):
+        start, first_end = place.source.span(one)
+        second_start, end = place.source.span(other)
+        middle = place.source.between(first_end, second_start)
+        yield Change(start, end, place.text(other) + middle + place.text(one))
 
 
 def _can_be_swapped(one: ast.stmt, other: ast.stmt) -> bool:
@@ -56,12 +64,18 @@ def moved_out(node: ast.stmt, place: Place) -> Iterator[Change]:
     block = place.source.block_of(node)
     if not isinstance(around, _COMPOUND):
         return
-    index = next(i for i, one in enumerate(block) if one is node)
+    index = place.source.index_in_block(node)
     tail = block[index:]
     no_more_than_header = index == 0 and isinstance(around, ast.If | ast.With)
     if len(tail) <= MOST_MOVED and not (isinstance(tail[-1], _JUMPS) or no_more_than_header):
         yield from _behind(tail, around, place)
-    if index == 0 and isinstance(around, ast.For | ast.While) and len(block) > 1:
+
+
+def moved_in_front(node: ast.stmt, place: Place) -> Iterator[Change]:
+    """Something is done in every turn of a loop, and should be done once before it."""
+    around = place.parent(node)
+    block = place.source.block_of(node)
+    if isinstance(around, ast.For | ast.While) and block[0] is node and len(block) > 1:
         yield from _in_front(node, block[1], around, place)
 
 
@@ -85,9 +99,9 @@ def _in_front(
 
 
 def moved_in(node: ast.stmt, place: Place) -> Iterator[Change]:
-    """Something is done once after or before a loop, and should be done in every turn."""
+    """Something is done once after a block, and should be a part of it, as in every turn."""
     block = place.source.block_of(node)
-    index = next(i for i, one in enumerate(block) if one is node)
+    index = place.source.index_in_block(node)
     if isinstance(node, _JUMPS + _DEFINITIONS + _COMPOUND):
         return
     before = block[index - 1] if index else None
@@ -98,6 +112,14 @@ def moved_in(node: ast.stmt, place: Place) -> Iterator[Change]:
             start, end = place.source.span(last)[1], place.source.span(node)[1]
             rest = place.source.between(start, place.source.span(node)[0])
             yield Change(start, end, f"{place.new_line(last)}{text}{rest}pass")
+
+
+def moved_in_below(node: ast.stmt, place: Place) -> Iterator[Change]:
+    """Something is done once before a loop, and should be done in every turn."""
+    block = place.source.block_of(node)
+    index = place.source.index_in_block(node)
+    if isinstance(node, _JUMPS + _DEFINITIONS + _COMPOUND):
+        return
     after = block[index + 1] if index + 1 < len(block) else None
     if isinstance(after, ast.For | ast.While):
         first = after.body[0]

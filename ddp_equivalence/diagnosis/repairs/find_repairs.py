@@ -236,7 +236,7 @@ def edited_code(edit: Edit, source: bytes) -> EditedCode | None:
 
 @lru_cache(maxsize=8)
 def _statements(source: bytes) -> list[ast.stmt]:
-    return ast.parse(source).body
+    return ast.parse(source.decode()).body  # as text, or a line that names its coding would count
 
 
 def _first_line(statement: ast.stmt) -> int:

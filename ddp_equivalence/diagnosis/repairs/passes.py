@@ -14,7 +14,7 @@ MOST_OWNERS = 2
 def one_pass(node: ast.stmt, place: Place) -> Iterator[Change]:
     """DDP reduces gradients in one backward pass after each forward pass, and not in a second."""
     block = place.source.block_of(node)
-    index = next(i for i, one in enumerate(block) if one is node)
+    index = place.source.index_in_block(node)
     first = _goes_backward(node)
     for other in block[index + 1 :]:
         second = _goes_backward(other)

@@ -64,6 +64,10 @@ class Source:
                 return field
         return [statement]
 
+    def index_in_block(self, statement: ast.stmt) -> int:
+        """The number of a statement in its block, from 0."""
+        return next(i for i, one in enumerate(self.block_of(statement)) if one is statement)
+
     def nearest(self, node: ast.AST, *kinds: type[Node]) -> Node | None:
         """The innermost node of these kinds around a node."""
         for parent in self.parents_of(node):

@@ -57,7 +57,7 @@ def with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Wher
 def _with_one_rank(found: Whereabouts, beside: BesideOneRank, view: View) -> Whereabouts:
     found = _with_partings(found, beside, view)
     if view.world_size == 1:
-        found = replace(found, beside_one_rank="")
+        found = replace(found, beside_one_rank="", marks="")
     if beside.deaf or found.explains_all:  # such a method computes the loss in its own way
         return found
     factor = beside.factor_alone
@@ -145,8 +145,8 @@ def _with_lines(
         return replace(found, lines=lines, beside_one_rank=RIGHT_ALONE)
     seen = [replace(one, is_fault=False) for one in faults]
     lines = first_of_each_line([*pointed, *behind, *seen, *others])
-    said = f"{RIGHT_ALONE} {MARKED}" if any(one.is_fault for one in pointed) else RIGHT_ALONE
-    return replace(found, lines=lines, beside_one_rank=said)
+    marks = MARKED if any(one.is_fault for one in pointed) else ""
+    return replace(found, lines=lines, beside_one_rank=RIGHT_ALONE, marks=marks)
 
 
 def _before_reduction(parting: Parting) -> bool:

@@ -11,7 +11,7 @@ from ddp_equivalence.diagnosis.whereabouts.beside_the_loss import Unlike
 from ddp_equivalence.diagnosis.whereabouts.operation_names import called
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import MOST_LINES, Whereabouts
 
-WRONG_ALONE = "On one rank the step is wrong, too. "
+WRONG_ALONE = "On one rank the step is wrong, too."
 BACKWARD_BEGINS = "backward begins"
 """The note on a line that tells nothing else."""
 
@@ -53,8 +53,9 @@ def with_unlike_loss(
     if found.kind == "not seen":
         headline = "the loss is not that of the case"
         found = replace(found, kind="own gradient", headline=headline, sentence="")
-    said = MARKED if world_size == 1 else f"{WRONG_ALONE}{MARKED}"
-    return replace(found, lines=tuple(lines.values())[:MOST_LINES], beside_one_rank=said)
+    alone = "" if world_size == 1 else WRONG_ALONE
+    shown = tuple(lines.values())[:MOST_LINES]
+    return replace(found, lines=shown, beside_one_rank=alone, marks=MARKED)
 
 
 def _note(one: Unlike) -> str:

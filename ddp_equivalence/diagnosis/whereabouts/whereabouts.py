@@ -23,7 +23,8 @@ class Whereabouts:
     none of these was shown. ``headline``: the same in at most ten words, in lower case.
     ``lines``: in the order in which they ran. ``parameters``, ``ranks``: that are concerned.
     ``fix``: "" if nothing certain can be said. ``beside_one_rank``: what the same step does on one
-    rank with the whole batch, as sentences; "" if it did not run there. ``shows_later``: the
+    rank with the whole batch, as sentences; "" if it did not run there. ``marks``: what the marked
+    lines are, as a sentence about ">"; "" if their notes say enough. ``shows_later``: the
     marked line is only one in which the fault of another shows, such as that of the loss.
     ``explains_all``: a run on one rank can say no more about it.
     """
@@ -36,6 +37,7 @@ class Whereabouts:
     ranks: tuple[int, ...] = ()
     fix: str = ""
     beside_one_rank: str = ""
+    marks: str = ""
     shows_later: bool = False
     explains_all: bool = False
 

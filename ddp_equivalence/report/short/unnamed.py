@@ -27,10 +27,10 @@ def _where(verdict: Verdict) -> Iterator[str]:
     localisation = verdict.localisation
     yield from filter(None, (localisation.rows,))
     if localisation.whereabouts is not None:
-        whereabouts = localisation.whereabouts
-        texts = [whereabouts.beside_one_rank, whereabouts.sentence]
+        found = localisation.whereabouts
+        texts = [" ".join(filter(None, (found.beside_one_rank, found.marks))), found.sentence]
         if verdict.repairs.shows_the_fault:  # the lines that these texts say are marked are not
-            texts = [whereabouts.beside_one_rank.partition(" > ")[0]]
+            texts = [found.beside_one_rank]
         yield from filter(None, texts)
     by_module = (localisation.findings_by_module or {}).items()
     certain = [(module, one.cause) for module, one in by_module if not one.fitted]

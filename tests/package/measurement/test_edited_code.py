@@ -301,6 +301,32 @@ def test_what_ran_when_the_file_was_imported_cannot_be_edited(
         _run_as_edited(whole_file(module, "value=1", "value=2"))
 
 
+def test_a_function_whose_source_has_changed_since_its_import_is_not_edited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "def call(x=3):\n    return max(x - 2, 1)\n"
+    module = module_of(tmp_path, monkeypatch, text)
+    assert module.__file__ is not None
+    for changed in (text.replace("-", "+"), text.replace("2", "0"), text.replace("max", "min")):
+        Path(module.__file__).write_text(changed)
+        with pytest.raises(CannotEdit, match="no function"):
+            _run_as_edited(whole_file(module, ", 1", ", 5"))
+    assert module.call() == 1
+
+
+def test_a_function_that_calls_functions_of_a_module_is_edited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "import math\n\n\ndef call():\n    return [math.floor(x + 1) for x in (0, 1)]\n"
+    module = module_of(tmp_path, monkeypatch, text)
+    assert module.__file__ is not None
+    before = text.partition("\n\n\n")[2]
+    edited = EditedCode(module.__file__, 4, before, before.replace("x + 1", "x + 2"))
+    with run_as_edited(edited, ()):
+        assert module.call() == [2, 3]
+    assert module.call() == [1, 2]
+
+
 class Strange:
     """An object of a user that answers whatever it is asked with an error."""
 

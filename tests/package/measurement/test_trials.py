@@ -19,7 +19,7 @@ from ddp_equivalence.check_equivalence import _expected
 from ddp_equivalence.measurement.edited_code import EditedCode
 from ddp_equivalence.measurement.locals_seen import LocalsSeen
 from ddp_equivalence.measurement.request import read_request
-from ddp_equivalence.measurement.trials import Tried, try_edits
+from ddp_equivalence.measurement.trials import RIGHT_AS_IT_IS, Tried, try_edits
 from ddp_equivalence.ranks import process_tree
 from tests.package.own_cases import loss, own_case
 
@@ -170,6 +170,35 @@ def test_an_edit_that_writes_a_file_is_no_repair_and_writes_nothing(tmp_path: Pa
     both = (FAULT, f"divisor = rank.world_size{save}")
     assert tried([both, REPAIRED]) == Tried(right=(1,), count=2, of=2)
     assert not path.exists()
+
+
+def wrong_at_first(model: nn.Module, shard: Any, rank: Rank) -> None:
+    at_first = 0
+    kept = vars(dist)  # what is written to a module of torch stays in the process
+    kept["runs"] = kept.get("runs", at_first) + 1
+    divisor = 3 if kept["runs"] == 1 else rank.world_size
+    loss(model, shard).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= divisor
+
+
+def test_an_edit_that_is_right_because_others_ran_before_it_is_none() -> None:
+    found = tried([(NOTHING, "at_first = 1"), (NOTHING, "at_first = False")], wrong_at_first)
+    assert found == Tried(count=0, of=2)
+
+
+def test_no_edit_of_a_step_that_is_right_as_it_is_is_tried() -> None:
+    found = tried([(FAULT, "divisor = 5")], repaired)
+    assert found == Tried(why_not=RIGHT_AS_IT_IS)
+
+
+def repaired(model: nn.Module, shard: Any, rank: Rank) -> None:
+    divisor = 3
+    loss(model, shard).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= divisor - 1
 
 
 def test_no_process_is_left() -> None:

@@ -130,6 +130,17 @@ def test_a_report_fits_on_a_screen_with_long_code(
     assert [f"own.py:{LINE}" in line for line in text if line.startswith("> ")] == [True]
 
 
+def test_nothing_is_said_of_marks_that_an_edited_line_has_taken(verdict: Verdict) -> None:
+    assert verdict.analysis is not None
+    where = verdict.analysis.localisation.whereabouts
+    assert where is not None
+    where = replace(where, beside_one_rank="", marks="> marks something.")
+    verdict.analysis.localisation = replace(verdict.analysis.localisation, whereabouts=where)
+    assert "> marks something." in str(verdict)
+    repair = _repair(verdict, FAULTY, "parameter.grad /= rank.world_size")
+    assert "> marks something." not in str(repaired(verdict, Repairs((repair,), 1, 5, 9)))
+
+
 @pytest.mark.parametrize(
     ("repairs", "sentence"),
     [

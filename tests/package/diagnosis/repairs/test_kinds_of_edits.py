@@ -80,6 +80,11 @@ OF_A_FUNCTION = (
     (Kind.OPERATOR, "k = x * (y + 1)", "k = x / (y + 1)"),
     (Kind.STATEMENTS_SWAPPED, "x.clip()\ny.average()", "y.average()\nx.clip()"),
     (
+        Kind.SWAPPED_WITH_ABOVE,
+        "print(x); y.average()",
+        "y.average(); print(x)",
+    ),
+    (
         Kind.STATEMENTS_SWAPPED,
         "if x:\n    y.g()\nx.g()",
         "x.g()\nif x:\n    y.g()",
@@ -90,7 +95,7 @@ OF_A_FUNCTION = (
         "for p in x:\n    p.g()\n    pass\ny.g()\ny.h()",
     ),
     (
-        Kind.MOVED_OUT,
+        Kind.MOVED_IN_FRONT,
         "for p in x:\n    y.g()\n    p.g()",
         "y.g()\nfor p in x:\n    p.g()",
     ),
@@ -153,7 +158,7 @@ OF_A_FUNCTION = (
         "for p in x:\n    p.g()\n    y.g()\npass\ny.h()",
     ),
     (
-        Kind.MOVED_IN,
+        Kind.MOVED_IN_BELOW,
         "y.g()\nfor p in x:\n    p.g()",
         "pass\nfor p in x:\n    y.g()\n    p.g()",
     ),
