@@ -37,6 +37,7 @@ def step(model: nn.Module, shard: Any, rank: Rank) -> None:
     for parameter in model.parameters():
         assert isinstance(parameter.grad, torch.Tensor)  # edits know only names that are used here
         dist.all_reduce(parameter.grad)
+        assert parameter.grad is not None
         parameter.grad /= divisor + at_first
 
 
@@ -180,12 +181,13 @@ def wrong_at_first(model: nn.Module, shard: Any, rank: Rank) -> None:
     loss(model, shard).backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
+        assert parameter.grad is not None
         parameter.grad /= divisor
 
 
 def test_an_edit_that_is_right_because_others_ran_before_it_is_none() -> None:
     found = tried([(NOTHING, "at_first = 1"), (NOTHING, "at_first = False")], wrong_at_first)
-    assert found == Tried(count=0, of=2)
+    assert found == Tried(count=1, of=2)  # the second edit, on new ranks
 
 
 def test_no_edit_of_a_step_that_is_right_as_it_is_is_tried() -> None:
@@ -198,6 +200,7 @@ def repaired(model: nn.Module, shard: Any, rank: Rank) -> None:
     loss(model, shard).backward()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
+        assert parameter.grad is not None
         parameter.grad /= divisor - 1
 
 
