@@ -67,10 +67,10 @@ def try_edits(
     """Run the step with edits of its code in turn, on ranks that do nothing else.
 
     The step first runs as it is. If it is right then, or would change anything outside its process,
-    no edit is tried. ``propose``: gives the edits, once it is known what the step runs. ``settles``: True for
-    the index of an edit that shows where the fault is, if it is right. ``show``: is told how far
-    this is. Nothing more is tried ``AFTER_THE_FIRST`` edits after such a one, or after so many
-    seconds.
+    no edit is tried. ``propose``: gives the edits, once it is known what the step runs.
+    ``settles``: True for the index of an edit that shows where the fault is, if it is right.
+    ``show``: is told how far this is. Nothing more is tried ``AFTER_THE_FIRST`` edits after such a
+    one, or after so many seconds.
     """
     until = time.monotonic() + seconds
     trials = _Trials(request, expected, propose, settles, until)
