@@ -9,11 +9,14 @@ import __future__
 import dis
 import functools
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+
+from torch import Tensor, nn
 
 from ddp_equivalence.measurement.code_lines import is_users
 
@@ -32,6 +35,12 @@ HOW_TO_CALL = {"CACHE", "CALL", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL"}
 
 MOST_ELEMENTS = 1000
 """Functions are not looked for in a list or a dictionary of the user's with more elements."""
+
+MOST_OBJECTS = 50_000
+"""So many objects of a user's are looked at, the nearest first: every edit looks at them anew."""
+
+PLAIN = frozenset({bool, bytes, complex, float, int, str, type(None), Tensor, nn.Parameter})
+"""Types of objects that lead to no function."""
 
 WRAPPERS = (
     *(MethodType, staticmethod, classmethod, property),
@@ -109,13 +118,13 @@ def functions_of(file: str, roots: Iterable[object]) -> list[FunctionType]:
     """
     found: list[FunctionType] = []
     seen: dict[int, object] = {}  # with the objects, since a number is given again
-    waiting: list[object] = [*roots]
+    waiting: deque[object] = deque(roots)
     for module in list(sys.modules.values()):
         if type(module) is ModuleType and vars(module).get("__file__") == file:
             waiting += vars(module).values()
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+    while waiting and len(seen) < MOST_OBJECTS:
+        one = waiting.popleft()
+        if type(one) in PLAIN or id(one) in seen:
             continue
         seen[id(one)] = one
         if type(one) is FunctionType and one.__code__.co_filename == file:

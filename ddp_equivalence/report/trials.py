@@ -24,7 +24,8 @@ def trial_lines(verdict: Verdict) -> list[Line]:
     count = f"{repairs.tried}{of} {noun} of the lines that the step runs"
     if not repairs.found:
         return labelled("Tried: ", f"{count}; none of them repairs it.")
-    lines = labelled("Tried: ", f"{count}; {repairs.right} of them repair it, such as:")
+    repair = plural(repairs.right, "of them repairs it", "of them repair it, such as")
+    lines = labelled("Tried: ", f"{count}; {repairs.right} {repair}:")
     for one in repairs.found:
         place = f"{os.path.basename(one.line.file)}:{one.line.number}"
         lines += labelled(f"  {place}: ", one.text)

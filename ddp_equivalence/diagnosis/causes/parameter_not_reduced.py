@@ -49,13 +49,14 @@ def lines(view: View) -> Sequence[PointedLine]:
     kept_out = _lines_that_keep_out(view)
     left_out = names_text(sorted(differing))
     others = [place for place in calls.reductions if not differing & set(place.names)]
-    for place in reversed(others):
-        decided = lines_that_left_out(view, place)
-        decided = decided or lines_that_return_before(view, place.line.function)
-        note = f"reduces {counted(len(place.names), 'gradient')}, not that of {left_out}"
+    if others:
+        last = others[-1]
+        decided = lines_that_left_out(view, last)
+        decided = decided or lines_that_return_before(view, last.line.function)
+        note = f"reduces {counted(len(last.names), 'gradient')}, not that of {left_out}"
         shown = decided[:1] if kept_out else decided
-        either = [replace(one, is_fault=True) for one in kept_out[:1]]
-        return [*either, *shown, place.pointed(note, is_fault=True)]
+        keeps_out = [replace(one, is_fault=True) for one in kept_out[:1]]
+        return [*keeps_out, *shown, last.pointed(note, is_fault=True)]
     unreached = [] if calls.reductions or kept_out else lines_that_keep_from_reducing(view)
     if unreached:
         return unreached

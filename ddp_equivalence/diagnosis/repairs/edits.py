@@ -13,7 +13,7 @@ from ddp_equivalence.diagnosis.repairs.change import Change, Place
 from ddp_equivalence.diagnosis.repairs.editable import editable_nodes
 from ddp_equivalence.diagnosis.repairs.file_facts import FileFacts
 from ddp_equivalence.diagnosis.repairs.names_in_scope import Values, scope_of
-from ddp_equivalence.diagnosis.repairs.rules import RULES
+from ddp_equivalence.diagnosis.repairs.rules import LIKELINESS, RULES
 from ddp_equivalence.diagnosis.repairs.source import Source
 
 
@@ -45,11 +45,6 @@ def edits_of(
         ]
 
 
-_LIKELINESS: dict[EditKind, int] = {}
-for _rule in RULES:
-    _LIKELINESS.setdefault(_rule.kind, len(_LIKELINESS))
-
-
 @dataclass(frozen=True)
 class _Proposed:
     """A change of what begins on a line, in one statement of the module."""
@@ -61,7 +56,7 @@ class _Proposed:
 
 
 def _by_line_and_likeliness(proposed: _Proposed) -> tuple[int, int]:
-    return proposed.line, _LIKELINESS[proposed.kind]
+    return proposed.line, LIKELINESS[proposed.kind]
 
 
 def _proposed(source: Source, lines: Collection[int], values: Values) -> Iterator[_Proposed]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ast
 import linecache
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache, partial
 from time import monotonic
 
@@ -24,7 +24,7 @@ from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.repairs.edits import edits_of
 from ddp_equivalence.diagnosis.repairs.repair import BROAD, Repair, Repairs, repair_of
-from ddp_equivalence.diagnosis.repairs.rules import RULES
+from ddp_equivalence.diagnosis.repairs.rules import LIKELINESS
 from ddp_equivalence.diagnosis.time_left import EDITS, TimeLeft
 from ddp_equivalence.diagnosis.whereabouts.own_errors import unless_it_fails
 from ddp_equivalence.faults.plant import without_planted_faults
@@ -43,9 +43,6 @@ PER_TIER = 8
 """A line that is less suspicious by one tier is worth as much as an edit that is less likely by so
 many places in the table of rules."""
 
-LIKELINESS = tuple(dict.fromkeys(rule.kind for rule in RULES))
-"""The kinds of edits, the most likely first."""
-
 SHARED = 1
 """A line that computes the big batch, too, is less suspicious by so many tiers."""
 
@@ -59,7 +56,13 @@ the largest element."""
 TIMES_IN_A_PROCESS = 6
 """A process spends so many times the seconds of one check on trials, however many checks differ."""
 
-NOTHING_TO_EDIT = "no edit of a line that it runs could be made within the time"
+PART_TO_VERIFY = 0.5
+"""So much more, as a part of the seconds of trials, may be spent on whether right edits leave the
+big batch as it is."""
+
+NOTHING_TO_EDIT = "no edit of a line that was seen to run could be made within the time"
+
+ALL_SPENT = "earlier checks of this process have taken all the time that it may spend on them"
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -81,23 +84,34 @@ def find_repairs(
     """
     global _spent
     most = settings.current().trial_seconds
-    seconds = min(most, TIMES_IN_A_PROCESS * most - _spent, time.seconds / 2)
-    if (
-        request.strategy is not None
-        or request.in_process
-        or not request.second_look
-        or seconds <= 0
-    ):
+    unspent = TIMES_IN_A_PROCESS * most - _spent
+    seconds = min(most, unspent, time.seconds / 2)
+    if request.strategy is not None or request.in_process or not request.second_look or not most:
+        return Repairs()
+    if unspent <= 0:
+        return Repairs(why_not=ALL_SPENT)
+    if seconds <= 0:
+        time.leave_out(EDITS)
         return Repairs()
     began = monotonic()
     try:
         with time.counted(EDITS):
             return unless_it_fails(
-                lambda: _found(request, expected, pointed(), seconds, time.show),
+                lambda: _unless_it_cannot_run(
+                    lambda: _found(request, expected, pointed(), seconds, time.show)
+                ),
                 lambda why: Repairs(why_not=why),
             )
     finally:
         _spent += monotonic() - began
+
+
+def _unless_it_cannot_run(find: Callable[[], Repairs]) -> Repairs:
+    """What ``find()`` returns, or why this machine or this case allows no trials."""
+    try:
+        return find()
+    except BadCase as error:
+        return Repairs(why_not=str(error).partition("\n")[0])
 
 
 def _found(
@@ -107,11 +121,13 @@ def _found(
     seconds: float,
     show: Callable[[str], object],
 ) -> Repairs:
+    expected.batches()  # raises BadCase for a batch that is another one at each call
+    of_the_case = lines_of_the_big_batch(request)
     proposals: list[tuple[Edit, bytes]] = []
 
     def propose(seen: LocalsSeen) -> list[EditedCode]:
         found = []
-        for edit, source in _in_order(request, seen, pointed):
+        for edit, source in _in_order(of_the_case or {}, seen, pointed):
             code = edited_code(edit, source)
             if code is not None:
                 found.append(code)
@@ -126,20 +142,27 @@ def _found(
         seconds,
         show,
     )
-    right = [
-        repair_of(edit, source)
-        for edit, source in (proposals[number] for number in tried.right)
-        if leaves_the_big_batch(request, expected, edit, source)
-    ]
-    repairs = _first_of_each_line(right)
+    right: list[Repair] = []
+    unknown, until = 0, monotonic() + PART_TO_VERIFY * seconds
+    for edit, source in sorted(map(proposals.__getitem__, tried.right), key=_is_broad):
+        if right and monotonic() > until and may_change(edit, source, of_the_case):
+            unknown += 1
+        elif not may_change(edit, source, of_the_case) or leaves_the_big_batch(
+            request, expected, edit, source
+        ):
+            right.append(repair_of(edit, source))
     why_not = tried.why_not or ("" if tried.count else NOTHING_TO_EDIT)
-    return Repairs(repairs, len(right), tried.count, tried.of, why_not)
+    count = tried.count - unknown
+    return Repairs(_first_of_each_line(right), len(right), count, tried.of, why_not)
+
+
+def _is_broad(proposal: tuple[Edit, bytes]) -> bool:
+    return proposal[0].kind in BROAD
 
 
 def _in_order(
-    request: Request, seen: LocalsSeen, pointed: Sequence[PointedLine]
+    of_the_case: Mapping[str, set[int]], seen: LocalsSeen, pointed: Sequence[PointedLine]
 ) -> list[tuple[Edit, bytes]]:
-    of_the_case = lines_of_the_big_batch(request)
     found: list[tuple[int, int, Edit, bytes]] = []
     for file, lines in seen.lines.items():
         text = "".join(linecache.getlines(file))
@@ -153,7 +176,7 @@ def _in_order(
         for number, edit in enumerate(edits):
             tiers = tier(file, edit.line) + SHARED * (edit.line in shared)
             tiers += LATER_IF_BROAD * (edit.kind in BROAD)
-            cost = PER_TIER * tiers + LIKELINESS.index(edit.kind)
+            cost = PER_TIER * tiers + LIKELINESS[edit.kind]
             found.append((cost, number, edit, source))
     return [(edit, source) for *_, edit, source in sorted(found, key=lambda one: one[:2])]
 
@@ -171,6 +194,19 @@ def _tier(pointed: Sequence[PointedLine], file: str, line: int) -> int:
             else:
                 tiers.append(3)
     return min(tiers)
+
+
+def may_change(edit: Edit, source: bytes, of_the_case: Mapping[str, set[int]] | None) -> bool:
+    """False if the big batch runs nothing of the code that is replaced with this edit.
+
+    ``of_the_case``: the lines that it runs; None if they are not known.
+    """
+    code = edited_code(edit, source)
+    assert code is not None
+    if of_the_case is None:
+        return True
+    replaced = range(code.first_line, code.first_line + code.before.count("\n") + 1)
+    return not of_the_case.get(edit.file, set()).isdisjoint(replaced)
 
 
 def leaves_the_big_batch(request: Request, expected: Expected, edit: Edit, source: bytes) -> bool:
@@ -200,11 +236,15 @@ def _close(one: Tensor | None, other: Tensor | None) -> bool:
     return torch.allclose(one, other, rtol=0.0, atol=RELATIVE * largest)
 
 
-def lines_of_the_big_batch(request: Request) -> Mapping[str, set[int]]:
-    """File -> the lines of the user's code that compute the gradients of the big batch."""
+def lines_of_the_big_batch(request: Request) -> Mapping[str, set[int]] | None:
+    """File -> the lines of the user's code that compute the gradients of the big batch.
+
+    None if somebody else traces this thread, such as a debugger, so that they are not known.
+    """
+    if sys.gettrace() is not None:
+        return None
     seen = LocalsSeen()
-    # Some batches cannot be built a second time.
-    with suppress(BadCase), without_planted_faults(), seen.watching():
+    with without_planted_faults(), seen.watching():
         big_batch(request.case, request.compare, request.lr, request.steps)
     return seen.lines
 
@@ -213,10 +253,8 @@ def _values(file: str, text: str, seen: LocalsSeen) -> dict[int, Mapping[str, st
     """The line of each ``def`` -> the descriptions of its local names."""
     found: dict[int, Mapping[str, str]] = {}
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, FUNCTIONS):
-            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
-            if (file, first) in seen.values:
-                found[node.lineno] = seen.values[file, first]
+        if isinstance(node, FUNCTIONS) and (file, _first_line(node)) in seen.values:
+            found[node.lineno] = seen.values[file, _first_line(node)]
     return found
 
 
@@ -240,6 +278,7 @@ def _statements(source: bytes) -> list[ast.stmt]:
 
 
 def _first_line(statement: ast.stmt) -> int:
+    """The line of a statement, or of its first decorator."""
     decorators = getattr(statement, "decorator_list", [])
     return min([statement.lineno, *(int(one.lineno) for one in decorators)])
 

@@ -148,3 +148,6 @@ RULES: tuple[Rule[Any], ...] = (
     Rule(EditKind.ARGUMENT_LEFT_OUT, ast.Call, calls.argument_left_out),
     Rule(EditKind.DETACHED, ast.expr, wraps.detached),
 )
+
+LIKELINESS = {kind: number for number, kind in enumerate(dict.fromkeys(one.kind for one in RULES))}
+"""The place of each kind of edit, the most likely first."""

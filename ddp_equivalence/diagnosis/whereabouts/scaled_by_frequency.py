@@ -20,6 +20,7 @@ from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.whereabouts import Whereabouts, distinct, named
 from ddp_equivalence.faults.plant import without_planted_faults
 from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.measurement.code_lines import is_users
 
 KEYWORD = "scale_grad_by_freq"
 
@@ -53,14 +54,15 @@ def fault_of_frequencies(view: View) -> Whereabouts | None:
 
 
 def _lines(view: View) -> Iterator[CodeLine]:
-    """The calls in the user's files that give this argument."""
+    """The calls in the user's files that switch this option on, or may do so."""
     files = list(run_lines(view, view.setting.reporting_ranks[0]).files)
     model = view.setting.case.model
     with suppress(TypeError):  # of an object that can be called
         files += [] if isinstance(model, str) else [inspect.getsourcefile(model) or ""]
-    for file in dict.fromkeys(files):
+    for file in filter(is_users, dict.fromkeys(files)):
         tree = tree_of(file)
         for node in ast.walk(tree) if tree is not None else ():
-            if isinstance(node, ast.Call) and any(one.arg == KEYWORD for one in node.keywords):
-                keyword = next(one for one in node.keywords if one.arg == KEYWORD)
-                yield CodeLine(file, keyword.lineno)
+            for keyword in node.keywords if isinstance(node, ast.Call) else ():
+                is_off = isinstance(keyword.value, ast.Constant) and not keyword.value.value
+                if keyword.arg == KEYWORD and not is_off:
+                    yield CodeLine(file, keyword.lineno)

@@ -62,7 +62,7 @@ def _notes(verdict: Verdict) -> Iterator[str]:
     if verdict.masks_unpredictable:
         again = verdict.without_dropout
         yield f"Without dropout: {'not judged' if again is None else again.outcome}."
-    if not verdict.observed and verdict.why_not_watched:
+    if not verdict.observed and verdict.why_not_watched and not verdict.repairs.found:
         yield f"No lines of code are known, because {verdict.why_not_watched}."
     if verdict.not_tried and verdict.analysis is not None:
         deadline = verdict.analysis.time.deadline

@@ -343,6 +343,17 @@ def test_objects_that_answer_anything_are_only_passed_by(
     assert [one.__name__ for one in functions_of(module.__file__, (Strange(),))] == ["f"]
 
 
+def test_functions_are_found_before_what_many_objects_lead_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddp_equivalence.measurement.edited_code.MOST_OBJECTS", 500)
+    many = "        many = [[[i] for i in range(30)] for _ in range(30)]\n"
+    text = f"{FUNCTIONS['a method']}\n{many}"
+    module = module_of(tmp_path, monkeypatch, text)
+    assert module.__file__ is not None
+    assert [one.__name__ for one in functions_of(module.__file__, ())] == ["f"]
+
+
 def test_classes_that_are_written_in_c_lead_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

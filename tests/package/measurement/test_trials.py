@@ -180,6 +180,7 @@ def wrong_at_first(model: nn.Module, shard: Any, rank: Rank) -> None:
     divisor = 3 if kept["runs"] == 1 else rank.world_size
     loss(model, shard).backward()
     for parameter in model.parameters():
+        assert isinstance(parameter.grad, torch.Tensor)
         dist.all_reduce(parameter.grad)
         assert parameter.grad is not None
         parameter.grad /= divisor
@@ -199,6 +200,7 @@ def repaired(model: nn.Module, shard: Any, rank: Rank) -> None:
     divisor = 3
     loss(model, shard).backward()
     for parameter in model.parameters():
+        assert isinstance(parameter.grad, torch.Tensor)
         dist.all_reduce(parameter.grad)
         assert parameter.grad is not None
         parameter.grad /= divisor - 1

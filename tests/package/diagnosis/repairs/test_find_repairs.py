@@ -22,6 +22,7 @@ from ddp_equivalence.diagnosis.repairs.find_repairs import (
     find_repairs,
     leaves_the_big_batch,
     lines_of_the_big_batch,
+    may_change,
 )
 from ddp_equivalence.diagnosis.repairs.repair import Repairs
 from ddp_equivalence.diagnosis.time_left import TimeLeft
@@ -87,7 +88,7 @@ def test_a_process_spends_no_more_than_six_checks_may(
     monkeypatch.setattr(module, "_spent", 55.0)
     repairs_of(request_of())
     monkeypatch.setattr(module, "_spent", 60.0)
-    repairs_of(request_of())
+    assert repairs_of(request_of()).why_not == module.ALL_SPENT
     assert tried == [pytest.approx(5.0, abs=0.1)]
 
 
@@ -123,8 +124,44 @@ def test_an_error_of_this_package_is_a_reason_and_no_exception(
     assert "IndexError: ours" in repairs_of(request_of()).why_not
 
 
+def test_a_batch_that_is_another_one_at_each_call_is_a_reason(tried: list[float]) -> None:
+    request = request_of()
+    request = replace(request, case=replace(request.case, batch=_another_each_time))
+    assert "another one at the second call" in repairs_of(request).why_not
+    assert tried == []
+
+
+def _another_each_time(generator: torch.Generator) -> dict[str, Tensor]:
+    _numbers.append(len(_numbers))
+    return {"rows": torch.full((12, 5), float(len(_numbers))), "targets": torch.ones(12, 3)}
+
+
+_numbers: list[int] = []
+
+
+def test_a_right_edit_counts_as_tried_only_if_there_is_time_to_verify_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def both(_: Any, __: Any, propose: Any, *rest: Any) -> Tried:
+        shared, own = line_with("return F.mse_loss"), line_with("parameter.grad /= rank")
+        propose(LocalsSeen({__file__: {shared, own}}))
+        return Tried(right=(0, 1), count=9, of=9)
+
+    monkeypatch.setattr(module, "_spent", 0.0)
+    monkeypatch.setattr(module, "try_edits", both)
+    monkeypatch.setattr(module, "leaves_the_big_batch", lambda *_: True)
+    monkeypatch.setattr(module, "may_change", lambda *_: True)
+    assert (repairs_of(request_of()).right, repairs_of(request_of()).tried) == (2, 9)
+    monkeypatch.setattr(module, "PART_TO_VERIFY", -1.0)
+    assert (repairs_of(request_of()).right, repairs_of(request_of()).tried) == (1, 8)
+    monkeypatch.setattr(module, "may_change", lambda *_: False)
+    assert (repairs_of(request_of()).right, repairs_of(request_of()).tried) == (2, 9)
+
+
 def test_the_lines_that_compute_the_big_batch_are_known() -> None:
-    lines = lines_of_the_big_batch(request_of())[__file__]
+    seen = lines_of_the_big_batch(request_of())
+    assert seen is not None
+    lines = seen[__file__]
     assert line_with("return F.mse_loss") in lines
     assert line_with("parameter.grad /= rank") not in lines
 
@@ -134,7 +171,7 @@ def test_lines_that_the_report_points_at_come_first_and_shared_ones_last() -> No
     shared = line_with("return F.mse_loss")
     seen = LocalsSeen({__file__: {pointed_at, other, shared}})
     pointed = [PointedLine(CodeLine(__file__, pointed_at, "step"), "", is_fault=True)]
-    edits = [edit for edit, _ in module._in_order(request_of(), seen, pointed)]
+    edits = [edit for edit, _ in module._in_order({__file__: {shared}}, seen, pointed)]
     assert edits[0].line == pointed_at
     of_lines = {line: [edit for edit in edits if edit.line == line] for line in (other, shared)}
     kinds = {edit.kind for edit in of_lines[other]} & {edit.kind for edit in of_lines[shared]}
@@ -163,6 +200,8 @@ def test_an_edit_must_leave_the_big_batch_as_it_is(before: str, after: str, leav
     (some, *_) = edits_of(__file__, source.decode(), [line])
     edit = replace(some, line=line, start=start, end=start + len(before.encode()), text=after)
     request = request_of()
+    assert may_change(edit, source, lines_of_the_big_batch(request)) is (not leaves)
+    assert may_change(edit, source, None)
     assert leaves_the_big_batch(request, _expected(request), edit, source) is leaves
     assert shared_loss(build_model(), {"rows": torch.ones(1, 5), "targets": torch.ones(1, 3)}) > 0
 
