@@ -180,9 +180,8 @@ def wrong_at_first(model: nn.Module, shard: Any, rank: Rank) -> None:
     divisor = 3 if kept["runs"] == 1 else rank.world_size
     loss(model, shard).backward()
     for parameter in model.parameters():
-        assert isinstance(parameter.grad, torch.Tensor)
-        dist.all_reduce(parameter.grad)
         assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
         parameter.grad /= divisor
 
 
@@ -200,9 +199,8 @@ def repaired(model: nn.Module, shard: Any, rank: Rank) -> None:
     divisor = 3
     loss(model, shard).backward()
     for parameter in model.parameters():
-        assert isinstance(parameter.grad, torch.Tensor)
-        dist.all_reduce(parameter.grad)
         assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
         parameter.grad /= divisor - 1
 
 
