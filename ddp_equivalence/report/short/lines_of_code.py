@@ -29,14 +29,19 @@ def pointed_lines(verdict: Verdict, most: int = MOST_LINES) -> list[PointedLine]
     repaired = list(lines_of_repairs(verdict.repairs))
     if not repaired:
         return _fewer(_lines_of_cause(verdict), most)
-    edited = {(one.line.file, one.line.number) for one in repaired}
     by_mark = sorted(_lines_of_cause(verdict), key=lambda one: not one.is_fault)
-    beside = [one for one in by_mark if (one.line.file, one.line.number) not in edited]
     if repaired[0].is_fault:
-        others = [replace(one, is_fault=False) for one in beside]
+        edited = set(map(_place, repaired))
+        others = [replace(one, is_fault=False) for one in by_mark if _place(one) not in edited]
         return [*repaired[: max(1, most - 1)], *others][:most]
-    # The edits may leave out what is wrong elsewhere, so what was seen of the fault comes first.
-    return [*beside[:1], *repaired[: max(1, most - 1)], *beside[1:]][:most]
+    # The edits may leave out what is wrong elsewhere, so what was seen of a line is worth more.
+    seen = set(map(_place, by_mark))
+    only_edited = [one for one in repaired if _place(one) not in seen]
+    return [*by_mark[:1], *only_edited[: max(1, most - 1)], *by_mark[1:]][:most]
+
+
+def _place(pointed: PointedLine) -> tuple[str, int]:
+    return pointed.line.file, pointed.line.number
 
 
 def _lines_of_cause(verdict: Verdict) -> list[PointedLine]:

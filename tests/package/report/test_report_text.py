@@ -30,14 +30,14 @@ def verdict_of(name: str) -> Verdict:
     case, step, options = REPORTS[name]
     own = not isinstance(step, str)
     repeat = f"ddp-equivalence check report_cases.py:{name}" if own else ""
-    with settings.using(settings.Settings(backend="gloo", repeat=repeat)):
+    with settings.using(settings.Settings(trial_seconds=0, backend="gloo", repeat=repeat)):
         return check(case, step, **options)
 
 
 def verdict_of_planted(name: str) -> Verdict:
     layouts = ("1+3",) if name == "mean_of_node_means" else ("2x2",)
     trial = fault_trials([name], layouts, every=False)[0].trial
-    with settings.using(settings.Settings(backend="gloo")), planted(name):
+    with settings.using(settings.Settings(trial_seconds=0, backend="gloo")), planted(name):
         return check(trial.case, trial.strategy, **trial.options)
 
 
@@ -49,7 +49,7 @@ def rows_on_a_terminal(report: str, width: int) -> int:
 def test_the_report_reads_as_its_golden_file(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.__version__", "2.x")
     verdict = verdict_of(name)
-    with settings.using(settings.Settings()):
+    with settings.using(settings.Settings(trial_seconds=0)):
         report = str(verdict)
     assert_golden(f"{name}.txt", report)
     assert verdict.outcome != "different" or rows_on_a_terminal(report, WIDTH) <= MOST_LINES
@@ -60,7 +60,7 @@ def test_the_report_of_a_planted_fault_reads_as_its_golden_file(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.__version__", "2.x")
-    with settings.using(settings.Settings()):
+    with settings.using(settings.Settings(trial_seconds=0)):
         report = str(verdict_of_planted(name))
     assert_golden(f"planted/{name}.txt", report)
     assert rows_on_a_terminal(report, WIDTH) <= MOST_LINES
@@ -72,7 +72,7 @@ def test_the_full_report_reads_as_its_golden_file(
 ) -> None:
     monkeypatch.setattr("torch.__version__", "2.x")
     verdict = verdict_of(name)
-    with settings.using(settings.Settings()):
+    with settings.using(settings.Settings(trial_seconds=0)):
         assert_golden(f"full/{name}.txt", verdict.full_report())
 
 
@@ -85,7 +85,7 @@ def test_the_full_report_of_a_verdict_that_is_not_different_is_its_report(name: 
 @pytest.mark.parametrize("width", [72, 140])
 def test_a_report_is_set_in_the_width_it_is_given(width: int) -> None:
     verdict = check(TOKENS, "ddp_mean")
-    with settings.using(settings.Settings(width=width)):
+    with settings.using(settings.Settings(trial_seconds=0, width=width)):
         full = [line.text for line in full_lines(verdict)]
         short = str(verdict).splitlines()
     lines = [line for line in full if not line.startswith(("  Repeat:", "  Again:"))]

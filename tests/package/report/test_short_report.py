@@ -107,7 +107,7 @@ def test_the_full_report_begins_with_the_screen_and_goes_on(
 def test_the_step_of_an_imported_file_is_repeated_on_the_command_line(folder: Path) -> None:
     sys.path.insert(0, str(folder))
     mine = importlib.import_module("mine")
-    with settings.using(settings.Settings()):
+    with settings.using(settings.Settings(trial_seconds=0)):
         verdict = check(mine.case, mine.step)
     assert verdict.cause == "reduced_in_wrong_group"
     assert verdict.repeat == "ddp-equivalence check mine.py:step"
@@ -228,7 +228,7 @@ def test_every_report_fits_on_one_screen(verdict: Verdict) -> None:
 
 
 def test_a_difference_that_was_not_watched_says_so_and_why() -> None:
-    with settings.using(settings.Settings(second_look=False)):
+    with settings.using(settings.Settings(trial_seconds=0, second_look=False)):
         found = check(own_case(layout="2x2", shards="6+3+2+1"), right_step)
     assert found.outcome == "different"
     text = " ".join(str(found).split())
