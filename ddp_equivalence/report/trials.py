@@ -23,7 +23,7 @@ def trial_lines(verdict: Verdict) -> list[Line]:
     of = "" if repairs.tried == repairs.of else f" of {repairs.of}"
     count = f"{repairs.tried}{of} {noun} of the lines that the step runs"
     if not repairs.found:
-        return labelled("Tried: ", f"{count}; none of them repairs it.")
+        return labelled("Tried: ", f"{count}; none of them was seen to repair it.")
     repair = plural(repairs.right, "of them repairs it", "of them repair it, such as")
     lines = labelled("Tried: ", f"{count}; {repairs.right} {repair}:")
     for one in repairs.found:
