@@ -1,4 +1,4 @@
-"""Counts of the batch that a loss may divide by in place of the one that the big batch divides by."""
+"""Counts of the batch that a loss may divide by in place of the right one."""
 
 from __future__ import annotations
 
@@ -167,6 +167,8 @@ def counts_by_rank(view: View) -> list[CountsByRank]:
             wanted = [a / (view.world_size * m) for a, m in zip(right, by_piece, strict=True)]
             if not _weigh_alike(weights[0], wanted) or _is_one_factor(right, wanted):
                 continue
+            if _is_a_mean_of_means(view, right, wanted):
+                continue
             held = torch.tensor(wanted, dtype=gradients.dtype) @ gradients
             found.append(CountsByRank(held, counts, unit, right_unit, sum(right)))
     return found
@@ -180,6 +182,18 @@ def _weigh_alike(weights: Tensor, wanted: Sequence[float]) -> bool:
 def _is_one_factor(right: Sequence[float], wanted: Sequence[float]) -> bool:
     factors = [weight / count for weight, count in zip(wanted, right, strict=True) if count]
     return max(factors) - min(factors) <= OF_WEIGHTS * max(factors)
+
+
+def _is_a_mean_of_means(view: View, right: Sequence[float], wanted: Sequence[float]) -> bool:
+    """True if these are the weights of micro-batches or ranks that count equally."""
+    by_rank = [len(parts) for parts in view.parts.by_rank or ()]
+    of_rank: list[float] = []
+    equal: list[float] = []
+    for count in by_rank:
+        own = right[len(of_rank) : len(of_rank) + count]
+        of_rank += [one / sum(own) / view.world_size if sum(own) else 0.0 for one in own]
+        equal += [1 / count / view.world_size] * count
+    return any(_weigh_alike(torch.tensor(wanted), one) for one in (of_rank, equal))
 
 
 def _divisors_by_piece(

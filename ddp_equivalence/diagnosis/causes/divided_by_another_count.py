@@ -18,7 +18,7 @@ from ddp_equivalence.diagnosis.indications import (
     common_loss_factor,
     losses_close,
 )
-from ddp_equivalence.diagnosis.lines.lines_around_reduction import lines_of_divisor
+from ddp_equivalence.diagnosis.lines.divided_by import divisors
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
     averages,
@@ -27,6 +27,7 @@ from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
     line_that_scales_gradients,
 )
 from ddp_equivalence.diagnosis.lines.loss_lines import last_backward, line_of_loss, losses_before
+from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.other_counts import (
     CountsByRank,
     RatioOfCounts,
@@ -69,19 +70,30 @@ def _has_few_digits(factor: float) -> bool:
 
 
 def divides_by(view: View, count: float) -> bool:
-    """True if a line was seen to divide the gradients, or a loss that it had before, by this."""
-    if line_that_scales_gradients(view, 1 / count) is not None:
+    """True if a line was seen to divide the gradients, or a loss that it had before, by this.
+
+    Each of several ranks may divide by its own part of the count.
+    """
+    factors = (
+        call.change.factor
+        for rank in view.observed.by_rank
+        for call in view.observed.calls.of(rank)
+        if call.change is not None and call.change.factor
+    )
+    if any(isclose(one * count, 1.0, rel_tol=LOSS_ROUNDING) for one in factors):
         return True
     backward = last_backward(view)
     losses = losses_before(view, backward) if backward is not None else []
-    return any(
-        later.what.startswith("DivBackward")
-        and later.value
-        and earlier.value
-        and isclose(earlier.value / later.value, count, rel_tol=LOSS_ROUNDING)
+    seen = [
+        earlier.value / later.value
         for place, later in enumerate(losses)
         for earlier in losses[:place]
-    )
+        if later.what.startswith("DivBackward") and later.value and earlier.value
+    ]
+    layout = view.setting.layout
+    numbers = {view.world_size, layout.nodes, view.parts.micro_batches_per_rank}
+    wanted = [one for one in (count, count / view.world_size) if one not in numbers]
+    return any(isclose(one, of, rel_tol=LOSS_ROUNDING) for one in seen for of in wanted)
 
 
 def indication(view: View) -> Indication | None:
@@ -123,7 +135,12 @@ def lines(view: View) -> Sequence[PointedLine]:
         return ()
     rank = min(view.observed.by_rank, default=0)
     reduced = line_of_reduction(view) if own and not ratios else None
-    return in_order(view, *lines_of_divisor(view, rank, scaled.line), scaled, reduced)
+    made = [
+        PointedLine(link.line, f"sets {link.name}, the number at line {scaled.line.number}")
+        for link in divisors(run_lines(view, rank), scaled.line)[:1]
+        if link.line != scaled.line
+    ]
+    return in_order(view, *made, scaled, reduced)
 
 
 def _note(ratios: Sequence[RatioOfCounts], own: Sequence[CountsByRank]) -> str:

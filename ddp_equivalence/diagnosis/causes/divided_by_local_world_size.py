@@ -16,12 +16,14 @@ from ddp_equivalence.diagnosis.hypothesis import (
     Words,
     WrongFactor,
 )
+from ddp_equivalence.diagnosis.indications import common_loss_factor, losses_close
 from ddp_equivalence.diagnosis.lines.lines_around_reduction import (
     lines_of_divisor,
     lines_of_hook_number,
 )
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
+    common_factor,
     line_of_reduction,
     line_that_scales,
     line_that_scales_gradients,
@@ -56,11 +58,23 @@ def indication(view: View) -> Indication | None:
     alone = [also_on_one_rank(view, one.value) for one in factors(view)]
     if any(alone):
         return alone[0]
+    if any(_is_that_of_losses(view, one.value) for one in factors(view)):
+        return Indication(False, "the losses at which backward began have this factor already")
     local = _local_world_size(view)
     # With one rank on a node there is nothing to divide, and with one node it is right.
     if factors(view) and local > 1 and line_that_scales_gradients(view, 1 / local) is not None:
         return Indication(True, f"the gradients were divided by {local}, the ranks of one node")
     return None
+
+
+def _is_that_of_losses(view: View, factor: float) -> bool:
+    """True if each rank's losses together are this multiple of the loss of its rows."""
+    common = common_loss_factor(view)
+    held = common_factor(view)
+    if common is None or held is None or not losses_close(held, factor):
+        return False
+    times = max(len(view.observed.backwards(rank)) for rank in view.observed.by_rank)
+    return losses_close(common * times, factor)
 
 
 def words(view: View) -> Words | None:

@@ -38,10 +38,14 @@ def mean_of_means(view: View) -> Sequence[Prediction]:
         return ()
     if setting.has_batch_norm or setting.batch_coupled or view.examples.draws_random_numbers:
         return ()
-    several = any(len(parts) > 1 for parts in view.parts.by_rank)
+    means = means_over(view)
+    plain = next(iter(means), None) is Over.MICRO_BATCH and Over.WINDOW not in means
     return tuple(
-        Prediction(view.on_every_rank(mean), f"the means are over {over.value}" if several else "")
-        for over, mean in means_over(view).items()
+        Prediction(
+            view.on_every_rank(mean),
+            "" if plain and over is Over.MICRO_BATCH else f"the means are over {over.value}",
+        )
+        for over, mean in means.items()
     )
 
 
