@@ -219,5 +219,5 @@ def _divisors_by_piece(
             if min(counts) <= 0 or (not words and unit in right):
                 continue
             numbers = tuple(times * count for count in counts)
-            by_piece = [one for one, parts in zip(numbers, by_rank, strict=True) for _ in parts]
+            by_piece = [one for one, own in zip(numbers, by_rank, strict=True) for _ in own]
             yield unit + words, numbers, by_piece

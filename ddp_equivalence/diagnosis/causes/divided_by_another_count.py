@@ -59,7 +59,7 @@ def _ratios(view: View) -> list[RatioOfCounts]:
     return [
         one
         for one in ratio_of_counts(view)
-        if not _has_few_digits(one.factor) or divides_by(view, one.wrong.value)
+        if not _has_few_digits(one.factor) or divided_by(view, one.wrong.value)
     ]
 
 
@@ -69,10 +69,10 @@ def _has_few_digits(factor: float) -> bool:
     )
 
 
-def divides_by(view: View, count: float) -> bool:
-    """True if a line was seen to divide the gradients, or a loss that it had before, by this.
+def divided_by(view: View, count: float) -> float | None:
+    """The number that gradients, or a loss that the rank had before, were seen to be divided by.
 
-    Each of several ranks may divide by its own part of the count.
+    It is the count itself, or the equal part of it that each of several ranks has.
     """
     factors = (
         call.change.factor
@@ -81,7 +81,7 @@ def divides_by(view: View, count: float) -> bool:
         if call.change is not None and call.change.factor
     )
     if any(isclose(one * count, 1.0, rel_tol=LOSS_ROUNDING) for one in factors):
-        return True
+        return count
     backward = last_backward(view)
     losses = losses_before(view, backward) if backward is not None else []
     seen = [
@@ -93,15 +93,18 @@ def divides_by(view: View, count: float) -> bool:
     layout = view.setting.layout
     numbers = {view.world_size, layout.nodes, view.parts.micro_batches_per_rank}
     wanted = [one for one in (count, count / view.world_size) if one not in numbers]
-    return any(isclose(one, of, rel_tol=LOSS_ROUNDING) for one in seen for of in wanted)
+    found = (of for of in wanted for one in seen if isclose(one, of, rel_tol=LOSS_ROUNDING))
+    return next(found, None)
 
 
 def indication(view: View) -> Indication | None:
     """Looks for the division itself, or else for losses that have the factor already."""
     ratios = _ratios(view)
     for one in ratios:
-        if divides_by(view, one.wrong.value):
-            return Indication(True, f"a division by {text_of(one.wrong.value, '.6g')} was seen")
+        seen = divided_by(view, one.wrong.value)
+        if seen is not None:
+            part = "" if seen == one.wrong.value else ", the part of one rank,"
+            return Indication(True, f"a division by {text_of(seen, '.6g')}{part} was seen")
     common = common_loss_factor(view)
     for one in ratios:
         if common is not None and losses_close(common, one.factor):
