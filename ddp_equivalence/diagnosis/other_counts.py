@@ -212,8 +212,8 @@ def _divisors_by_piece(
         for place, name in ((0, "first"), (-1, "last")):
             chosen = [parts[place] for parts in by_rank]
             choices.append((f" of the rank's {name} micro-batch", 1.0, chosen))
-            times = f" of the rank's {name} micro-batch, times {number} micro-batches"
-            choices.append((times, float(number), chosen))
+            full = f" of the rank's {name} micro-batch, times {number} micro-batches"
+            choices.append((full, float(number), chosen))
     for words, times, parts in choices:
         for unit, counts in counts_of_parts(view, parts).items():
             if min(counts) <= 0 or (not words and unit in right):
