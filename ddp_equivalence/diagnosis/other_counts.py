@@ -87,7 +87,12 @@ def ratio_of_counts(view: View) -> list[RatioOfCounts]:
         right = Count(counts_of_parts(view, whole)[unit][0], unit)
         for count in wrong:
             one = RatioOfCounts(right, count)
-            if count.value != right.value and isclose(one.factor, held, rel_tol=EXACT):
+            whole_numbers = right.value == round(right.value)
+            if (
+                whole_numbers
+                and count.value != right.value
+                and isclose(one.factor, held, rel_tol=EXACT)
+            ):
                 found.setdefault(count.value, one)
     return list(found.values())
 

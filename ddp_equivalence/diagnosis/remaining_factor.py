@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.causes import HYPOTHESES
+from ddp_equivalence.diagnosis.examples_read import is_divided_up
 from ddp_equivalence.diagnosis.finding import Finding, finding_without_prediction
 from ddp_equivalence.diagnosis.indications import common_loss_factor
 from ddp_equivalence.diagnosis.limits_by_parameter import LimitByName
@@ -30,11 +31,11 @@ def one_cause_and_a_factor(
     begin: any number would be explained otherwise.
     """
     findings: dict[str, Finding] = {}
-    of_losses = _factor_of_losses(view)
+    of_losses, own_with_a_factor = _factor_of_losses(view), _holds_own_with_a_factor(view)
     for scaled in scaled_predictions(view, most_unexplained, limits):
         if scaled.factor <= 0 or _is(scaled.factor, 1.0):
             continue
-        anything_fits = _is_multiple_of_right(view, scaled.prediction.by_rank)
+        anything_fits = _is_multiple_of_right(view, scaled.prediction.by_rank) or own_with_a_factor
         seen = of_losses is not None and _is(of_losses, scaled.factor)
         if (anything_fits or scaled.is_a_right_step) and not seen:
             continue
@@ -59,6 +60,8 @@ def with_factor_of_own_gradients(findings: Sequence[Finding], view: View) -> lis
     """The findings; those that were predicted from what the ranks were seen to compute get the
     factor that all of this has beside what their rows give.
     """
+    if is_divided_up(view) is False:
+        return list(findings)  # what is read twice, or not at all, has other counts
     factor = _factor_of_own_gradients(view)
     if factor is None or _is_multiple_of_right(view, view.measured.by_rank):
         return list(findings)
@@ -103,6 +106,17 @@ def _factor_of_losses(view: View) -> float | None:
     counts = {len(view.observed.backwards(rank)) for rank in view.observed.by_rank}
     factor = common * counts.pop() if len(counts) == 1 else 1.0
     return None if _is(factor, 1.0) else factor
+
+
+def _holds_own_with_a_factor(view: View) -> bool:
+    """True if all ranks hold a multiple of the mean of what they computed, right or wrong."""
+    held = view.measured.by_rank
+    for local in view.local_gradients:
+        own = view.on_every_rank(local.mean(0))
+        square = float((own * own).sum())
+        if square > 0 and nearly_equal(held, float((held * own).sum()) / square * own):
+            return True
+    return False
 
 
 def _is_multiple_of_right(view: View, by_rank: Tensor) -> bool:

@@ -159,11 +159,11 @@ def fix(view: View) -> str:
     if ratios:
         one = ratios[0]
         wrong, right = (text_of(count.value, ".6g") for count in (one.wrong, one.right))
-        return f"divide by the {one.right.unit} ({right}), not by {wrong}."
+        return f"divide by {right} ({one.right.unit}), not by {wrong}."
     if not own:
         return "divide by what the loss of the big batch divides by."
     total = text_of(own[0].total, ".6g")
-    summed = f"divide the summed loss by the {own[0].right_unit} of all ranks ({total})"
+    summed = f"divide the summed loss by {total} ({own[0].right_unit}, on all ranks)"
     if is_unseen(view):
         return f"{summed}; under DDP, multiply it by {view.world_size} too."
     if averages(view):
