@@ -108,10 +108,8 @@ class Analysis:
 
     def sample_of_step(self, step: int) -> ElementSample[str]:
         """The elements that are kept of one step's gradients, by parameter name."""
-        sizes, stride = self.sample.sizes, self.sample.stride
-        names = [name for of_step, name in sizes if of_step == step]
-        by_name = ({name: one[step, name] for name in names} for one in (sizes, stride))
-        return ElementSample(*by_name)
+        kept = self.sample.sizes, self.sample.stride
+        return ElementSample(*({n: one[s, n] for s, n in one if s == step} for one in kept))
 
     @cached_property
     def nearest_fault(self) -> NearestFault | None:
