@@ -51,3 +51,8 @@ def lengths_of_functions(
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             yield node, node.end_lineno - node.lineno + 1
+
+
+def test_the_files_of_which_a_part_runs_in_every_change_exist() -> None:
+    tests = Path(thorough.__file__).parent
+    assert [file for file in thorough.ONE_OF if not (tests / file).exists()] == []
