@@ -44,7 +44,7 @@ from ddp_equivalence.ranks.threads import threads_beside, threads_for, use_one_t
 from ddp_equivalence.reference import Reference, big_batch
 from ddp_equivalence.report import listeners, readings
 from ddp_equivalence.report.errors import NotEquivalent, NothingCompared
-from ddp_equivalence.report.judged_again import judged_again
+from ddp_equivalence.report.judged_again import judged_again, unless_right_in_own_precision
 from ddp_equivalence.report.render import render, render_full
 from ddp_equivalence.report.short.definition import defined_at
 from ddp_equivalence.report.unknown_verdicts import failed, unknown
@@ -155,6 +155,9 @@ def _judge(request: Request) -> Verdict:
         return unknown(verdict, why_unknown)
     if measurement.comparison.same:
         return _same_if_shown(verdict, measurement, request)
+    verdict = unless_right_in_own_precision(verdict, request, _judge)
+    if verdict.outcome == "same":
+        return verdict
     analysis.measurement = measurement
     return _different_if_comparable(verdict, analysis, expected.reference, wrong)
 

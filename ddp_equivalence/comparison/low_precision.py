@@ -36,6 +36,11 @@ class NudgedInside(TorchDispatchMode):
         self.lowest: torch.dtype | None = None
         self._generator = torch.Generator().manual_seed(number)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False, because torch would otherwise import its compiler, which takes two seconds."""
+        return False
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
