@@ -8,6 +8,7 @@ same float32 as before. So the values that are rounded to the lower precision ar
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,6 +31,12 @@ class NudgedInside(TorchDispatchMode):
     ``number``: the number of the random pattern. ``lowest``: the least precise dtype in which a
     value was rounded; None if none was.
     """
+
+    def __new__(cls, number: int) -> NudgedInside:
+        """One that torch's compiler leaves alone, if the compiler has been imported."""
+        compiles = "torch._dynamo" in sys.modules
+        made: NudgedInside = super().__new__(_NotCompiled if compiles else cls)
+        return made
 
     def __init__(self, number: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
@@ -75,6 +82,19 @@ class NudgedInside(TorchDispatchMode):
         # The value is left alone where moving it would leave the range of its dtype.
         narrow = moved.to(rounded.dtype)
         return torch.where(was_rounded & narrow.isfinite(), narrow, rounded)
+
+
+class _NotCompiled(NudgedInside):
+    """The same, but torch disables its compiler for the method below."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return super().__torch_dispatch__(function, types, args, kwargs)
 
 
 def lower(one: torch.dtype | None, other: torch.dtype | None) -> torch.dtype | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -195,3 +195,40 @@ def test_random_numbers_are_drawn_once() -> None:
         drawn = F.dropout(values, 0.5), torch.rand(3)
     assert torch.equal(drawn[0] == 0, expected[0] == 0)
     assert torch.equal(drawn[1], expected[1])
+
+
+def transformers_model(kind: str) -> nn.Module:
+    """A tiny model with random weights, from Hugging Face."""
+    transformers = pytest.importorskip("transformers")
+    sizes: dict[str, Any] = {
+        "vocab_size": WORDS,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if kind == "gpt2":
+        sizes |= {"n_positions": LENGTH, "n_embd": WIDTH, "n_layer": 2, "n_head": 2}
+        sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return cast(nn.Module, transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)))
+    sizes |= {"hidden_size": WIDTH, "intermediate_size": 16, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "max_position_embeddings": LENGTH}
+    if kind == "llama":
+        return cast(nn.Module, transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)))
+    sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return cast(nn.Module, transformers.BertForMaskedLM(transformers.BertConfig(**sizes)))
+
+
+def widened_loss(model: nn.Module, batch: Any) -> Tensor:
+    scores = model(input_ids=batch["ids"]).logits.float()
+    return F.cross_entropy(scores.flatten(0, 1), batch["labels"].flatten())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_right_gradients_of_models_from_transformers_are_the_same(kind: str) -> None:
+    case = case_of("", model=partial(transformers_model, kind), loss=widened_loss)
+    right = judged(case, widened_loss, pieces=2)
+    assert right.same
+    assert not right.has_useless_limits
+    wrong = judged(case, widened_loss, pieces=2, weights=(1.0, 1.001, 1.0))
+    assert not wrong.same
+    assert not wrong.may_be_rounding
