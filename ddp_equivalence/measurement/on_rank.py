@@ -22,19 +22,16 @@ from ddp_equivalence.comparison.chunks import raw_messages
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.comparison.gradients import (
     describe,
-    gathered,
-    gradients_of,
     in_first_step,
     sgd_step,
     update_of,
-    updates_of,
-    weights_of,
 )
 from ddp_equivalence.faults.plant import PlantedFault, plant_here
 from ddp_equivalence.measurement.buffer_watch import digests_of_buffers
 from ddp_equivalence.measurement.called_with import CalledWith
 from ddp_equivalence.measurement.cuda_evidence import gpus_used, tf32_of
 from ddp_equivalence.measurement.draws_on_rank import with_draws
+from ddp_equivalence.measurement.flat_parameters import FlatParameters
 from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.measurement.operation_log import OperationLog
 from ddp_equivalence.measurement.parameter_names import ParameterNames
@@ -42,6 +39,7 @@ from ddp_equivalence.measurement.precision_watch import Float32Watch, autocast_e
 from ddp_equivalence.measurement.races import Races
 from ddp_equivalence.measurement.random_draws import DrawLog
 from ddp_equivalence.measurement.returned import tensors_by_name
+from ddp_equivalence.measurement.whole_tensors import WholeTensors
 from ddp_equivalence.measurement.work import Evidence, Work
 from ddp_equivalence.ranks import process_state
 from ddp_equivalence.ranks.collectives import new_collectives
@@ -95,7 +93,10 @@ def _run_step(
     planted = plant_here(work.plant) if work.plant else None
     float32 = Float32Watch() if work.look_for_float32 else None
     log = OperationLog() if work.log_operations else None
+    flat = FlatParameters()
+    held = WholeTensors(model, names, flat)
     with (
+        flat.recorded(),
         called.recording(model),
         autocast_entered() as autocast,
         observer.watching() if observer else nullcontext(),
@@ -104,11 +105,12 @@ def _run_step(
         log or nullcontext(),
         draws.watching() if draws else nullcontext(),
     ):
-        gradients = _train(rank, work, model, names, given, shards, notes, races, planted, observer)
+        gradients = _train(
+            rank, work, model, names, held, given, shards, notes, races, planted, observer
+        )
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     collectives = new_collectives()
-    gradients = {key: None if one is None else gathered(one) for key, one in gradients.items()}
     observed = observer.found(gradients, collectives) if observer else None
     dealt = None if case.shards == OWN else tuple(one.indices[rank.rank] for one in shards)
     evidence = Evidence(
@@ -184,6 +186,7 @@ def _train(
     work: Work,
     model: nn.Module,
     names: ParameterNames,
+    held: WholeTensors,
     given: list[Any],
     shards: list[Shards],
     notes: dict[str, Any],
@@ -192,7 +195,7 @@ def _train(
     observer: Observer | None,
 ) -> dict[GradientKey, Tensor | None]:
     """Run all steps; return the gradients that each step leaves, or the update of all together."""
-    before = weights_of(names.parameters(model)) if work.compare == "update" else {}
+    before = held.weights() if work.compare == "update" else {}
     task = Task(work.case, model, rank, shards, notes, work.steps)
     step: TrainStep
     if isinstance(work.step, str):
@@ -208,28 +211,29 @@ def _train(
     if work.compare == "update" and not isinstance(work.step, str):
         with _seeded(step_seed(work.case, 0)), races.watched():
             returned = step(given[0])
-        return in_first_step(_update_by_user(names, model, before, returned))
+        return in_first_step(_update_by_user(names, held, model, before, returned))
     gradients: dict[GradientKey, Tensor | None] = {}
     for number, shard in enumerate(given):
         if observer:
             observer.step = number
         last = number + 1 == len(given)
-        weights = names.digest(model) if len(given) > 1 else ""
+        weights = held.digest() if len(given) > 1 else ""
         returned = _one_step(rank, work, model, names, step, shard, number, races)
-        parameters = names.parameters(model)
+        if returned is not None:
+            returned = held.returned(returned)
         if work.compare == "gradients":
-            by_name = gradients_of(parameters) if returned is None else returned
+            by_name = held.gradients() if returned is None else returned
             # DDP's bucket views put the gradients of the next step into the same memory.
             left = races.as_left(by_name, keep=len(given) > 1)
             gradients |= {(number, name): gradient for name, gradient in left.items()}
-        _check_weights(rank, names, model, weights)
+        _check_weights(rank, held, weights)
         if returned is not None and (work.compare == "update" or not last):
-            _put_on_parameters(parameters, returned)
+            held.give_gradients(returned)
         if work.compare == "update" or not last:
             sgd_step(model, work.lr)
     if work.compare == "gradients":
         return gradients
-    return in_first_step(updates_of(names.parameters(model), before))
+    return in_first_step(held.updates(before))
 
 
 def _one_step(
@@ -249,13 +253,13 @@ def _one_step(
     return None if returned is None else names.of_returned(model, tensors_by_name(returned))
 
 
-def _check_weights(rank: Rank, names: ParameterNames, model: nn.Module, before: str) -> None:
+def _check_weights(rank: Rank, held: WholeTensors, before: str) -> None:
     """Raises ValueError if one of several steps has moved the weights.
 
     ``before``: a digest of the weights before the step; "" for the only step.
     """
     # Only rank 0 raises: on other ranks a new DDP wrapper may have copied the weights of rank 0.
-    if before and before != names.digest(model) and rank.rank == 0:
+    if before and before != held.digest() and rank.rank == 0:
         raise ValueError(
             "the step moved the weights itself; the suite takes an SGD step after each of several "
             'steps, so leave the optimizer step out, or use compare="update"'
@@ -271,23 +275,18 @@ def _seeded(seed: int) -> Iterator[None]:
             process_state.report_change(f"torch's seed set to {torch.initial_seed()}")
 
 
-def _put_on_parameters(
-    parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor | None]
-) -> None:
-    """Put gradients that the step returned where the suite's next SGD step finds them."""
-    for name, parameter in parameters.items():
-        gradient = gradients.get(name)
-        parameter.grad = None if gradient is None else gradient.detach().to(parameter.dtype)
-
-
 def _update_by_user(
-    names: ParameterNames, model: nn.Module, before: dict[str, Tensor], returned: object
+    names: ParameterNames,
+    held: WholeTensors,
+    model: nn.Module,
+    before: dict[str, Tensor],
+    returned: object,
 ) -> dict[str, Tensor | None]:
     """How far a user's own training moved the weights: those in the model, or those returned."""
-    parameters = names.parameters(model)
     if returned is None:
-        return updates_of(parameters, before)
-    weights = names.of_returned(model, tensors_by_name(returned))
+        return held.updates(before)
+    parameters = names.parameters(model)
+    weights = held.returned(names.of_returned(model, tensors_by_name(returned)))
     found: dict[str, Tensor | None] = {}
     for name, weight in weights.items():
         start = before.get(name)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from ddp_equivalence.comparison.digest import digest
-from ddp_equivalence.comparison.gradients import gathered
+from ddp_equivalence.measurement.flat_parameters import original_parameters
 from ddp_equivalence.measurement.returned import no_parameters
 
 WRAPPER_SEGMENTS = frozenset(
@@ -42,7 +42,7 @@ class ParameterNames:
         is recognised by its module, by its name, or else by its place in the order of the model. A
         parameter that the step has added is included if it is trained; its name says so.
         """
-        now = dict(model.named_parameters())
+        now = dict(original_parameters(model))
         if now.keys() == self._known.keys() and all(
             self._known[name] is parameter for name, parameter in now.items()
         ):
@@ -65,8 +65,7 @@ class ParameterNames:
         self, model: nn.Module, new: Mapping[str, nn.Parameter], free: Sequence[str]
     ) -> dict[str, str]:
         """Parameters of modules that were part of the model before, wherever these are now."""
-        modules = ((path, reference()) for path, reference in self._modules.items())
-        paths = {id(module): path for path, module in modules if module is not None}
+        paths = self.modules()
         now = dict(model.named_modules(remove_duplicate=False))
         found = {}
         for name in new:
@@ -116,13 +115,14 @@ class ParameterNames:
             raise no_parameters(returned, self._known)
         return found
 
-    def digest(self, model: nn.Module) -> str:
-        """A digest of the weights. It does not change if the step renames or adds parameters."""
-        parameters = self.parameters(model)
-        return digest(
-            (name, None if (one := parameters.get(name)) is None else gathered(one))
-            for name in self._known
-        )
+    def first_of(self, name: str) -> str:
+        """The first name of the parameter that had this name before the step."""
+        return self._own.get(name, name)
+
+    def modules(self) -> dict[int, str]:
+        """The id of each module that was part of the model before the step -> its name there."""
+        modules = ((path, reference()) for path, reference in self._modules.items())
+        return {id(module): path for path, module in modules if module is not None}
 
     def _matched_as_a_whole(self, model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         """Each name -> the model's own name, by the first way that fits all names.
