@@ -20,7 +20,7 @@ from ddp_equivalence.case.shards import OWN, split
 from ddp_equivalence.case.steps import Compare, Steps
 from ddp_equivalence.comparison.batch_digest import data_by_rank
 from ddp_equivalence.comparison.expected import Expected
-from ddp_equivalence.diagnosis import distinct_gpus, races, vacuity
+from ddp_equivalence.diagnosis import distinct_gpus, no_devices, races, vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis
 from ddp_equivalence.diagnosis.catalogue_cache import without_ranks
 from ddp_equivalence.diagnosis.finding import finding_of_wrong_collectives
@@ -44,6 +44,7 @@ from ddp_equivalence.ranks.threads import threads_beside, threads_for, use_one_t
 from ddp_equivalence.reference import Reference, big_batch
 from ddp_equivalence.report import listeners, readings
 from ddp_equivalence.report.errors import NotEquivalent, NothingCompared
+from ddp_equivalence.report.fresh_ranks import judged_on_fresh_ranks
 from ddp_equivalence.report.judged_again import judged_again
 from ddp_equivalence.report.render import render, render_full
 from ddp_equivalence.report.short.definition import defined_at
@@ -68,7 +69,10 @@ def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verd
             started = time.monotonic()
             use_one_thread_in_a_fork()
             start_early()  # the server of ranks imports torch while the reference is computed
-            verdict = judged_again(_judge(request), request, _judge)
+            verdict = judged_on_fresh_ranks(_judge(request), request, _judge)
+            if verdict.on_used_ranks is not None:
+                request = replace(request, fresh=True)
+            verdict = judged_again(verdict, request, _judge)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))
     listeners.tell(verdict, request)
     readings.begin(verdict)
@@ -114,7 +118,12 @@ def _judge(request: Request) -> Verdict:
                 why_unknown = vacuity.against_the_reference(expected.reference)
             _check_shards(request, expected.reference)
             analysis = Analysis(request, expected)
-            known = partial(known, examples=expected.reference.examples, analysis=analysis)
+            known = partial(
+                known,
+                examples=expected.reference.examples,
+                buffers_of_the_big_batch=expected.reference.buffers,
+                analysis=analysis,
+            )
             measurement = measure(ranks, request, expected, request.deadline, analysis.sample)
             if not (measurement.outdated or measurement.comparison.same):
                 second = observe(
@@ -190,9 +199,11 @@ def _failed_or_again(
 def _same_if_shown(verdict: Verdict, measurement: Measurement, request: Request) -> Verdict:
     """Nothing differs. That is a pass only if a difference could have shown."""
     comparison, evidence = measurement.comparison, measurement.evidence
-    why_unknown = vacuity.against_a_pass(
-        comparison, evidence, lambda: verdict.nearest
-    ) or vacuity.against_a_hidden_plant(request.plant, request.processes)
+    why_unknown = (
+        no_devices.against_idle_data_parallel(evidence)
+        or vacuity.against_a_pass(comparison, evidence, lambda: verdict.nearest)
+        or vacuity.against_a_hidden_plant(request.plant, request.processes)
+    )
     if why_unknown is not None:
         return unknown(verdict, why_unknown)
     if measurement.changes_error is not None and not (request.allow_changes or request.in_process):

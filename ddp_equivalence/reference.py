@@ -7,7 +7,7 @@ nothing else: it shares no helper with a strategy, and it knows no wrapper, samp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class Reference:
     ``expected``: the gradient (or the update) of the big batch in float64; None for a parameter
     that backward did not reach. ``dtypes``: the dtype of every trained parameter as the case builds
     it. ``examples``: the size of the big batch in each step. ``losses``: its loss in each step.
+    ``buffers``: what the buffers of the model hold afterwards.
     """
 
     case: Case
@@ -44,6 +45,7 @@ class Reference:
     dtypes: dict[str, torch.dtype]
     examples: tuple[int, ...]
     losses: tuple[float, ...]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def lowest_dtype(self) -> torch.dtype:
@@ -78,6 +80,7 @@ def big_batch(
         dtypes=dtypes,
         examples=sizes,
         losses=tuple(losses),
+        buffers={name: one.detach().clone() for name, one in model.named_buffers()},
     )
 
 

@@ -24,14 +24,14 @@ from ddp_equivalence.comparison.gradients import (
     describe,
     in_first_step,
     sgd_step,
-    update_of,
 )
 from ddp_equivalence.faults.plant import PlantedFault, plant_here
 from ddp_equivalence.measurement.buffer_watch import digests_of_buffers
+from ddp_equivalence.measurement.buffers_left import buffers_left
 from ddp_equivalence.measurement.called_with import CalledWith
 from ddp_equivalence.measurement.cuda_evidence import gpus_used, tf32_of
 from ddp_equivalence.measurement.draws_on_rank import with_draws
-from ddp_equivalence.measurement.flat_parameters import FlatParameters
+from ddp_equivalence.measurement.idle_data_parallel import IdleDataParallel
 from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.measurement.operation_log import OperationLog
 from ddp_equivalence.measurement.parameter_names import ParameterNames
@@ -43,6 +43,7 @@ from ddp_equivalence.measurement.whole_tensors import WholeTensors
 from ddp_equivalence.measurement.work import Evidence, Work
 from ddp_equivalence.ranks import process_state
 from ddp_equivalence.ranks.collectives import new_collectives
+from ddp_equivalence.ranks.libraries import libraries
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.strategy import Task, TrainStep
@@ -93,10 +94,10 @@ def _run_step(
     planted = plant_here(work.plant) if work.plant else None
     float32 = Float32Watch() if work.look_for_float32 else None
     log = OperationLog() if work.log_operations else None
-    flat = FlatParameters()
-    held = WholeTensors(model, names, flat)
+    held, idle = WholeTensors(model, names), IdleDataParallel(model)
     with (
-        flat.recorded(),
+        held.recorded(),
+        idle.watched(),
         called.recording(model),
         autocast_entered() as autocast,
         observer.watching() if observer else nullcontext(),
@@ -134,6 +135,9 @@ def _run_step(
         gpu=gpus_used(rank, chain(model.parameters(), gradients.values()), notes),
         tf32=tf32_of(rank),
         buffers=digests_of_buffers(model),
+        buffers_left=buffers_left(model, names.buffers),
+        libraries=libraries.of_earlier_work,
+        idle_data_parallel=idle.called,
     )
     return gradients, evidence
 
@@ -211,7 +215,10 @@ def _train(
     if work.compare == "update" and not isinstance(work.step, str):
         with _seeded(step_seed(work.case, 0)), races.watched():
             returned = step(given[0])
-        return in_first_step(_update_by_user(names, held, model, before, returned))
+        if returned is None:
+            return in_first_step(held.updates(before))
+        weights_by_name = names.of_returned(model, tensors_by_name(returned))
+        return in_first_step(held.updates_to(weights_by_name, before))
     gradients: dict[GradientKey, Tensor | None] = {}
     for number, shard in enumerate(given):
         if observer:
@@ -273,26 +280,3 @@ def _seeded(seed: int) -> Iterator[None]:
         yield
         if torch.initial_seed() != seed:
             process_state.report_change(f"torch's seed set to {torch.initial_seed()}")
-
-
-def _update_by_user(
-    names: ParameterNames,
-    held: WholeTensors,
-    model: nn.Module,
-    before: dict[str, Tensor],
-    returned: object,
-) -> dict[str, Tensor | None]:
-    """How far a user's own training moved the weights: those in the model, or those returned."""
-    if returned is None:
-        return held.updates(before)
-    parameters = names.parameters(model)
-    weights = held.returned(names.of_returned(model, tensors_by_name(returned)))
-    found: dict[str, Tensor | None] = {}
-    for name, weight in weights.items():
-        start = before.get(name)
-        if weight is None or start is None or weight.shape != start.shape:
-            found[name] = weight
-        else:
-            frozen = name in parameters and not parameters[name].requires_grad
-            found[name] = update_of(weight.detach().to(start.device), start, frozen)
-    return found

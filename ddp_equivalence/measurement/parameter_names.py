@@ -33,7 +33,7 @@ class ParameterNames:
             name: first[id(one)] for name, one in model.named_parameters(remove_duplicate=False)
         }
         self._modules = {name: weakref.ref(one) for name, one in model.named_modules()}
-        self._buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        self.buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The model's parameters now, under the names that they had before the step.
@@ -103,7 +103,7 @@ class ParameterNames:
         taken_from: dict[str, str] = {}
         for name, value in returned.items():
             own = names.get(name, name)
-            if own in self._buffers:
+            if own in self.buffers:
                 continue
             if own in found and not _equal(found[own], value):
                 raise ValueError(
@@ -133,7 +133,7 @@ class ParameterNames:
         """
         self.parameters(model)  # recognises parameters that the step has replaced
         held = {id(parameter): name for name, parameter in self._known.items()}
-        with_buffers = {name: name for name in self._buffers}
+        with_buffers = {name: name for name in self.buffers}
         before = with_buffers | self._own
         after = with_buffers | {
             name: held[id(parameter)]
@@ -157,11 +157,11 @@ def _matched(names: Iterable[str], table: Mapping[str, str]) -> dict[str, str]:
     Raises ValueError if a name fits several.
     """
     found = {name: table[name] for name in names if name in table}
-    without_wrappers: dict[str, set[str]] = {}
+    by_bare_name: dict[str, set[str]] = {}
     for name, own in table.items():
-        without_wrappers.setdefault(_bare(name), set()).add(own)
+        by_bare_name.setdefault(without_wrappers(name), set()).add(own)
     for name in names:
-        fitting = set() if name in table else without_wrappers.get(_bare(name), set())
+        fitting = set() if name in table else by_bare_name.get(without_wrappers(name), set())
         if len(fitting) > 1:
             raise ValueError(
                 f"the name {name} could be {' or '.join(sorted(fitting, key=len))}: return "
@@ -171,7 +171,8 @@ def _matched(names: Iterable[str], table: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _bare(name: str) -> str:
+def without_wrappers(name: str) -> str:
+    """The name without what wrappers have put into it."""
     return ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS)
 
 

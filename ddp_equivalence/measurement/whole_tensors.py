@@ -27,12 +27,15 @@ if TYPE_CHECKING:
 
 
 class WholeTensors:
-    """``names``: those of the model's parameters before the step."""
+    """``names``: those of the parameters of ``model`` before the step. Flat parameters are seen if
+    they are made inside ``recorded``.
+    """
 
-    def __init__(self, model: nn.Module, names: ParameterNames, flat: FlatParameters) -> None:
+    def __init__(self, model: nn.Module, names: ParameterNames) -> None:
         self._model = model
         self._names = names
-        self._flat = flat
+        self._flat = FlatParameters()
+        self.recorded = self._flat.recorded
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of every weight."""
@@ -56,6 +59,21 @@ class WholeTensors:
             name: update_of(weight, before.get(name), frozen=not trained[name])
             for name, weight in self._weights().items()
         }
+
+    def updates_to(
+        self, returned: Mapping[str, Tensor | None], before: Mapping[str, Tensor]
+    ) -> dict[str, Tensor | None]:
+        """How far every weight that the step returned has moved."""
+        parameters = self._names.parameters(self._model)
+        found: dict[str, Tensor | None] = {}
+        for name, weight in self.returned(returned).items():
+            start = before.get(name)
+            if weight is None or start is None or weight.shape != start.shape:
+                found[name] = weight
+            else:
+                frozen = name in parameters and not parameters[name].requires_grad
+                found[name] = update_of(weight.detach().to(start.device), start, frozen)
+        return found
 
     def digest(self) -> str:
         """A digest of the weights. It does not change if the step renames or adds parameters."""
