@@ -98,12 +98,26 @@ class FlatParameters:
             if id(info.module) in modules
         }
 
-    def place_of(self, tensor: Tensor) -> Place | None:
-        """Of which parameter this tensor is the view, or the gradient of the view."""
+    def holds(self, tensor: Tensor) -> bool:
+        """True if this is a view of a flat parameter, or the gradient of one."""
+        return any(
+            tensor is one or tensor is one.grad
+            for handle in self._handles
+            for one in handle.flat_param._params or ()
+        )
+
+    def opened(self, tensor: Tensor, modules: Mapping[int, str]) -> dict[str, Tensor | None] | None:
+        """The parameters inside a flat one, or their gradients, whole and by name; None if the
+        tensor is neither a flat parameter nor the gradient of one. ``modules``: as above.
+        """
         for handle in self._handles:
-            for number, one in enumerate(handle.flat_param._params or ()):
-                if tensor is one or tensor is one.grad:
-                    return Place(handle, number)
+            flat = handle.flat_param
+            if flat._params is None and (tensor is flat or tensor is flat.grad):
+                whole = weights(handle) if tensor is flat else gradients(handle)
+                names = [
+                    name for name, place in self.places(modules).items() if place.handle is handle
+                ]
+                return dict(zip(names, whole, strict=True)) if names else None
         return None
 
     def _record(self, module: ModuleType) -> Callable[[], None]:

@@ -106,9 +106,7 @@ def _run_step(
         log or nullcontext(),
         draws.watching() if draws else nullcontext(),
     ):
-        gradients = _train(
-            rank, work, model, names, held, given, shards, notes, races, planted, observer
-        )
+        gradients = _train(rank, work, model, held, given, shards, notes, races, planted, observer)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     collectives = new_collectives()
@@ -189,7 +187,6 @@ def _train(
     rank: Rank,
     work: Work,
     model: nn.Module,
-    names: ParameterNames,
     held: WholeTensors,
     given: list[Any],
     shards: list[Shards],
@@ -217,7 +214,7 @@ def _train(
             returned = step(given[0])
         if returned is None:
             return in_first_step(held.updates(before))
-        weights_by_name = names.of_returned(model, tensors_by_name(returned))
+        weights_by_name = held.returned(tensors_by_name(returned))
         return in_first_step(held.updates_to(weights_by_name, before))
     gradients: dict[GradientKey, Tensor | None] = {}
     for number, shard in enumerate(given):
@@ -225,9 +222,7 @@ def _train(
             observer.step = number
         last = number + 1 == len(given)
         weights = held.digest() if len(given) > 1 else ""
-        returned = _one_step(rank, work, model, names, step, shard, number, races)
-        if returned is not None:
-            returned = held.returned(returned)
+        returned = _one_step(work, model, held, step, shard, number, races)
         if work.compare == "gradients":
             by_name = held.gradients() if returned is None else returned
             # DDP's bucket views put the gradients of the next step into the same memory.
@@ -244,10 +239,9 @@ def _train(
 
 
 def _one_step(
-    rank: Rank,
     work: Work,
     model: nn.Module,
-    names: ParameterNames,
+    held: WholeTensors,
     step: TrainStep,
     shard: Any,
     number: int,
@@ -257,7 +251,7 @@ def _one_step(
     model.zero_grad(set_to_none=True)
     with _seeded(step_seed(work.case, number)), races.watched():
         returned = step(shard)
-    return None if returned is None else names.of_returned(model, tensors_by_name(returned))
+    return None if returned is None else held.returned(tensors_by_name(returned))
 
 
 def _check_weights(rank: Rank, held: WholeTensors, before: str) -> None:

@@ -66,7 +66,7 @@ class WholeTensors:
         """How far every weight that the step returned has moved."""
         parameters = self._names.parameters(self._model)
         found: dict[str, Tensor | None] = {}
-        for name, weight in self.returned(returned).items():
+        for name, weight in returned.items():
             start = before.get(name)
             if weight is None or start is None or weight.shape != start.shape:
                 found[name] = weight
@@ -80,25 +80,31 @@ class WholeTensors:
         now = self._weights()
         return digest((name, now.get(name)) for name in self._names.shapes)
 
-    def returned(self, by_name: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """What the step returned, whole: also views of flat parameters and their gradients."""
-        places: dict[str, Place] = {}
-        views = by_name.items() if self._flat else ()
-        for name, one in views:
-            place = None if one is None else self._flat.place_of(one)
-            if place is not None:
-                places[name] = place
-        if not places and not any(one is not None and _is_sharded(one) for one in by_name.values()):
-            return dict(by_name)
+    def returned(self, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """What the step returned, under the model's own names and whole: also flat parameters,
+        views of them, and the gradients of both. Raises as ``ParameterNames.of_returned`` does.
+        """
+        if not self._flat and not any(
+            one is not None and _is_sharded(one) for one in tensors.values()
+        ):
+            return self._names.of_returned(self._model, tensors)
         with of_the_suite(), torch.no_grad():
-            are_weights = any(by_name[name] is _view(place) for name, place in places.items())
-            read: Callable[[Any], Any] = (
-                flat_parameters.weights if are_weights else flat_parameters.gradients
+            opened: dict[str, Tensor | None] = {}
+            for name, one in tensors.items():
+                whole = None if one is None else self._flat.opened(one, self._names.modules())
+                opened |= {name: one} if whole is None else whole
+            by_name = self._names.of_returned(self._model, opened)
+            views = [one for one in by_name.values() if one is not None and self._flat.holds(one)]
+            _, places = self._found() if views else ({}, {})
+            weights = any(isinstance(one, nn.Parameter) for one in views)
+            read: Callable[[Any], Iterable[Any]] = (
+                flat_parameters.weights if weights else flat_parameters.gradients
             )
-            others = {name: one for name, one in by_name.items() if name not in places}
-            whole = {name: None if one is None else gathered(one) for name, one in others.items()}
-            found = whole | _of_places(places, read)
-            return {name: found[name] for name in by_name}
+            flat = _of_places({name: places[name] for name in by_name if name in places}, read)
+            return {
+                name: flat.get(name) if one is None or name in flat else gathered(one)
+                for name, one in by_name.items()
+            }
 
     def give_gradients(self, given: Mapping[str, Tensor | None]) -> None:
         """Put whole gradients, such as the step returned, where an optimizer finds them."""
@@ -184,11 +190,6 @@ def _of_places(places: Mapping[str, Place], read: Callable[[Any], Iterable[Any]]
         values = list(read(handle))
         found |= {name: values[number] for name, number in numbered}
     return found
-
-
-def _view(place: Place) -> Tensor:
-    view: Tensor = place.handle.flat_param._params[place.number]
-    return view
 
 
 def _like(whole: Tensor, parameter: Any) -> Tensor:

@@ -49,7 +49,7 @@ def fresh_ranks_text(verdict: Verdict) -> str:
         )
     return (
         f"{verdict.outcome} on them, which counts; {verdict.on_used_ranks} on ranks that had "
-        f"already run earlier checks, from which {kept} kept state."
+        f"already run earlier checks, where {kept} may have kept state."
     )
 
 
