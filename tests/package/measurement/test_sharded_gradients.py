@@ -81,10 +81,15 @@ def wrapped(wrap: Callable[[Any, Any], Any], model: Any, rank: Any) -> Any:
     return model.__dict__[KEPT]
 
 
-def step_with(wrap: Callable[[Any, Any], Any], factor: float = 1.0, how: str = "leaves") -> Any:
+def step_with(wrap: Callable[[Any, Any], Any], how: str = "") -> Any:
     def step(model: Any, shard: Any, rank: Any) -> Any:
         net = wrapped(wrap, model, rank)
-        (factor * loss(net, shard)).backward()
+        value = loss(net, shard)
+        if how == "sums":
+            value = value * rank.world_size
+        if how == "triples":
+            value = value * 3
+        value.backward()
         if how == "evaluates":  # FSDP leaves the weights gathered after a forward pass
             with torch.no_grad():
                 net(shard[0])
@@ -127,9 +132,16 @@ def test_what_is_returned_or_gathered_again_is_read_whole(name: str, how: str) -
 
 
 @pytest.mark.parametrize("name", ["fully_shard", "views", "flat"])
-def test_a_wrong_factor_is_named_as_under_ddp(name: str) -> None:
-    verdict = check(CASE, step_with(WRAPPERS[name], factor=2.0))
+def test_a_sum_of_the_ranks_is_named_as_under_ddp(name: str) -> None:
+    verdict = check(CASE, step_with(WRAPPERS[name], how="sums"))
     assert (verdict.outcome, verdict.cause) == ("different", "sum_not_mean"), str(verdict)
+
+
+@pytest.mark.parametrize("name", ["fully_shard", "flat"])
+def test_a_step_that_is_wrong_on_one_rank_too_is_run_on_one(name: str) -> None:
+    verdict = check(CASE, step_with(WRAPPERS[name], how="triples"))
+    assert (verdict.outcome, verdict.cause) == ("different", None), str(verdict)
+    assert "On one rank with the whole batch the step is wrong, too." in str(verdict)
 
 
 def test_a_wrong_update_differs() -> None:
@@ -147,10 +159,10 @@ def test_the_evidence_has_no_collective_of_the_suite() -> None:
     assert not more
 
 
-@pytest.mark.parametrize(("factor", "outcome"), [(1.0, "same"), (4.0, "different")])
-def test_a_mesh_of_two_dimensions_is_read_whole(factor: float, outcome: str) -> None:
+@pytest.mark.parametrize(("how", "outcome"), [("", "same"), ("sums", "different")])
+def test_a_mesh_of_two_dimensions_is_read_whole(how: str, outcome: str) -> None:
     case = Case(model=build, batch=rows, loss=loss, layout="2x2")
-    assert check(case, step_with(hybrid, factor), steps=2).outcome == outcome
+    assert check(case, step_with(hybrid, how), steps=2).outcome == outcome
 
 
 def tensor_and_data_parallel(model: Any, whole: Any, rank: Any) -> None:
