@@ -30,7 +30,10 @@ CHECK_OPTIONS = (
 )
 """Options of the command line that become the argument of check() that has the same name."""
 
-EXPORT_OPTIONS = ("compare", "lr", "steps", "backend")
+EXPORT_OPTIONS = (
+    *("compare", "lr", "steps", "backend"),
+    *("optimizer", "clip", "reference", "seeds"),
+)
 """Arguments of check() that the exported script takes too."""
 
 DTYPES = ("float64", "float32", "bfloat16", "float16", "as-built")
@@ -247,7 +250,7 @@ def _changes_of_the_case(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _require_known_options(options: dict[str, Any]) -> None:
     """Raises BadCase if check() does not take the options."""
-    from ddp_equivalence.measurement.request import CheckOptions
+    from ddp_equivalence.measurement.check_options import CheckOptions
 
     known = CheckOptions.__annotations__
     if unknown := options.keys() - known.keys():

@@ -24,6 +24,10 @@ from ddp_equivalence.diagnosis.drawn_numbers import DrawnView, drawn_view
 from ddp_equivalence.diagnosis.example_gradients import GradientCache
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.kept_elements import kept_elements
+from ddp_equivalence.diagnosis.lines_beside_a_cause import (
+    findings_beside_one_rank,
+    one_rank_shows_more,
+)
 from ddp_equivalence.diagnosis.localisation import Localisation, localise, multiples_of_weights
 from ddp_equivalence.diagnosis.measured_view import (
     first_wrong_step,
@@ -46,6 +50,7 @@ from ddp_equivalence.diagnosis.time_left import (
     OutOfTime,
     TimeLeft,
 )
+from ddp_equivalence.diagnosis.unpredictable import why_unpredictable
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts import beside_one_rank
 from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import with_one_rank
@@ -68,6 +73,7 @@ class Analysis:
     """
 
     def __init__(self, request: Request, expected: Expected) -> None:
+        self.reference = expected.reference
         self._request = request
         self._expected = expected
         self.measurement: Measurement | None = None
@@ -80,11 +86,10 @@ class Analysis:
     def look_further(self) -> None:
         """Where no cause was seen happening: run the step on one rank as well, and edited."""
         best = self.findings[0] if self._has_cause else None
-        if self.view is not None and (best is None or best.is_guess):
+        if self.view is not None and one_rank_shows_more(best):
             self._beside = beside_one_rank.beside_one_rank(self.view, self._request)
-            if best and self._beside and self._beside.deaf:  # this explains any wrong factor
-                self.findings = tuple(replace(one, accepted=False) for one in self.findings)
-                best = None
+            self.findings = findings_beside_one_rank(self.findings, self.view, self._beside)
+            best = self.findings[0] if self._has_cause else None
         if self.drawn is None and (best is None or best.is_guess or not best.lines):
             self.repairs = find_repairs(
                 self._request,
@@ -105,11 +110,8 @@ class Analysis:
 
     def sample_of_step(self, step: int) -> ElementSample[str]:
         """The elements that are kept of one step's gradients, by parameter name."""
-        names = [name for of_step, name in self.sample.sizes if of_step == step]
-        return ElementSample(
-            {name: self.sample.sizes[step, name] for name in names},
-            {name: self.sample.stride[step, name] for name in names},
-        )
+        kept = self.sample.sizes, self.sample.stride
+        return ElementSample(*({n: one[s, n] for s, n in one if s == step} for one in kept))
 
     @cached_property
     def nearest_fault(self) -> NearestFault | None:
@@ -187,9 +189,7 @@ class Analysis:
         """Why no hypothesis can be fitted to the difference; "" if one can."""
         if self.measurement is not None and self.measurement.comparison.structure:
             return "gradients that are missing or of another shape cannot be fitted"
-        if self._later_weights_are_wrong:
-            return "after its first step a wrong run has weights that no prediction is made for"
-        return ""
+        return why_unpredictable(self._request)
 
     @cached_property
     def first_wrong_step(self) -> int:
@@ -258,7 +258,7 @@ class Analysis:
     def _view_of_step(self, step: int) -> View | None:
         """One step as hypotheses see it before the ranks run; None if nothing can be predicted."""
         sample = self.sample_of_step(0 if self._request.compare == "update" else step)
-        if self._later_weights_are_wrong or not sample.sizes:
+        if why_unpredictable(self._request) or not sample.sizes:
             return None
         request = self._request
         with without_planted_faults():
@@ -293,8 +293,8 @@ class Analysis:
         return sample.of({name: right[step, name] for name in sample.sizes})
 
     def _cache(self, step: int) -> GradientCache:
-        request = self._request
-        if not request.case.is_catalogue:
+        request, case = self._request, self._request.case
+        if not case.is_catalogue:
             return {}
         scale = -request.lr if request.compare == "update" else 1.0
-        return catalogue_cache(without_ranks(request.case), request.steps, step, request.lr, scale)
+        return catalogue_cache(without_ranks(case), request.steps, step, request.training, scale)

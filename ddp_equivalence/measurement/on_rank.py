@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -14,18 +14,14 @@ from ddp_equivalence.case.batch import move, take
 from ddp_equivalence.case.batch_tree import map_tensors
 from ddp_equivalence.case.build import build_model, build_whole_batch
 from ddp_equivalence.case.given import given_to
-from ddp_equivalence.case.random_state import seeded, step_seed, without_restoring_random_state
+from ddp_equivalence.case.random_state import without_restoring_random_state
 from ddp_equivalence.case.shards import OWN, Shards, split
 from ddp_equivalence.case.steps import GradientKey
-from ddp_equivalence.comparison.batch_digest import digest_leaves
+from ddp_equivalence.comparison.batch_digest import Digests, digest_leaves
 from ddp_equivalence.comparison.chunks import raw_messages
 from ddp_equivalence.comparison.digest import digest
-from ddp_equivalence.comparison.gradients import (
-    describe,
-    in_first_step,
-    sgd_step,
-)
-from ddp_equivalence.faults.plant import PlantedFault, plant_here
+from ddp_equivalence.comparison.gradients import describe
+from ddp_equivalence.faults.plant import plant_here
 from ddp_equivalence.measurement.buffer_watch import digests_of_buffers
 from ddp_equivalence.measurement.buffers_left import buffers_left
 from ddp_equivalence.measurement.called_with import CalledWith
@@ -38,15 +34,14 @@ from ddp_equivalence.measurement.parameter_names import ParameterNames
 from ddp_equivalence.measurement.precision_watch import Float32Watch, autocast_entered
 from ddp_equivalence.measurement.races import Races
 from ddp_equivalence.measurement.random_draws import DrawLog
-from ddp_equivalence.measurement.returned import tensors_by_name
+from ddp_equivalence.measurement.run_of_step import RunOfStep
 from ddp_equivalence.measurement.whole_tensors import WholeTensors
 from ddp_equivalence.measurement.work import Evidence, Work
-from ddp_equivalence.ranks import process_state
 from ddp_equivalence.ranks.collectives import new_collectives
 from ddp_equivalence.ranks.libraries import libraries
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.strategies import STRATEGIES
-from ddp_equivalence.strategies.strategy import Task, TrainStep
+from ddp_equivalence.strategies.strategy import Task
 
 
 def run(rank: Rank, work: Work) -> Iterator[object]:
@@ -78,16 +73,7 @@ def _run_step(
 ) -> tuple[dict[GradientKey, Tensor | None], Evidence]:
     case = work.case
     start = digest(dict(model.named_parameters()))
-    whole, sizes = build_whole_batch(case, work.steps)
-    if work.order:
-        whole = take(whole, work.order, case.batch_dims)
-    shards = [split(case.shards, size, case.ranks.world_size) for size in sizes]
-    given = _given(rank, work, whole, sizes)
-    data = digest_leaves(given)
-    given = [move(examples, rank.device) for examples in given]
-    at = _positions(rank, sizes, shards, len(given))
-    observer = _observer(work, model, whole, given, at) if work.observe else None
-    del whole
+    shards, given, data, observer = _data(rank, work, model)
     notes, races = dict[str, Any](), Races(rank.device)
     draws = DrawLog(lambda: len(observer.backwards)) if observer and work.log_draws else None
     called = CalledWith(given, in_any_order=case.shards == OWN)
@@ -106,7 +92,9 @@ def _run_step(
         log or nullcontext(),
         draws.watching() if draws else nullcontext(),
     ):
-        gradients = _train(rank, work, model, held, given, shards, notes, races, planted, observer)
+        task = Task(case, model, rank, shards, notes, work.steps)
+        run_of_step = RunOfStep(rank, work, model, held, races, planted, observer)
+        gradients = run_of_step.train(task, given)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     collectives = new_collectives()
@@ -136,8 +124,31 @@ def _run_step(
         buffers_left=buffers_left(model, names.buffers),
         libraries=libraries.of_earlier_work,
         idle_data_parallel=idle.called,
+        optimizer_steps=run_of_step.optimizer_steps,
+        clips=run_of_step.clips,
     )
     return gradients, evidence
+
+
+def _data(
+    rank: Rank, work: Work, model: nn.Module
+) -> tuple[list[Shards], list[Any], Digests, Observer | None]:
+    """The shards of each step, what the rank is given of them, digests of that, and an observer of
+    the step if it is watched.
+    """
+    case = work.case
+    whole, sizes = build_whole_batch(case, work.steps)
+    if work.order:
+        whole = take(whole, work.order, case.batch_dims)
+    shards = [split(case.shards, size, case.ranks.world_size) for size in sizes]
+    given = _given(rank, work, whole, sizes)
+    data = digest_leaves(given)
+    given = [move(examples, rank.device) for examples in given]
+    at = _positions(rank, sizes, shards, len(given))
+    if work.read_order:  # what is read is looked up where the reference has it
+        whole = take(whole, work.read_order, case.batch_dims)
+        at = [tuple(map(work.read_order.index, indices)) for indices in at]
+    return shards, given, data, _observer(work, model, whole, given, at) if work.observe else None
 
 
 def _observer(work: Work, model: nn.Module, whole: Any, given: list[Any], at: Any) -> Observer:
@@ -154,12 +165,14 @@ def _of_first_step(gradients: Mapping[GradientKey, Tensor | None]) -> dict[str, 
 def _given(rank: Rank, work: Work, whole: Any, sizes: tuple[int, ...]) -> list[Any]:
     """The examples that the rank is given, still on the CPU.
 
-    A user's own trainer is called once for all steps, so it is given their examples together.
+    A user's own trainer is called once for all steps, so it is given their examples together,
+    unless it is prepared once and then called for every step.
     """
     strategy = STRATEGIES.get(work.step) if isinstance(work.step, str) else None
     undivided = work.case.shards == OWN or (strategy is not None and strategy.one_process)
-    together = work.compare == "update" and strategy is None
-    given = given_to(rank.rank, work.case, whole, sizes, undivided=undivided, together=together)
+    given = given_to(
+        rank.rank, work.case, whole, sizes, undivided=undivided, together=work.is_given_all_at_once
+    )
     # The step may write to its batch. Tensors that are not dealt may be the user's own, and those
     # that every rank has whole are the same ones in all steps.
     has_whole = undivided or work.case.batch_dims is not None
@@ -181,96 +194,3 @@ def _positions(
         for step, of_step in enumerate(shards)
     ]
     return [tuple(chain.from_iterable(positions))] if times == 1 else positions
-
-
-def _train(
-    rank: Rank,
-    work: Work,
-    model: nn.Module,
-    held: WholeTensors,
-    given: list[Any],
-    shards: list[Shards],
-    notes: dict[str, Any],
-    races: Races,
-    planted: PlantedFault | None,
-    observer: Observer | None,
-) -> dict[GradientKey, Tensor | None]:
-    """Run all steps; return the gradients that each step leaves, or the update of all together."""
-    before = held.weights() if work.compare == "update" else {}
-    task = Task(work.case, model, rank, shards, notes, work.steps)
-    step: TrainStep
-    if isinstance(work.step, str):
-        step = STRATEGIES[work.step].prepare(task)
-    else:
-        user_step = work.step
-
-        def step(shard: Any) -> Mapping[str, Tensor | None] | None:
-            return user_step(model, shard, rank)
-
-    if planted:
-        step = planted.break_step(task, step)
-    if work.compare == "update" and not isinstance(work.step, str):
-        with _seeded(step_seed(work.case, 0)), races.watched():
-            returned = step(given[0])
-        if returned is None:
-            return in_first_step(held.updates(before))
-        weights_by_name = held.returned(tensors_by_name(returned))
-        return in_first_step(held.updates_to(weights_by_name, before))
-    gradients: dict[GradientKey, Tensor | None] = {}
-    for number, shard in enumerate(given):
-        if observer:
-            observer.step = number
-        last = number + 1 == len(given)
-        weights = held.digest() if len(given) > 1 else ""
-        returned = _one_step(work, model, held, step, shard, number, races)
-        if work.compare == "gradients":
-            by_name = held.gradients() if returned is None else returned
-            # DDP's bucket views put the gradients of the next step into the same memory.
-            left = races.as_left(by_name, keep=len(given) > 1)
-            gradients |= {(number, name): gradient for name, gradient in left.items()}
-        _check_weights(rank, held, weights)
-        if returned is not None and (work.compare == "update" or not last):
-            held.give_gradients(returned)
-        if work.compare == "update" or not last:
-            sgd_step(model, work.lr)
-    if work.compare == "gradients":
-        return gradients
-    return in_first_step(held.updates(before))
-
-
-def _one_step(
-    work: Work,
-    model: nn.Module,
-    held: WholeTensors,
-    step: TrainStep,
-    shard: Any,
-    number: int,
-    races: Races,
-) -> Mapping[str, Tensor | None] | None:
-    """Run one step, and return what it returned, under the model's own names."""
-    model.zero_grad(set_to_none=True)
-    with _seeded(step_seed(work.case, number)), races.watched():
-        returned = step(shard)
-    return None if returned is None else held.returned(tensors_by_name(returned))
-
-
-def _check_weights(rank: Rank, held: WholeTensors, before: str) -> None:
-    """Raises ValueError if one of several steps has moved the weights.
-
-    ``before``: a digest of the weights before the step; "" for the only step.
-    """
-    # Only rank 0 raises: on other ranks a new DDP wrapper may have copied the weights of rank 0.
-    if before and before != held.digest() and rank.rank == 0:
-        raise ValueError(
-            "the step moved the weights itself; the suite takes an SGD step after each of several "
-            'steps, so leave the optimizer step out, or use compare="update"'
-        )
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed the generators, and report a change if the step sets torch's seed itself."""
-    with seeded(seed):
-        yield
-        if torch.initial_seed() != seed:
-            process_state.report_change(f"torch's seed set to {torch.initial_seed()}")

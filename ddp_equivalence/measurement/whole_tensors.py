@@ -51,12 +51,31 @@ class WholeTensors:
             flat = _of_places(places, flat_parameters.gradients)
             return self._in_order(_gathered(found, parameters) | flat)
 
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The model's parameters as they are now, as far as they are tensors of their own."""
+        return self._names.parameters(self._model)
+
+    def trained(self) -> set[str]:
+        """The names of the parameters that require a gradient."""
+        parameters, places = self._found()
+        return {name for name, one in (parameters | places).items() if one.requires_grad}
+
+    def whole(self, gradients: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """These gradients of parameters, whole, and beside them those inside flat parameters."""
+        parameters, places = self._found()
+        own = {name: one for name, one in parameters.items() if name in gradients}
+        if not places and not any(map(_is_sharded, own.values())):
+            return gradients
+        with of_the_suite(), torch.no_grad():
+            flat = _of_places(places, flat_parameters.gradients)
+            plain = {name: gradients[name] for name in own}
+            return self._in_order(_gathered(plain, own) | flat)
+
     def updates(self, before: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """How far every weight has moved; its value, if it was not there before."""
-        parameters, places = self._found()
-        trained = {name: one.requires_grad for name, one in (parameters | places).items()}
+        trained = self.trained()
         return {
-            name: update_of(weight, before.get(name), frozen=not trained[name])
+            name: update_of(weight, before.get(name), frozen=name not in trained)
             for name, weight in self._weights().items()
         }
 

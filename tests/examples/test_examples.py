@@ -20,6 +20,7 @@ RIGHT = {
     "examples/digits.py": "step is big_batch: same",
     "examples/digits.py:trainer": "train is big_batch: same",
     "examples/gpt2_padded.py": "step_global_mean is big_batch: same",
+    "examples/adversarial.py": "Train is big_batch: same",
 }
 WRONG = {
     "examples/digits.py:step_with_scaled_loss": "sum_not_mean",
@@ -48,6 +49,17 @@ def test_an_example_that_differs_is_judged_as_the_page_shows(
     assert verdict.causes == (cause,), str(verdict)
     headline = str(verdict).partition("\n")[0]
     assert f"$ ddp-equivalence check {target}\n{headline}\n" in PAGE
+
+
+@pytest.mark.self_check
+def test_an_example_with_its_own_reference_says_which_step_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(CHECKOUT)
+    verdict = verdict_on("examples/adversarial.py:TrainWithoutWrapper")
+    assert verdict.wrong_step is not None
+    assert f"  {verdict.wrong_step.sentence}\n" in PAGE
+    assert f"\n{str(verdict).partition(chr(10))[0]}\n" in PAGE
 
 
 def verdict_on(target: str) -> Verdict:
