@@ -1,0 +1,138 @@
+"""Public bugs of released libraries, each with a version that has it and one that does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PublicBug:
+    """A bug, and how to see it.
+
+    ``check``: the file in ``checks`` that is judged with both versions. ``wrong`` and ``right``:
+    what is installed, beside torch and this package. ``both``: what is installed with either.
+    ``cause``: the name that the wrong version must get; None if it gets none.
+    """
+
+    name: str
+    says: str
+    urls: tuple[str, ...]
+    check: str
+    wrong: tuple[str, ...]
+    right: tuple[str, ...]
+    cause: str | None
+    both: tuple[str, ...] = ()
+
+
+BUGS = (
+    PublicBug(
+        name="transformers-accumulation",
+        says="Trainer takes the mean of each micro-batch over its own tokens",
+        urls=(
+            "https://github.com/huggingface/transformers/pull/34191",
+            "https://github.com/huggingface/blog/pull/2414",
+        ),
+        check="transformers_accumulation.py",
+        wrong=("transformers==4.45.2", "accelerate==1.0.1"),
+        right=("transformers==4.54.1", "accelerate==1.8.1"),
+        cause="token_counts_weighted_equally",
+    ),
+    PublicBug(
+        name="transformers-tokens-of-ranks",
+        says="Trainer takes the mean of each rank over its own tokens, by default",
+        urls=(
+            "https://github.com/huggingface/transformers/issues/34242",
+            "https://github.com/huggingface/transformers/pull/39395",
+        ),
+        check="transformers_tokens_of_ranks.py",
+        wrong=("transformers==4.53.3", "accelerate==1.8.1"),
+        right=("transformers==4.54.1", "accelerate==1.8.1"),
+        cause="token_counts_weighted_equally",
+    ),
+    PublicBug(
+        name="transformers-own-model",
+        says="Trainer does not divide by the micro-batches if the model takes no loss arguments",
+        urls=(
+            "https://github.com/huggingface/transformers/pull/35207",
+            "https://github.com/huggingface/transformers/issues/37766",
+        ),
+        check="transformers_own_model.py",
+        wrong=("transformers==4.47.0", "accelerate==1.2.1"),
+        right=("transformers==4.48.1", "accelerate==1.2.1"),
+        cause="accumulation_not_divided",
+    ),
+    PublicBug(
+        name="trl-dpo",
+        says="DPOTrainer does not divide by the micro-batches",
+        urls=(
+            "https://github.com/huggingface/trl/pull/2615",
+            "https://github.com/huggingface/transformers/issues/35856",
+        ),
+        check="trl_dpo.py",
+        wrong=("trl==0.13.0",),
+        right=("trl==0.14.0",),
+        both=("transformers==4.48.1", "accelerate==1.2.1"),
+        cause="accumulation_not_divided",
+    ),
+    PublicBug(
+        name="accelerate-shuffle",
+        says="without a seed, every rank shuffles in an order of its own",
+        urls=("https://github.com/huggingface/accelerate/issues/2268",),
+        check="accelerate_shuffle.py",
+        wrong=("accelerate==0.25.0",),
+        right=("accelerate==0.26.0",),
+        both=("numpy<2",),
+        cause="ranks_shuffle_apart",
+    ),
+    PublicBug(
+        name="lightning-shuffle",
+        says="without a seed, every rank shuffles in an order of its own",
+        urls=("https://github.com/Lightning-AI/pytorch-lightning/pull/17713",),
+        check="lightning_shuffle.py",
+        wrong=("lightning==2.0.2",),
+        right=("lightning==2.0.3",),
+        both=("setuptools<70",),
+        cause="ranks_shuffle_apart",
+    ),
+    PublicBug(
+        name="lightly-ntxent",
+        says="the gathered negatives of other ranks get no gradient",
+        urls=(
+            "https://github.com/lightly-ai/lightly/issues/1528",
+            "https://github.com/lightly-ai/lightly/pull/1531",
+        ),
+        check="lightly_ntxent.py",
+        wrong=("lightly==1.5.2",),
+        right=("lightly==1.5.4",),
+        both=("numpy<2",),
+        cause="gather_without_gradient",
+    ),
+    PublicBug(
+        name="lightly-barlow-twins",
+        says="the correlations are summed over ranks by an all-reduce without a gradient",
+        urls=(
+            "https://github.com/lightly-ai/lightly/issues/1977",
+            "https://github.com/lightly-ai/lightly/pull/1980",
+        ),
+        check="lightly_barlow_twins.py",
+        wrong=("lightly==1.5.26",),
+        right=("lightly==1.6.0",),
+        cause="gather_without_gradient",
+    ),
+    PublicBug(
+        name="metric-learning-wrapper",
+        says="the loss over all ranks' embeddings is not multiplied by the world size",
+        urls=(
+            "https://github.com/KevinMusgrave/pytorch-metric-learning/issues/363",
+            "https://github.com/KevinMusgrave/pytorch-metric-learning/pull/364",
+        ),
+        check="metric_learning_wrapper.py",
+        wrong=("pytorch-metric-learning==0.9.99",),
+        right=("pytorch-metric-learning==1.0.0",),
+        cause="gather_without_gradient",
+    ),
+)
+"""The bugs that are seen: different with the wrong version, same with the right one."""
+
+CANDIDATES: tuple[PublicBug, ...] = ()
+"""Bugs that are not seen yet as they should be. They run only if ``--only`` names them."""

@@ -1,0 +1,24 @@
+"""A loop with Accelerate whose loader shuffles; nobody has set a seed."""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+from small_regression import Batch, build_model, loss, rows
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ddp_equivalence import Case, Rank
+from ddp_equivalence.adapters import Rows
+
+case = Case(model=build_model, batch=rows, loss=loss, layout="1x2", shards="own")
+options = {"allow_changes": True}
+
+
+def step(model: nn.Module, whole: Batch, rank: Rank) -> None:
+    torch.manual_seed(rank.rank)  # processes that set no seed draw different numbers
+    accelerator = Accelerator(cpu=True)
+    loader = DataLoader(Rows(whole), batch_size=4, shuffle=True)
+    model, loader = accelerator.prepare(model, loader)
+    for batch in loader:
+        accelerator.backward(loss(model, batch))

@@ -1,0 +1,35 @@
+"""The loss of Barlow Twins in lightly, with the examples of all ranks."""
+
+from __future__ import annotations
+
+import torch
+from lightly.loss import BarlowTwinsLoss
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_equivalence import Case, Rank
+
+Batch = dict[str, Tensor]
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 5))
+
+
+def two_views(generator: torch.Generator) -> Batch:
+    rows = torch.randn(8, 7, generator=generator)
+    return {"first": rows, "second": rows + torch.randn(8, 7, generator=generator)}
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    criterion = BarlowTwinsLoss(gather_distributed=True)
+    value: Tensor = criterion(model(batch["first"]), model(batch["second"]))
+    return value
+
+
+case = Case(model=build_model, batch=two_views, loss=loss, layout="1x2")
+
+
+def step(model: nn.Module, shard: Batch, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    loss(ddp, shard).backward()
