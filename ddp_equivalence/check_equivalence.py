@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Unpack
 
-from ddp_equivalence.case.build import build_whole_batch
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.random_state import restored_random_state
-from ddp_equivalence.case.shards import OWN, split
-from ddp_equivalence.case.steps import Compare, Steps
-from ddp_equivalence.comparison.batch_digest import data_by_rank
-from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.diagnosis import distinct_gpus, races, vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis
-from ddp_equivalence.diagnosis.catalogue_cache import without_ranks
+from ddp_equivalence.diagnosis.expectation import check_shards, expected_of
 from ddp_equivalence.diagnosis.finding import finding_of_wrong_collectives
+from ddp_equivalence.diagnosis.no_optimizer_step import no_optimizer_step
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.faults.plant import without_planted_faults
+from ddp_equivalence.measurement.check_options import CheckOptions
 from ddp_equivalence.measurement.lane_of_case import subject_named
 from ddp_equivalence.measurement.measure import (
     Measurement,
@@ -33,7 +30,7 @@ from ddp_equivalence.measurement.measure import (
     measure,
     wrong_collectives,
 )
-from ddp_equivalence.measurement.request import CheckOptions, Request, read_request, repeat_line
+from ddp_equivalence.measurement.request import Request, read_request, repeat_line
 from ddp_equivalence.measurement.rerun import rerun
 from ddp_equivalence.measurement.second_run import SecondRun, observe, observe_on_fresh_ranks
 from ddp_equivalence.measurement.work import Step
@@ -41,10 +38,10 @@ from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.one_at_a_time import one_at_a_time
 from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.ranks.threads import threads_beside, threads_for, use_one_thread_in_a_fork
-from ddp_equivalence.reference import Reference, big_batch
 from ddp_equivalence.report import listeners, readings
 from ddp_equivalence.report.errors import NotEquivalent, NothingCompared
 from ddp_equivalence.report.judged_again import judged_again
+from ddp_equivalence.report.judged_by_steps import judged_by_steps, will_be_judged_by_steps
 from ddp_equivalence.report.render import render, render_full
 from ddp_equivalence.report.short.definition import defined_at
 from ddp_equivalence.report.unknown_verdicts import failed, unknown
@@ -54,10 +51,12 @@ from ddp_equivalence.report.verdict import Verdict
 def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verdict:
     """Compare what ``step`` leaves on every rank with one big batch.
 
-    ``step``: (model, shard, rank) -> None or {name: tensor}, or the name of a strategy in
-    ``ddp_equivalence.strategies``. ``options``: ``compare``, ``lr``, ``steps``, ``backend``,
-    ``deadline``, ``collective_deadline``, ``fresh_ranks``, ``in_process``, ``allow_changes``;
-    ``ddp_equivalence.measurement.request.CheckOptions`` says what each of them does.
+    ``step``: (model, shard, rank) -> None or {name: tensor}; or (model, rank) -> such a function of
+    the shard, which is made once and called for every big batch; or the name of a strategy in
+    ``ddp_equivalence.strategies``. ``options``: ``compare``, ``lr``, ``optimizer``, ``clip``,
+    ``reference``, ``seeds``, ``steps``, ``backend``, ``deadline``, ``collective_deadline``,
+    ``fresh_ranks``, ``in_process``, ``allow_changes``;
+    ``ddp_equivalence.measurement.check_options.CheckOptions`` says what each of them does.
 
     Raises BadCase if the case or an option cannot be right. What the step does wrong is reported in
     the verdict, and raises nothing.
@@ -68,7 +67,8 @@ def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verd
             started = time.monotonic()
             use_one_thread_in_a_fork()
             start_early()  # the server of ranks imports torch while the reference is computed
-            verdict = judged_again(_judge(request), request, _judge)
+            verdict = judged_by_steps(_judge(request), request, _judge)
+            verdict = judged_again(verdict, request, _judge)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))
     listeners.tell(verdict, request)
     readings.begin(verdict)
@@ -110,9 +110,9 @@ def _judge(request: Request) -> Verdict:
         with at_work(request, request.deadline, request.fresh) as ranks:
             began = time.time()
             with threads_beside(request.processes.world_size):  # while the ranks work
-                expected = _expected(request)
+                expected = expected_of(request)
                 why_unknown = vacuity.against_the_reference(expected.reference)
-            _check_shards(request, expected.reference)
+            check_shards(request, expected.reference)
             analysis = Analysis(request, expected)
             known = partial(known, examples=expected.reference.examples, analysis=analysis)
             measurement = measure(ranks, request, expected, request.deadline, analysis.sample)
@@ -156,7 +156,7 @@ def _judge(request: Request) -> Verdict:
     if measurement.comparison.same:
         return _same_if_shown(verdict, measurement, request)
     analysis.measurement = measurement
-    return _different_if_comparable(verdict, analysis, expected.reference, wrong)
+    return _different_if_comparable(verdict, analysis, request, wrong)
 
 
 def _known_before(request: Request) -> partial[Verdict]:
@@ -172,7 +172,8 @@ def _known_before(request: Request) -> partial[Verdict]:
         render=render,
         render_full=render_full,
         compare=request.compare,
-        lr=request.lr,
+        training=request.training,
+        seeds=request.seeds,
         planted=request.plant,
     )
 
@@ -204,12 +205,13 @@ def _same_if_shown(verdict: Verdict, measurement: Measurement, request: Request)
 
 
 def _different_if_comparable(
-    verdict: Verdict, analysis: Analysis, reference: Reference, wrong: tuple[str, ...]
+    verdict: Verdict, analysis: Analysis, request: Request, wrong: tuple[str, ...]
 ) -> Verdict:
     """Something differs: name the cause, if one of the known explanations fits.
 
     ``wrong``: the wrong answers that collectives give on this machine, whatever the step does.
     """
+    reference = analysis.reference
     why_unknown = vacuity.against_another_start(
         reference, verdict.evidence
     ) or vacuity.against_divergence(reference, analysis.first_wrong_step)
@@ -218,13 +220,14 @@ def _different_if_comparable(
     assert verdict.comparison is not None
     with threads_for(verdict.comparison.elements):
         raced = races.with_race((), verdict.evidence, verdict.comparison)
-        if not (wrong or raced):  # these are causes that were seen
-            analysis.look_further()
+        idle = no_optimizer_step(request, verdict)
+        if not (wrong or raced or idle or will_be_judged_by_steps(request, verdict)):
+            analysis.look_further()  # no cause was seen
         findings = races.with_race(analysis.findings, verdict.evidence, verdict.comparison)
         repeated = analysis.repeated
-    if wrong:
-        others = (replace(finding, accepted=False) for finding in findings)
-        findings = (finding_of_wrong_collectives(wrong), *others)
+    seen = finding_of_wrong_collectives(wrong) if wrong else idle
+    if seen is not None:
+        findings = (seen, *(replace(finding, accepted=False) for finding in findings))
     best = findings[0] if findings else None
     return replace(
         verdict,
@@ -240,34 +243,3 @@ def _time_left(request: Request, started: float) -> TimeLeft:
     if request.in_process:
         return TimeLeft()  # the user may have stopped in a debugger, so there is no deadline
     return TimeLeft(request.deadline - (time.monotonic() - started), request.deadline)
-
-
-def _check_shards(request: Request, reference: Reference) -> None:
-    """Raises BadCase if the examples cannot be assigned to ranks as the case says."""
-    case = request.case
-    for examples in reference.examples if case.shards != OWN else ():
-        split(case.shards, examples, case.ranks.world_size)
-
-
-def _expected(request: Request) -> Expected:
-    case = request.case
-    if not case.is_catalogue:
-        whole, sizes = build_whole_batch(case, request.steps)
-        strategy = request.strategy
-        data = data_by_rank(
-            case,
-            whole,
-            sizes,
-            undivided=strategy is not None and strategy.one_process,
-            together=request.compare == "update" and strategy is None,
-        )
-        return Expected(
-            big_batch(case, request.compare, request.lr, request.steps, (whole, sizes)), data
-        )
-    return _expected_of_catalogue(without_ranks(case), request.compare, request.lr, request.steps)
-
-
-@lru_cache(maxsize=128)
-def _expected_of_catalogue(case: Case, compare: Compare, lr: float, steps: Steps) -> Expected:
-    """Kept for the next check, since many strategies are compared with the same big batch."""
-    return Expected(big_batch(case, compare, lr, steps))

@@ -19,9 +19,12 @@ from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase, it_raised
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.one_process import without_process_group
+from ddp_equivalence.case.optimizer_steps import AtSteps
+from ddp_equivalence.case.own_reference import train_by_own_reference
 from ddp_equivalence.case.precision import cast
 from ddp_equivalence.case.random_state import seeded, step_seed
 from ddp_equivalence.case.steps import Compare, GradientKey, Steps
+from ddp_equivalence.case.training import Stepping, Training
 
 Loss = Callable[[nn.Module, Any], Any]
 """A user's loss: (model, batch) -> scalar tensor."""
@@ -33,17 +36,21 @@ class Reference:
 
     ``expected``: the gradient (or the update) of the big batch in float64; None for a parameter
     that backward did not reach. ``dtypes``: the dtype of every trained parameter as the case builds
-    it. ``examples``: the size of the big batch in each step. ``losses``: its loss in each step.
+    it. ``examples``: the size of the big batch in each step. ``losses``: its loss in each step;
+    empty if the reference is a function of the user's own. ``at_each_step``: gradients and updates
+    are those at each step of an optimizer. ``after_clipping``: gradients are those after clipping.
     """
 
     case: Case
     compare: Compare
-    lr: float
+    training: Training
     steps: Steps
     expected: dict[GradientKey, Tensor | None]
     dtypes: dict[str, torch.dtype]
     examples: tuple[int, ...]
     losses: tuple[float, ...]
+    at_each_step: bool = False
+    after_clipping: bool = False
 
     @property
     def lowest_dtype(self) -> torch.dtype:
@@ -54,30 +61,42 @@ class Reference:
 def big_batch(
     case: Case,
     compare: Compare = "gradients",
-    lr: float = 0.1,
+    training: Training | None = None,
     steps: Steps = 1,
     whole_batch: tuple[Any, tuple[int, ...]] | None = None,
+    at_each_step: bool = False,
+    after_clipping: bool = False,
 ) -> Reference:
     """Compute the reference of a case. ``whole_batch``: its batch, if it has been built already.
 
     Raises BadCase whenever the case's model, batch or loss is at fault.
     """
+    training = training or Training()
     model = build_model(case)
     whole, sizes = whole_batch or build_whole_batch(case, steps)
     batches = batches_of_steps(case, whole, sizes)
     dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    in_float64 = [in_dtype(batch, torch.float64) for batch in batches]
     expected, losses = train(
-        case, model.double(), [in_dtype(batch, torch.float64) for batch in batches], compare, lr
+        case,
+        model.double(),
+        in_float64,
+        compare,
+        training,
+        at_each_step=at_each_step,
+        after_clipping=after_clipping,
     )
     return Reference(
         case=case,
         compare=compare,
-        lr=lr,
+        training=training,
         steps=steps,
         expected=expected,
         dtypes=dtypes,
         examples=sizes,
         losses=tuple(losses),
+        at_each_step=at_each_step,
+        after_clipping=after_clipping,
     )
 
 
@@ -86,18 +105,27 @@ def train(
     model: nn.Module,
     batches: Sequence[Any],
     compare: Compare,
-    lr: float,
+    training: Training,
     loss: Loss | None = None,
+    at_each_step: bool = False,
+    after_clipping: bool = False,
 ) -> tuple[dict[GradientKey, Tensor | None], list[float]]:
-    """Run forward and backward once for each big batch, with a plain SGD step between two batches.
+    """Run forward and backward once for each big batch, with an optimizer's step between two.
 
     Returns the gradients of every step (or, with ``compare="update"``, how far all steps together
-    moved the weights) and the loss of every step. If ``loss`` is None, the case's own is used.
+    moved the weights) and the loss of every step. ``at_each_step``: the weights are compared after
+    each step. ``after_clipping``: the gradients are those that the optimizer steps with. If
+    ``loss`` is None, the case's own is used.
     """
+    if training.is_of_the_user:
+        keep = compare == "gradients"
+        at_steps = AtSteps(keep, after_clipping) if at_each_step else None
+        return train_by_own_reference(case, model, batches, training, at_steps), []
     before: dict[str, Tensor] = {}
     if compare == "update":
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    gradients: dict[GradientKey, Tensor | None] = {}
+    steppers = training.steppers(model)
+    found: dict[GradientKey, Tensor | None] = {}
     losses: list[float] = []
     for step, batch in enumerate(batches):
         model.zero_grad(set_to_none=True)
@@ -105,17 +133,21 @@ def train(
             value = _forward(case, loss or loss_of_the_case(case), model, batch)
             losses.append(value.item())
             _backward(case, value)
-        if compare == "gradients":
-            gradients |= {(step, name): p.grad for name, p in model.named_parameters()}
+        if compare == "gradients" and not after_clipping:
+            found |= {(step, name): _kept(p.grad, training) for name, p in model.named_parameters()}
+        if compare == "update" or step + 1 < len(batches) or after_clipping:
+            training.clip_gradients(model.parameters())
+        if compare == "gradients" and after_clipping:
+            found |= {(step, name): _kept(p.grad, training) for name, p in model.named_parameters()}
         if compare == "update" or step + 1 < len(batches):
-            _plain_sgd_step(model, lr)
-    if compare == "gradients":
-        return gradients, losses
-    updates: dict[GradientKey, Tensor | None] = {
-        (0, name): p.detach() - before[name] if p.requires_grad else None
-        for name, p in model.named_parameters()
-    }
-    return updates, losses
+            _take_step(model, training, steppers)
+        if compare == "update" and (at_each_step or step + 1 == len(batches)):
+            key = step if at_each_step else 0
+            found |= {
+                (key, name): p.detach() - before[name] if p.requires_grad else None
+                for name, p in model.named_parameters()
+            }
+    return found, losses
 
 
 def in_dtype(batch: Any, dtype: torch.dtype | None) -> Any:
@@ -164,9 +196,18 @@ def _backward(case: Case, value: Tensor) -> None:
         raise BadCase("loss", name_of(case.loss), right) from error
 
 
-def _plain_sgd_step(model: nn.Module, lr: float) -> None:
-    """SGD without momentum or weight decay, so that no wrong factor on the gradient is hidden."""
+def _kept(gradient: Tensor | None, training: Training) -> Tensor | None:
+    """The gradient, or a copy of it if something may change it before the end."""
+    return gradient if gradient is None or training.is_plain_sgd else gradient.clone()
+
+
+def _take_step(model: nn.Module, training: Training, steppers: Sequence[Stepping]) -> None:
+    """Let the user's optimizer step; or plain SGD, which hides no wrong factor on the gradient."""
+    for one in steppers:
+        one.step()
+    if steppers:
+        return
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter.sub_(parameter.grad.to_dense(), alpha=lr)
+                parameter.sub_(parameter.grad.to_dense(), alpha=training.lr)

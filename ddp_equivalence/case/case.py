@@ -15,6 +15,7 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.models import MODELS
+from ddp_equivalence.case.no_loss import no_loss
 from ddp_equivalence.case.numbers import whole_number
 from ddp_equivalence.case.what_was_meant import (
     INSTEAD_OF_BATCH,
@@ -46,7 +47,7 @@ class Case:
     list with one entry per example, or to None for a leaf that every rank has whole; or a function
     (batch, indices) -> batch that takes these examples, together with ``examples``.
     ``loss``: (model, batch) -> scalar tensor, or a name in
-    ``ddp_equivalence.case.losses.LOSSES``.
+    ``ddp_equivalence.case.losses.LOSSES``. Only a check with ``reference=`` needs none.
     ``layout``: ``"2x2"`` is 2 nodes with 2 ranks each, ``"1+3"`` is a node with 1 rank and a node
     with 3. With ``"-round-robin"`` after it, ranks are placed on the nodes in turn.
     ``shards``: ``"equal"``, ``"interleaved"``, ``"uneven"``, ``"one_example"``, ``"empty"``,
@@ -63,7 +64,7 @@ class Case:
     """
 
     model: ModelBuilder | str
-    loss: LossFunction | str
+    loss: LossFunction | str = no_loss
     batch: BatchBuilder | None = None
     layout: str = "1x2"
     shards: str = "equal"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Literal
 
 import numpy as np
 import torch
@@ -78,6 +79,15 @@ def generator_seed(seed: int) -> int:
     return seed + 2**30
 
 
-def step_seed(case: Case, step: int) -> int:
-    """The seed that every rank and the reference set before the forward pass of ``step``."""
-    return case.seed + 1 + step
+Seeds = Literal["apart", "alike"]
+"""Whether each rank draws random numbers of its own, or all draw those of the reference."""
+
+SEEDS = ("apart", "alike")
+
+APART = 2**20
+"""The distance between the seeds of two ranks that are seeded apart. No check has as many steps."""
+
+
+def step_seed(case: Case, step: int, rank: int = 0, seeds: Seeds = "alike") -> int:
+    """The seed that the reference sets before the forward pass of ``step``, and a rank as well."""
+    return case.seed + 1 + step + (rank * APART if seeds == "apart" else 0)

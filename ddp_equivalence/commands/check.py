@@ -247,7 +247,7 @@ def _changes_of_the_case(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _require_known_options(options: dict[str, Any]) -> None:
     """Raises BadCase if check() does not take the options."""
-    from ddp_equivalence.measurement.request import CheckOptions
+    from ddp_equivalence.measurement.check_options import CheckOptions
 
     known = CheckOptions.__annotations__
     if unknown := options.keys() - known.keys():

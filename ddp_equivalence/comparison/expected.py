@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.build import batches_of_steps, build_whole_batch
 from ddp_equivalence.case.case import name_of
 from ddp_equivalence.case.errors import BadCase
@@ -21,13 +22,20 @@ from ddp_equivalence.reference import Reference
 class Expected:
     """A reference, the descriptions of its gradients, and its rounding.
 
-    ``data``: for every rank, digests of the examples that it must be given; None for a batch of the
+    ``order``: that in which the steps read the examples, if it is not that of the batch. ``data``:
+    for every rank, digests of the examples that it must be given; None for a batch of the
     catalogue, which no process can build differently.
     """
 
-    def __init__(self, reference: Reference, data: DataByRank | None = None) -> None:
+    def __init__(
+        self,
+        reference: Reference,
+        data: DataByRank | None = None,
+        order: tuple[int, ...] = (),
+    ) -> None:
         self.reference = reference
         self.data = data
+        self._order = order
         self._rounding: dict[torch.dtype | None, Rounding] = {}
         self._of_more_runs: dict[torch.dtype | None, Rounding] = {}
 
@@ -46,6 +54,8 @@ class Expected:
                 right += "one at the second call (an iterator that goes on, or random numbers of "
                 right += "a generator that no seed is set in)"
                 raise BadCase("batch", name_of(case.batch), right)
+        if self._order:
+            whole = take(whole, self._order, case.batch_dims)
         return batches_of_steps(case, whole, sizes)
 
     @cached_property

@@ -179,14 +179,23 @@ def _train_again(
             parameter.grad /= scale
 
     for parameter in model.parameters():
-        if parameter.requires_grad and scale != 1:
+        if parameter.requires_grad and scale != 1 and not reference.training.is_of_the_user:
             parameter.register_post_accumulate_grad_hook(divide_gradient)
 
     def scaled_loss(model: nn.Module, batch: Any) -> Any:
         with nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast):
             return scale * loss(model, batch)
 
-    gradients = train(case, model, copies, reference.compare, reference.lr, scaled_loss)[0]
+    gradients = train(
+        case,
+        model,
+        copies,
+        reference.compare,
+        reference.training,
+        scaled_loss,
+        at_each_step=reference.at_each_step,
+        after_clipping=reference.after_clipping,
+    )[0]
     return {key: None if one is None else one.to(CPU) for key, one in gradients.items()}
 
 

@@ -46,6 +46,7 @@ from ddp_equivalence.diagnosis.time_left import (
     OutOfTime,
     TimeLeft,
 )
+from ddp_equivalence.diagnosis.unpredictable import why_unpredictable
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts import beside_one_rank
 from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import with_one_rank
@@ -68,6 +69,7 @@ class Analysis:
     """
 
     def __init__(self, request: Request, expected: Expected) -> None:
+        self.reference = expected.reference
         self._request = request
         self._expected = expected
         self.measurement: Measurement | None = None
@@ -187,9 +189,7 @@ class Analysis:
         """Why no hypothesis can be fitted to the difference; "" if one can."""
         if self.measurement is not None and self.measurement.comparison.structure:
             return "gradients that are missing or of another shape cannot be fitted"
-        if self._later_weights_are_wrong:
-            return "after its first step a wrong run has weights that no prediction is made for"
-        return ""
+        return why_unpredictable(self._request)
 
     @cached_property
     def first_wrong_step(self) -> int:
@@ -258,7 +258,7 @@ class Analysis:
     def _view_of_step(self, step: int) -> View | None:
         """One step as hypotheses see it before the ranks run; None if nothing can be predicted."""
         sample = self.sample_of_step(0 if self._request.compare == "update" else step)
-        if self._later_weights_are_wrong or not sample.sizes:
+        if why_unpredictable(self._request) or not sample.sizes:
             return None
         request = self._request
         with without_planted_faults():
@@ -293,8 +293,8 @@ class Analysis:
         return sample.of({name: right[step, name] for name in sample.sizes})
 
     def _cache(self, step: int) -> GradientCache:
-        request = self._request
-        if not request.case.is_catalogue:
+        request, case = self._request, self._request.case
+        if not case.is_catalogue:
             return {}
         scale = -request.lr if request.compare == "update" else 1.0
-        return catalogue_cache(without_ranks(request.case), request.steps, step, request.lr, scale)
+        return catalogue_cache(without_ranks(case), request.steps, step, request.training, scale)

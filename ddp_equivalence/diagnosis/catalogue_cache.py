@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.steps import Steps
+from ddp_equivalence.case.training import Training
 from ddp_equivalence.diagnosis.example_gradients import GradientCache
 
 
@@ -22,6 +23,8 @@ def without_ranks(case: Case) -> Case:
 
 
 @lru_cache(maxsize=256)
-def catalogue_cache(case: Case, steps: Steps, step: int, lr: float, scale: float) -> GradientCache:
+def catalogue_cache(
+    case: Case, steps: Steps, step: int, training: Training, scale: float
+) -> GradientCache:
     """Shared by the views of one catalogue case, since many strategies ask for the same parts."""
     return {}

@@ -223,7 +223,7 @@ class ExampleGradients:
                 setting.case,
                 take(setting.batch, examples, setting.case.batch_dims),
                 setting.earlier_batches,
-                setting.lr,
+                setting.training,
                 generator,
                 other_numbers,
                 drawn,

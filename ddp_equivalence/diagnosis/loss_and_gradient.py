@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.case import Case
+from ddp_equivalence.case.training import Training
 from ddp_equivalence.measurement.random_draws import Draw, DrawReplay
 from ddp_equivalence.reference import in_dtype, loss_of_the_case, train
 
@@ -49,7 +50,7 @@ def loss_and_gradient_of(
     case: Case,
     batch: Any,
     earlier_batches: Sequence[Any] = (),
-    lr: float = 0.1,
+    training: Training | None = None,
     generator: bytes = b"",
     other_numbers: bool = False,
     drawn: Drawn | None = None,
@@ -58,7 +59,7 @@ def loss_and_gradient_of(
 ) -> tuple[float, dict[str, Tensor | None]]:
     """The float64 loss of ``batch`` alone and its gradient by parameter name.
 
-    The weights are those that plain SGD on the ``earlier_batches`` leaves. ``generator`` is the
+    The weights are those that ``training`` on the ``earlier_batches`` leaves. ``generator`` is the
     state that torch's generator gets before each forward pass; empty means the usual state.
     ``other_numbers``: let all generators draw others than usual. ``drawn`` is told whether anything
     was drawn. ``buffers``: what the model's buffers hold before the last forward pass, if it is not
@@ -87,7 +88,9 @@ def loss_and_gradient_of(
     batches = [in_dtype(one, torch.float64) for one in (*earlier_batches, batch)]
     model, replay = build_model(case).double(), DrawReplay(draws or ())
     with nullcontext() if draws is None else replay.watching():
-        gradients, losses = train(case, model, batches, "gradients", lr, with_generators)
+        gradients, losses = train(
+            case, model, batches, "gradients", training or Training(), with_generators
+        )
     last = len(batches) - 1
     if draws is not None and not replay.complete:
         return float("nan"), {
@@ -122,7 +125,7 @@ def gradient_of_outputs(case: Case, batch: Any) -> tuple[Tensor, Tensor] | None:
 
     handle = model.register_forward_hook(keep)
     try:
-        train(case, model, [in_dtype(batch, torch.float64)], "gradients", lr=0.0)
+        train(case, model, [in_dtype(batch, torch.float64)], "gradients", Training())
     finally:
         handle.remove()
     if len(outputs) != 1 or not isinstance(outputs[0], Tensor) or outputs[0].grad is None:

@@ -69,7 +69,7 @@ def _drawn(setting: Setting, examples: int) -> tuple[Draws, ...]:
         model = build_model(case).double()
         try:
             with log.watching():
-                train(case, model, [in_dtype(batch, torch.float64)], "gradients", setting.lr)
+                train(case, model, [in_dtype(batch, torch.float64)], "gradients", setting.training)
         except BadCase:
             return ()
     return tuple(joined_draws(log.draws) or ()) if log.complete else ()

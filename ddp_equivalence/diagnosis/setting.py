@@ -14,6 +14,7 @@ from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.random_state import step_seed
 from ddp_equivalence.case.shards import OWN, split
+from ddp_equivalence.case.training import Training
 from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.diagnosis.divisor_candidates import distinct_divisors
 from ddp_equivalence.measurement.request import Request
@@ -46,7 +47,7 @@ class Setting:
     earlier_examples: tuple[int, ...]
     shards: tuple[Indices, ...] | None
     reporting_ranks: tuple[int, ...]
-    lr: float
+    training: Training
     dtype: torch.dtype
     seed: int
     has_batch_norm: bool
@@ -88,7 +89,7 @@ def setting_of(
     model, batch = build_model(case), batches[step]
     examples = reference.examples[step]
     shards = None
-    if case.shards != OWN:
+    if case.shards != OWN and not request.read_order:
         shards = split(case.shards, examples, case.ranks.world_size).indices
     return Setting(
         case=case,
@@ -99,7 +100,7 @@ def setting_of(
         earlier_examples=reference.examples[:step],
         shards=shards,
         reporting_ranks=tuple(range(request.processes.world_size)),
-        lr=request.lr,
+        training=request.training,
         has_batch_norm=_trains_with(model, nn.modules.batchnorm._BatchNorm),
         dtype=reference.lowest_dtype,
         seed=step_seed(case, step),

@@ -116,9 +116,13 @@ def work_of(request: Request) -> Work:
         case=request.case,
         step=request.step,
         compare=request.compare,
-        lr=request.lr,
+        training=request.training,
+        seeds=request.seeds,
         steps=request.steps,
         plant=request.plant,
+        at_each_step=request.at_each_step,
+        after_clipping=request.after_clipping,
+        read_order=request.read_order,
     )
 
 

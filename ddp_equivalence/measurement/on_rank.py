@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -14,23 +14,14 @@ from ddp_equivalence.case.batch import move, take
 from ddp_equivalence.case.batch_tree import map_tensors
 from ddp_equivalence.case.build import build_model, build_whole_batch
 from ddp_equivalence.case.given import given_to
-from ddp_equivalence.case.random_state import seeded, step_seed, without_restoring_random_state
+from ddp_equivalence.case.random_state import without_restoring_random_state
 from ddp_equivalence.case.shards import OWN, Shards, split
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.batch_digest import digest_leaves
 from ddp_equivalence.comparison.chunks import raw_messages
 from ddp_equivalence.comparison.digest import digest
-from ddp_equivalence.comparison.gradients import (
-    describe,
-    gathered,
-    gradients_of,
-    in_first_step,
-    sgd_step,
-    update_of,
-    updates_of,
-    weights_of,
-)
-from ddp_equivalence.faults.plant import PlantedFault, plant_here
+from ddp_equivalence.comparison.gradients import describe, gathered
+from ddp_equivalence.faults.plant import plant_here
 from ddp_equivalence.measurement.buffer_watch import digests_of_buffers
 from ddp_equivalence.measurement.called_with import CalledWith
 from ddp_equivalence.measurement.cuda_evidence import gpus_used, tf32_of
@@ -41,13 +32,12 @@ from ddp_equivalence.measurement.parameter_names import ParameterNames
 from ddp_equivalence.measurement.precision_watch import Float32Watch, autocast_entered
 from ddp_equivalence.measurement.races import Races
 from ddp_equivalence.measurement.random_draws import DrawLog
-from ddp_equivalence.measurement.returned import tensors_by_name
+from ddp_equivalence.measurement.run_of_step import RunOfStep
 from ddp_equivalence.measurement.work import Evidence, Work
-from ddp_equivalence.ranks import process_state
 from ddp_equivalence.ranks.collectives import new_collectives
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.strategies import STRATEGIES
-from ddp_equivalence.strategies.strategy import Task, TrainStep
+from ddp_equivalence.strategies.strategy import Task
 
 
 def run(rank: Rank, work: Work) -> Iterator[object]:
@@ -87,6 +77,9 @@ def _run_step(
     data = digest_leaves(given)
     given = [move(examples, rank.device) for examples in given]
     at = _positions(rank, sizes, shards, len(given))
+    if work.read_order:  # what is read is looked up where the reference has it
+        whole = take(whole, work.read_order, case.batch_dims)
+        at = [tuple(map(work.read_order.index, indices)) for indices in at]
     observer = _observer(work, model, whole, given, at) if work.observe else None
     del whole
     notes, races = dict[str, Any](), Races(rank.device)
@@ -104,7 +97,9 @@ def _run_step(
         log or nullcontext(),
         draws.watching() if draws else nullcontext(),
     ):
-        gradients = _train(rank, work, model, names, given, shards, notes, races, planted, observer)
+        task = Task(case, model, rank, shards, notes, work.steps)
+        run_of_step = RunOfStep(rank, work, model, names, races, planted, observer)
+        gradients = run_of_step.train(task, given)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     collectives = new_collectives()
@@ -132,6 +127,8 @@ def _run_step(
         gpu=gpus_used(rank, chain(model.parameters(), gradients.values()), notes),
         tf32=tf32_of(rank),
         buffers=digests_of_buffers(model),
+        optimizer_steps=run_of_step.optimizer_steps,
+        clips=run_of_step.clips,
     )
     return gradients, evidence
 
@@ -150,12 +147,14 @@ def _of_first_step(gradients: Mapping[GradientKey, Tensor | None]) -> dict[str, 
 def _given(rank: Rank, work: Work, whole: Any, sizes: tuple[int, ...]) -> list[Any]:
     """The examples that the rank is given, still on the CPU.
 
-    A user's own trainer is called once for all steps, so it is given their examples together.
+    A user's own trainer is called once for all steps, so it is given their examples together,
+    unless it is prepared once and then called for every step.
     """
     strategy = STRATEGIES.get(work.step) if isinstance(work.step, str) else None
     undivided = work.case.shards == OWN or (strategy is not None and strategy.one_process)
-    together = work.compare == "update" and strategy is None
-    given = given_to(rank.rank, work.case, whole, sizes, undivided=undivided, together=together)
+    given = given_to(
+        rank.rank, work.case, whole, sizes, undivided=undivided, together=work.is_given_all_at_once
+    )
     # The step may write to its batch. Tensors that are not dealt may be the user's own, and those
     # that every rank has whole are the same ones in all steps.
     has_whole = undivided or work.case.batch_dims is not None
@@ -177,123 +176,3 @@ def _positions(
         for step, of_step in enumerate(shards)
     ]
     return [tuple(chain.from_iterable(positions))] if times == 1 else positions
-
-
-def _train(
-    rank: Rank,
-    work: Work,
-    model: nn.Module,
-    names: ParameterNames,
-    given: list[Any],
-    shards: list[Shards],
-    notes: dict[str, Any],
-    races: Races,
-    planted: PlantedFault | None,
-    observer: Observer | None,
-) -> dict[GradientKey, Tensor | None]:
-    """Run all steps; return the gradients that each step leaves, or the update of all together."""
-    before = weights_of(names.parameters(model)) if work.compare == "update" else {}
-    task = Task(work.case, model, rank, shards, notes, work.steps)
-    step: TrainStep
-    if isinstance(work.step, str):
-        step = STRATEGIES[work.step].prepare(task)
-    else:
-        user_step = work.step
-
-        def step(shard: Any) -> Mapping[str, Tensor | None] | None:
-            return user_step(model, shard, rank)
-
-    if planted:
-        step = planted.break_step(task, step)
-    if work.compare == "update" and not isinstance(work.step, str):
-        with _seeded(step_seed(work.case, 0)), races.watched():
-            returned = step(given[0])
-        return in_first_step(_update_by_user(names, model, before, returned))
-    gradients: dict[GradientKey, Tensor | None] = {}
-    for number, shard in enumerate(given):
-        if observer:
-            observer.step = number
-        last = number + 1 == len(given)
-        weights = names.digest(model) if len(given) > 1 else ""
-        returned = _one_step(rank, work, model, names, step, shard, number, races)
-        parameters = names.parameters(model)
-        if work.compare == "gradients":
-            by_name = gradients_of(parameters) if returned is None else returned
-            # DDP's bucket views put the gradients of the next step into the same memory.
-            left = races.as_left(by_name, keep=len(given) > 1)
-            gradients |= {(number, name): gradient for name, gradient in left.items()}
-        _check_weights(rank, names, model, weights)
-        if returned is not None and (work.compare == "update" or not last):
-            _put_on_parameters(parameters, returned)
-        if work.compare == "update" or not last:
-            sgd_step(model, work.lr)
-    if work.compare == "gradients":
-        return gradients
-    return in_first_step(updates_of(names.parameters(model), before))
-
-
-def _one_step(
-    rank: Rank,
-    work: Work,
-    model: nn.Module,
-    names: ParameterNames,
-    step: TrainStep,
-    shard: Any,
-    number: int,
-    races: Races,
-) -> Mapping[str, Tensor | None] | None:
-    """Run one step, and return what it returned, under the model's own names."""
-    model.zero_grad(set_to_none=True)
-    with _seeded(step_seed(work.case, number)), races.watched():
-        returned = step(shard)
-    return None if returned is None else names.of_returned(model, tensors_by_name(returned))
-
-
-def _check_weights(rank: Rank, names: ParameterNames, model: nn.Module, before: str) -> None:
-    """Raises ValueError if one of several steps has moved the weights.
-
-    ``before``: a digest of the weights before the step; "" for the only step.
-    """
-    # Only rank 0 raises: on other ranks a new DDP wrapper may have copied the weights of rank 0.
-    if before and before != names.digest(model) and rank.rank == 0:
-        raise ValueError(
-            "the step moved the weights itself; the suite takes an SGD step after each of several "
-            'steps, so leave the optimizer step out, or use compare="update"'
-        )
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed the generators, and report a change if the step sets torch's seed itself."""
-    with seeded(seed):
-        yield
-        if torch.initial_seed() != seed:
-            process_state.report_change(f"torch's seed set to {torch.initial_seed()}")
-
-
-def _put_on_parameters(
-    parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor | None]
-) -> None:
-    """Put gradients that the step returned where the suite's next SGD step finds them."""
-    for name, parameter in parameters.items():
-        gradient = gradients.get(name)
-        parameter.grad = None if gradient is None else gradient.detach().to(parameter.dtype)
-
-
-def _update_by_user(
-    names: ParameterNames, model: nn.Module, before: dict[str, Tensor], returned: object
-) -> dict[str, Tensor | None]:
-    """How far a user's own training moved the weights: those in the model, or those returned."""
-    parameters = names.parameters(model)
-    if returned is None:
-        return updates_of(parameters, before)
-    weights = names.of_returned(model, tensors_by_name(returned))
-    found: dict[str, Tensor | None] = {}
-    for name, weight in weights.items():
-        start = before.get(name)
-        if weight is None or start is None or weight.shape != start.shape:
-            found[name] = weight
-        else:
-            frozen = name in parameters and not parameters[name].requires_grad
-            found[name] = update_of(weight.detach().to(start.device), start, frozen)
-    return found

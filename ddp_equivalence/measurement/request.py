@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, fields
-from typing import TypedDict
+from dataclasses import dataclass
 
 import torch
 
@@ -13,9 +11,20 @@ from ddp_equivalence.case.build import catalogue_loss_of
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts import Layout, parse
-from ddp_equivalence.case.numbers import is_number, whole_number, whole_numbers
+from ddp_equivalence.case.no_loss import no_loss
+from ddp_equivalence.case.random_state import Seeds
 from ddp_equivalence.case.shards import OWN
 from ddp_equivalence.case.steps import Compare, Steps, step_count
+from ddp_equivalence.case.training import Training
+from ddp_equivalence.measurement.check_options import (
+    CheckOptions,
+    check_names,
+    deadlines_of,
+    seeds_of,
+    steps_of,
+    training_of,
+    truth_of,
+)
 from ddp_equivalence.measurement.lane_of_case import lane_of
 from ddp_equivalence.measurement.repeat import repeating_command
 from ddp_equivalence.measurement.step_signature import why_not_a_step
@@ -26,19 +35,22 @@ from ddp_equivalence.strategies.strategy import Strategy
 
 COMPARES = ("gradients", "update")
 
-LEAST_SECONDS = 1.0
-"""A case gets at least this many seconds, even if the time of the run is over."""
-
 
 @dataclass(frozen=True)
 class Request:
-    """The valid arguments of one ``check``, with the settings of the run filled in."""
+    """The valid arguments of one ``check``, with the settings of the run filled in.
+
+    ``at_each_step``: what is compared is taken at each step of an optimizer, in a step that trains;
+    gradients are those before clipping, or ``after_clipping``. ``read_order``: the examples of the
+    batch in the order in which the steps were seen to read them, if that is another one.
+    """
 
     case: Case
     step: Step | str
     strategy: Strategy | None
     compare: Compare
-    lr: float
+    training: Training
+    seeds: Seeds
     steps: Steps
     lane: Lane
     deadline: float
@@ -48,12 +60,25 @@ class Request:
     allow_changes: bool
     second_look: bool
     plant: str
+    at_each_step: bool = False
+    after_clipping: bool = False
+    read_order: tuple[int, ...] = ()
 
     @property
     def processes(self) -> Layout:
         """The layout of the processes that are started."""
         one_process = self.strategy is not None and self.strategy.one_process
         return parse("1x1") if one_process else self.case.ranks
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of plain SGD."""
+        return self.training.lr
+
+    @property
+    def trains(self) -> bool:
+        """True if the step is the user's own and trains: it is given all examples at once."""
+        return self.strategy is None and (self.compare == "update" or self.at_each_step)
 
     @property
     def step_count(self) -> int:
@@ -70,45 +95,13 @@ class Request:
         )
 
 
-class CheckOptions(TypedDict, total=False):
-    """The options of ``check``, which every function that makes a check takes as well.
-
-    ``compare``: "gradients" calls the step once for every big batch and compares the gradients of
-    each. "update" compares how far the weights have moved. A step of your own is then called once,
-    with the examples of all big batches joined. It leaves the trained weights in the model, or
-    returns them by name. The reference takes one plain SGD step, with the learning rate ``lr``, for
-    every big batch.
-    ``steps``: into how many big batches, one for each step, the batch is divided; or a tuple with
-    the number of examples of each. ``backend``: "auto" (NCCL if there is a GPU for each rank, gloo
-    on the CPU otherwise), "gloo", "gloo_cuda", "nccl", "nccl2" or "nccl-legacy". ``deadline``:
-    seconds for the ranks' work. ``collective_deadline``: seconds for one collective (half of
-    ``deadline`` by default).
-    ``fresh_ranks``: start new processes for this check instead of using warm ones.
-    ``in_process``: rank 0 is the calling process, so that a debugger works in the step.
-    ``allow_changes``: the step may change its process (seed, environment, default dtype, threads
-    and processes left running) without failing the check; the changes are undone.
-
-    An option that is None, or absent, takes the setting of the run.
-    """
-
-    compare: Compare
-    lr: float
-    steps: Steps
-    backend: str | None
-    deadline: float | None
-    collective_deadline: float | None
-    fresh_ranks: bool | None
-    in_process: bool | None
-    allow_changes: bool | None
-
-
 def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request:
     """Check the arguments of ``check`` and fill in the settings of the run.
 
     Raises BadCase for an argument that cannot be right, TypeError for an unknown option.
     """
-    _check_names(options)
-    compare, lr = options.get("compare", "gradients"), options.get("lr", 0.1)
+    check_names(options)
+    compare = options.get("compare", "gradients")
     backend = options.get("backend")
     now = settings.current()
     if not isinstance(case, Case):
@@ -116,12 +109,12 @@ def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request
     strategy = _strategy_of(step)
     if compare not in COMPARES:
         raise BadCase("compare", compare, f"one of {', '.join(COMPARES)}")
-    if not is_number(lr) or not 0 < lr < float("inf"):
-        raise BadCase("lr", lr, "a learning rate above 0")
-    deadline, collective_deadline = _deadlines(
+    training = training_of(options, compare)
+    _check_training_of(case, strategy, training, now.plant)
+    deadline, collective_deadline = deadlines_of(
         options.get("deadline"), options.get("collective_deadline")
     )
-    steps = _steps(options.get("steps", 1))
+    steps = steps_of(options.get("steps", 1))
     if case.exact and (compare == "update" or steps != 1):
         right = "a check of one step's gradients: with SGD steps the weights leave the integers"
         raise BadCase("exact", True, right)
@@ -132,17 +125,30 @@ def read_request(case: Case, step: Step | str, options: CheckOptions) -> Request
         step=step,
         strategy=strategy,
         compare=compare,
-        lr=float(lr),
+        training=training,
+        seeds=seeds_of(options, own_step=strategy is None),
         steps=steps,
         lane=lane,
         deadline=deadline,
         collective_deadline=collective_deadline,
-        fresh=_truth(options, "fresh_ranks", now.fresh_ranks),
-        in_process=_truth(options, "in_process", now.in_process),
-        allow_changes=_truth(options, "allow_changes", now.allow_changes),
+        fresh=truth_of(options, "fresh_ranks", now.fresh_ranks),
+        in_process=truth_of(options, "in_process", now.in_process),
+        allow_changes=truth_of(options, "allow_changes", now.allow_changes),
         second_look=now.second_look,
         plant=now.plant,
     )
+
+
+def _check_training_of(
+    case: Case, strategy: Strategy | None, training: Training, plant: str
+) -> None:
+    """Strategies and planted faults know plain SGD; a case without a loss needs a reference."""
+    if strategy is not None and not training.is_plain_sgd:
+        right = f"a step of your own: {strategy.name} is compared with plain SGD"
+        raise BadCase("step", strategy.name, right)
+    if case.loss is no_loss and (training.reference is None or strategy is not None or plant):
+        right = "(model, batch) -> scalar tensor; only a check with reference= needs none"
+        raise BadCase("loss", None, right)
 
 
 def _check_batch(case: Case, strategy: Strategy | None, plant: str) -> None:
@@ -166,16 +172,6 @@ def _no_case(given: object, step: object) -> BadCase:
     return BadCase("case", given, "a ddp_equivalence.Case")
 
 
-def _check_names(options: CheckOptions) -> None:
-    """Raises TypeError for an option that ``check`` does not take."""
-    if unknown := options.keys() - CheckOptions.__annotations__.keys():
-        name, takes = min(unknown), ", ".join(CheckOptions.__annotations__)
-        where = ""
-        if name in {field.name for field in fields(Case)}:
-            where = f"; {name} is a field of the case: Case({name}=...)"
-        raise TypeError(f"check() got an unexpected option {name!r}; it takes {takes}{where}")
-
-
 def _strategy_of(step: object) -> Strategy | None:
     """The strategy of this name, None for a step of the user. Raises BadCase if it is neither."""
     strategy = STRATEGIES.get(step) if isinstance(step, str) else None
@@ -186,49 +182,6 @@ def _strategy_of(step: object) -> Strategy | None:
         if wrong := why_not_a_step(step):
             raise BadCase("step", name_of(step), wrong)
     return strategy
-
-
-def _truth(options: CheckOptions, name: str, setting: bool) -> bool:
-    option = options.get(name)
-    if option is not None and not isinstance(option, bool):
-        raise BadCase(name, option, "True or False")
-    return setting if option is None else option
-
-
-def _deadlines(case: float | None, collective: float | None) -> tuple[float, float]:
-    """Seconds for the case and for one collective.
-
-    The time for a collective is below that of the case. The case gets no more time than the run has
-    left, but at least ``LEAST_SECONDS``.
-    """
-    now = settings.current()
-    case = now.deadline if case is None else case
-    if not is_number(case) or not 0 < case < float("inf"):
-        raise BadCase("deadline", case, "a number of seconds above 0")
-    given = collective is not None
-    collective = now.collective_deadline if collective is None else collective
-    if collective is not None and not is_number(collective):
-        raise BadCase("collective_deadline", collective, "a number of seconds above 0")
-    if collective is None or (not given and collective >= case):
-        collective = case / 2
-    if not 0 < collective < case:
-        right = f"a number of seconds above 0 and below the deadline of the case ({case:g})"
-        raise BadCase("collective_deadline", collective, right)
-    if now.run_until is not None:
-        case = min(case, max(LEAST_SECONDS, now.run_until - time.monotonic()))
-    return float(case), float(collective)
-
-
-def _steps(steps: object) -> Steps:
-    number, sizes = whole_number(steps), whole_numbers(steps)
-    right = "at least 1 big batch, or a tuple with the number of examples of each"
-    if sizes is not None and not isinstance(steps, tuple):
-        raise BadCase("steps", steps, f"at least 1 big batch, or the tuple {sizes}")
-    if number is not None and number >= 1:
-        return number
-    if sizes is not None and min(sizes) >= 1:
-        return sizes
-    raise BadCase("steps", steps, right)
 
 
 def repeat_line(request: Request) -> str:

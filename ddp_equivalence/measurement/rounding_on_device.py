@@ -17,6 +17,7 @@ import torch
 from ddp_equivalence.case.build import build_batches
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.steps import Compare, Steps
+from ddp_equivalence.case.training import Training
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.rounding import Rounding, measure_more, measure_rounding
 from ddp_equivalence.comparison.tolerance import USELESS
@@ -34,9 +35,11 @@ class RoundingWork:
 
     case: Case
     compare: Compare
-    lr: float
+    training: Training
     steps: Steps
     autocast: torch.dtype | None
+    at_each_step: bool = False
+    after_clipping: bool = False
 
 
 def may_be_that_of_a_device(comparison: Comparison, request: Request) -> bool:
@@ -57,7 +60,15 @@ def rounding_on_device(
     """The rounding of all runs that are ever made, on the device of rank 0; None if they fail."""
     if ranks.broken:
         return None
-    work = RoundingWork(request.case, request.compare, request.lr, request.steps, autocast)
+    work = RoundingWork(
+        request.case,
+        request.compare,
+        request.training,
+        request.steps,
+        autocast,
+        request.at_each_step,
+        request.after_clipping,
+    )
     with suppress(RankFailed):  # what the CPU's limits say then stands
         ranks.submit(pickling.dumps(run, work))
         rounding: Rounding | None = dict(ranks.collect(deadline)).get(0)
@@ -76,7 +87,14 @@ def run(rank: Rank, work: RoundingWork) -> Iterator[Rounding | None]:
 
 
 def _measure(rank: Rank, work: RoundingWork) -> Rounding:
-    reference = big_batch(work.case, work.compare, work.lr, work.steps)
+    reference = big_batch(
+        work.case,
+        work.compare,
+        work.training,
+        work.steps,
+        at_each_step=work.at_each_step,
+        after_clipping=work.after_clipping,
+    )
     batches = build_batches(work.case, work.steps)
     rounding = measure_rounding(reference, batches, work.autocast, rank.device)
     return measure_more(reference, rounding, batches, work.autocast, rank.device)

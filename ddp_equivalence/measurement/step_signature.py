@@ -1,11 +1,11 @@
-"""Whether a rank can call a step, which it gives three arguments: model, shard and rank."""
+"""Whether a rank can call a step, and with what: model, shard and rank; or first model and rank."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 
-RIGHT = "a function (model, shard, rank)"
+RIGHT = "a function (model, shard, rank), or (model, rank) that returns a function of the shard"
 
 
 def why_not_a_step(step: Callable[..., object]) -> str:
@@ -16,6 +16,8 @@ def why_not_a_step(step: Callable[..., object]) -> str:
         return f"{RIGHT}: a plain function; this one is a generator, whose body would never run"
     if hasattr(step, "__signature__"):
         return ""  # it says what its author likes
+    if is_prepared(step):
+        return ""
     try:
         # A decorator may give the function that it wraps more arguments than it takes itself.
         signature = inspect.signature(step, follow_wrapped=False)
@@ -33,3 +35,24 @@ def why_not_a_step(step: Callable[..., object]) -> str:
         )
         return f"{RIGHT}; this one takes {names}"
     return ""
+
+
+def is_prepared(step: object) -> bool:
+    """True if the step is made once for all big batches: it takes two arguments, and the second is
+    called ``rank``.
+    """
+    if isinstance(step, str):
+        return False
+    try:
+        parameters = inspect.signature(step, follow_wrapped=False).parameters  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    required = [
+        name
+        for name, one in parameters.items()
+        if one.default is inspect.Parameter.empty and one.kind in POSITIONAL
+    ]
+    return len(required) == 2 and required[1].strip("_") == "rank"
+
+
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ddp_equivalence.case.case import Case
+from ddp_equivalence.case.random_state import Seeds
 from ddp_equivalence.case.steps import Compare, GradientKey, Steps
+from ddp_equivalence.case.training import Training
 from ddp_equivalence.comparison.batch_digest import Digests
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.comparison.gradients import Description
@@ -17,12 +19,18 @@ from ddp_equivalence.measurement.cuda_evidence import Tf32
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.operations import Operations
 from ddp_equivalence.measurement.precision_watch import Autocast
+from ddp_equivalence.measurement.step_signature import is_prepared
 from ddp_equivalence.ranks.collectives import Collective
 from ddp_equivalence.ranks.missed_waits import MissedWait
 from ddp_equivalence.ranks.rank import Rank
 
-Step = Callable[[nn.Module, Any, Rank], Mapping[str, Tensor | None] | None]
-"""A user's own step: (model, shard, rank) -> None, or gradients (weights, for updates) by name."""
+Step = (
+    Callable[[nn.Module, Any, Rank], Mapping[str, Tensor | None] | None]
+    | Callable[[nn.Module, Rank], Callable[[Any], Mapping[str, Tensor | None] | None]]
+)
+"""A user's own step: (model, shard, rank) -> None, or gradients (weights, for updates) by name. Or
+a function or class (model, rank) that is called once, and returns a step (shard) -> the same, which
+is called for every big batch."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +43,15 @@ class Work:
     sends no gradients. ``log_operations``: the rank records the operations of torch that the step
     runs, and sends no gradients. ``order``: if it is given, the examples of the batch are put into
     this order first. ``log_draws``: a rank that is watched also records the random numbers that it
-    draws.
+    draws. ``at_each_step``, ``after_clipping``: as in the request. ``read_order``: the order
+    of the examples in the reference, in which what was read is looked up.
     """
 
     case: Case
     step: Step | str
     compare: Compare = "gradients"
-    lr: float = 0.1
+    training: Training = field(default_factory=Training)
+    seeds: Seeds = "alike"
     steps: Steps = 1
     plant: str = ""
     observe: ElementSample[str] | None = None
@@ -49,6 +59,25 @@ class Work:
     log_operations: bool = False
     order: tuple[int, ...] = ()
     log_draws: bool = False
+    at_each_step: bool = False
+    after_clipping: bool = False
+    read_order: tuple[int, ...] = ()
+
+    @property
+    def trains(self) -> bool:
+        """True if the step is the user's own and steps with an optimizer of its own."""
+        of_the_user = not isinstance(self.step, str)
+        return of_the_user and (self.compare == "update" or self.at_each_step)
+
+    @property
+    def is_given_all_at_once(self) -> bool:
+        """True if the step is called once, with the examples of all big batches."""
+        return self.trains and not is_prepared(self.step)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """True if the weights before the step are needed afterwards."""
+        return self.compare == "update"
 
 
 @dataclass(frozen=True)
@@ -71,7 +100,10 @@ class Evidence:
     it computed in float32, if this was looked for; "" if it did not. ``missed_waits``: the
     collectives that nobody waited for. ``changed_later``: the gradients that changed after the step
     had returned. ``operations``: those of torch that the step ran, if they were recorded.
-    ``buffers``: a digest of every buffer of the model after the last step.
+    ``buffers``: a digest of every buffer of the model after the last step. ``optimizer_steps``: how
+    often optimizers stepped in a step that trains; those that step together count as one where what
+    is compared is taken at each of their steps. ``clips``: how often torch clipped gradients, if
+    what is compared is taken at each step.
     """
 
     examples: tuple[tuple[int, ...], ...] | None
@@ -94,3 +126,5 @@ class Evidence:
     tf32: Tf32 | None = None
     operations: Operations | None = None
     buffers: Mapping[str, str] = field(default_factory=dict)
+    optimizer_steps: int = 0
+    clips: int = 0

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 
 from ddp_equivalence.case.case import Case
+from ddp_equivalence.case.random_state import Seeds
 from ddp_equivalence.case.steps import Compare
+from ddp_equivalence.case.training import Training
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.diagnosis.analysis import Analysis
 from ddp_equivalence.diagnosis.divisors import Divisors
@@ -32,13 +34,14 @@ from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.report.encoding import encodable
 from ddp_equivalence.report.readings import OF_A_VERDICT
+from ddp_equivalence.report.verdict_parts import WrongStep
 
 Outcome = Literal["same", "different", "unknown"]
 
 GIVEN = frozenset(
     (
-        *("case", "subject", "defined_at", "promise", "lane", "compare", "lr", "planted"),
-        *("repeat", "render", "render_full"),
+        *("case", "subject", "defined_at", "promise", "lane", "compare", "training", "planted"),
+        *("repeat", "render", "render_full", "seeds", "lr"),
     )
 )
 """Attributes of a verdict that are known before the check runs. To read them is not to read what
@@ -69,6 +72,11 @@ class Verdict:
     run again. ``analysis``: computes the rest when it is asked for; None if there was nothing to
     analyse. ``render``: writes the report, and ``render_full`` the one that holds everything.
     ``defined_at``: where the step is defined; None for a strategy of the catalogue.
+    ``training``: how the reference trains. ``seeds``: how the ranks were seeded. ``wrong_step``:
+    the first optimizer step of a trainer that is not that of the big batch; ``comparison`` is then
+    that of its gradients, if these are wrong. ``read_in_another_order``: the steps of a trainer
+    read the examples in another order than the batch has, and the big batches were made of what
+    each step reads.
     """
 
     case: Case
@@ -91,7 +99,10 @@ class Verdict:
     planted: str = ""
     examples: tuple[int, ...] = ()
     compare: Compare = "gradients"
-    lr: float = 0.1
+    training: Training = field(default_factory=Training)
+    seeds: Seeds = "alike"
+    wrong_step: WrongStep | None = None
+    read_in_another_order: bool = False
     failure: RankFailed | None = None
     output: Mapping[int, str] = field(default_factory=dict)
     changed: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -131,6 +142,11 @@ class Verdict:
                 known_before = name in GIVEN or (name.startswith("__") and name != "__dict__")
                 reading.done = reading.done or not known_before
             return object.__getattribute__(self, name)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of plain SGD."""
+        return self.training.lr
 
     @property
     def causes(self) -> tuple[str, ...]:

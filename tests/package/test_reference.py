@@ -14,9 +14,10 @@ from ddp_equivalence import Case, Rank, check
 from ddp_equivalence.case.build import build_batches, build_model
 from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.models import MODELS
+from ddp_equivalence.case.training import Training
 from ddp_equivalence.comparison.rounding import measure_rounding
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
-from ddp_equivalence.measurement.request import CheckOptions
+from ddp_equivalence.measurement.check_options import CheckOptions
 from ddp_equivalence.reference import big_batch
 from tests.package.own_cases import own_case, right_step
 
@@ -50,7 +51,9 @@ def test_two_steps_move_the_weights_by_plain_sgd_as_worked_out_by_hand() -> None
         inputs, targets = batch["inputs"].numpy(), batch["targets"].numpy()
         residual = 2 * (inputs @ weight.T + bias - targets) / targets.size
         weight, bias = weight - 0.1 * residual.T @ inputs, bias - 0.1 * residual.sum(0)
-    update = big_batch(case, compare="update", lr=0.1, steps=2).expected[0, "weight"]
+    update = big_batch(case, compare="update", training=Training(lr=0.1), steps=2).expected[
+        0, "weight"
+    ]
     assert update is not None
     np.testing.assert_allclose(update.numpy(), weight - start, rtol=1e-12)
 
@@ -161,7 +164,7 @@ def linear() -> nn.Module:
 def test_a_difference_after_the_big_batch_itself_diverges_is_not_judged() -> None:
     """The loss of a linear model grows by the same large factor in every step on any processor."""
     case, diverges = own_case(model=linear), CheckOptions(steps=3, lr=100.0)
-    losses = big_batch(case, steps=3, lr=100.0).losses
+    losses = big_batch(case, steps=3, training=Training(lr=100.0)).losses
     assert losses[1] > 1e3 * losses[0] > 0
     right, after, before = (check(case, WrongInStep(number), **diverges) for number in (0, 3, 1))
     assert right.outcome == "same", right

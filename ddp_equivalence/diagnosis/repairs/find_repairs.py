@@ -217,7 +217,7 @@ def leaves_the_big_batch(request: Request, expected: Expected, edit: Edit, sourc
     try:
         edited = run_as_edited(code, (case.model, case.batch, case.loss))
         with without_planted_faults(), kept_inside(other_threads=False), edited:
-            found = big_batch(case, request.compare, request.lr, request.steps).expected
+            found = big_batch(case, request.compare, request.training, request.steps).expected
     except CannotEdit:  # the big batch has nothing to do with these functions
         return True
     except Exception:
@@ -246,7 +246,7 @@ def lines_of_the_big_batch(request: Request) -> Mapping[str, set[int]] | None:
         return None
     seen = LocalsSeen()
     with without_planted_faults(), seen.watching():
-        big_batch(request.case, request.compare, request.lr, request.steps)
+        big_batch(request.case, request.compare, request.training, request.steps)
     return seen.lines
 
 

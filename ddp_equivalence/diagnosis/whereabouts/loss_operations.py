@@ -61,7 +61,7 @@ def _operations(setting: Setting, part: Indices) -> Operations | None:
         warnings.simplefilter("ignore")
         try:
             model = build_model(setting.case).double()
-            train(setting.case, model, batches, "gradients", setting.lr, logged)
+            train(setting.case, model, batches, "gradients", setting.training, logged)
         except BadCase:
             return None
     return log.found({})

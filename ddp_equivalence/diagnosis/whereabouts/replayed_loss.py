@@ -111,7 +111,7 @@ def replay_of_rows(
         try:
             drawing = nullcontext() if draws is None else DrawReplay(draws).watching()
             with modules.watching(), cuts.watching(), drawing:
-                train(setting.case, model, batches, "gradients", setting.lr, counted)
+                train(setting.case, model, batches, "gradients", setting.training, counted)
         except BadCase:
             return None
     last = len(batches) - 1

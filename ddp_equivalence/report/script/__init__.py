@@ -8,7 +8,8 @@ from typing import Unpack
 
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.measurement.request import CheckOptions, Request, read_request
+from ddp_equivalence.measurement.check_options import CheckOptions
+from ddp_equivalence.measurement.request import Request, read_request
 from ddp_equivalence.measurement.work import Step
 from ddp_equivalence.report.output_paths import FOLDER, why_no_folder
 from ddp_equivalence.report.script.docstring import command_of, docstring

@@ -51,8 +51,7 @@ def note_lines(verdict: Verdict, width: int, most: int) -> list[Line]:
 def _notes(verdict: Verdict) -> Iterator[str]:
     if verdict.planted:
         yield f"The fault {verdict.planted} was planted on purpose."
-    if verdict.compare == "update":
-        yield f"Compared with plain SGD, learning rate {verdict.lr:g}: is that what the step does?"
+    yield from training_notes(verdict)
     if verdict.repeated is False:
         yield "The same step left other bits when it ran again: a race, or an unseeded generator."
     if drawn := random_number_text(verdict):
@@ -72,6 +71,20 @@ def _notes(verdict: Verdict) -> Iterator[str]:
     if verdict.lane.name not in ORDINARY_LANES:
         reason = f": {verdict.lane.reason}" if verdict.lane.reason else ""
         yield f"Lane {verdict.lane.name}{reason}."
+
+
+def training_notes(verdict: Verdict) -> Iterator[str]:
+    """How the reference trains, and which step of a trainer is wrong."""
+    if verdict.wrong_step is not None:
+        yield verdict.wrong_step.sentence
+    if verdict.read_in_another_order:
+        yield "The big batches are those that the steps read: another order than the batch has."
+    if verdict.training.is_of_the_user:
+        yield "Compared with your own reference=, from which no cause is predicted or named."
+    elif verdict.compare == "update" and verdict.training.is_plain_sgd:
+        yield f"Compared with plain SGD, learning rate {verdict.lr:g}: is that what the step does?"
+    elif verdict.compare == "update":
+        yield "Compared with your optimizer= and clip=: are they those of the step?"
 
 
 def again_lines(verdict: Verdict, width: int) -> list[Line]:

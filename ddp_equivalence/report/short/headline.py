@@ -70,6 +70,8 @@ def _what(verdict: Verdict) -> str:
             return "no cause found, because not all known causes were tried"
         if verdict.comparison is not None and verdict.comparison.structure:
             return "names, shapes or types are not those of the big batch"
+        if verdict.wrong_step is not None and verdict.wrong_step.differs != "gradients":
+            return verdict.wrong_step.headline
         whereabouts = verdict.localisation.whereabouts
         seen = whereabouts is not None and whereabouts.kind != "not seen"
         return whereabouts.headline if whereabouts is not None and seen else "no known cause fits"

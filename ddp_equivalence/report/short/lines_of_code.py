@@ -10,6 +10,7 @@ from ddp_equivalence.diagnosis.repairs.repair import lines_of_repairs
 from ddp_equivalence.report.line import Line
 from ddp_equivalence.report.short.definition import link_to, source_of
 from ddp_equivalence.report.short.text import cut, wrapped_lines
+from ddp_equivalence.report.verdict_parts import lines_of_wrong_step
 
 if TYPE_CHECKING:
     from ddp_equivalence.diagnosis.pointed_line import PointedLine
@@ -46,6 +47,8 @@ def _place(pointed: PointedLine) -> tuple[str, int]:
 
 def _lines_of_cause(verdict: Verdict) -> list[PointedLine]:
     best = verdict.findings[0] if verdict.findings else None
+    if verdict.wrong_step is not None and verdict.wrong_step.differs != "gradients":
+        return list(lines_of_wrong_step(verdict.wrong_step, verdict.observed))
     if best is None or not best.accepted:
         whereabouts = verdict.localisation.whereabouts
         return [] if whereabouts is None else list(whereabouts.lines)

@@ -24,7 +24,9 @@ def unnamed_lines(verdict: Verdict, width: int, most: int) -> list[Line]:
 
 
 def _where(verdict: Verdict) -> Iterator[str]:
-    localisation = verdict.localisation
+    localisation, wrong = verdict.localisation, verdict.wrong_step
+    if wrong is not None and wrong.differs != "gradients":
+        return  # the note says what is wrong, and nothing else is known
     yield from filter(None, (localisation.rows,))
     if localisation.whereabouts is not None:
         found = localisation.whereabouts

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_equivalence import Rank
-from ddp_equivalence.check_equivalence import _expected
+from ddp_equivalence.diagnosis.expectation import expected_of
 from ddp_equivalence.measurement.edited_code import EditedCode
 from ddp_equivalence.measurement.locals_seen import LocalsSeen
 from ddp_equivalence.measurement.request import read_request
@@ -63,7 +63,9 @@ def tried(
     def propose(seen: LocalsSeen) -> list[EditedCode]:
         return [edited(step, *change) for change in changes]
 
-    return try_edits(request, _expected(request), propose, lambda _: True, seconds, lambda _: None)
+    return try_edits(
+        request, expected_of(request), propose, lambda _: True, seconds, lambda _: None
+    )
 
 
 MISBEHAVIOUR = {

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ddp_equivalence import Rank, Verdict, check
 from ddp_equivalence.case import settings
-from ddp_equivalence.check_equivalence import _expected
+from ddp_equivalence.diagnosis.expectation import expected_of
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.repairs import find_repairs as module
 from ddp_equivalence.diagnosis.repairs.edits import edits_of
@@ -73,7 +73,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def repairs_of(request: Request, time: TimeLeft | None = None, of_check: float = 10.0) -> Repairs:
     with settings.using(settings.replaced(trial_seconds=of_check)):
-        return find_repairs(request, _expected(request), tuple, time or TimeLeft())
+        return find_repairs(request, expected_of(request), tuple, time or TimeLeft())
 
 
 def test_half_of_what_the_deadline_leaves_may_be_used(tried: list[float]) -> None:
@@ -202,7 +202,7 @@ def test_an_edit_must_leave_the_big_batch_as_it_is(before: str, after: str, leav
     request = request_of()
     assert may_change(edit, source, lines_of_the_big_batch(request)) is (not leaves)
     assert may_change(edit, source, None)
-    assert leaves_the_big_batch(request, _expected(request), edit, source) is leaves
+    assert leaves_the_big_batch(request, expected_of(request), edit, source) is leaves
     assert shared_loss(build_model(), {"rows": torch.ones(1, 5), "targets": torch.ones(1, 3)}) > 0
 
 

@@ -1,0 +1,183 @@
+"""Notices every step of every optimizer, through torch's own hooks, also inside trainers.
+
+Source: ``torch.optim.optimizer.register_optimizer_step_pre_hook`` and ``..._post_hook``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ddp_equivalence.case.steps import GradientKey
+
+CLIPPING = (
+    (clip_grad, "_clip_grads_with_norm_"),  # clip_grad_norm_ calls it, under whatever name
+    (clip_grad, "clip_grad_value_"),
+    (torch.nn.utils, "clip_grad_value_"),
+)
+"""The functions of torch that write to gradients to clip them, each in the module that calls it."""
+
+
+class StepCount:
+    """``seen``: how often an optimizer has stepped. A step inside another one does not count."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self._inside = 0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Count inside the block."""
+
+        def before(optimizer: Optimizer, arguments: Any, named: Any) -> None:
+            self._inside += 1
+            if self._inside == 1:
+                self.seen += 1
+                self.before(optimizer)
+
+        def after(optimizer: Optimizer, arguments: Any, named: Any) -> None:
+            self._inside -= 1
+            if self._inside == 0:
+                self.after()
+
+        handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def before(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+
+    def after(self) -> None:
+        """An optimizer has stepped."""
+
+
+@dataclass(frozen=True)
+class AtSteps:
+    """What is taken at each step: the gradients, or else the weights after it.
+
+    ``after_clipping``: the gradients are those that the optimizer steps with. Otherwise they are
+    those from before one call of torch that clips them all, if nothing changes them after it.
+    """
+
+    gradients: bool = False
+    after_clipping: bool = False
+
+
+class StepRecord(StepCount):
+    """What the parameters held at every step: their gradients before it, or their weights after it.
+
+    Optimizers that step one after the other, without a backward pass in between, make one step.
+    ``parameters``: the parameters by name, asked for at each step. ``gradients``, ``weights``:
+    copies, by step and name. Of the gradients, those that the optimizers of the step were given.
+    ``clips``: how often torch clipped gradients.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Mapping[str, nn.Parameter]],
+        at_steps: AtSteps,
+        ended: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        super().__init__()
+        self.gradients: dict[GradientKey, Tensor | None] = {}
+        self.weights: dict[GradientKey, Tensor] = {}
+        self.count = self.clips = 0
+        self._parameters = parameters
+        self._at_steps = at_steps
+        self._ended = ended
+        self._went_backward = True
+        self._clipped: list[dict[int, _Clipped]] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Record inside the block."""
+        backward = torch.autograd.backward
+
+        def noticed(*arguments: Any, **named: Any) -> Any:
+            self._went_backward = True
+            return backward(*arguments, **named)
+
+        with ExitStack() as patches:
+            patches.enter_context(patch.object(torch.autograd, "backward", noticed))
+            for module, name in CLIPPING:
+                clip = self._noticed(getattr(module, name))
+                patches.enter_context(patch.object(module, name, clip))
+            with super().watched():
+                yield
+
+    def before(self, optimizer: Optimizer) -> None:
+        if self._went_backward:
+            self._went_backward = False
+            self.count += 1
+        if not self._at_steps.gradients:
+            return
+        parameters = self._parameters()
+        its_own = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        named = {name: one for name, one in parameters.items() if id(one) in its_own} or parameters
+        before_clipping = self._before_clipping(named.values())
+        for name, one in named.items():
+            kept = before_clipping.get(id(one))
+            self.gradients[self.count - 1, name] = _copy(one.grad if kept is None else kept.before)
+
+    def after(self) -> None:
+        if not self._at_steps.gradients:
+            for name, one in self._parameters().items():
+                self.weights[self.count - 1, name] = one.detach().clone()
+        self._clipped.clear()
+        self._ended(self.count)
+
+    def _noticed(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of torch that clips gradients, so that they are kept as they were before."""
+
+        def clipping(parameters: Any, *arguments: Any, **named: Any) -> Any:
+            clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            self.clips += 1
+            before = {id(one): _copy(one.grad) for one in clipped}
+            result = clip(clipped, *arguments, **named)
+            self._clipped.append({id(one): _Clipped(before[id(one)], one.grad) for one in clipped})
+            return result
+
+        return clipping
+
+    def _before_clipping(self, parameters: Iterable[nn.Parameter]) -> dict[int, _Clipped]:
+        """What one call clipped, if it was the only one, and if nothing has changed it since."""
+        with_gradient = [one for one in parameters if one.grad is not None]
+        if self._at_steps.after_clipping or len(self._clipped) != 1:
+            return {}
+        (clipped,) = self._clipped
+        unchanged = all(
+            id(one) in clipped and clipped[id(one)].is_left_as(one.grad) for one in with_gradient
+        )
+        return clipped if unchanged else {}
+
+
+class _Clipped:
+    """A gradient ``before`` it was clipped, and what was ``left``."""
+
+    def __init__(self, before: Tensor | None, left: Tensor | None) -> None:
+        self.before = before
+        self._left = left
+        self._version = None if left is None else left._version
+
+    def is_left_as(self, gradient: Tensor | None) -> bool:
+        """True if this is the gradient that was left, and nothing was written to it since."""
+        return gradient is self._left and (gradient is None or gradient._version == self._version)
+
+
+def _copy(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.detach().clone()
