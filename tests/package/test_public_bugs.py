@@ -51,7 +51,9 @@ def test_every_expected_cause_is_a_known_cause() -> None:
 
 
 def test_the_page_has_a_row_for_every_bug_with_its_versions_and_sources() -> None:
-    rows = {line.split("|")[1].split(":")[0].strip(): line for line in PAGE.splitlines() if "|" in line}
+    rows = {
+        line.split("|")[1].split(":")[0].strip(): line for line in PAGE.splitlines() if "|" in line
+    }
     for bug in BUGS:
         row = rows[bug.name]
         missing = [each for each in (*bug.urls, *bug.wrong, *bug.right) if each not in row]

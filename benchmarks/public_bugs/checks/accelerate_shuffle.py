@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from accelerate import Accelerator
 from small_regression import Batch, build_model, loss, rows
 from torch import nn
@@ -12,11 +11,9 @@ from ddp_equivalence import Case, Rank
 from ddp_equivalence.adapters import Rows
 
 case = Case(model=build_model, batch=rows, loss=loss, layout="1x2", shards="own")
-options = {"allow_changes": True}
 
 
 def step(model: nn.Module, whole: Batch, rank: Rank) -> None:
-    torch.manual_seed(rank.rank)  # processes that set no seed draw different numbers
     accelerator = Accelerator(cpu=True)
     loader = DataLoader(Rows(whole), batch_size=4, shuffle=True)
     model, loader = accelerator.prepare(model, loader)
