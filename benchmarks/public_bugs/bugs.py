@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class PublicBug:
     """A bug, and how to see it.
 
-    ``check``: the file in ``checks`` that is judged with both versions. ``wrong`` and ``right``:
-    what is installed, beside torch and this package. ``both``: what is installed with either.
+    ``check``: the file in ``checks`` that is judged with both versions, or FILE:STEP for another
+    step than the one called step. ``wrong`` and ``right``: what is installed, beside torch and this
+    package. ``both``: what is installed with either.
     ``cause``: the name that the wrong version must get; None if it gets none.
     """
 
@@ -32,7 +33,7 @@ BUGS = (
             "https://github.com/huggingface/transformers/pull/34191",
             "https://github.com/huggingface/blog/pull/2414",
         ),
-        check="transformers_accumulation.py",
+        check="transformers_language_model.py:step_of_two_micro_batches",
         wrong=("transformers==4.45.2", "accelerate==1.0.1"),
         right=("transformers==4.54.1", "accelerate==1.8.1"),
         cause="token_counts_weighted_equally",
@@ -44,7 +45,7 @@ BUGS = (
             "https://github.com/huggingface/transformers/issues/34242",
             "https://github.com/huggingface/transformers/pull/39395",
         ),
-        check="transformers_tokens_of_ranks.py",
+        check="transformers_language_model.py",
         wrong=("transformers==4.53.3", "accelerate==1.8.1"),
         right=("transformers==4.54.1", "accelerate==1.8.1"),
         cause="token_counts_weighted_equally",

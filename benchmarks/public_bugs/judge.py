@@ -1,6 +1,6 @@
 """Judges one check file in the environment that this Python belongs to.
 
-python judge.py CHECK.py RESULT.json
+python judge.py CHECK.py[:STEP] RESULT.json
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ SECONDS = 600.0
 """What the ranks get: in a new environment they compile all that they import."""
 
 
-def main(file: Path, result: Path) -> None:
-    found = load(file, "step")
+def main(target: str, result: Path) -> None:
+    file, _, name = target.partition(":")
+    found = load(Path(file), name or "step")
     verdict = check(found.case, found.step, **({"deadline": SECONDS} | found.options))
     print(verdict)
     result.write_text(
@@ -26,4 +27,4 @@ def main(file: Path, result: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from lightly.loss import NTXentLoss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,9 +22,21 @@ def two_views(generator: torch.Generator) -> Batch:
     return {"first": rows, "second": rows + torch.randn(8, 7, generator=generator)}
 
 
+def criterion() -> Any:
+    """Declares an operator that torchvision lacks where it was built for another build of torch."""
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        operators = torch.library.Library("torchvision", "DEF")
+        operators.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        vars(torch)["operators_of_torchvision"] = operators  # declared as long as this lives
+    from lightly.loss import NTXentLoss
+
+    return NTXentLoss(temperature=0.5, gather_distributed=True)
+
+
 def loss(model: nn.Module, batch: Batch) -> Tensor:
-    criterion = NTXentLoss(temperature=0.5, gather_distributed=True)
-    value: Tensor = criterion(model(batch["first"]), model(batch["second"]))
+    value: Tensor = criterion()(model(batch["first"]), model(batch["second"]))
     return value
 
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from small_llama import WORDS, build_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
 
 from ddp_equivalence import Case
@@ -21,7 +20,26 @@ from ddp_equivalence.adapters.transformers import trainer_step
 
 Batch = dict[str, Tensor]
 
-END, BETA, PROMPT = 2, 0.1, 3
+WORDS, END, BETA, PROMPT = 53, 2, 0.1, 3
+
+
+def build_model() -> nn.Module:
+    model: nn.Module = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=WORDS,
+            hidden_size=8,
+            intermediate_size=12,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            use_cache=False,
+        )
+    )
+    return model
 
 
 def rows(generator: torch.Generator) -> Batch:

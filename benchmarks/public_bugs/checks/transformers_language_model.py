@@ -1,10 +1,13 @@
-"""A tiny Llama with random weights, and rows in which only the answer is a target."""
+"""Trainer with a tiny Llama, and rows in which answers of unequal length are the targets."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from ddp_equivalence import Case
+from ddp_equivalence.adapters.transformers import trainer_step
 
 Batch = dict[str, Tensor]
 
@@ -46,3 +49,11 @@ def rows(generator: torch.Generator) -> Batch:
 def loss(model: nn.Module, batch: Batch) -> Tensor:
     value: Tensor = model(**batch).loss
     return value
+
+
+case = Case(
+    model=build_model, batch=rows, loss=loss, layout="1x2", shards="own", dtype=torch.float32
+)
+options = {"compare": "update"}
+step = trainer_step()
+step_of_two_micro_batches = trainer_step(gradient_accumulation_steps=2)
