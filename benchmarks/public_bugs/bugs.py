@@ -78,10 +78,13 @@ BUGS = (
     PublicBug(
         name="accelerate-shuffle",
         says="without a seed, every rank shuffles in an order of its own",
-        urls=("https://github.com/huggingface/accelerate/issues/2268",),
+        urls=(
+            "https://github.com/huggingface/accelerate/issues/2268",
+            "https://github.com/huggingface/accelerate/pull/2694",
+        ),
         check="accelerate_shuffle.py",
-        wrong=("accelerate==0.25.0",),
-        right=("accelerate==0.26.0",),
+        wrong=("accelerate==0.29.3",),
+        right=("accelerate==0.30.0",),
         both=("numpy<2",),
         cause="ranks_shuffle_apart",
     ),
