@@ -23,12 +23,13 @@ def two_views(generator: torch.Generator) -> Batch:
 
 
 def criterion() -> Any:
-    """Declares an operator that torchvision lacks where it was built for another build of torch."""
+    """Declares what torchvision lacks where it was built for another build of torch."""
     try:
         import torchvision  # noqa: F401
     except RuntimeError:
         operators = torch.library.Library("torchvision", "DEF")
-        operators.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        for name in ("nms", "qnms"):
+            operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         vars(torch)["operators_of_torchvision"] = operators  # declared as long as this lives
     from lightly.loss import NTXentLoss
 
