@@ -40,7 +40,7 @@ from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.ranks.threads import threads_beside, threads_for, use_one_thread_in_a_fork
 from ddp_equivalence.report import listeners, readings
 from ddp_equivalence.report.errors import NotEquivalent, NothingCompared
-from ddp_equivalence.report.judged_again import judged_again
+from ddp_equivalence.report.judged_again import judged_again, unless_right_in_own_precision
 from ddp_equivalence.report.judged_by_steps import judged_by_steps, will_be_judged_by_steps
 from ddp_equivalence.report.render import render, render_full
 from ddp_equivalence.report.short.definition import defined_at
@@ -155,6 +155,9 @@ def _judge(request: Request) -> Verdict:
         return unknown(verdict, why_unknown)
     if measurement.comparison.same:
         return _same_if_shown(verdict, measurement, request)
+    verdict = unless_right_in_own_precision(verdict, request, _judge)
+    if verdict.outcome == "same":
+        return verdict
     analysis.measurement = measurement
     return _different_if_comparable(verdict, analysis, request, wrong)
 

@@ -30,7 +30,10 @@ CHECK_OPTIONS = (
 )
 """Options of the command line that become the argument of check() that has the same name."""
 
-EXPORT_OPTIONS = ("compare", "lr", "steps", "backend")
+EXPORT_OPTIONS = (
+    *("compare", "lr", "steps", "backend"),
+    *("optimizer", "clip", "reference", "seeds"),
+)
 """Arguments of check() that the exported script takes too."""
 
 DTYPES = ("float64", "float32", "bfloat16", "float16", "as-built")

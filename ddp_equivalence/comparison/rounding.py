@@ -4,16 +4,17 @@ The big batch is computed again in other, equally right ways: in the case's own 
 examples in reverse order, with weights and inputs moved by one eps, and with the loss scaled before
 backward. How far these results lie from the float64 reference is the rounding of one device. It is
 measured for each parameter by itself: a part of the model with little weight in the loss has small
-gradients, and rounding moves them as little.
+gradients, and rounding moves them as little. What a model computes in float32 inside float64 is
+nudged by eps of float32 (``low_precision.py``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.case.build import build_batches, build_model
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.gradients import Gradients
+from ddp_equivalence.comparison.low_precision import NudgedInside
+from ddp_equivalence.comparison.nudges import nudge_each
 from ddp_equivalence.comparison.tolerance import ZERO, Noise
 from ddp_equivalence.reference import Reference, in_dtype, loss_of_the_case, train
 
@@ -43,6 +46,10 @@ that diverges. How large it is then depends on luck, so it is measured several t
 NUDGES = 5
 """How often amplified rounding is measured."""
 
+OF_ORDER = 32.0
+"""Another order of the examples matters if it moves the gradient by more than this many times what
+rounding inside the model moves it."""
+
 EPS = torch.finfo(torch.float64).eps
 
 CPU = torch.device("cpu")
@@ -53,11 +60,13 @@ class Rounding:
     """How far rounding alone moves the big batch on one device.
 
     ``noise`` has the noise of every gradient. ``order_matters`` is True if reversing the order of
-    the examples changes the gradient by more than rounding.
+    the examples changes the gradient by more than rounding. ``inside``: the least precise dtype in
+    which the model computes a part of the big batch in float64; None if it does not.
     """
 
     noise: dict[GradientKey, Noise]
     order_matters: bool
+    inside: torch.dtype | None = None
 
 
 def measure_rounding(
@@ -81,27 +90,48 @@ def measure_rounding(
         for batch, size in zip(batches, reference.examples, strict=True)
     ]
     in_float64 = reference.lowest_dtype is torch.float64
+    inside = NudgedInside(1)
     if in_float64:
         noise = noise_of_other_order = in_other_order = _noise(
-            expected, again(reversed_batches, torch.float64, nudge=1)
+            expected, again(reversed_batches, torch.float64, nudge=1, inside=inside)
         )
     else:
         noise = _noise(expected, again(batches, None, scale=1))
         noise_of_other_order = _noise(expected, again(reversed_batches, None))
         # In float64, because a lower precision would take much for rounding that is none.
-        in_other_order = _noise(expected, again(reversed_batches, torch.float64, autocast=None))
+        in_other_order = _noise(
+            expected, again(reversed_batches, torch.float64, autocast=None, inside=inside)
+        )
+    order_matters = False
     if _relative(expected, in_other_order) > math.sqrt(EPS):
-        if in_float64:
-            noise = _noise(expected, again(batches, torch.float64, nudge=1))
+        nudged = again(batches, torch.float64, nudge=1, autocast=None, inside=NudgedInside(2))
+        in_same_order = _noise(expected, nudged)
+        order_matters = _moves_more(expected, in_other_order, in_same_order, inside)
+        noise = in_same_order if in_float64 else noise
+    if not order_matters:
+        noise = larger_noise(noise, noise_of_other_order)
+    elif inside.lowest is None or not in_float64:
         return Rounding(noise, order_matters=True)
-    noise = larger_noise(noise, noise_of_other_order)
     if in_float64 and _largest(expected, noise) > AMPLIFIED * EPS:
         for nudge in range(2, NUDGES + 1):
-            moved = again(batches, torch.float64, nudge=nudge)
+            again_inside = NudgedInside(nudge + 1)
+            moved = again(batches, torch.float64, nudge=nudge, inside=again_inside)
             noise = larger_noise(noise, _noise(expected, moved))
     if reference.compare == "update":
         noise = larger_noise(noise, _noise_of_weights(reference))
-    return Rounding(noise, order_matters=False)
+    return Rounding(noise, order_matters, inside.lowest if in_float64 else None)
+
+
+def _moves_more(
+    truth: Gradients,
+    in_other_order: Mapping[GradientKey, Noise],
+    in_same_order: Mapping[GradientKey, Noise],
+    inside: NudgedInside,
+) -> bool:
+    """True if another order of the examples moves more than rounding inside the model does."""
+    if inside.lowest is None:
+        return True
+    return _relative(truth, in_other_order) > OF_ORDER * _relative(truth, in_same_order)
 
 
 def measure_more(
@@ -132,9 +162,10 @@ def measure_more(
             scale=scale,
             autocast=autocast,
             device=device,
+            inside=NudgedInside(NUDGES + number + 1) if rounding.inside else None,
         )
         noise = larger_noise(noise, _noise(reference.expected, gradients))
-    return Rounding(noise, rounding.order_matters)
+    return Rounding(noise, rounding.order_matters, rounding.inside)
 
 
 def _order(examples: int, number: int) -> list[int]:
@@ -152,13 +183,15 @@ def _train_again(
     scale: float = SCALE,
     autocast: torch.dtype | None = None,
     device: torch.device = CPU,
+    inside: NudgedInside | None = None,
 ) -> Gradients:
     """Train as the reference did, but with other rounding on the way.
 
     ``dtype``: the dtype of model and batches; with None, the case's own. ``nudge``: the number of
     the random pattern by which weights and inputs move one eps up or down; 0 for none. ``scale``:
     multiply the loss by it and divide the gradients by it. ``autocast``: the dtype of the autocast
-    region in which the forward pass runs; None for none.
+    region in which the forward pass runs; None for none. ``inside``: nudges what the model computes
+    in a lower precision.
     """
     case = reference.case
     model = build_model(case)
@@ -166,9 +199,9 @@ def _train_again(
         model.to(dtype)
     copies = [in_dtype(batch, dtype) for batch in batches]
     if nudge:
-        _nudge(model.parameters(), nudge)
+        nudge_each(model.parameters(), nudge)
         for batch in copies:
-            _nudge((leaf for leaf in tensors_of(batch)), nudge)
+            nudge_each((leaf for leaf in tensors_of(batch)), nudge)
     if device != CPU:
         model.to(device)
         copies = [move(batch, device) for batch in copies]
@@ -186,50 +219,18 @@ def _train_again(
         with nullcontext() if autocast is None else torch.autocast(device.type, dtype=autocast):
             return scale * loss(model, batch)
 
-    gradients = train(
-        case,
-        model,
-        copies,
-        reference.compare,
-        reference.training,
-        scaled_loss,
-        at_each_step=reference.at_each_step,
-        after_clipping=reference.after_clipping,
-    )[0]
+    with inside or nullcontext():
+        gradients = train(
+            case,
+            model,
+            copies,
+            reference.compare,
+            reference.training,
+            scaled_loss,
+            at_each_step=reference.at_each_step,
+            after_clipping=reference.after_clipping,
+        )[0]
     return {key: None if one is None else one.to(CPU) for key, one in gradients.items()}
-
-
-def _nudge(tensors: Iterable[Tensor], number: int) -> None:
-    """Move every value by one eps, up or down, as other rounding could have moved it.
-
-    Whole numbers stay as they are: they may be labels or flags, and are rarely rounded.
-    """
-    with torch.no_grad():
-        for place, tensor in enumerate(tensors, start=(number - 1) * PLACES):
-            if tensor.is_floating_point() and tensor.layout is torch.strided:
-                nudged = tensor * _factors(place, tensor.numel(), tensor.dtype).view(tensor.shape)
-                tensor.copy_(torch.where(tensor == tensor.round(), tensor, nudged))
-
-
-PLACES = 10_000
-"""The distance between the random seeds of one nudge and those of the next."""
-
-MOST_REMEMBERED = 4096
-"""Factors are kept for the next check if they are for at most this many values."""
-
-
-def _factors(place: int, count: int, dtype: torch.dtype) -> Tensor:
-    """1 + eps or 1 - eps at random, for each of ``count`` values."""
-    return (_small_factors if count <= MOST_REMEMBERED else _random_factors)(place, count, dtype)
-
-
-def _random_factors(place: int, count: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(place)
-    signs = torch.randint(2, (count,), generator=generator, dtype=torch.int8).to(dtype)
-    return signs.mul_(2).sub_(1).mul_(torch.finfo(dtype).eps).add_(1)
-
-
-_small_factors = lru_cache(maxsize=64)(_random_factors)
 
 
 def _noise(truth: Gradients, other: Gradients) -> dict[GradientKey, Noise]:
@@ -255,12 +256,12 @@ def _noise_of_weights(reference: Reference) -> dict[GradientKey, Noise]:
     An update is the difference of two weights, and each of them is rounded at its own size.
     """
     noise = dict.fromkeys(reference.expected, Noise())
-    for name, weight in build_model(reference.case).named_parameters():
-        update = reference.expected.get((0, name))
+    weights = dict(build_model(reference.case).named_parameters())
+    for key, update in reference.expected.items():
         if update is None or not update.numel():
             continue
-        half = torch.finfo(weight.dtype).eps / 2 * weight.detach().double()
-        key = (0, name)
+        weight = weights[key[1]].detach()
+        half = torch.finfo(weight.dtype).eps / 2 * weight.double()
         noise[key] = _noise({key: update}, {key: update.to_dense() + half})[key]
     return noise
 

@@ -34,6 +34,13 @@ ZERO = 1e-12
 """A true gradient that is smaller than this, relative to the norm of all gradients together, may be
 zero except for the rounding of float64. It is, if rounding alone may move it by its own size."""
 
+ZERO_INSIDE = 64.0
+"""The same for a model that computes in float32 inside float64, as a number of eps of float32."""
+
+SMALLEST_INSIDE = 1 / 1024
+"""Rounding of a part in float32 reaches a gradient if it moves it by at least this many eps of
+float32, relative to its norm."""
+
 NEAR = 16.0
 """The error of a right step may be larger than its limit, by up to this factor, if the error of the
 one device was small by luck. It is then measured in more runs."""
@@ -91,6 +98,8 @@ class Tolerance:
     all gradients of the step together. ``all_runs``: the error of one device is that of all runs
     that are ever made. If a true gradient is zero in all of them, because its terms cancel exactly
     on one device, its limit is one eps of ``whole``. ``measured_on``: the device, if not the CPU.
+    ``inside``: the dtype in which the model computes a part, if that is less precise than its
+    weights.
     """
 
     dtype: torch.dtype
@@ -99,6 +108,7 @@ class Tolerance:
     whole: float = 0.0
     all_runs: bool = False
     measured_on: str = ""
+    inside: torch.dtype | None = None
 
     def limit(
         self,
@@ -122,6 +132,10 @@ class Tolerance:
         of_device = f"{self.device_multiple:g} x the error of one device"
         of_device += f" ({self.measured_on})" if self.measured_on else ""
         zero = ZERO * self.whole
+        if self.inside is not None and self._reaches(norm, noise, self.inside):
+            name, own = (str(one).removeprefix("torch.") for one in (self.inside, dtype))
+            of_device += f", computing in {name} inside {own}"
+            zero = max(ZERO, ZERO_INSIDE * torch.finfo(self.inside).eps) * self.whole
         only_rounding = norm <= min(absolute, zero)
         if only_rounding and self.all_runs and eps * self.whole > absolute:
             absolute = eps * self.whole
@@ -147,6 +161,10 @@ class Tolerance:
             perhaps_rounding=NEAR * max(absolute, eps * self.whole if norm <= zero else 0.0),
             only_rounding=only_rounding,
         )
+
+    def _reaches(self, norm: float, noise: Noise, inside: torch.dtype) -> bool:
+        """True if the rounding of this dtype inside the model moves a parameter's gradient."""
+        return noise.norm > SMALLEST_INSIDE * torch.finfo(inside).eps * norm
 
 
 def relative_to(value: float, norm: float) -> float:

@@ -24,6 +24,10 @@ from ddp_equivalence.diagnosis.drawn_numbers import DrawnView, drawn_view
 from ddp_equivalence.diagnosis.example_gradients import GradientCache
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.kept_elements import kept_elements
+from ddp_equivalence.diagnosis.lines_beside_a_cause import (
+    findings_beside_one_rank,
+    one_rank_shows_more,
+)
 from ddp_equivalence.diagnosis.localisation import Localisation, localise, multiples_of_weights
 from ddp_equivalence.diagnosis.measured_view import (
     first_wrong_step,
@@ -82,11 +86,10 @@ class Analysis:
     def look_further(self) -> None:
         """Where no cause was seen happening: run the step on one rank as well, and edited."""
         best = self.findings[0] if self._has_cause else None
-        if self.view is not None and (best is None or best.is_guess):
+        if self.view is not None and one_rank_shows_more(best):
             self._beside = beside_one_rank.beside_one_rank(self.view, self._request)
-            if best and self._beside and self._beside.deaf:  # this explains any wrong factor
-                self.findings = tuple(replace(one, accepted=False) for one in self.findings)
-                best = None
+            self.findings = findings_beside_one_rank(self.findings, self.view, self._beside)
+            best = self.findings[0] if self._has_cause else None
         if self.drawn is None and (best is None or best.is_guess or not best.lines):
             self.repairs = find_repairs(
                 self._request,
@@ -107,11 +110,8 @@ class Analysis:
 
     def sample_of_step(self, step: int) -> ElementSample[str]:
         """The elements that are kept of one step's gradients, by parameter name."""
-        names = [name for of_step, name in self.sample.sizes if of_step == step]
-        return ElementSample(
-            {name: self.sample.sizes[step, name] for name in names},
-            {name: self.sample.stride[step, name] for name in names},
-        )
+        kept = self.sample.sizes, self.sample.stride
+        return ElementSample(*({n: one[s, n] for s, n in one if s == step} for one in kept))
 
     @cached_property
     def nearest_fault(self) -> NearestFault | None:

@@ -26,6 +26,10 @@ from ddp_equivalence.diagnosis.limits_by_parameter import (
 )
 from ddp_equivalence.diagnosis.pointing import pointed
 from ddp_equivalence.diagnosis.ranking import LEAST_ACCEPTED, ROUNDING, ranked, without_rounding
+from ddp_equivalence.diagnosis.remaining_factor import (
+    one_cause_and_a_factor,
+    with_factor_of_own_gradients,
+)
 from ddp_equivalence.diagnosis.residual import nearly_equal, unexplained
 from ddp_equivalence.diagnosis.time_left import (
     CAUSES,
@@ -47,8 +51,8 @@ def diagnose(view: View, comparison: Comparison, in_part: bool = False) -> tuple
     """All explanations of what the ranks were measured to hold, the best first.
 
     A cause that makes the gradients meaningless comes first. If there is none, one cause whose
-    prediction fits is believed; else two causes that fit together; else a cause that was only
-    observed.
+    prediction fits is believed; else two causes that fit together, or one that fits up to a factor;
+    else a cause that was only observed.
 
     ``in_part``: if there is no time for some causes, note this in the view and return the findings
     of the others. Otherwise OutOfTime is raised.
@@ -72,7 +76,9 @@ def diagnose(view: View, comparison: Comparison, in_part: bool = False) -> tuple
         view.time.leave_out(CAUSES, f"{tried} of {len(HYPOTHESES)} tried")
     if not any(finding.explains for finding in findings):
         with _noting_lack_of_time(view, TWO_CAUSES, in_part):
-            findings += two_causes_at_once(view, most_unexplained, limits)
+            findings += two_causes_at_once(
+                view, most_unexplained, limits
+            ) or one_cause_and_a_factor(view, most_unexplained, limits)
     if not any(finding.explains for finding in findings):
         with _noting_lack_of_time(view, OBSERVED_CAUSES, in_part):
             believed = _observed_cause(view)
@@ -83,7 +89,8 @@ def diagnose(view: View, comparison: Comparison, in_part: bool = False) -> tuple
     ):
         seen = "on every rank the error is within the limit, and the bits differ between ranks"
         findings.append(finding_from_observation(ranks_differ_by_rounding.HYPOTHESIS, seen))
-    return pointed(ranked(findings, view.setting.dtype), view)
+    accepted = ranked(findings, view.setting.dtype)
+    return pointed(with_factor_of_own_gradients(accepted, view), view)
 
 
 @contextmanager

@@ -29,7 +29,8 @@ class Finding:
     ``headline``: the sentence in a few words. ``fix``: what to write instead, on one line.
     ``lines``: the lines of the user's code that show what happened. Both are given only where the
     explanation is believed. ``is_guess``: its lines show no more than what the step does; that one
-    of them is wrong is told by the numbers alone.
+    of them is wrong is told by the numbers alone. ``besides``: a factor that all gradients have
+    besides, which the cause does not explain; None without one.
     """
 
     cause: str
@@ -49,6 +50,7 @@ class Finding:
     fix: str = ""
     lines: tuple[PointedLine, ...] = ()
     is_guess: bool = False
+    besides: float | None = None
 
     @property
     def causes(self) -> tuple[str, ...]:

@@ -107,7 +107,7 @@ def localise(
         weight_multiples=multiples,
         big_batch_loss=big_batch_loss,
         mean_rank_loss=mean_rank_loss,
-        whereabouts=None if has_cause else _whereabouts(view, why_not_watched),
+        whereabouts=None if has_cause else whereabouts_of(view, why_not_watched),
         rows=_rows(view),
     )
 
@@ -119,7 +119,8 @@ def _rows(view: View) -> str:
         return ""
 
 
-def _whereabouts(view: View, why_not_watched: str) -> Whereabouts | None:
+def whereabouts_of(view: View, why_not_watched: str) -> Whereabouts | None:
+    """Where a difference is, whatever its cause; None without time for it."""
     with view.time.counted(WHEREABOUTS):
         try:
             return unless_it_fails(lambda: find_whereabouts(view, why_not_watched), not_seen)
@@ -211,7 +212,10 @@ def _findings_by_module(view: View, comparison: Comparison) -> Iterator[tuple[st
 
 
 def _may_be_of_a_module(finding: Finding) -> bool:
-    """True if a cause acts on single modules, or was seen; False for two causes at once."""
-    if finding.more:
+    """True if a cause acts on single modules, or was seen; False for two causes at once.
+
+    Some module has by chance a factor that is the ratio of two counts.
+    """
+    if finding.more or finding.besides or finding.cause == "divided_by_another_count":
         return False
     return finding.cause in ACT_ON_A_MODULE or bool(finding.because)

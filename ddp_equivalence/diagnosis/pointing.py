@@ -31,6 +31,7 @@ OF_THE_LOSS = frozenset(
         *("mean_of_node_means", "scaler_differs_between_ranks", "local_loss_summed"),
         *("gradient_scaled_not_unscaled", "last_window_divided_by_full"),
         *("batch_statistics_local", "statistic_not_additive", "divided_by_local_world_size"),
+        "divided_by_another_count",
     }
 )
 """The causes that a wrong count or a wrong loss may have."""

@@ -21,12 +21,16 @@ WHOLE = 1e-6
 
 @dataclass(frozen=True)
 class ScaledPrediction:
-    """A prediction that fits once it is multiplied by ``factor``, up to the ``residual``."""
+    """A prediction that fits once it is multiplied by ``factor``, up to the ``residual``.
+
+    ``is_a_right_step``: ranks that make neither mistake would hold the same.
+    """
 
     hypothesis: Hypothesis
     prediction: Prediction
     factor: float
     residual: float
+    is_a_right_step: bool
 
 
 def two_causes_at_once(view: View, most_unexplained: float, limits: LimitByName) -> list[Finding]:
@@ -35,7 +39,9 @@ def two_causes_at_once(view: View, most_unexplained: float, limits: LimitByName)
     Raises OutOfTime.
     """
     findings: dict[tuple[str, ...], Finding] = {}
-    for scaled in _scaled_predictions(view, most_unexplained, limits):
+    for scaled in scaled_predictions(view, most_unexplained, limits):
+        if scaled.is_a_right_step:
+            continue
         for hypothesis, factor in _wrong_factors(view):
             agrees = abs(scaled.factor / factor.value - 1) <= max(NEGLIGIBLE, most_unexplained)
             if agrees and hypothesis.name != scaled.hypothesis.name:
@@ -46,7 +52,7 @@ def two_causes_at_once(view: View, most_unexplained: float, limits: LimitByName)
     return list(findings.values())
 
 
-def _scaled_predictions(
+def scaled_predictions(
     view: View, most_unexplained: float, limits: LimitByName
 ) -> Iterator[ScaledPrediction]:
     """The predictions that fit the measurement once they are multiplied by some factor."""
@@ -58,12 +64,13 @@ def _scaled_predictions(
             if prediction.fitted or nearly_equal(prediction.by_rank, view.expected_by_rank):
                 continue
             factor = _nearest_factor(view.measured.by_rank, prediction.by_rank)
-            if factor is None or _cancel_each_other(view, factor * prediction.by_rank):
+            if factor is None:
                 continue
             residual = unexplained(view.measured.by_rank, factor * prediction.by_rank)
             both = factor * prediction.by_rank
             if residual <= most_unexplained and explains_every_parameter(view, both, limits):
-                yield ScaledPrediction(hypothesis, prediction, factor, residual)
+                cancel = _cancel_each_other(view, both)
+                yield ScaledPrediction(hypothesis, prediction, factor, residual, cancel)
 
 
 def _is_one_wrong_divisor(view: View, scaled: ScaledPrediction) -> bool:

@@ -206,7 +206,9 @@ def finished(
     if comparison.same:
         return comparison
     # Something is beyond the least limit. Measure rounding and apply the limits that follow.
-    comparison = comparator.finish(expected.rounding_under(autocast).noise, autocast)
+    rounding = expected.rounding_under(autocast)
+    tolerance = replace(tolerance, inside=rounding.inside)
+    comparison = comparator.finish(rounding.noise, autocast, tolerance)
     if on_device is None and not comparison.may_be_rounding and not comparison.has_useless_limits:
         return comparison
     noise = expected.rounding_of_more_runs(autocast).noise

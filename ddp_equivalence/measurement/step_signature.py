@@ -47,12 +47,10 @@ def is_prepared(step: object) -> bool:
         parameters = inspect.signature(step, follow_wrapped=False).parameters  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return False
-    required = [
-        name
-        for name, one in parameters.items()
-        if one.default is inspect.Parameter.empty and one.kind in POSITIONAL
-    ]
-    return len(required) == 2 and required[1].strip("_") == "rank"
+    positional = [one for one in parameters.values() if one.kind in POSITIONAL]
+    if len(positional) < 2 or positional[1].name.strip("_") != "rank":
+        return False
+    return all(one.default is not inspect.Parameter.empty for one in positional[2:])
 
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

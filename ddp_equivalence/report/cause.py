@@ -56,6 +56,9 @@ def _cause_lines(verdict: Verdict) -> list[Line]:
     lines = paragraph(_what_happened(best), "  ")
     if best.detail:
         lines += labelled("Namely: ", best.detail)
+    if best.besides is not None:
+        factor = text_of(best.besides, ".4g")
+        lines += labelled("Besides: ", f"every gradient is multiplied by {factor}")
     if best.because:
         lines += labelled("Seen:    ", best.because)
     places = [best.look_at, *(one.look_at for one in best.more)]

@@ -21,7 +21,7 @@ WRONG_DIVISORS = frozenset(
     (
         *("sum_not_mean", "mean_not_sum", "averaged_twice", "divided_by_local_world_size"),
         *("uneven_shards_weighted_equally", "token_counts_weighted_equally"),
-        *("local_loss_summed", "accumulation_not_divided"),
+        *("local_loss_summed", "accumulation_not_divided", "divided_by_another_count"),
     )
 )
 """Causes that are a wrong divisor, which the right divisor corrects."""

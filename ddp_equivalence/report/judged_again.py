@@ -62,21 +62,39 @@ def _is_right(verdict: Verdict) -> bool:
     return verdict.outcome == "same" or hidden
 
 
-def _also_in_own_precision(verdict: Verdict, request: Request, judge: Judge) -> Verdict:
-    """Judge a check in float64 again, in the precision in which the user builds the model.
+def unless_right_in_own_precision(verdict: Verdict, request: Request, judge: Judge) -> Verdict:
+    """The verdict on a difference in float64 that nothing has explained yet.
 
-    Autocast does nothing in float64, so a step that enters it is judged twice. A step that computes
-    in float32 inside float64 is off by the rounding of float32 there, which is no fault.
+    A step that computes in float32 inside float64 is off by the rounding of float32 there, which is
+    no fault. If the difference has that size, the ranks look where they compute in float32, and the
+    step is judged in the precision in which the user builds the model. It is the same if it is the
+    same there. This comes before any explanation, which takes much longer.
     """
-    if verdict.outcome == "different" and precision.has_the_size_of_float32(verdict.comparison):
-        verdict = replace(verdict, float32_at=where_in_float32(request))
-    if not verdict.float32_at and not (verdict.outcome == "same" and verdict.autocast):
+    different = replace(verdict, outcome="different")
+    if not request.is_cast_to_float64 or not precision.has_the_size_of_float32(verdict.comparison):
+        return different
+    different = replace(different, float32_at=where_in_float32(request))
+    own = precision.in_own_precision(request) if different.float32_at else None
+    if own is None:
+        return different
+    again = judge(own)
+    if again.outcome == "same":
+        return replace(again, other_precision=different)
+    return replace(different, other_precision=again)
+
+
+def _also_in_own_precision(verdict: Verdict, request: Request, judge: Judge) -> Verdict:
+    """Judge a step that enters autocast again, in the precision in which the user builds the model.
+
+    Autocast does nothing in float64.
+    """
+    if verdict.outcome != "same" or not verdict.autocast or verdict.other_precision is not None:
         return verdict
     own = precision.in_own_precision(request)
     if own is None:
         return verdict
     again = judge(own)
-    if verdict.outcome == again.outcome or (verdict.float32_at and again.outcome != "same"):
+    if again.outcome == "same":
         return replace(verdict, other_precision=again)
     return replace(again, other_precision=verdict)
 

@@ -20,6 +20,7 @@ from ddp_equivalence.report.parameters import parameters_lines, structure_lines
 from ddp_equivalence.report.precision import precision_lines
 from ddp_equivalence.report.random_numbers import random_number_lines
 from ddp_equivalence.report.shares import shares_lines
+from ddp_equivalence.report.short.ending import training_notes
 from ddp_equivalence.report.short.screen import short_lines
 from ddp_equivalence.report.without_dropout import without_dropout_lines
 from ddp_equivalence.report.wrapping import rank_names
@@ -77,7 +78,8 @@ def _same(verdict: Verdict) -> Iterator[list[Line]]:
     reason = f"limit: {worst.limit.reason}; worst parameter: {worst.name}" if worst else ""
     if nearest is not None:
         reason += f"; nearest fault: {nearest.cause}"
-    more = [*precision_lines(verdict), *_not_tried_lines(verdict)]
+    training = [line for text in training_notes(verdict) for line in paragraph(text, "  ")]
+    more = [*training, *precision_lines(verdict), *_not_tried_lines(verdict)]
     yield [Line(f"  {numbers}"), *paragraph(reason, "  "), *more]
     yield evidence_lines(verdict)
 

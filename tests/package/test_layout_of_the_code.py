@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests import conftest as thorough
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ddp_equivalence"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -51,3 +53,8 @@ def lengths_of_functions(
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             yield node, node.end_lineno - node.lineno + 1
+
+
+def test_the_files_of_which_a_part_runs_in_every_change_exist() -> None:
+    tests = Path(thorough.__file__).parent
+    assert [file for file in thorough.ONE_OF if not (tests / file).exists()] == []

@@ -20,7 +20,12 @@ from ddp_equivalence.measurement.calls import Kind
 
 
 def predict(view: View) -> Sequence[Prediction]:
-    """The reduction came after an earlier micro-batch, or the window lost one of them."""
+    """The reduction came after an earlier micro-batch, or the window lost one of them.
+
+    One rank reduces nothing, so that no boundary can be wrong there.
+    """
+    if view.world_size == 1:
+        return ()
     early = [replace(one, detail=f"reduced {one.detail}") for one in reduced_early(view)]
     return (*early, *_lost_a_micro_batch(view))
 
@@ -49,13 +54,25 @@ def _lost_a_micro_batch(view: View) -> Iterator[Prediction]:
 
 
 def _stacked_micro_batches(view: View) -> Iterator[Tensor]:
-    """All candidates for their gradients, each (world size, micro-batches, elements)."""
+    """All candidates for their gradients, each (world size, micro-batches, elements).
+
+    None unless every rank ran backward for them one by one.
+    """
     count = view.parts.micro_batches_per_rank
-    if count is None or count == 1:
+    if count is None or count == 1 or not _ran_one_by_one(view, count):
         return
     for by_rank in view.micro_batch_gradients:
         if all(len(gradients) == count for gradients in by_rank):
             yield torch.stack([torch.stack(gradients) for gradients in by_rank])
+
+
+def _ran_one_by_one(view: View, count: int) -> bool:
+    """True if every rank was seen to call backward for each micro-batch, or for all but one.
+
+    Where nobody watched, only strategies of the suite have several micro-batches, which are known.
+    """
+    ranks = view.observed.by_rank
+    return all(max(2, count - 1) <= len(view.observed.backwards(rank)) <= count for rank in ranks)
 
 
 def indication(view: View) -> Indication | None:

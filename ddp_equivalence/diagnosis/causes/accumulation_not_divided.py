@@ -38,10 +38,23 @@ def predict(view: View) -> Sequence[Prediction]:
 
 def factors(view: View) -> Sequence[WrongFactor]:
     """The number of micro-batches, where their losses should be averaged."""
+    if view.parts.add_up_to_the_big_batch:
+        return ()
     count = view.parts.micro_batches_per_rank
-    if count is None or count == 1 or view.parts.add_up_to_the_big_batch:
+    if count == 1 and (passes := _unknown_micro_batches(view)) > 1:
+        detail = f"multiplied by {passes}, the number of backward passes"
+        return (WrongFactor(passes, detail),)
+    if count is None or count == 1:
         return ()
     return (WrongFactor(count, f"multiplied by {count}, the number of micro-batches"),)
+
+
+def _unknown_micro_batches(view: View) -> int:
+    """How often each rank called backward, where it was not recognised what it read; else 1."""
+    if view.observed.examples_read is not None:
+        return 1
+    counts = {len(view.observed.backwards(rank)) for rank in view.observed.by_rank}
+    return counts.pop() if len(counts) == 1 else 1
 
 
 def indication(view: View) -> Indication | None:
@@ -75,7 +88,8 @@ def _last_backward(view: View) -> list[Place]:
 
 
 def _micro_batches(view: View) -> int:
-    return max((len(of_rank) for of_rank in view.parts.by_rank or ()), default=1)
+    known = max((len(of_rank) for of_rank in view.parts.by_rank or ()), default=1)
+    return max(known, _unknown_micro_batches(view))
 
 
 def fix(view: View) -> str:

@@ -7,15 +7,26 @@ from dataclasses import replace
 
 import torch
 
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, WrongFactor
+from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.factors_of_ranks import also_on_one_rank
+from ddp_equivalence.diagnosis.hypothesis import (
+    Hypothesis,
+    Indication,
+    Prediction,
+    Words,
+    WrongFactor,
+)
+from ddp_equivalence.diagnosis.indications import common_loss_factor, losses_close
 from ddp_equivalence.diagnosis.lines.lines_around_reduction import (
     lines_of_divisor,
     lines_of_hook_number,
 )
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
+    common_factor,
     line_of_reduction,
     line_that_scales,
+    line_that_scales_gradients,
 )
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
@@ -40,6 +51,45 @@ def factors(view: View) -> Sequence[WrongFactor]:
     if len(sizes) > 1 or layout.nodes == 1 or view.parts.add_up_to_the_big_batch:
         return ()
     return (WrongFactor(view.world_size / sizes.pop(), "all ranks over the ranks of a node"),)
+
+
+def indication(view: View) -> Indication | None:
+    """Looks for a line that divides by the ranks of a node; a factor on one rank is not theirs."""
+    alone = [also_on_one_rank(view, one.value) for one in factors(view)]
+    if any(alone):
+        return alone[0]
+    if any(_is_that_of_losses(view, one.value) for one in factors(view)):
+        return Indication(False, "the losses at which backward began have this factor already")
+    local = _local_world_size(view)
+    # With one rank on a node there is nothing to divide, and with one node it is right.
+    if factors(view) and local > 1 and line_that_scales_gradients(view, 1 / local) is not None:
+        return Indication(True, f"the gradients were divided by {local}, the ranks of one node")
+    return None
+
+
+def _is_that_of_losses(view: View, factor: float) -> bool:
+    """True if each rank's losses together are this multiple of the loss of its rows."""
+    common = common_loss_factor(view)
+    held = common_factor(view)
+    if common is None or held is None or not losses_close(held, factor):
+        return False
+    times = max(len(view.observed.backwards(rank)) for rank in view.observed.by_rank)
+    return losses_close(common * times, factor)
+
+
+def words(view: View) -> Words | None:
+    """Less than the sentence says, where no division was seen."""
+    local = _local_world_size(view)
+    if not factors(view) or line_that_scales(view, 1 / local) is not None:
+        return None
+    if lines_of_hook_number(view, local, "the ranks of one node"):
+        return None
+    factor = text_of(factors(view)[0].value, ".4g")
+    sentence = (
+        f"Gradients are {factor} times what they should be. A division by {local}, the ranks of "
+        f"one node, in place of {view.world_size} explains this, but none was seen."
+    )
+    return Words(sentence, f"gradients are {factor} times too large", is_guess=True)
 
 
 def lines(view: View) -> Sequence[PointedLine]:
@@ -82,4 +132,6 @@ HYPOTHESIS = Hypothesis(
     headline="gradients are divided by local world size",
     lines=lines,
     fix=fix,
+    indication=indication,
+    words=words,
 )

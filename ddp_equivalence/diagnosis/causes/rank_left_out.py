@@ -15,6 +15,7 @@ from ddp_equivalence.diagnosis.lines.lines_of_left_out import (
     ranks_without_gradient,
 )
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.view import View
 
 NO_WEIGHT = 1e-3
@@ -59,6 +60,8 @@ def _predictions_without(
 ) -> Iterator[Prediction]:
     """``local``: every rank's local gradient, shape (world size, elements)."""
     others = [rank for rank in range(view.world_size) if rank not in left_out]
+    if nearly_equal(local[others].mean(0), local.mean(0)):
+        return  # without these ranks there is only another factor, which has other reasons
     names = ranks_by_number(left_out)
     divisors: dict[int, str] = {
         view.world_size: f"{names} left out, but counted in the divisor {view.world_size}",

@@ -76,12 +76,27 @@ def indication(view: View) -> Indication | None:
     """Counts the calls of backward in the first step."""
     if not view.observed.by_rank or view.setting.step > 0:
         return None
-    passes = max(len(view.observed.backwards(rank)) for rank in view.observed.by_rank)
-    if passes == 1:
+    passes = {rank: len(view.observed.backwards(rank)) for rank in view.observed.by_rank}
+    most = max(passes.values())
+    if most == 1:
         return Indication(False, "backward was called once in this step")
-    if (view.parts.micro_batches_per_rank or 1) > 1 and not passes_of_read_examples(view):
+    micro_batches = _micro_batches(view)
+    if micro_batches is None:
+        return None  # each backward may have been that of another micro-batch
+    one_by_one = all(count <= micro_batches[rank] for rank, count in passes.items())
+    if one_by_one and not passes_of_read_examples(view):
         return Indication(False, "every backward was that of another micro-batch")
-    return Indication(True, f"backward was called {passes} times in this step")
+    return Indication(True, f"backward was called {most} times in this step")
+
+
+def _micro_batches(view: View) -> tuple[int, ...] | None:
+    """How many micro-batches each rank has; None if that was neither seen nor is known."""
+    parts = view.observed.examples_read
+    if parts is None:
+        parts = view.parts.by_rank
+        if parts is None or all(len(of_rank) == 1 for of_rank in parts):
+            return None
+    return tuple(map(len, parts))
 
 
 def lines(view: View) -> Sequence[PointedLine]:

@@ -10,7 +10,7 @@ from ddp_equivalence.diagnosis.causes.uneven_shards_weighted_equally import (
     mean_of_means,
 )
 from ddp_equivalence.diagnosis.divisors import counts_of_parts, is_weighted_mean
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, Words
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
     averages,
@@ -18,6 +18,7 @@ from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
     line_of_reduction,
 )
 from ddp_equivalence.diagnosis.lines.loss_lines import line_of_loss
+from ddp_equivalence.diagnosis.means_of_parts import Over, nearest_mean
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 
@@ -28,7 +29,11 @@ def predict(view: View) -> Sequence[Prediction]:
         return ()
     predictions = mean_of_means(view)
     divisor = counted(view) if predictions else None
-    return () if divisor is None else [replace(one, detail=divisor) for one in predictions]
+    if divisor is None:
+        return ()
+    return [
+        replace(one, detail="; ".join(filter(None, (divisor, one.detail)))) for one in predictions
+    ]
 
 
 def counted(view: View) -> str | None:
@@ -47,11 +52,36 @@ def counted(view: View) -> str | None:
     return "" if isinstance(view.setting.case.loss, str) else None
 
 
+def _of_micro_batches(view: View) -> bool:
+    """True if the counts of micro-batches differ, and not only those of whole ranks."""
+    several = any(len(parts) > 1 for parts in view.parts.by_rank or ())
+    return several and nearest_mean(view) is not Over.WINDOW
+
+
+def words(view: View) -> Words | None:
+    """The same of micro-batches, where it is their means that count equally."""
+    if not _of_micro_batches(view):
+        return None
+    whose = "its own count"
+    if nearest_mean(view) is Over.ALL_RANKS:
+        whose = "its count on all ranks"
+    return Words(
+        f"Each micro-batch's loss divides by {whose} (tokens, weights, positives), and these means "
+        "count equally.",
+        "means of unequal micro-batches weigh equally",
+    )
+
+
 def lines(view: View) -> Sequence[PointedLine]:
     """Where each rank divides by its own count, and where the means are averaged."""
+    own = "divides by the rank's own count"
+    if _of_micro_batches(view):
+        own = "divides by the count of one micro-batch"
+    if view.world_size == 1:
+        return in_order(view, line_of_loss(view, own, True))
     return in_order(
         view,
-        line_of_loss(view, "divides by the rank's own count", True),
+        line_of_loss(view, own, True),
         line_of_reduction(view, lambda seen: f"{seen}: all count equally"),
     )
 
@@ -59,7 +89,10 @@ def lines(view: View) -> Sequence[PointedLine]:
 def fix(view: View) -> str:
     """Divide by the count of all ranks."""
     count = view.world_size
-    summed = "divide the summed loss by the count of all ranks"
+    if count == 1:
+        return "divide each micro-batch's summed loss by the count of the whole window."
+    window = "the whole window on " if _of_micro_batches(view) else ""
+    summed = f"divide the summed loss by the count of {window}all ranks"
     if is_unseen(view):
         return f"{summed}; under DDP, multiply it by {count} too."
     if averages(view):
@@ -78,5 +111,6 @@ HYPOTHESIS = Hypothesis(
     headline="means over unequal counts weigh equally",
     lines=lines,
     fix=fix,
+    words=words,
     limits_must_catch=True,
 )

@@ -14,6 +14,7 @@ from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
     line_of_reduction,
 )
 from ddp_equivalence.diagnosis.lines.loss_lines import line_of_loss
+from ddp_equivalence.diagnosis.means_of_parts import Over, means_over, nearest_mean
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.view import View
@@ -28,16 +29,24 @@ def predict(view: View) -> Sequence[Prediction]:
 
 
 def mean_of_means(view: View) -> Sequence[Prediction]:
-    """The mean of what the ranks contribute, unless that is the big batch's gradient."""
-    contributions, setting = view.parts.contributions(), view.setting
-    if contributions is None or view.parts.add_up_to_the_big_batch:
+    """The mean of what the ranks contribute, unless that is the big batch's gradient.
+
+    Each rank may take a mean of every micro-batch, or one mean of all of them.
+    """
+    setting = view.setting
+    if view.parts.by_rank is None or view.parts.add_up_to_the_big_batch:
         return ()
-    if setting.has_batch_norm or setting.batch_coupled:
+    if setting.has_batch_norm or setting.batch_coupled or view.examples.draws_random_numbers:
         return ()
-    mean = contributions.mean(0)
-    if nearly_equal(mean, view.expected) or view.examples.draws_random_numbers:
-        return ()
-    return (Prediction(view.on_every_rank(mean)),)
+    means = means_over(view)
+    plain = next(iter(means), None) is Over.MICRO_BATCH and Over.WINDOW not in means
+    return tuple(
+        Prediction(
+            view.on_every_rank(mean),
+            "" if plain and over is Over.MICRO_BATCH else f"the means are over {over.value}",
+        )
+        for over, mean in means.items()
+    )
 
 
 def is_mean_over_examples(view: View) -> bool:
@@ -52,6 +61,8 @@ def is_mean_over_examples(view: View) -> bool:
 
 def _uneven_micro_batches(view: View) -> tuple[int, ...]:
     """How many examples the micro-batches of a rank have, if only these are uneven."""
+    if nearest_mean(view) is Over.WINDOW:
+        return ()
     counts = {tuple(map(len, of_rank)) for of_rank in view.parts.by_rank or ()}
     if len(counts) != 1:
         return ()

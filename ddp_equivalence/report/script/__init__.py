@@ -10,6 +10,7 @@ from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.measurement.check_options import CheckOptions
 from ddp_equivalence.measurement.request import Request, read_request
+from ddp_equivalence.measurement.step_signature import is_prepared
 from ddp_equivalence.measurement.work import Step
 from ddp_equivalence.report.output_paths import FOLDER, why_no_folder
 from ddp_equivalence.report.script.docstring import command_of, docstring
@@ -50,6 +51,7 @@ def export_request(
 ) -> Path:
     """Do what ``export`` does, for a request that has been read already."""
     _check_place(directory, name)
+    _check_that_a_script_can_hold(request)
     path = Path(directory) / f"{name or _default_name(request)}.py"
     contents = fill_template(request)
     try:
@@ -60,6 +62,17 @@ def export_request(
     Path(directory).mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
+
+
+def _check_that_a_script_can_hold(request: Request) -> None:
+    """Raises BadCase for what scripts do not contain yet."""
+    for option in ("optimizer", "clip", "reference"):
+        if getattr(request.training, option) is not None:
+            right = "none for a script: a script trains one device with plain SGD"
+            raise BadCase(option, name_of(getattr(request.training, option)), right)
+    if is_prepared(request.step):
+        right = "a function (model, shard, rank): a script calls the step with all three"
+        raise BadCase("step", name_of(request.step), right)
 
 
 def _check_place(directory: object, name: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.example_subset import SubsetBuilder
 from ddp_equivalence.case.models import MODELS
-from ddp_equivalence.case.random_state import batch_seed, generator_seed
+from ddp_equivalence.case.random_state import APART, batch_seed, generator_seed
 from ddp_equivalence.case.shards import Shards, split
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.report.script.slicing.literals import indices_literal
@@ -33,6 +33,7 @@ def case_constants(request: Request, batch_sizes: Sequence[int]) -> dict[str, st
         "NODE_OF_RANK": "(0,)" if one_process else repr(tuple(row.node for row in ranks.rows)),
         "BACKEND": repr(backend) + ("" if backend else "  # NCCL if the GPUs suffice, else gloo"),
         "SEED": repr(case.seed),
+        "SEED_DISTANCE": f"{APART if request.seeds == 'apart' else 0}  # between two ranks",
         "BATCH_SEED": repr(batch_seed(case.seed)),
         "GENERATOR_SEED": repr(generator_seed(case.seed)),
         "DTYPE": str(case.dtype),

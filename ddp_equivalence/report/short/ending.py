@@ -80,11 +80,18 @@ def training_notes(verdict: Verdict) -> Iterator[str]:
     if verdict.read_in_another_order:
         yield "The big batches are those that the steps read: another order than the batch has."
     if verdict.training.is_of_the_user:
-        yield "Compared with your own reference=, from which no cause is predicted or named."
+        yield _own_reference_text(verdict)
+    elif verdict.outcome == "same":
+        return
     elif verdict.compare == "update" and verdict.training.is_plain_sgd:
         yield f"Compared with plain SGD, learning rate {verdict.lr:g}: is that what the step does?"
     elif verdict.compare == "update":
         yield "Compared with your optimizer= and clip=: are they those of the step?"
+
+
+def _own_reference_text(verdict: Verdict) -> str:
+    text = "Compared with your own reference="
+    return f"{text}." if verdict.outcome == "same" else f"{text}, from which no cause is predicted."
 
 
 def again_lines(verdict: Verdict, width: int) -> list[Line]:

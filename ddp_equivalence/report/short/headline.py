@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.report.line import Line, Style
 from ddp_equivalence.report.short.definition import link_to, place_name
 from ddp_equivalence.report.short.text import wrapped_lines
@@ -58,6 +59,11 @@ def what_happened(finding: Finding) -> str:
     return clause if is_a_name else f"{clause[:1].lower()}{clause[1:]}"
 
 
+def besides_text(finding: Finding) -> str:
+    """The factor that the cause leaves, in a few words; "" without one."""
+    return "" if finding.besides is None else f"{text_of(finding.besides, '.4g')} times besides"
+
+
 def _sentence(verdict: Verdict) -> str:
     place = "" if verdict.defined_at is None else f" ({place_name(verdict.defined_at)})"
     return f"different: {verdict.subject}{place}: {_what(verdict)}"
@@ -75,7 +81,8 @@ def _what(verdict: Verdict) -> str:
         whereabouts = verdict.localisation.whereabouts
         seen = whereabouts is not None and whereabouts.kind != "not seen"
         return whereabouts.headline if whereabouts is not None and seen else "no known cause fits"
-    return ", and ".join(what_happened(one) for one in (best, *best.more))
+    besides = "" if best.besides is None else f", and {besides_text(best)}"
+    return ", and ".join(what_happened(one) for one in (best, *best.more)) + besides
 
 
 def _name(verdict: Verdict) -> str:

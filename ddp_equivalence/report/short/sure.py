@@ -38,6 +38,9 @@ def _how_sure(verdict: Verdict) -> str:
     best, *others = accepted
     if others:
         return _not_told_apart(best, others)
+    if best.besides is not None:
+        factor = text_of(best.besides, ".4g")
+        return f"Explains all but a factor of {factor}, which every gradient has besides."
     if best.unexplained is None:
         return "Seen happening; its numbers cannot be predicted." if _was_seen(best) else ""
     if not best.fits:

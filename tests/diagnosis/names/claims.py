@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ddp_equivalence.diagnosis.indications import common_loss_factor
 from ddp_equivalence.diagnosis.step_calls import REDUCING, reduces_gradients
 from ddp_equivalence.measurement.calls import Call, CollectiveCall, Contents, Kind
 from ddp_equivalence.measurement.observation import Observation, Wrapper
@@ -193,6 +195,29 @@ def draws(verdict: Verdict) -> bool:
     return verdict.view.examples.draws_random_numbers or any(one.draws for one in by_rank)
 
 
+def divided(verdict: Verdict, by: float) -> bool:
+    """A rank divided gradients or a loss by this number."""
+    for seen in ranks(verdict):
+        losses = [one.value for one in seen.calls if one.kind is Kind.LOSS and one.value]
+        ratios = [first / second for first in losses for second in losses]
+        ratios += [1 / one.change.factor for one in seen.calls if one.change and one.change.factor]
+        if any(math.isclose(one, by, rel_tol=1e-4) for one in ratios):
+            return True
+    return False
+
+
+def divided_as_said(verdict: Verdict) -> bool:
+    said = re.findall(r"a division by (\d+)[a-z ,]* was seen", verdict.full_report())
+    return all(divided(verdict, float(one)) for one in said)
+
+
+def began_at_other_losses(verdict: Verdict) -> bool:
+    """Every backward began at a loss, and not at that of its rows."""
+    view = verdict.view
+    factor = None if view is None else common_loss_factor(view)
+    return factor is not None and abs(factor - 1) > 1e-3
+
+
 CLAIMS = (
     Claim("[Nn]o gradient was reduced|Nothing was reduced", no_gradient_was_reduced),
     Claim("no gradient went through a collective", no_gradient_was_reduced),
@@ -254,6 +279,9 @@ CLAIMS = (
     Claim("began at the loss of the whole batch on every rank", everywhere_at_one_loss),
     Claim(r"went into (\d+|several) sums over|were added up over the same ranks", summed_again),
     Claim("draws random numbers", draws),
+    Claim(r"a division by \d+[a-z ,]* was seen", divided_as_said),
+    Claim(r"every backward began at .* times the loss of its rows", began_at_other_losses),
+    Claim("losses at which backward began have this factor already", began_at_other_losses),
 )
 
 

@@ -9,6 +9,7 @@ from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.report.script.template.placeholders import (
     DTYPE,
     SEED,
+    SEED_DISTANCE,
     SHARDS,
     Gradients,
     big_batches,
@@ -37,7 +38,7 @@ def on_this_rank(rank: Rank) -> Gradients:
     model = model_at_start().to(rank.device)
     (batch,) = big_batches()
     shard = move(take_examples(batch, SHARDS[0][rank.rank]), rank.device)
-    seed_all(SEED + 1)
+    seed_all(SEED + 1 + rank.rank * SEED_DISTANCE)
     returned = step(model, shard, rank)
     if returned is not None:
         return dict(returned)

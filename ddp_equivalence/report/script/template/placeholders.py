@@ -17,6 +17,7 @@ from ddp_equivalence.ranks.rank import Rank
 NODE_OF_RANK: tuple[int, ...] = (0,)
 BACKEND: str | None = None
 SEED = 0
+SEED_DISTANCE = 0
 BATCH_SEED = 0
 GENERATOR_SEED = 0
 DTYPE: torch.dtype | None = None

@@ -12,6 +12,7 @@ from ddp_equivalence.report.script.template.placeholders import (
     DTYPE,
     LEARNING_RATE,
     SEED,
+    SEED_DISTANCE,
     SHARDS,
     Gradients,
     big_batches,
@@ -46,7 +47,7 @@ def on_this_rank(rank: Rank) -> Gradients:
     for number, batch in enumerate(big_batches()):
         shard = move(take_examples(batch, SHARDS[number][rank.rank]), rank.device)
         model.zero_grad()
-        seed_all(SEED + 1 + number)
+        seed_all(SEED + 1 + number + rank.rank * SEED_DISTANCE)
         returned = step(model, shard, rank)
         for name, parameter in parameters.items():
             if returned is not None:

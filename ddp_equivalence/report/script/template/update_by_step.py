@@ -11,6 +11,7 @@ from ddp_equivalence.report.script.template.placeholders import (
     DTYPE,
     LEARNING_RATE,
     SEED,
+    SEED_DISTANCE,
     SHARDS,
     Gradients,
     big_batches,
@@ -40,7 +41,7 @@ def on_this_rank(rank: Rank) -> Gradients:
     before = weights_of(dict(model.named_parameters()))
     for number, batch in enumerate(big_batches()):
         model.zero_grad()
-        seed_all(SEED + 1 + number)
+        seed_all(SEED + 1 + number + rank.rank * SEED_DISTANCE)
         step(model, move(take_examples(batch, SHARDS[number][rank.rank]), rank.device), rank)
         sgd_step(model, LEARNING_RATE)
     return updates_of(dict(model.named_parameters()), before)

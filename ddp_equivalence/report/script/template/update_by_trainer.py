@@ -10,6 +10,7 @@ from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.report.script.template.placeholders import (
     BIG_BATCHES,
     SEED,
+    SEED_DISTANCE,
     SHARDS,
     Gradients,
     model_at_start,
@@ -29,7 +30,7 @@ def on_this_rank(rank: Rank) -> Gradients:
     ]
     shard = take_examples(whole_batch(), of_all_steps)
     before = weights_of(dict(model.named_parameters()))
-    seed_all(SEED + 1)
+    seed_all(SEED + 1 + rank.rank * SEED_DISTANCE)
     trained = step(model, move(shard, rank.device), rank) or {}
     updates: dict[str, Tensor | None] = {}
     for name, weight in before.items():

@@ -1,0 +1,211 @@
+"""Steps that train: optimizers, clipping, wrappers that live on, and each step of an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_equivalence import BadCase, Case, Rank, assert_equivalent, check
+from ddp_equivalence.report.verdict import Verdict
+from tests.package import own_trainers
+from tests.package.own_cases import build_model, loss, make_batch, own_case
+from tests.package.own_trainers import CLIP, STEPS, adamw, momentum_with_schedule
+
+AS_TRAINER: Any = {"compare": "update", "optimizer": adamw, "clip": CLIP, "steps": STEPS}
+
+
+def judged(trainer: object, **changes: Any) -> Verdict:
+    step: Any = trainer
+    return check(own_case(), step, **(AS_TRAINER | changes))
+
+
+def test_a_right_trainer_is_the_same() -> None:
+    verdict = judged(own_trainers.Trainer())
+    assert (verdict.outcome, verdict.wrong_step) == ("same", None)
+
+
+def test_a_prepared_step_keeps_its_wrapper_and_its_schedule() -> None:
+    assert_equivalent(
+        own_case(),
+        own_trainers.Prepared,
+        compare="update",
+        optimizer=momentum_with_schedule,
+        steps=STEPS,
+    )
+
+
+def test_the_order_in_which_a_trainer_reads_is_no_difference() -> None:
+    verdict = judged(own_trainers.Shuffles())
+    assert verdict.outcome == "same"
+    assert verdict.read_in_another_order
+    assert "another order" in str(verdict)
+
+
+def test_the_first_wrong_step_is_explained_by_its_gradients() -> None:
+    verdict = judged(own_trainers.DropsExamplesLater())
+    assert verdict.cause == "examples_dropped"
+    assert verdict.wrong_step is not None
+    assert (verdict.wrong_step.number, verdict.wrong_step.differs) == (2, "gradients")
+    assert "optimizer step 2 of 3" in str(verdict)
+    assert verdict.comparison is not None
+    assert {one.key[0] for one in verdict.comparison.parameters} == {1}
+
+
+def test_weights_that_are_wrong_after_right_gradients_are_told_with_their_line() -> None:
+    verdict = judged(own_trainers.DoublesTheRateLater())
+    assert (verdict.outcome, verdict.cause) == ("different", None)
+    assert verdict.wrong_step is not None
+    assert (verdict.wrong_step.number, verdict.wrong_step.differs) == (2, "weights")
+    assert "optimizer.step()" in str(verdict)
+
+
+def test_another_number_of_steps_is_told_and_gets_no_cause() -> None:
+    verdict = judged(own_trainers.StepsTwice())
+    assert (verdict.outcome, verdict.cause) == ("different", None)
+    assert verdict.wrong_step is not None
+    assert verdict.wrong_step.differs == "count"
+    assert (verdict.wrong_step.made, verdict.wrong_step.expected) == ((4, 4), 3)
+
+
+def test_weights_that_change_after_the_last_step_are_told() -> None:
+    verdict = judged(own_trainers.ChangesWeightsAtTheEnd())
+    assert verdict.wrong_step is not None
+    assert verdict.wrong_step.differs == "afterwards"
+
+
+def test_a_trainer_that_never_steps_is_named() -> None:
+    verdict = judged(own_trainers.NeverSteps())
+    assert verdict.cause == "no_optimizer_step"
+    assert "loss(DistributedDataParallel(model), shard).backward()" in str(verdict)
+
+
+class Pair(nn.Module):
+    """A generator and a critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = nn.Linear(5, 3), nn.Linear(3, 1)
+
+
+class Adversarial:
+    """One step of a generator and its critic, wrapped or not."""
+
+    times = 1.0
+
+    def __init__(self, model: nn.Module, rank: Rank | None = None) -> None:
+        wrap: Callable[[Any], nn.Module] = (
+            DistributedDataParallel if rank is not None else nn.Sequential
+        )
+        self.generator, self.critic = wrap(model.generator), wrap(model.critic)
+        self.optimizers = [
+            torch.optim.Adam(one.parameters()) for one in (model.generator, model.critic)
+        ]
+
+    def __call__(self, shard: dict[str, Tensor]) -> None:
+        generator, critic = self.optimizers
+        critic.zero_grad()
+        fake = self.generator(shard["rows"])
+        real = F.softplus(-self.critic(shard["targets"])).mean()
+        (real + self.times * F.softplus(self.critic(fake.detach())).mean()).backward()
+        critic.step()
+        generator.zero_grad()
+        F.softplus(-self.critic(self.generator(shard["rows"]))).mean().backward()
+        generator.step()
+
+
+class WronglyAdversarial(Adversarial):
+    times = 2.0
+
+
+def adversarial_reference(model: nn.Module) -> Adversarial:
+    return Adversarial(model)
+
+
+def test_a_reference_of_the_users_own_needs_no_loss() -> None:
+    case = Case(model=Pair, batch=make_batch, layout="1x2")
+    options: Any = {"compare": "update", "reference": adversarial_reference, "steps": 2}
+    verdict = check(case, Adversarial, **options)
+    assert verdict.outcome == "same"
+    assert "your own reference=" in str(verdict)
+    wrong = check(
+        case, WronglyAdversarial, compare="update", reference=adversarial_reference, steps=2
+    )
+    assert (wrong.outcome, wrong.cause) == ("different", None)
+    assert wrong.wrong_step is not None
+    assert (wrong.wrong_step.number, wrong.wrong_step.differs) == (1, "gradients")
+    assert wrong.wrong_step.expected == 4  # the critic's and the generator's, in both steps
+
+
+def clip_by_value(parameters: list[nn.Parameter]) -> None:
+    torch.nn.utils.clip_grad_value_(parameters, 0.01)
+
+
+class ClipsByValue:
+    def __init__(self, model: nn.Module, rank: Rank) -> None:
+        self.ddp = DistributedDataParallel(model)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def __call__(self, shard: dict[str, Tensor]) -> None:
+        self.optimizer.zero_grad()
+        loss(self.ddp, shard).backward()
+        clip_by_value(list(self.ddp.parameters()))
+        self.optimizer.step()
+
+
+def test_clipping_by_value_is_compared() -> None:
+    options: Any = {"compare": "update", "steps": 2}
+    assert check(own_case(), ClipsByValue, clip=clip_by_value, **options).outcome == "same"
+    unclipped = check(own_case(), ClipsByValue, **options)
+    assert unclipped.wrong_step is not None
+    assert (unclipped.wrong_step.number, unclipped.wrong_step.differs) == (1, "weights")
+
+
+def draws(model: nn.Module, shard: dict[str, Tensor], rank: Rank) -> dict[str, Tensor]:
+    return {"0.bias": torch.rand(7, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize(("seeds", "alike"), [("apart", False), ("alike", True), (None, False)])
+def test_ranks_are_seeded_apart_unless_they_are_to_be_alike(seeds: Any, alike: bool) -> None:
+    verdict = check(own_case(), draws, seeds=seeds)
+    assert verdict.comparison is not None
+    (bias,) = [one for one in verdict.comparison.parameters if one.name == "0.bias"]
+    assert bias.ranks_agree is alike
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"optimizer": torch.optim.AdamW}, r"lambda params: AdamW\(params, lr=...\)"),
+        ({"optimizer": 3}, "optimizer = 3: a function of the parameters"),
+        ({"optimizer": lambda parameters: 3}, "schedulers; not int"),
+        ({"clip": -1.0}, "clip = -1.0: a number above 0"),
+        ({"reference": "alone"}, "reference = 'alone': a function"),
+        ({"reference": lambda: None}, r"a function \(model, batch\)"),
+        ({"optimizer": adamw, "lr": 0.1}, "the learning rate is that of optimizer="),
+        ({"optimizer": adamw, "compare": "gradients"}, 'compare = .gradients.: "update"'),
+        ({"seeds": "same"}, "seeds = 'same': one of apart, alike"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_training_that_cannot_be_right_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadCase, match=says):
+        judged(own_trainers.Trainer(), **({"optimizer": None, "clip": None} | options))
+
+
+def test_a_case_without_a_loss_needs_a_reference() -> None:
+    with pytest.raises(BadCase, match="only a check with reference= needs none"):
+        check(Case(model=build_model, batch=make_batch), own_trainers.Prepared)
+
+
+def returns_nothing(model: nn.Module, rank: Rank) -> None: ...
+
+
+def test_a_prepared_step_must_be_returned() -> None:
+    with pytest.raises(Exception, match="must return a step, a function of the shard"):
+        assert_equivalent(own_case(), returns_nothing)  # type: ignore[arg-type]
