@@ -45,11 +45,8 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).loss
 
 
-# "own": every rank receives all rows, and the Trainer deals them to the ranks. float32: the losses
-# of transformers compute in it, whatever the model's dtype is.
-case = Case(
-    model=build_model, batch=rows, loss=loss, layout="1x2", shards="own", dtype=torch.float32
-)
+# "own": every rank receives all rows, and the Trainer deals them to the ranks.
+case = Case(model=build_model, batch=rows, loss=loss, layout="1x2", shards="own")
 options = {"compare": "update"}
 
 # Right: the Trainer divides by the number of answer words on all ranks and in all micro-batches.

@@ -93,9 +93,9 @@ BUGS = (
         says="without a seed, every rank shuffles in an order of its own",
         urls=("https://github.com/Lightning-AI/pytorch-lightning/pull/17713",),
         check="lightning_shuffle.py",
-        wrong=("lightning==2.0.2",),
-        right=("lightning==2.0.3",),
-        both=("setuptools<70",),
+        wrong=("pytorch-lightning==2.0.2",),
+        right=("pytorch-lightning==2.0.3",),
+        both=("setuptools<80",),
         cause="ranks_shuffle_apart",
     ),
     PublicBug(

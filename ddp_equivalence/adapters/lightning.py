@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ddp_equivalence.adapters import MakeOptimizer, Rows, micro_batch_size, plain_sgd, trainers_room
 from ddp_equivalence.ranks.rank import Rank
+
+try:
+    from lightning.pytorch import LightningModule, Trainer
+except ImportError:  # the same library is released under two names
+    from pytorch_lightning import LightningModule, Trainer
 
 QUIET = {
     "logger": False,

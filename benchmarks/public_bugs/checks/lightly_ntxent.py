@@ -42,6 +42,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 case = Case(model=build_model, batch=two_views, loss=loss, layout="1x2")
+options = {"allow_changes": True}  # lightly sets a variable
 
 
 def step(model: nn.Module, shard: Batch, rank: Rank) -> None:
