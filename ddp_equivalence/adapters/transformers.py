@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from ddp_equivalence.adapters import MakeOptimizer, Rows, micro_batch_size, plain_sgd, trainers_room
 from ddp_equivalence.adapters.accelerate import forget_earlier_accelerators
@@ -56,7 +56,9 @@ def trainer_step(
                 if optimizer is not None:
                     made = optimizer(list(model.parameters()))
                     given["optimizers"] = (made, LambdaLR(made, lambda _: 1.0))
-                trainer(args=arguments(output_dir=folder, **chosen), **given).train()
+                training = trainer(args=arguments(output_dir=folder, **chosen), **given)
+                training.remove_callback(PrinterCallback)  # prints how long training took
+                training.train()
             finally:
                 forget_earlier_accelerators()
 

@@ -47,7 +47,7 @@ def test_a_bug_has_a_check_that_parses_and_has_a_case_and_a_step(bug: PublicBug)
 
 
 def test_every_expected_cause_is_a_known_cause() -> None:
-    known = {hypothesis.cause for hypothesis in HYPOTHESES}
+    known = {hypothesis.name for hypothesis in HYPOTHESES}
     assert {bug.cause for bug in ALL if bug.cause is not None} <= known
 
 
