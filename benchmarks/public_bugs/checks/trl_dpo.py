@@ -72,10 +72,13 @@ def texts(batch: Batch) -> Any:
 
 
 def tokenizer() -> Any:
-    words = Tokenizer(WordLevel({f"w{word}": word for word in range(WORDS)}, unk_token="w1"))
+    names = ["<pad>", "<unknown>", "<end>", *(f"w{word}" for word in range(END + 1, WORDS))]
+    words = Tokenizer(
+        WordLevel({name: word for word, name in enumerate(names)}, unk_token="<unknown>")
+    )
     words.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="w0", eos_token=f"w{END}", unk_token="w1"
+        tokenizer_object=words, pad_token="<pad>", unk_token="<unknown>", eos_token="<end>"
     )
 
 
