@@ -15,7 +15,7 @@ from typing import Unpack
 
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.random_state import restored_random_state
-from ddp_equivalence.diagnosis import distinct_gpus, races, vacuity
+from ddp_equivalence.diagnosis import distinct_gpus, no_devices, races, vacuity
 from ddp_equivalence.diagnosis.analysis import Analysis
 from ddp_equivalence.diagnosis.expectation import check_shards, expected_of
 from ddp_equivalence.diagnosis.finding import finding_of_wrong_collectives
@@ -38,8 +38,10 @@ from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.one_at_a_time import one_at_a_time
 from ddp_equivalence.ranks.server import start_early
 from ddp_equivalence.ranks.threads import threads_beside, threads_for, use_one_thread_in_a_fork
+from ddp_equivalence.reference import Reference
 from ddp_equivalence.report import listeners, readings
 from ddp_equivalence.report.errors import NotEquivalent, NothingCompared
+from ddp_equivalence.report.fresh_ranks import judged_on_fresh_ranks
 from ddp_equivalence.report.judged_again import judged_again, unless_right_in_own_precision
 from ddp_equivalence.report.judged_by_steps import judged_by_steps, will_be_judged_by_steps
 from ddp_equivalence.report.render import render, render_full
@@ -67,7 +69,10 @@ def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verd
             started = time.monotonic()
             use_one_thread_in_a_fork()
             start_early()  # the server of ranks imports torch while the reference is computed
-            verdict = judged_by_steps(_judge(request), request, _judge)
+            verdict = judged_on_fresh_ranks(_judge(request), request, _judge)
+            if verdict.on_used_ranks is not None:
+                request = replace(request, fresh=True)
+            verdict = judged_by_steps(verdict, request, _judge)
             verdict = judged_again(verdict, request, _judge)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))
     listeners.tell(verdict, request)
@@ -114,7 +119,7 @@ def _judge(request: Request) -> Verdict:
                 why_unknown = vacuity.against_the_reference(expected.reference)
             check_shards(request, expected.reference)
             analysis = Analysis(request, expected)
-            known = partial(known, examples=expected.reference.examples, analysis=analysis)
+            known = _with_reference(known, expected.reference, analysis)
             measurement = measure(ranks, request, expected, request.deadline, analysis.sample)
             if not (measurement.outdated or measurement.comparison.same):
                 second = observe(
@@ -181,6 +186,18 @@ def _known_before(request: Request) -> partial[Verdict]:
     )
 
 
+def _with_reference(
+    known: partial[Verdict], reference: Reference, analysis: Analysis
+) -> partial[Verdict]:
+    """Adds what is known once the big batch was computed."""
+    return partial(
+        known,
+        examples=reference.examples,
+        buffers_of_the_big_batch=reference.buffers,
+        analysis=analysis,
+    )
+
+
 def _failed_or_again(
     verdict: Verdict, request: Request, error: RankFailed, began: float
 ) -> Verdict:
@@ -194,9 +211,11 @@ def _failed_or_again(
 def _same_if_shown(verdict: Verdict, measurement: Measurement, request: Request) -> Verdict:
     """Nothing differs. That is a pass only if a difference could have shown."""
     comparison, evidence = measurement.comparison, measurement.evidence
-    why_unknown = vacuity.against_a_pass(
-        comparison, evidence, lambda: verdict.nearest
-    ) or vacuity.against_a_hidden_plant(request.plant, request.processes)
+    why_unknown = (
+        no_devices.against_idle_data_parallel(evidence)
+        or vacuity.against_a_pass(comparison, evidence, lambda: verdict.nearest)
+        or vacuity.against_a_hidden_plant(request.plant, request.processes)
+    )
     if why_unknown is not None:
         return unknown(verdict, why_unknown)
     if measurement.changes_error is not None and not (request.allow_changes or request.in_process):

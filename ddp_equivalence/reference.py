@@ -7,7 +7,7 @@ nothing else: it shares no helper with a strategy, and it knows no wrapper, samp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Reference:
     it. ``examples``: the size of the big batch in each step. ``losses``: its loss in each step;
     empty if the reference is a function of the user's own. ``at_each_step``: gradients and updates
     are those at each step of an optimizer. ``after_clipping``: gradients are those after clipping.
+    ``buffers``: what the buffers of the model hold afterwards.
     """
 
     case: Case
@@ -51,6 +52,7 @@ class Reference:
     losses: tuple[float, ...]
     at_each_step: bool = False
     after_clipping: bool = False
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def lowest_dtype(self) -> torch.dtype:
@@ -97,6 +99,7 @@ def big_batch(
         losses=tuple(losses),
         at_each_step=at_each_step,
         after_clipping=after_clipping,
+        buffers={name: one.detach().clone() for name, one in model.named_buffers()},
     )
 
 

@@ -84,7 +84,8 @@ class StepRecord(StepCount):
     Optimizers that step one after the other, without a backward pass in between, make one step.
     ``parameters``: the parameters by name, asked for at each step. ``gradients``, ``weights``:
     copies, by step and name. Of the gradients, those that the optimizers of the step were given.
-    ``clips``: how often torch clipped gradients.
+    ``clips``: how often torch clipped gradients. ``whole`` makes gradients whole where they are
+    sharded, and ``weights`` reads the weights so.
     """
 
     def __init__(
@@ -92,6 +93,8 @@ class StepRecord(StepCount):
         parameters: Callable[[], Mapping[str, nn.Parameter]],
         at_steps: AtSteps,
         ended: Callable[[int], None] = lambda number: None,
+        whole: Callable[[dict[str, Tensor | None]], Mapping[str, Tensor | None]] = dict,
+        weights: Callable[[], Mapping[str, Tensor]] | None = None,
     ) -> None:
         super().__init__()
         self.gradients: dict[GradientKey, Tensor | None] = {}
@@ -100,6 +103,8 @@ class StepRecord(StepCount):
         self._parameters = parameters
         self._at_steps = at_steps
         self._ended = ended
+        self._whole = whole
+        self._weights = weights or self._copied_weights
         self._went_backward = True
         self._clipped: list[dict[int, _Clipped]] = []
 
@@ -130,16 +135,20 @@ class StepRecord(StepCount):
         its_own = {id(one) for group in optimizer.param_groups for one in group["params"]}
         named = {name: one for name, one in parameters.items() if id(one) in its_own} or parameters
         before_clipping = self._before_clipping(named.values())
+        found: dict[str, Tensor | None] = {}
         for name, one in named.items():
             kept = before_clipping.get(id(one))
-            self.gradients[self.count - 1, name] = _copy(one.grad if kept is None else kept.before)
+            found[name] = _copy(one.grad if kept is None else kept.before)
+        self.gradients |= {(self.count - 1, name): one for name, one in self._whole(found).items()}
 
     def after(self) -> None:
         if not self._at_steps.gradients:
-            for name, one in self._parameters().items():
-                self.weights[self.count - 1, name] = one.detach().clone()
+            self.weights |= {(self.count - 1, name): one for name, one in self._weights().items()}
         self._clipped.clear()
         self._ended(self.count)
+
+    def _copied_weights(self) -> dict[str, Tensor]:
+        return {name: one.detach().clone() for name, one in self._parameters().items()}
 
     def _noticed(self, clip: Callable[..., Any]) -> Callable[..., Any]:
         """The function of torch that clips gradients, so that they are kept as they were before."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from functools import cache
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,6 +25,16 @@ def _multipliers() -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     return np.array(np.random.SeedSequence(0).generate_state(BLOCK, np.uint64), np.uint64)
 
 
+def bytes_of(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """The bytes of a flat, contiguous tensor on the CPU, in the memory that it has.
+
+    ``Tensor.numpy`` would make that memory impossible to resize from then on, and FSDP resizes the
+    memory of the weights.
+    """
+    data: Any = np.from_dlpack(tensor.view(torch.uint8))
+    return cast(np.ndarray[tuple[int], np.dtype[np.uint8]], data)
+
+
 def hash_bytes(hashed: hashlib._Hash, tensor: Tensor) -> None:
     """Add the bytes of a flat, contiguous tensor on the CPU to a hash.
 
@@ -31,7 +42,7 @@ def hash_bytes(hashed: hashlib._Hash, tensor: Tensor) -> None:
     string hashing is fast", 2014). That is four times faster than SHA-256, and different tensors
     get the same hash only with a probability of 2^-32.
     """
-    data = tensor.view(torch.uint8).numpy()
+    data = bytes_of(tensor)
     if data.size >= CONDENSED_FROM:
         whole = data.size - data.size % (4 * BLOCK)
         words = data[:whole].view(np.uint32).reshape(-1, BLOCK)

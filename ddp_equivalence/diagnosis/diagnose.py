@@ -89,8 +89,10 @@ def diagnose(view: View, comparison: Comparison, in_part: bool = False) -> tuple
     ):
         seen = "on every rank the error is within the limit, and the bits differ between ranks"
         findings.append(finding_from_observation(ranks_differ_by_rounding.HYPOTHESIS, seen))
-    accepted = ranked(findings, view.setting.dtype)
-    return pointed(with_factor_of_own_gradients(accepted, view), view)
+    ordered = ranked(findings, view.setting.dtype)
+    with _noting_lack_of_time(view, TWO_CAUSES, in_part):
+        ordered = with_factor_of_own_gradients(ordered, view)
+    return pointed(ordered, view)
 
 
 @contextmanager

@@ -28,10 +28,14 @@ MOST_RANKS = 4
 
 @dataclass(frozen=True)
 class Count:
-    """A number that a loss may divide by: the ``value``, and the words for it."""
+    """A number that a loss may divide by: the ``value``, and the words for it.
+
+    ``of_all``: it is a count of the whole batch, of which each rank may have an equal part.
+    """
 
     value: float
     unit: str
+    of_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ def _counts_of_the_whole(view: View) -> Iterator[Count]:
     """All counts that one loss, or all ranks together, may divide the whole gradient by."""
     whole: Indices = tuple(range(view.setting.example_count))
     for unit, counts in counts_of_parts(view, [whole]).items():
-        yield from _not_zero(counts[0], unit)
+        yield from _not_zero(counts[0], unit, of_all=True)
     by_rank, ranks = view.parts.by_rank, view.world_size
     if by_rank is None:
         return
@@ -144,9 +148,9 @@ def _counts_of_the_whole(view: View) -> Iterator[Count]:
             yield from _not_zero(counts[0] * number, f"{of_part}, times {number} micro-batches")
 
 
-def _not_zero(value: float, unit: str) -> Iterator[Count]:
+def _not_zero(value: float, unit: str, of_all: bool = False) -> Iterator[Count]:
     if value > 0:
-        yield Count(value, unit)
+        yield Count(value, unit, of_all)
 
 
 def counts_by_rank(view: View) -> list[CountsByRank]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -56,18 +55,20 @@ def one_cause_and_a_factor(
     return list(findings.values())
 
 
-def with_factor_of_own_gradients(findings: Sequence[Finding], view: View) -> list[Finding]:
+def with_factor_of_own_gradients(findings: tuple[Finding, ...], view: View) -> tuple[Finding, ...]:
     """The findings; those that were predicted from what the ranks were seen to compute get the
-    factor that all of this has beside what their rows give.
+    factor that all of this has beside what their rows give. Raises OutOfTime.
     """
+    if not any(one.accepted for one in findings):
+        return findings
     if is_divided_up(view) is False:
-        return list(findings)  # what is read twice, or not at all, has other counts
+        return findings  # what is read twice, or not at all, has other counts
     factor = _factor_of_own_gradients(view)
     if factor is None or _is_multiple_of_right(view, view.measured.by_rank):
-        return list(findings)
-    return [
+        return findings
+    return tuple(
         replace(one, besides=factor) if _is_left_by(one, view, factor) else one for one in findings
-    ]
+    )
 
 
 def _is_left_by(finding: Finding, view: View, factor: float) -> bool:

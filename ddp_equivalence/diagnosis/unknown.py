@@ -23,6 +23,7 @@ class UnknownBecause(Enum):
     IDENTICAL_INPUTS = "identical_inputs"
     ONLY_ROUNDING = "only_rounding"
     LIMIT_ABOVE_SIGNAL = "limit_above_signal"
+    NOTHING_PARALLEL = "nothing_parallel"
     AUTOCAST_DIFFERS = "autocast_differs"
     NOTHING_EXCHANGED = "nothing_exchanged"
     COLLECTIVE_NOT_WAITED_FOR = "collective_not_waited_for"

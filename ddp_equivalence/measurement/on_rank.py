@@ -17,15 +17,17 @@ from ddp_equivalence.case.given import given_to
 from ddp_equivalence.case.random_state import without_restoring_random_state
 from ddp_equivalence.case.shards import OWN, Shards, split
 from ddp_equivalence.case.steps import GradientKey
-from ddp_equivalence.comparison.batch_digest import digest_leaves
+from ddp_equivalence.comparison.batch_digest import Digests, digest_leaves
 from ddp_equivalence.comparison.chunks import raw_messages
 from ddp_equivalence.comparison.digest import digest
-from ddp_equivalence.comparison.gradients import describe, gathered
+from ddp_equivalence.comparison.gradients import describe
 from ddp_equivalence.faults.plant import plant_here
 from ddp_equivalence.measurement.buffer_watch import digests_of_buffers
+from ddp_equivalence.measurement.buffers_left import buffers_left
 from ddp_equivalence.measurement.called_with import CalledWith
 from ddp_equivalence.measurement.cuda_evidence import gpus_used, tf32_of
 from ddp_equivalence.measurement.draws_on_rank import with_draws
+from ddp_equivalence.measurement.idle_data_parallel import IdleDataParallel
 from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.measurement.operation_log import OperationLog
 from ddp_equivalence.measurement.parameter_names import ParameterNames
@@ -33,8 +35,10 @@ from ddp_equivalence.measurement.precision_watch import Float32Watch, autocast_e
 from ddp_equivalence.measurement.races import Races
 from ddp_equivalence.measurement.random_draws import DrawLog
 from ddp_equivalence.measurement.run_of_step import RunOfStep
+from ddp_equivalence.measurement.whole_tensors import WholeTensors
 from ddp_equivalence.measurement.work import Evidence, Work
 from ddp_equivalence.ranks.collectives import new_collectives
+from ddp_equivalence.ranks.libraries import libraries
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.strategy import Task
@@ -69,26 +73,17 @@ def _run_step(
 ) -> tuple[dict[GradientKey, Tensor | None], Evidence]:
     case = work.case
     start = digest(dict(model.named_parameters()))
-    whole, sizes = build_whole_batch(case, work.steps)
-    if work.order:
-        whole = take(whole, work.order, case.batch_dims)
-    shards = [split(case.shards, size, case.ranks.world_size) for size in sizes]
-    given = _given(rank, work, whole, sizes)
-    data = digest_leaves(given)
-    given = [move(examples, rank.device) for examples in given]
-    at = _positions(rank, sizes, shards, len(given))
-    if work.read_order:  # what is read is looked up where the reference has it
-        whole = take(whole, work.read_order, case.batch_dims)
-        at = [tuple(map(work.read_order.index, indices)) for indices in at]
-    observer = _observer(work, model, whole, given, at) if work.observe else None
-    del whole
+    shards, given, data, observer = _data(rank, work, model)
     notes, races = dict[str, Any](), Races(rank.device)
     draws = DrawLog(lambda: len(observer.backwards)) if observer and work.log_draws else None
     called = CalledWith(given, in_any_order=case.shards == OWN)
     planted = plant_here(work.plant) if work.plant else None
     float32 = Float32Watch() if work.look_for_float32 else None
     log = OperationLog() if work.log_operations else None
+    held, idle = WholeTensors(model, names), IdleDataParallel(model)
     with (
+        held.recorded(),
+        idle.watched(),
         called.recording(model),
         autocast_entered() as autocast,
         observer.watching() if observer else nullcontext(),
@@ -98,12 +93,11 @@ def _run_step(
         draws.watching() if draws else nullcontext(),
     ):
         task = Task(case, model, rank, shards, notes, work.steps)
-        run_of_step = RunOfStep(rank, work, model, names, races, planted, observer)
+        run_of_step = RunOfStep(rank, work, model, held, races, planted, observer)
         gradients = run_of_step.train(task, given)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     collectives = new_collectives()
-    gradients = {key: None if one is None else gathered(one) for key, one in gradients.items()}
     observed = observer.found(gradients, collectives) if observer else None
     dealt = None if case.shards == OWN else tuple(one.indices[rank.rank] for one in shards)
     evidence = Evidence(
@@ -127,10 +121,34 @@ def _run_step(
         gpu=gpus_used(rank, chain(model.parameters(), gradients.values()), notes),
         tf32=tf32_of(rank),
         buffers=digests_of_buffers(model),
+        buffers_left=buffers_left(model, names.buffers),
+        libraries=libraries.of_earlier_work,
+        idle_data_parallel=idle.called,
         optimizer_steps=run_of_step.optimizer_steps,
         clips=run_of_step.clips,
     )
     return gradients, evidence
+
+
+def _data(
+    rank: Rank, work: Work, model: nn.Module
+) -> tuple[list[Shards], list[Any], Digests, Observer | None]:
+    """The shards of each step, what the rank is given of them, digests of that, and an observer of
+    the step if it is watched.
+    """
+    case = work.case
+    whole, sizes = build_whole_batch(case, work.steps)
+    if work.order:
+        whole = take(whole, work.order, case.batch_dims)
+    shards = [split(case.shards, size, case.ranks.world_size) for size in sizes]
+    given = _given(rank, work, whole, sizes)
+    data = digest_leaves(given)
+    given = [move(examples, rank.device) for examples in given]
+    at = _positions(rank, sizes, shards, len(given))
+    if work.read_order:  # what is read is looked up where the reference has it
+        whole = take(whole, work.read_order, case.batch_dims)
+        at = [tuple(map(work.read_order.index, indices)) for indices in at]
+    return shards, given, data, _observer(work, model, whole, given, at) if work.observe else None
 
 
 def _observer(work: Work, model: nn.Module, whole: Any, given: list[Any], at: Any) -> Observer:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddp_equivalence.comparison.digest import bytes_of
 from ddp_equivalence.measurement.calls import CodeLine
 
 
@@ -24,7 +25,7 @@ class Value:
         """The values of a plain tensor."""
         flat = tensor.detach().to("cpu", torch.float64).contiguous().reshape(-1)
         name = str(tensor.dtype).removeprefix("torch.")
-        return cls(tuple(tensor.shape), name, flat.numpy().tobytes())
+        return cls(tuple(tensor.shape), name, bytes_of(flat).tobytes())
 
     @property
     def tensor(self) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from ddp_equivalence.comparison.digest import digest
-from ddp_equivalence.comparison.gradients import gathered
+from ddp_equivalence.measurement.flat_parameters import original_parameters
 from ddp_equivalence.measurement.returned import no_parameters
 
 WRAPPER_SEGMENTS = frozenset(
@@ -33,7 +33,7 @@ class ParameterNames:
             name: first[id(one)] for name, one in model.named_parameters(remove_duplicate=False)
         }
         self._modules = {name: weakref.ref(one) for name, one in model.named_modules()}
-        self._buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        self.buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The model's parameters now, under the names that they had before the step.
@@ -42,7 +42,7 @@ class ParameterNames:
         is recognised by its module, by its name, or else by its place in the order of the model. A
         parameter that the step has added is included if it is trained; its name says so.
         """
-        now = dict(model.named_parameters())
+        now = dict(original_parameters(model))
         if now.keys() == self._known.keys() and all(
             self._known[name] is parameter for name, parameter in now.items()
         ):
@@ -65,8 +65,7 @@ class ParameterNames:
         self, model: nn.Module, new: Mapping[str, nn.Parameter], free: Sequence[str]
     ) -> dict[str, str]:
         """Parameters of modules that were part of the model before, wherever these are now."""
-        modules = ((path, reference()) for path, reference in self._modules.items())
-        paths = {id(module): path for path, module in modules if module is not None}
+        paths = self.modules()
         now = dict(model.named_modules(remove_duplicate=False))
         found = {}
         for name in new:
@@ -104,7 +103,7 @@ class ParameterNames:
         taken_from: dict[str, str] = {}
         for name, value in returned.items():
             own = names.get(name, name)
-            if own in self._buffers:
+            if own in self.buffers:
                 continue
             if own in found and not _equal(found[own], value):
                 raise ValueError(
@@ -116,13 +115,14 @@ class ParameterNames:
             raise no_parameters(returned, self._known)
         return found
 
-    def digest(self, model: nn.Module) -> str:
-        """A digest of the weights. It does not change if the step renames or adds parameters."""
-        parameters = self.parameters(model)
-        return digest(
-            (name, None if (one := parameters.get(name)) is None else gathered(one))
-            for name in self._known
-        )
+    def first_of(self, name: str) -> str:
+        """The first name of the parameter that had this name before the step."""
+        return self._own.get(name, name)
+
+    def modules(self) -> dict[int, str]:
+        """The id of each module that was part of the model before the step -> its name there."""
+        modules = ((path, reference()) for path, reference in self._modules.items())
+        return {id(module): path for path, module in modules if module is not None}
 
     def _matched_as_a_whole(self, model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         """Each name -> the model's own name, by the first way that fits all names.
@@ -133,7 +133,7 @@ class ParameterNames:
         """
         self.parameters(model)  # recognises parameters that the step has replaced
         held = {id(parameter): name for name, parameter in self._known.items()}
-        with_buffers = {name: name for name in self._buffers}
+        with_buffers = {name: name for name in self.buffers}
         before = with_buffers | self._own
         after = with_buffers | {
             name: held[id(parameter)]
@@ -157,11 +157,11 @@ def _matched(names: Iterable[str], table: Mapping[str, str]) -> dict[str, str]:
     Raises ValueError if a name fits several.
     """
     found = {name: table[name] for name in names if name in table}
-    without_wrappers: dict[str, set[str]] = {}
+    by_bare_name: dict[str, set[str]] = {}
     for name, own in table.items():
-        without_wrappers.setdefault(_bare(name), set()).add(own)
+        by_bare_name.setdefault(without_wrappers(name), set()).add(own)
     for name in names:
-        fitting = set() if name in table else without_wrappers.get(_bare(name), set())
+        fitting = set() if name in table else by_bare_name.get(without_wrappers(name), set())
         if len(fitting) > 1:
             raise ValueError(
                 f"the name {name} could be {' or '.join(sorted(fitting, key=len))}: return "
@@ -171,7 +171,8 @@ def _matched(names: Iterable[str], table: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _bare(name: str) -> str:
+def without_wrappers(name: str) -> str:
+    """The name without what wrappers have put into it."""
     return ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS)
 
 

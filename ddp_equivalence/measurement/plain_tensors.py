@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ddp_equivalence.case.batch_tree import attributes_of
+from ddp_equivalence.measurement.flat_parameters import is_flattened
 
 DEEPEST = 4
 MOST_OPENED = 200
@@ -67,7 +68,7 @@ def plain(tensor: Tensor) -> Tensor:
         dim = torch._C._functorch.maybe_get_bdim(tensor) if batched else 0
         tensor = torch._C._functorch.get_unwrapped(tensor)
         tensor = tensor.movedim(dim, 0) if dim > 0 else tensor
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or is_flattened(tensor):
         raise NotPlain(type(tensor).__name__)
     if tensor.is_meta or tensor.is_quantized or tensor.is_nested:
         raise NotPlain(str(tensor.layout))

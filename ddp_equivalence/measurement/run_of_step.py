@@ -13,21 +13,13 @@ from ddp_equivalence.case.case import name_of
 from ddp_equivalence.case.optimizer_steps import AtSteps, StepCount, StepRecord
 from ddp_equivalence.case.random_state import seeded, step_seed
 from ddp_equivalence.case.steps import GradientKey
-from ddp_equivalence.comparison.gradients import (
-    gathered,
-    gradients_of,
-    in_first_step,
-    sgd_step,
-    update_of,
-    updates_of,
-    weights_of,
-)
+from ddp_equivalence.comparison.gradients import in_first_step, sgd_step, update_of
 from ddp_equivalence.faults.plant import PlantedFault
 from ddp_equivalence.measurement.observer import Observer
-from ddp_equivalence.measurement.parameter_names import ParameterNames
 from ddp_equivalence.measurement.races import Races
 from ddp_equivalence.measurement.returned import tensors_by_name
 from ddp_equivalence.measurement.step_signature import is_prepared
+from ddp_equivalence.measurement.whole_tensors import WholeTensors
 from ddp_equivalence.measurement.work import Work
 from ddp_equivalence.ranks import process_state
 from ddp_equivalence.ranks.rank import Rank
@@ -47,13 +39,13 @@ class RunOfStep:
         rank: Rank,
         work: Work,
         model: nn.Module,
-        names: ParameterNames,
+        held: WholeTensors,
         races: Races,
         planted: PlantedFault | None,
         observer: Observer | None,
     ) -> None:
         self._rank, self._work, self._model = rank, work, model
-        self._names, self._races = names, races
+        self._held, self._races = held, races
         self._planted, self._observer = planted, observer
         self.optimizer_steps = 0
         self.clips = 0
@@ -61,7 +53,7 @@ class RunOfStep:
     def train(self, task: Task, given: list[Any]) -> dict[GradientKey, Tensor | None]:
         """Run all steps; return the gradients that each step leaves, or the updates."""
         work = self._work
-        before = weights_of(self._names.parameters(self._model)) if work.keeps_weights else {}
+        before = self._held.weights() if work.keeps_weights else {}
         step = self._prepared(task)
         if self._planted:
             step = self._planted.break_step(task, step)
@@ -108,14 +100,15 @@ class RunOfStep:
         self.optimizer_steps = count.seen if record is None else record.count
         self.clips = 0 if record is None else record.clips
         if record is None:
-            return in_first_step(self._update_by_user(before, returned))
+            if returned is None:
+                return in_first_step(self._held.updates(before))
+            weights = self._held.returned(tensors_by_name(returned))
+            return in_first_step(self._held.updates_to(weights, before))
         if work.compare == "gradients":
             return record.gradients
-        trained = {
-            name for name, one in self._names.parameters(self._model).items() if one.requires_grad
-        }
+        trained = self._held.trained()
         return {
-            (number, name): update_of(gathered(weight), before.get(name), name not in trained)
+            (number, name): update_of(weight, before.get(name), name not in trained)
             for (number, name), weight in record.weights.items()
         }
 
@@ -127,37 +120,38 @@ class RunOfStep:
                 self._observer.step = count
 
         return StepRecord(
-            lambda: self._names.parameters(self._model),
+            self._held.parameters,
             AtSteps(gradients, self._work.after_clipping),
             ended,
+            self._held.whole,
+            self._held.weights,
         )
 
     def _run_steps(
         self, step: TrainStep, given: list[Any], before: Mapping[str, Tensor]
     ) -> dict[GradientKey, Tensor | None]:
         """Run a step once for each big batch, with a step of the suite's SGD between two."""
-        work, model, names = self._work, self._model, self._names
+        work, model, held = self._work, self._model, self._held
         gradients: dict[GradientKey, Tensor | None] = {}
         for number, shard in enumerate(given):
             if self._observer:
                 self._observer.step = number
             last = number + 1 == len(given)
-            weights = names.digest(model) if len(given) > 1 else ""
+            weights = held.digest() if len(given) > 1 else ""
             returned = self._one_step(step, shard, number)
-            parameters = names.parameters(model)
             if work.compare == "gradients":
-                by_name = gradients_of(parameters) if returned is None else returned
+                by_name = held.gradients() if returned is None else returned
                 # DDP's bucket views put the gradients of the next step into the same memory.
                 left = self._races.as_left(by_name, keep=len(given) > 1)
                 gradients |= {(number, name): gradient for name, gradient in left.items()}
             self._check_weights(weights)
             if returned is not None and (work.compare == "update" or not last):
-                _put_on_parameters(parameters, returned)
+                held.give_gradients(returned)
             if work.compare == "update" or not last:
                 sgd_step(model, work.training.lr)
         if work.compare == "gradients":
             return gradients
-        return in_first_step(updates_of(names.parameters(model), before))
+        return in_first_step(held.updates(before))
 
     def _one_step(
         self, step: TrainStep, shard: Any, number: int
@@ -168,7 +162,7 @@ class RunOfStep:
             returned = step(shard)
         if returned is None:
             return None
-        return self._names.of_returned(self._model, tensors_by_name(returned))
+        return self._held.returned(tensors_by_name(returned))
 
     def _check_weights(self, before: str) -> None:
         """Raises ValueError if one of several steps has moved the weights.
@@ -177,7 +171,7 @@ class RunOfStep:
         """
         # Only rank 0 raises: on other ranks a new DDP wrapper may have copied the weights of rank
         # 0.
-        if before and before != self._names.digest(self._model) and self._rank.rank == 0:
+        if before and before != self._held.digest() and self._rank.rank == 0:
             raise ValueError(
                 "the step moved the weights itself; the suite takes an SGD step after each of "
                 "several steps, so leave the optimizer step out, or use "
@@ -192,31 +186,3 @@ class RunOfStep:
             yield
             if torch.initial_seed() != seed:
                 process_state.report_change(f"torch's seed set to {torch.initial_seed()}")
-
-    def _update_by_user(
-        self, before: Mapping[str, Tensor], returned: object
-    ) -> dict[str, Tensor | None]:
-        """How far a user's own training moved the weights: those it left, or those it returned."""
-        names = self._names
-        parameters = names.parameters(self._model)
-        if returned is None:
-            return updates_of(parameters, before)
-        weights = names.of_returned(self._model, tensors_by_name(returned))
-        found: dict[str, Tensor | None] = {}
-        for name, weight in weights.items():
-            start = before.get(name)
-            if weight is None or start is None or weight.shape != start.shape:
-                found[name] = weight
-            else:
-                frozen = name in parameters and not parameters[name].requires_grad
-                found[name] = update_of(weight.detach().to(start.device), start, frozen)
-        return found
-
-
-def _put_on_parameters(
-    parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor | None]
-) -> None:
-    """Put gradients that the step returned where the suite's next SGD step finds them."""
-    for name, parameter in parameters.items():
-        gradient = gradients.get(name)
-        parameter.grad = None if gradient is None else gradient.detach().to(parameter.dtype)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ddp_equivalence.comparison.digest import bytes_of
 from ddp_equivalence.measurement.calls import CodeLine
 
 MOST_OF_A_TENSOR = 64
@@ -118,7 +119,7 @@ def distance_of(elements: int, most: int) -> int:
 
 def packed(values: Tensor) -> bytes:
     """The elements of a flat tensor as bytes of float64."""
-    return bytes(values.to("cpu", torch.float64).contiguous().numpy().tobytes())
+    return bytes_of(values.to("cpu", torch.float64).contiguous()).tobytes()
 
 
 def unpacked(values: bytes) -> Tensor:

@@ -8,13 +8,16 @@ from hashlib import sha256
 from torch import nn
 
 from ddp_equivalence.comparison.digest import digest
-from ddp_equivalence.measurement.plain_tensors import plain
+from ddp_equivalence.measurement.plain_tensors import NotPlain, plain
 
 MOST_ELEMENTS = 20_000_000
 """The weights of a larger model are not compared."""
 
 DIGITS = 16
 """Digests are cut to so many digits."""
+
+SHARDED = "sharded"
+"""Takes the place of a digest for a weight of which a rank has only a part."""
 
 
 class WeightWatch:
@@ -66,7 +69,11 @@ class WeightWatch:
             return (), ""
         before = self._digests
         self._versions, self._digests = versions, self._digests_now()
-        names = tuple(name for name, one in self._digests.items() if one != before[name])
+        names = tuple(
+            name
+            for name, one in self._digests.items()
+            if one != before[name] and SHARDED not in (one, before[name])
+        )
         return names, "" if self._digests == self._first else digest_of(self._digests)
 
     def _flags_now(self) -> list[bool]:
@@ -76,7 +83,14 @@ class WeightWatch:
         return [one._version for one in self._compared.values()]
 
     def _digests_now(self) -> dict[str, str]:
-        return {name: digest({name: plain(one)}) for name, one in self._compared.items()}
+        return {name: _digest(name, one) for name, one in self._compared.items()}
+
+
+def _digest(name: str, weight: nn.Parameter) -> str:
+    try:
+        return digest({name: plain(weight)})
+    except NotPlain:
+        return SHARDED
 
 
 def _comparable(others: Mapping[str, nn.Parameter], most: int) -> Mapping[str, nn.Parameter]:

@@ -100,10 +100,12 @@ class Evidence:
     it computed in float32, if this was looked for; "" if it did not. ``missed_waits``: the
     collectives that nobody waited for. ``changed_later``: the gradients that changed after the step
     had returned. ``operations``: those of torch that the step ran, if they were recorded.
-    ``buffers``: a digest of every buffer of the model after the last step. ``optimizer_steps``: how
-    often optimizers stepped in a step that trains; those that step together count as one where what
-    is compared is taken at each of their steps. ``clips``: how often torch clipped gradients, if
-    what is compared is taken at each step.
+    ``buffers``: a digest of every buffer of the model after the last step; ``buffers_left``: what
+    they hold, unless they are large. ``libraries``: those that earlier work had imported on this
+    rank. ``idle_data_parallel``: the step has called an nn.DataParallel that had no devices.
+    ``optimizer_steps``: how often optimizers stepped in a step that trains; those that step
+    together count as one where what is compared is taken at each of their steps. ``clips``: how
+    often torch clipped gradients, if what is compared is taken at each step.
     """
 
     examples: tuple[tuple[int, ...], ...] | None
@@ -126,5 +128,8 @@ class Evidence:
     tf32: Tf32 | None = None
     operations: Operations | None = None
     buffers: Mapping[str, str] = field(default_factory=dict)
+    buffers_left: Mapping[str, Tensor] = field(default_factory=dict)
+    libraries: tuple[str, ...] = ()
+    idle_data_parallel: bool = False
     optimizer_steps: int = 0
     clips: int = 0

@@ -12,6 +12,8 @@ import math
 import os
 import pickle
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from operator import itemgetter
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_equivalence.ranks.issued_collectives import nobody_listening
 from ddp_equivalence.ranks.torch_frames import counts_as_torch
 
 DUMP_FUNCTIONS = ("_dump_fr_trace", "_dump_nccl_trace")
@@ -80,6 +83,38 @@ _issued_in_group: dict[str, int] = {}
 _sends: list[Collective] = []
 """The point-to-point sends since the last call of ``new_collectives``."""
 
+_left_out: dict[str, set[int]] = {}
+"""Dump function -> the numbers of the records that are the suite's own, and no step's."""
+
+_ours_run = False
+
+
+@contextmanager
+def of_the_suite() -> Iterator[None]:
+    """The block issues collectives that are the suite's own: no evidence of a step has them."""
+    global _ours_run
+    before, outer = _newest_recorded(), _ours_run
+    _ours_run = True
+    try:
+        with nobody_listening():
+            yield
+    finally:
+        _ours_run = outer
+        for function, newest in _newest_recorded().items():
+            new = range(before.get(function, -1) + 1, newest + 1)
+            _left_out.setdefault(function, set()).update(new)
+
+
+def ours_run() -> bool:
+    """True inside ``of_the_suite``."""
+    return _ours_run
+
+
+def _newest_recorded() -> dict[str, int]:
+    """Dump function -> the number of its newest record."""
+    dumps = {name: _entries(name, stacks=False) for name in DUMP_FUNCTIONS if _recorder_works}
+    return {name: int(entries[-1]["record_id"]) for name, entries in dumps.items() if entries}
+
 
 def check_recorder(device: torch.device) -> None:
     """Issue one all_reduce and note whether the recorder shows it. All ranks must call this."""
@@ -108,7 +143,8 @@ def new_collectives() -> tuple[Collective, ...] | None:
             collectives.append(Collective(FORGOTTEN, forgotten))
         _newest_read[function] = entries[-1]["record_id"]
         _issued_in_group.update({_group(e): _number(e) for e in new if not e.get("is_p2p")})
-        collectives += map(_collective, new)
+        ours = _left_out.pop(function, set())
+        collectives += (_collective(entry) for entry in new if entry["record_id"] not in ours)
     return tuple(collectives) if _recorder_works else None
 
 

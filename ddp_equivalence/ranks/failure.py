@@ -54,10 +54,12 @@ class RankFailed(RuntimeError):
 
     ``ends`` holds one RankEnd per rank, the root cause first. ``waiting`` is a sentence that says
     which ranks waited for which; it is "" if none waited or if that is not known. ``may_pass_now``:
-    idle ranks held what these lacked on a GPU, and have been stopped since.
+    idle ranks held what these lacked on a GPU, and have been stopped since. ``libraries``: those
+    that earlier work had imported on the ranks.
     """
 
     may_pass_now = False
+    libraries: tuple[str, ...] = ()
 
     def __init__(self, message: str, ends: Sequence[RankEnd] = (), waiting: str = "") -> None:
         self.ends, self.waiting = tuple(ends), waiting

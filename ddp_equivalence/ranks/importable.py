@@ -109,9 +109,14 @@ def belongs_to_user(file: str) -> bool:
     """True if the file is part neither of an installed package nor of ddp_equivalence."""
     others = (*_INSTALLED, _PACKAGE)
     return not any(
-        path.startswith(others) or not _INSTALLATION_FOLDERS.isdisjoint(Path(path).parts)
+        path.startswith(others) or is_in_installation_folder(path)
         for path in (file, os.path.realpath(file))
     )
+
+
+def is_in_installation_folder(file: str) -> bool:
+    """True if the file is part of an installed package that is not Python's own."""
+    return not _INSTALLATION_FOLDERS.isdisjoint(Path(file).parts)
 
 
 def _is_importable(name: str, file: str) -> bool:

@@ -58,6 +58,17 @@ def listening(
         _issued.clear()
 
 
+@contextmanager
+def nobody_listening() -> Iterator[None]:
+    """Inside the block, no listener is told of any collective."""
+    global _listeners
+    listeners, _listeners = _listeners, None
+    try:
+        yield
+    finally:
+        _listeners = listeners
+
+
 def some_are_pending() -> bool:
     """True if a listener knows of a collective that nobody has waited for."""
     return bool(_issued)

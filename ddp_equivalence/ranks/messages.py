@@ -31,7 +31,8 @@ class Finished:
     the user's modules that the work imported and the caller had not compared. ``issued``: the
     number of collectives of the default group that the rank has issued since it started, or None if
     it is not known. ``changed``: the state that the work changed and the rank has since restored.
-    ``running``: the threads and processes that the work left running.
+    ``running``: the threads and processes that the work left running. ``libraries``: those that any
+    work has imported so far.
     """
 
     results: list[object]
@@ -41,6 +42,7 @@ class Finished:
     issued: int | None
     changed: tuple[str, ...]
     running: tuple[str, ...]
+    libraries: tuple[str, ...]
 
 
 @dataclass(frozen=True)

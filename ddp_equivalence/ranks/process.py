@@ -23,6 +23,7 @@ from ddp_equivalence.ranks import (
 )
 from ddp_equivalence.ranks.exception_text import describe_exception
 from ddp_equivalence.ranks.join_group import StartArguments, join_group
+from ddp_equivalence.ranks.libraries import libraries
 from ddp_equivalence.ranks.server import release_server
 from ddp_equivalence.ranks.user_modules.on_rank import watch
 from ddp_equivalence.ranks.work import do_next_work, flush_output
@@ -59,6 +60,7 @@ def main(start: StartArguments, channels: Channels) -> None:
         process_groups.report_early_destruction()
         status_thread.start(channels.status)
         watch.start()
+        libraries.start()
         gc.freeze()  # so that collecting garbage after each case skips the objects that exist now
         messages.send(channels.work, messages.READY)
         while do_next_work(rank, channels.work):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,8 @@ class ProcessState:
 def capture() -> ProcessState:
     """The state of this process now."""
     _reported_changes.clear()
+    _variables_by_import.clear()
+    _settings_by_import.clear()
     return ProcessState(
         settings=process_settings.read_all(),
         environment=environment_variables(),
@@ -54,6 +57,13 @@ def restore(before: ProcessState) -> tuple[str, ...]:
 
     Random generators are not restored, since all code that uses them seeds them first.
     """
+    process_settings.apply(
+        {
+            name: before.settings[name]
+            for name, value in _settings_by_import.items()
+            if name in before.settings and process_settings.SETTINGS[name].read() == value
+        }
+    )
     changes = [
         *_reported_changes,
         *_restore_environment(before),
@@ -70,6 +80,26 @@ def report_change(change: str) -> None:
 
 
 _reported_changes: list[str] = []
+
+_variables_by_import: dict[bytes, bytes | None] = {}
+_settings_by_import: dict[str, Any] = {}
+"""The variables and settings that the import of a library has changed, with their new values."""
+
+
+@contextmanager
+def changed_by_import() -> Iterator[None]:
+    """The block imports a library. What that changes is restored, and is no change of the step."""
+    variables, settings = environment_variables(), process_settings.read_all()
+    try:
+        yield
+    finally:
+        after = environment_variables()
+        for name in variables.keys() | after.keys():
+            if variables.get(name) != after.get(name):
+                _variables_by_import[name] = after.get(name)
+        for setting, value in process_settings.read_all().items():
+            if settings[setting] != value:
+                _settings_by_import[setting] = value
 
 
 def become_a_rank() -> None:
@@ -122,7 +152,12 @@ def set_environment(wanted: Mapping[bytes, bytes]) -> list[bytes]:
 def _restore_environment(before: ProcessState) -> list[str]:
     now = environment_variables()
     names = set_environment(before.environment)
-    names = [name for name in names if not os.fsdecode(name).startswith(IGNORED_VARIABLES)]
+    names = [
+        name
+        for name in names
+        if not os.fsdecode(name).startswith(IGNORED_VARIABLES)
+        and (name not in _variables_by_import or _variables_by_import[name] != now.get(name))
+    ]
     changes = []
     for name in names[:MAX_VARIABLES_NAMED]:
         old, new = before.environment.get(name), now.get(name)

@@ -49,6 +49,7 @@ class RankSet:
     ranks. ``modules_version``: the version of the user's modules when the
     set was made. ``broken``: True after any failure; only ``stop()`` may then be called.
     ``not_compared``: the user's modules that the last work imported, and that nobody had compared.
+    ``libraries``: those that any work has imported on its ranks.
     ``changed``: rank -> what its last work has changed in its process or left
     running, as phrases.
     """
@@ -68,6 +69,7 @@ class RankSet:
         self.broken = False
         self.changed: dict[int, tuple[str, ...]] = {}
         self.not_compared: set[str] = set()
+        self.libraries: set[str] = set()
         self.modules_version = carried.version()
         self.token = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._collective_timeout = collective_timeout
@@ -128,6 +130,7 @@ class RankSet:
                 if payload.changed or payload.running:
                     self.changed[rank] = payload.changed + payload.running
                 self.not_compared.update(payload.not_compared)
+                self.libraries.update(payload.libraries)
                 same = payload.same_groups and payload.same_modules
                 if payload.running or not same:
                     self.broken = True  # this work is complete, but the ranks can do no more

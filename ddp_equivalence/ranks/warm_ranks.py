@@ -95,6 +95,7 @@ class WarmRanks:
                 if rank_set is not None:
                     rank_set.broken = True
                     if isinstance(error, RankFailed):
+                        error.libraries = tuple(sorted(rank_set.libraries))
                         error.may_pass_now = self._idle.leave_gpus(key, devices, error)
                 raise
             finally:

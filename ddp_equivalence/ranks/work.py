@@ -16,6 +16,7 @@ from ddp_equivalence.ranks.collectives import issued_in_default_group
 from ddp_equivalence.ranks.exception_text import describe_exception
 from ddp_equivalence.ranks.join_group import rank_environment
 from ddp_equivalence.ranks.left_running import left_running
+from ddp_equivalence.ranks.libraries import libraries
 from ddp_equivalence.ranks.process_groups import existing_groups
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.ranks.user_modules.on_rank import ModulesOfWork
@@ -44,6 +45,7 @@ def do_next_work(rank: Rank, connection: Connection) -> bool:
 def _run(rank: Rank, connection: Connection, work: bytes) -> messages.Finished:
     """Run the work and send its results, except the last ones, which the returned message holds."""
     groups = existing_groups()
+    libraries.begin_work()
     results: list[object] = []
     caller, by_value, body = pickling.split(work)
     _adopt_caller_state(caller)
@@ -73,6 +75,7 @@ def _run(rank: Rank, connection: Connection, work: bytes) -> messages.Finished:
         issued=issued_in_default_group(),
         changed=process_state.restore(before),
         running=left_running(before.threads),
+        libraries=libraries.imported(),
     )
     flush_output()
     return finished

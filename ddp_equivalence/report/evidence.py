@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ddp_equivalence.case.shards import OWN
+from ddp_equivalence.diagnosis.buffers_beside import text_of_buffers
 from ddp_equivalence.ranks.collectives import FORGOTTEN
 from ddp_equivalence.report.gpus import gpu_texts, tf32_texts
 from ddp_equivalence.report.line import Line, Style, labelled
@@ -68,6 +69,13 @@ def _evidence(verdict: Verdict) -> Iterator[str]:
         names = ", ".join(buffers[:MOST_NAMES])
         more = f" and {len(buffers) - MOST_NAMES} more" if len(buffers) > MOST_NAMES else ""
         yield f"at the end the ranks hold different buffers: {names}{more}"
+    beside = verdict.buffers_beside_big_batch
+    if beside:
+        more = f" and {len(beside) - MOST_NAMES} more" if len(beside) > MOST_NAMES else ""
+        yield (
+            "buffers are not those that the big batch leaves, which is no difference of gradients: "
+            f"{text_of_buffers(beside[:MOST_NAMES])}{more}"
+        )
     if comparison is not None and verdict.compare == "gradients":
         yield from other_form_texts(comparison)
     yield _place(verdict)

@@ -37,7 +37,7 @@ def _in_float64(verdict: Verdict, other: Verdict | None) -> Iterator[str]:
         if other is None:
             yield (
                 "The model is built in float64: give the step's constants, buffers and reductions "
-                "the dtype of the model."
+                "the dtype of the model, or check it in float32 with Case(dtype=torch.float32)."
             )
     elif verdict.autocast is not None and verdict.outcome == "same":
         name = _name(verdict.autocast)

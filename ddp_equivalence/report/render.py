@@ -14,6 +14,7 @@ from ddp_equivalence.report.cause import cause_lines
 from ddp_equivalence.report.evidence import evidence_lines
 from ddp_equivalence.report.expected_and_held import expected_and_held_lines
 from ddp_equivalence.report.failure import failure_blocks
+from ddp_equivalence.report.fresh_ranks import fresh_ranks_lines
 from ddp_equivalence.report.line import Line, Style, labelled, paragraph
 from ddp_equivalence.report.other_causes import other_causes_lines
 from ddp_equivalence.report.parameters import parameters_lines, structure_lines
@@ -79,7 +80,8 @@ def _same(verdict: Verdict) -> Iterator[list[Line]]:
     if nearest is not None:
         reason += f"; nearest fault: {nearest.cause}"
     training = [line for text in training_notes(verdict) for line in paragraph(text, "  ")]
-    more = [*training, *precision_lines(verdict), *_not_tried_lines(verdict)]
+    more = [*training, *precision_lines(verdict), *fresh_ranks_lines(verdict)]
+    more += [*_not_tried_lines(verdict)]
     yield [Line(f"  {numbers}"), *paragraph(reason, "  "), *more]
     yield evidence_lines(verdict)
 
@@ -95,6 +97,7 @@ def _different(verdict: Verdict) -> Iterator[list[Line]]:
         *without_dropout_lines(verdict),
         *random_number_lines(verdict),
         *precision_lines(verdict),
+        *fresh_ranks_lines(verdict),
         *_not_tried_lines(verdict),
     ]
     yield expected_and_held_lines(verdict)
@@ -111,12 +114,14 @@ def _unknown(verdict: Verdict) -> Iterator[list[Line]]:
         yield from failure_blocks(
             verdict.failure, verdict.reason, verdict.second_look, verdict.lane
         )
+        yield fresh_ranks_lines(verdict)
         yield _output_lines(verdict)
     else:
         yield [
             *paragraph(f"{verdict.reason[:1].upper()}{verdict.reason[1:]}.", "  "),
             Line("  Nothing was shown, which is not a pass."),
             *precision_lines(verdict),
+            *fresh_ranks_lines(verdict),
         ]
         if verdict.comparison is not None and verdict.comparison.parameters:
             yield [Line(f"  {_error_text(verdict)}")]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
+from torch import Tensor
 
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.random_state import Seeds
@@ -15,6 +16,7 @@ from ddp_equivalence.case.steps import Compare
 from ddp_equivalence.case.training import Training
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.diagnosis.analysis import Analysis
+from ddp_equivalence.diagnosis.buffers_beside import BufferBeside, buffers_beside
 from ddp_equivalence.diagnosis.divisors import Divisors
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.localisation import Localisation
@@ -69,9 +71,12 @@ class Verdict:
     ``other_precision``: the verdict on the same step in the model's own precision, or in float64 if
     this one is in the model's own. ``masks_unpredictable``: the step differs and drops something on
     a GPU; ``without_dropout``: the verdict on the same step with dropout turned off, if it could
-    run again. ``analysis``: computes the rest when it is asked for; None if there was nothing to
-    analyse. ``render``: writes the report, and ``render_full`` the one that holds everything.
-    ``defined_at``: where the step is defined; None for a strategy of the catalogue.
+    run again. ``on_used_ranks``: the outcome on ranks that had run earlier checks, if the step was
+    then judged on new ranks, because the libraries ``libraries_kept`` may have kept state there.
+    ``buffers_of_the_big_batch``: what its buffers hold afterwards. ``analysis``: computes the rest
+    when it is asked for; None if there was nothing to analyse. ``render``: writes the report, and
+    ``render_full`` the one that holds everything. ``defined_at``: where the step is defined; None
+    for a strategy of the catalogue.
     ``training``: how the reference trains. ``seeds``: how the ranks were seeded. ``wrong_step``:
     the first optimizer step of a trainer that is not that of the big batch; ``comparison`` is then
     that of its gradients, if these are wrong. ``read_in_another_order``: the steps of a trainer
@@ -111,6 +116,9 @@ class Verdict:
     other_precision: Verdict | None = None
     masks_unpredictable: bool = False
     without_dropout: Verdict | None = None
+    on_used_ranks: Outcome | None = None
+    libraries_kept: tuple[str, ...] = ()
+    buffers_of_the_big_batch: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     seconds: float = 0.0
     repeat: str = ""
     analysis: Analysis | None = field(default=None, repr=False, compare=False)
@@ -177,6 +185,15 @@ class Verdict:
             for name, digest in one.buffers.items():
                 held.setdefault(name, set()).add(digest)
         return tuple(name for name, digests in held.items() if len(digests) > 1)
+
+    @property
+    def buffers_beside_big_batch(self) -> tuple[BufferBeside, ...]:
+        """The model's buffers, such as running statistics, that are not what one big batch leaves.
+
+        That alone is no difference either: under batch norm, right data-parallel training leaves
+        other statistics than the big batch.
+        """
+        return buffers_beside(self.buffers_of_the_big_batch, self.evidence)
 
     @property
     def shares(self) -> Shares | None:

@@ -24,6 +24,7 @@ RIGHT = {
     "examples/trainer_of_transformers.py": "step is big_batch: same",
     "examples/loop_with_accelerate.py": "step is big_batch: same",
     "examples/trainer_of_lightning.py": "step is big_batch: same",
+    "examples/adversarial.py": "Train is big_batch: same",
 }
 WRONG = {
     "examples/digits.py:step_with_scaled_loss": "sum_not_mean",
@@ -59,6 +60,17 @@ def test_an_example_that_differs_is_judged_as_the_page_shows(
     assert verdict.causes == (cause,), str(verdict)
     headline = str(verdict).partition("\n")[0]
     assert f"$ ddp-equivalence check {target}\n{headline}\n" in PAGE
+
+
+@pytest.mark.self_check
+def test_an_example_with_its_own_reference_says_which_step_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(CHECKOUT)
+    verdict = verdict_on("examples/adversarial.py:TrainWithoutWrapper")
+    assert verdict.wrong_step is not None
+    assert f"  {verdict.wrong_step.sentence}\n" in PAGE
+    assert f"\n{str(verdict).partition(chr(10))[0]}\n" in PAGE
 
 
 def verdict_on(target: str) -> Verdict:

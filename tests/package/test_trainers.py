@@ -98,7 +98,7 @@ class Adversarial:
 
     times = 1.0
 
-    def __init__(self, model: nn.Module, rank: Rank | None = None) -> None:
+    def __init__(self, model: Any, rank: Rank | None = None) -> None:
         wrap: Callable[[Any], nn.Module] = (
             DistributedDataParallel if rank is not None else nn.Sequential
         )
@@ -123,7 +123,7 @@ class WronglyAdversarial(Adversarial):
     times = 2.0
 
 
-def adversarial_reference(model: nn.Module) -> Adversarial:
+def adversarial_reference(model: Any) -> Adversarial:
     return Adversarial(model)
 
 

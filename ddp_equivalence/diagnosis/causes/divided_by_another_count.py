@@ -29,6 +29,7 @@ from ddp_equivalence.diagnosis.lines.lines_of_reduction import (
 from ddp_equivalence.diagnosis.lines.loss_lines import last_backward, line_of_loss, losses_before
 from ddp_equivalence.diagnosis.lines.run_lines import run_lines
 from ddp_equivalence.diagnosis.other_counts import (
+    Count,
     CountsByRank,
     RatioOfCounts,
     counts_by_rank,
@@ -59,7 +60,7 @@ def _ratios(view: View) -> list[RatioOfCounts]:
     return [
         one
         for one in ratio_of_counts(view)
-        if not _has_few_digits(one.factor) or divided_by(view, one.wrong.value)
+        if not _has_few_digits(one.factor) or divided_by(view, one.wrong)
     ]
 
 
@@ -69,11 +70,13 @@ def _has_few_digits(factor: float) -> bool:
     )
 
 
-def divided_by(view: View, count: float) -> float | None:
+def divided_by(view: View, wrong: Count) -> float | None:
     """The number that gradients, or a loss that the rank had before, were seen to be divided by.
 
-    It is the count itself, or the equal part of it that each of several ranks has.
+    It is the count itself, or the equal part of it that each of several ranks has. A rank that
+    divides by its own right count has another cause.
     """
+    count = wrong.value
     factors = (
         call.change.factor
         for rank in view.observed.by_rank
@@ -92,7 +95,8 @@ def divided_by(view: View, count: float) -> float | None:
     ]
     layout = view.setting.layout
     numbers = {view.world_size, layout.nodes, view.parts.micro_batches_per_rank}
-    wanted = [one for one in (count, count / view.world_size) if one not in numbers]
+    part = count / view.world_size if wrong.of_all else count
+    wanted = [one for one in (count, part) if one not in numbers]
     found = (of for of in wanted for one in seen if isclose(one, of, rel_tol=LOSS_ROUNDING))
     return next(found, None)
 
@@ -101,7 +105,7 @@ def indication(view: View) -> Indication | None:
     """Looks for the division itself, or else for losses that have the factor already."""
     ratios = _ratios(view)
     for one in ratios:
-        seen = divided_by(view, one.wrong.value)
+        seen = divided_by(view, one.wrong)
         if seen is not None:
             part = "" if seen == one.wrong.value else ", the part of one rank,"
             return Indication(True, f"a division by {text_of(seen, '.6g')}{part} was seen")

@@ -8,7 +8,8 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-from ddp_equivalence.ranks.importable import belongs_to_user
+from ddp_equivalence.ranks import process_state
+from ddp_equivalence.ranks.importable import belongs_to_user, is_in_installation_folder
 
 
 class ImportWatch:
@@ -23,6 +24,7 @@ class ImportWatch:
         self.imported: list[str] = []
         self.after_import: Callable[[], object] | None = None
         self._depth = 0
+        self._in_library = False
 
     def start(self) -> None:
         """Watch all imports from now on."""
@@ -38,10 +40,31 @@ class ImportWatch:
                 continue
             spec: ModuleSpec | None = find(name, path, target)
             if spec is not None:
-                if isinstance(spec.loader, SourceFileLoader) and belongs_to_user(spec.origin or ""):
-                    self._watch(spec.loader)
+                if isinstance(spec.loader, SourceFileLoader):
+                    if belongs_to_user(spec.origin or ""):
+                        self._watch(spec.loader)
+                    elif is_in_installation_folder(spec.origin or ""):
+                        self._watch_library(spec.loader)
                 return spec
         return None
+
+    def _watch_library(self, loader: Any) -> None:
+        """What an import of an installed package changes in the process is no step's change."""
+        load = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            if self._in_library:
+                load(module)
+                return
+            self._in_library = True
+            try:
+                with process_state.changed_by_import():
+                    load(module)
+            finally:
+                self._in_library = False
+
+        loader.exec_module = exec_module
 
     def _watch(self, loader: Any) -> None:
         load = loader.exec_module

@@ -16,6 +16,8 @@ LONGEST_PATH = 40
 
 def defined_at(step: object) -> CodeLine | None:
     """The line that defines the step; None for a name, and for what is not written in Python."""
+    if isinstance(step, type):
+        return _class_line(step)
     try:
         function = inspect.unwrap(step) if callable(step) else step
     except ValueError:  # the wrappers form a cycle
@@ -28,6 +30,15 @@ def defined_at(step: object) -> CodeLine | None:
     if code is None or code.co_filename.startswith("<"):
         return None
     return CodeLine(code.co_filename, _line_of_def(code.co_filename, code), code.co_name)
+
+
+def _class_line(step: type) -> CodeLine | None:
+    """Where a class begins that is made for each rank; None if its source cannot be found."""
+    try:
+        file, number = inspect.getsourcefile(step), inspect.findsource(step)[1] + 1
+    except (OSError, TypeError):
+        return None
+    return None if file is None else CodeLine(file, number, step.__name__)
 
 
 def _line_of_def(file: str, code: object) -> int:

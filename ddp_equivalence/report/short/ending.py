@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
+from ddp_equivalence.report.fresh_ranks import LABEL, fresh_ranks_text
 from ddp_equivalence.report.line import Line, Style
 from ddp_equivalence.report.random_numbers import random_number_text
 from ddp_equivalence.report.short.text import ended, wrapped_lines
@@ -61,6 +62,8 @@ def _notes(verdict: Verdict) -> Iterator[str]:
     if verdict.masks_unpredictable:
         again = verdict.without_dropout
         yield f"Without dropout: {'not judged' if again is None else again.outcome}."
+    if fresh := fresh_ranks_text(verdict):
+        yield f"{LABEL}{fresh}"
     if not verdict.observed and verdict.why_not_watched and not verdict.repairs.found:
         yield f"No lines of code are known, because {verdict.why_not_watched}."
     if verdict.not_tried and verdict.analysis is not None:

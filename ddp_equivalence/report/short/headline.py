@@ -80,6 +80,8 @@ def _what(verdict: Verdict) -> str:
             return verdict.wrong_step.headline
         whereabouts = verdict.localisation.whereabouts
         seen = whereabouts is not None and whereabouts.kind != "not seen"
+        if verdict.wrong_step is not None and not seen:
+            return verdict.wrong_step.headline
         return whereabouts.headline if whereabouts is not None and seen else "no known cause fits"
     besides = "" if best.besides is None else f", and {besides_text(best)}"
     return ", and ".join(what_happened(one) for one in (best, *best.more)) + besides

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -171,6 +173,7 @@ def test_float32_in_a_model_that_is_built_in_float64_is_told_and_is_different() 
     assert verdict.outcome == "different"
     text = " ".join(verdict.full_report().split())
     assert "the step computes in float32 inside this check in float64" in text
+    assert "check it in float32 with Case(dtype=torch.float32)" in text
     assert "other weights" not in text
 
 
@@ -207,3 +210,83 @@ def test_the_floor_under_autocast_is_that_of_one_device_under_autocast() -> None
     assert verdict.error is not None
     assert verdict.floor is not None
     assert 0.1 * verdict.error < verdict.floor < 10 * verdict.error
+
+
+def classes(generator: torch.Generator) -> dict[str, Tensor]:
+    labels = torch.randint(3, (24,), generator=generator)
+    labels[torch.rand(24, generator=generator) < 0.4] = -100
+    return {"rows": torch.randn(24, 6, generator=generator), "labels": labels}
+
+
+def loss_in_float32(model: nn.Module, batch: Any, reduction: str = "mean") -> Tensor:
+    """Widen the scores to float32, as libraries do that expect bfloat16."""
+    scores = model(batch["rows"]).float()
+    return F.cross_entropy(scores, batch["labels"], reduction=reduction)
+
+
+def case_with_a_loss_in_float32() -> Case:
+    return Case(model=build_model, batch=classes, loss=loss_in_float32, layout="1x3")
+
+
+def over_all_labels(
+    model: nn.Module, shard: Any, rank: Rank, pieces: int = 2, factor: float = 1.0
+) -> None:
+    """Accumulate over pieces; every term is divided by the number of labels on all ranks."""
+    ddp, count = DistributedDataParallel(model), (shard["labels"] != -100).sum()
+    dist.all_reduce(count)
+    for number in range(pieces):
+        piece = {name: leaf[number::pieces] for name, leaf in shard.items()}
+        total = loss_in_float32(ddp, piece, reduction="sum")
+        with ddp.no_sync() if number + 1 < pieces else nullcontext():
+            (total * rank.world_size / count).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad *= factor
+
+
+def trained_for_two_steps(model: nn.Module, shard: Any, rank: Rank, factor: float = 1.0) -> None:
+    for step in range(2):
+        model.zero_grad()
+        rows = {name: leaf.chunk(2)[step] for name, leaf in shard.items()}
+        over_all_labels(model, rows, rank, factor=factor)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=0.1)
+
+
+def averaged_twice(model: nn.Module, shard: Any, rank: Rank) -> None:
+    over_all_labels(model, shard, rank)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= rank.world_size
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_a_case_whose_own_loss_is_in_float32_is_the_same_in_float64(pieces: int) -> None:
+    verdict = check(case_with_a_loss_in_float32(), partial(over_all_labels, pieces=pieces))
+    assert verdict.outcome == "same", verdict
+    assert verdict.is_in_float64
+    assert verdict.other_precision is None
+    assert "computing in float32 inside float64" in verdict.full_report()
+
+
+def test_a_fault_beside_a_loss_in_float32_is_different_and_has_its_name() -> None:
+    verdict = check(case_with_a_loss_in_float32(), averaged_twice)
+    assert (verdict.outcome, verdict.cause) == ("different", "averaged_twice"), verdict
+
+
+@pytest.mark.parametrize(("factor", "outcome"), [(1.0, "same"), (1.001, "different")])
+def test_weights_after_two_steps_of_a_loss_in_float32(factor: float, outcome: str) -> None:
+    step = partial(trained_for_two_steps, factor=factor)
+    verdict = check(case_with_a_loss_in_float32(), step, compare="update", steps=2)
+    assert verdict.outcome == outcome, verdict
+    assert verdict.is_in_float64
+
+
+def test_a_step_in_float32_is_judged_in_float32_before_anything_is_explained() -> None:
+    verdict = check(case(), with_a_float32_constant)
+    assert verdict.outcome == "same", verdict
+    assert verdict.other_precision is not None
+    assert verdict.other_precision.outcome == "different"
+    assert verdict.other_precision.findings == ()
