@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,22 @@ RIGHT = {
     "examples/digits.py": "step is big_batch: same",
     "examples/digits.py:trainer": "train is big_batch: same",
     "examples/gpt2_padded.py": "step_global_mean is big_batch: same",
+    "examples/trainer_of_transformers.py": "step is big_batch: same",
+    "examples/loop_with_accelerate.py": "step is big_batch: same",
+    "examples/trainer_of_lightning.py": "step is big_batch: same",
     "examples/adversarial.py": "Train is big_batch: same",
 }
 WRONG = {
     "examples/digits.py:step_with_scaled_loss": "sum_not_mean",
     "examples/gpt2_padded.py:step_rank_mean": "token_counts_weighted_equally",
+    "examples/trainer_of_transformers.py:step_of_rank_means": "token_counts_weighted_equally",
 }
+LIBRARIES = {
+    "examples/trainer_of_transformers.py": ("transformers", "accelerate"),
+    "examples/loop_with_accelerate.py": ("accelerate",),
+    "examples/trainer_of_lightning.py": ("lightning",),
+}
+"""Those of the extra `trainers`. Where one is not installed, its example is skipped."""
 
 
 @pytest.mark.self_check
@@ -64,6 +75,9 @@ def test_an_example_with_its_own_reference_says_which_step_is_wrong(
 
 def verdict_on(target: str) -> Verdict:
     file, _, name = target.partition(":")
+    for library in LIBRARIES.get(file, ()):
+        if find_spec(library) is None:
+            pytest.skip(f'needs {library}: pip install ".[trainers]"')
     found = load(CHECKOUT / file, name or "step")
     return check(found.case, found.step, **found.options)
 

@@ -1,0 +1,50 @@
+"""The regularizer of LeJEPA in lightly, with the examples of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_equivalence import Case, Rank
+
+Batch = dict[str, Tensor]
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 5))
+
+
+def rows(generator: torch.Generator) -> Batch:
+    return {"rows": torch.randn(8, 7, generator=generator)}
+
+
+def criterion() -> Any:
+    """Declares what torchvision lacks where it was built for another build of torch."""
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        operators = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        vars(torch)["operators_of_torchvision"] = operators  # declared as long as this lives
+    from lightly.loss import SIGReg
+
+    return SIGReg(num_vectors=16, gather_distributed=True)
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    value: Tensor = criterion()(model(batch["rows"]))
+    return value
+
+
+case = Case(model=build_model, batch=rows, loss=loss, layout="1x2")
+# lightly sets a variable; the loss draws directions, which are those of rank 0 on all ranks
+options = {"allow_changes": True, "seeds": "alike"}
+
+
+def step(model: nn.Module, shard: Batch, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    loss(ddp, shard).backward()

@@ -1,0 +1,73 @@
+"""Lightning's Trainer as a step for ``check(..., compare="update")``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ddp_equivalence.adapters import MakeOptimizer, Rows, micro_batch_size, plain_sgd, trainers_room
+from ddp_equivalence.ranks.rank import Rank
+
+try:
+    from lightning.pytorch import LightningModule, Trainer
+except ImportError:  # the same library is released under two names
+    from pytorch_lightning import LightningModule, Trainer
+
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Arguments that differ from the defaults of Lightning's Trainer, and can be overridden."""
+
+
+class OneLoss(LightningModule):
+    """A LightningModule that trains a plain model with a loss ``(model, batch) -> scalar``."""
+
+    def __init__(
+        self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], optimizer: MakeOptimizer
+    ) -> None:
+        super().__init__()
+        self.model, self.loss, self.make_optimizer = model, loss, optimizer
+
+    def training_step(self, batch: Any, number: int) -> Tensor:
+        return self.loss(self.model, batch)
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(list(self.model.parameters()))
+
+
+def lightning_step(
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    *,
+    steps: int = 1,
+    optimizer: MakeOptimizer = plain_sgd,
+    batch_size: int | None = None,
+    shuffle: bool = False,
+    **settings: Any,
+) -> Callable[[nn.Module, Any, Rank], None]:
+    """A step that trains with Lightning's Trainer for ``steps`` optimizer steps.
+
+    ``loss``: None if the case's model is a LightningModule itself, with its own training step and
+    optimizers. ``settings``: arguments of the Trainer, such as ``accumulate_grad_batches``.
+    ``batch_size``: of one rank's loader; the default divides the examples into ``steps`` steps.
+    """
+
+    def step(model: nn.Module, whole: Any, rank: Rank) -> None:
+        rows, module = Rows(whole), model if loss is None else OneLoss(model, loss, optimizer)
+        accumulation = settings.get("accumulate_grad_batches", 1)
+        size = batch_size or micro_batch_size(len(rows), rank, steps, accumulation)
+        chosen: dict[str, Any] = {"max_steps": steps, "num_nodes": rank.nodes}
+        chosen |= {"devices": rank.local_world_size, "use_distributed_sampler": True}
+        chosen |= {"accelerator": "cpu" if rank.device.type == "cpu" else "gpu"}
+        if rank.world_size > 1:
+            chosen["strategy"] = "ddp"
+        with trainers_room(rank) as folder:
+            trainer = Trainer(default_root_dir=folder, **(QUIET | chosen | settings))
+            trainer.fit(module, DataLoader(rows, batch_size=size, shuffle=shuffle))
+
+    return step
