@@ -48,7 +48,11 @@ class Libraries:
 
 
 def _uses_torch(module: Any) -> bool:
-    return isinstance(module, ModuleType) and sys.modules["torch"] in vars(module).values()
+    torch = sys.modules["torch"]
+    # Compared by identity: some values raise if they are compared, such as one of zoneinfo's.
+    return isinstance(module, ModuleType) and any(
+        value is torch for value in list(vars(module).values())
+    )
 
 
 def _is_installed(name: str) -> bool:
