@@ -31,6 +31,8 @@ def bytes_of(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     ``Tensor.numpy`` would make that memory impossible to resize from then on, and FSDP resizes the
     memory of the weights.
     """
+    if tensor.numel() <= 1:  # it counts as contiguous whatever its stride is
+        tensor = tensor.as_strided((tensor.numel(),), (1,))
     data: Any = np.from_dlpack(tensor.view(torch.uint8))
     return cast(np.ndarray[tuple[int], np.dtype[np.uint8]], data)
 

@@ -43,3 +43,8 @@ def test_a_limit_that_is_a_multiple_of_rounding_is_not_held(limit: str) -> None:
 @pytest.mark.parametrize("number", ["6e-05", "1e-3", "0.0001"])
 def test_a_number_that_is_more_than_rounding_is_held(number: str) -> None:
     assert stable(f"error {number}.") == f"error {number}."
+
+
+def test_errors_relative_to_a_gradient_of_rounding_are_not_held() -> None:
+    assert stable("error 8e+13, limit 5.6.") == "error <huge>, limit <any>."
+    assert stable("error 12, limit 5.6.") == "error 12, limit 5.6."
