@@ -137,7 +137,8 @@ CANDIDATES: tuple[PublicBug, ...] = (
         right=("trl==0.14.0",),
         both=("transformers==4.48.1", "accelerate==1.2.1"),
         cause="accumulation_not_divided",
-        why_open="different, and not yet by the factor alone: its cause has no name here",
+        why_open="named sampler_padding_counted, since each prompt is read with either answer; "
+        "accumulation_not_divided is named only as another explanation",
     ),
     PublicBug(
         name="lightly-barlow-twins",
