@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # CPU lane: set up .venv, then run lint, types and tests on gloo.
-#   ci/cpu.sh             the tests of every change: of large families every n-th test (tests/conftest.py)
-#   ci/cpu.sh --thorough  all tests; they take about half an hour on two cores
+#   ci/cpu.sh             the tests of every change: of long files every n-th test (tests/conftest.py)
+#   ci/cpu.sh --thorough  all tests; they take more than half an hour on two cores
 # Further arguments go to pytest. It runs with two xdist workers: one judges while the ranks of the
 # other wait for each other. WORKERS=0 turns xdist off.
 set -euo pipefail

@@ -1,7 +1,8 @@
-"""Which tests of large families run in every change, and which only in the thorough run.
+"""Which tests run in every change, and which only in the thorough run.
 
-Some families run one check for each of hundreds of parameters. ``ci/cpu.sh`` runs a part of them,
-evenly spread, and ``ci/cpu.sh --thorough`` all. The part is the same in every run.
+All tests together take more than half an hour on two cores. Of the files that take longest,
+``ci/cpu.sh`` runs every n-th test, in the order of their names, and ``ci/cpu.sh --thorough`` runs
+all. The part is the same in every run.
 """
 
 from __future__ import annotations
@@ -14,20 +15,40 @@ import pytest
 HERE = Path(__file__).parent
 
 ONE_OF = {
-    "faulty_steps/test_keys.py": 8,
-    "faulty_steps/test_reports.py": 8,
-    "diagnosis/names/test_claims.py": 8,
+    "claims": 3,
+    "diagnosis": 3,
+    "diagnosis/names/test_claims.py": 16,
+    "diagnosis/test_planted_faults.py": 2,
+    "difference": 4,
+    "equivalence": 2,
+    "faulty_steps": 4,
+    "faulty_steps/test_keys.py": 16,
+    "faulty_steps/test_reports.py": 12,
+    "gpu_rehearsal": 6,
+    "package/commands/test_run_plan.py": 4,
+    "package/diagnosis": 3,
+    "package/ranks": 3,
+    "package/report": 3,
+    "package/test_programs.py": 3,
 }
-"""File -> n, where every n-th of its tests, in the order of their names, runs in every change."""
+"""Folder or file -> n, where every n-th test of each file runs in every change, so at least one. The
+longest name counts. A file that is not named runs whole."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    families = defaultdict[str, list[pytest.Item]](list)
+    by_file = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if item.path.is_relative_to(HERE):
-            families[item.path.relative_to(HERE).as_posix()].append(item)
-    for file, n in ONE_OF.items():
-        for number, item in enumerate(sorted(families[file], key=lambda one: one.nodeid)):
+            by_file[item.path.relative_to(HERE).as_posix()].append(item)
+    for file, of_file in by_file.items():
+        n = one_of(file)
+        for number, item in enumerate(sorted(of_file, key=lambda one: one.nodeid)):
             if number % n:
                 item.add_marker(pytest.mark.thorough)
+
+
+def one_of(file: str) -> int:
+    """The n of a file of tests."""
+    names = [name for name in ONE_OF if file == name or file.startswith(f"{name}/")]
+    return ONE_OF[max(names, key=len)] if names else 1

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class Outcome:
 
 def main() -> int:
     arguments = read_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # environments are deleted then, too
     bugs = [bug for bug in BUGS + CANDIDATES if bug.name in arguments.only] or list(BUGS)
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="public_bugs_"))
     folder.mkdir(parents=True, exist_ok=True)

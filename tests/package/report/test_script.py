@@ -109,7 +109,7 @@ def test_every_strategy_has_a_script_with_the_same_big_batch(strategy: str, tmp_
 def test_the_script_of_a_plain_case_is_short(tmp_path: Path) -> None:
     path = export(Case(model="mlp", loss="mse_mean"), "ddp_mean", tmp_path)
     # People read the whole script in a bug report.
-    assert len(path.read_text().splitlines()) <= 335
+    assert len(path.read_text().splitlines()) <= 340
 
 
 RENAMING = """
