@@ -22,7 +22,8 @@ from tests.package.own_cases import loss, make_batch, own_case, right_step
 
 def without_address(value: object) -> str:
     """The same text in every process, as xdist needs it."""
-    return re.sub(r" at 0x\w+", "", str(value))
+    text = re.sub(r"tensor\(.*\)", "tensor", str(value), flags=re.DOTALL)
+    return re.sub(r" at 0x\w+", "", text)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ class Callback:
 @pytest.mark.parametrize(
     ("step", "says"),
     [
-        (two, r"step = 'two': a function \(model, shard, rank\); this one takes \(model, shard\)"),
+        (two, r"step = 'two': a function \(model, shard, rank\), or .*; this one takes \(model, shard\)"),
         (four, r"takes \(model, shard, rank, config\)"),
         (named, r"takes \(model, \*, shard, rank\)"),
         (functools.partial(right_step, nn.Linear(5, 3)), r"takes \(shard, rank\)"),
