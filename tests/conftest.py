@@ -29,8 +29,8 @@ ONE_OF = {
     "package/ranks": 8,
     "package/report": 6,
 }
-"""Folder or file -> n, where every n-th test of each file runs in every change, so at least one. The
-longest name counts. A file that is not named runs whole."""
+"""Folder or file -> n, where every n-th test of each file runs in every change, so at least one.
+The longest name counts. A file that is not named runs whole."""
 
 
 @pytest.hookimpl(tryfirst=True)

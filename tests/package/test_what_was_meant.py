@@ -134,7 +134,7 @@ class Callback:
 @pytest.mark.parametrize(
     ("step", "says"),
     [
-        (two, r"step = 'two': a function \(model, shard, rank\), or .*; this one takes \(model, shard\)"),
+        (two, r"step = 'two': a function \(model, shard, rank\), or .* takes \(model, shard\)"),
         (four, r"takes \(model, shard, rank, config\)"),
         (named, r"takes \(model, \*, shard, rank\)"),
         (functools.partial(right_step, nn.Linear(5, 3)), r"takes \(shard, rank\)"),
