@@ -38,8 +38,8 @@ def why_not_a_step(step: Callable[..., object]) -> str:
 
 
 def is_prepared(step: object) -> bool:
-    """True if the step is made once for all big batches: it takes two arguments, and the second is
-    called ``rank``.
+    """True if the step is made once for all big batches: it takes two arguments, which are called
+    ``model`` and ``rank``.
     """
     if isinstance(step, str):
         return False
@@ -48,7 +48,7 @@ def is_prepared(step: object) -> bool:
     except (TypeError, ValueError):
         return False
     positional = [one for one in parameters.values() if one.kind in POSITIONAL]
-    if len(positional) < 2 or positional[1].name.strip("_") != "rank":
+    if [one.name.strip("_") for one in positional[:2]] != ["model", "rank"]:
         return False
     return all(one.default is not inspect.Parameter.empty for one in positional[2:])
 
