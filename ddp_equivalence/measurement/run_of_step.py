@@ -169,13 +169,11 @@ class RunOfStep:
 
         ``before``: a digest of the weights before the step; "" for the only step.
         """
-        # Only rank 0 raises: on other ranks a new DDP wrapper may have copied the weights of rank
-        # 0.
+        # Only rank 0 raises: elsewhere a new DDP wrapper may have copied the weights of rank 0.
         if before and before != self._held.digest() and self._rank.rank == 0:
             raise ValueError(
                 "the step moved the weights itself; the suite takes an SGD step after each of "
-                "several steps, so leave the optimizer step out, or use "
-                'compare="update"'
+                'several steps, so leave the optimizer step out, or use compare="update"'
             )
 
     @contextmanager

@@ -66,7 +66,9 @@ def judged_by_steps(verdict: Verdict, request: Request, judge: Judge) -> Verdict
         by_gradients = _by_gradients(request, judge)
         order = order_read(by_gradients.observed, _sizes(request), request.case.ranks.world_size)
         if order and not request.read_order:
-            return _in_order_read(replace(request, read_order=order), judge)
+            in_order = _in_order_read(replace(request, read_order=order), judge)
+            used, kept = verdict.on_used_ranks, verdict.libraries_kept
+            return replace(in_order, on_used_ranks=used, libraries_kept=kept)
         return _at_first_wrong_step(verdict, by_gradients, weights)
     except RankFailed:  # the verdict on the whole update stands
         return verdict
@@ -102,7 +104,13 @@ def _at_first_wrong_step(verdict: Verdict, by_gradients: Verdict, weights: _AtEa
         first = analysis.first_wrong_step
         if wrong is None or first <= wrong:
             at = WrongStep(first + 1, "gradients", made, expected)
-            return replace(by_gradients, wrong_step=at, comparison=_of_step(by_gradients, first))
+            return replace(
+                by_gradients,
+                wrong_step=at,
+                comparison=_of_step(by_gradients, first),
+                on_used_ranks=verdict.on_used_ranks,
+                libraries_kept=verdict.libraries_kept,
+            )
     if by_gradients.outcome == "unknown":
         return verdict
     if wrong is None:
