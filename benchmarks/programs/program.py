@@ -34,9 +34,10 @@ class Program:
     """A program, and the outcome that was declared for it before it was run.
 
     ``right``: it trains like one big batch. ``sentence``: what it does; for a wrong program, what
-    is wrong with it. ``options``: what ``check`` takes beside case and step. ``because``: why
-    nothing can be shown, if ``expected`` is "unknown". ``rounds_in``: the precision in which the
-    program rounds, if that is lower than the precision of its case.
+    is wrong with it. ``options``: what ``check`` takes beside case and step. ``causes``: the public
+    names of causes each of which says rightly what is wrong, where the name was declared too.
+    ``because``: why nothing can be shown, if ``expected`` is "unknown". ``rounds_in``: the
+    precision in which the program rounds, if that is lower than the precision of its case.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Program:
     step: Step
     options: CheckOptions
     expected: Outcome
+    causes: frozenset[str] = frozenset()
     because: UnknownBecause | None = None
     rounds_in: torch.dtype | None = None
 
@@ -62,7 +64,8 @@ class Programs:
         """Add a program for the step below; ``fields`` are of its case, of ``check`` or both.
 
         The name of the function becomes the name of the program, and its docstring the sentence.
-        ``unknown``: why nothing can be shown, if that is expected; ``rounds_in``: see ``Program``.
+        ``unknown``: why nothing can be shown, if that is expected; ``causes``, ``rounds_in``: see
+        ``Program``.
         """
         return lambda step: self._add(step, step=step, **fields)
 
@@ -74,8 +77,9 @@ class Programs:
         """Add a program for the loss below; its step is plain DDP unless ``fields`` have one."""
         return lambda loss: self._add(loss, loss=loss, **fields)
 
-    def _add(self, written: Written, **fields: Any) -> Written:
-        name = _spelled(written.__name__)
+    def add(self, name: str, sentence: str, **fields: Any) -> None:
+        """Add a program that is made of ``fields``, which are those of ``step``."""
+        causes = frozenset(fields.pop("causes", ()))
         because, rounds_in = fields.pop("unknown", None), fields.pop("rounds_in", None)
         options = {key: fields.pop(key) for key in CheckOptions.__annotations__ if key in fields}
         loss = fields.setdefault("loss", mean_squared_error)
@@ -87,15 +91,20 @@ class Programs:
                 name=name,
                 topic=self.topic,
                 right=self.right,
-                sentence=" ".join((written.__doc__ or "").split()),
+                sentence=sentence,
                 case=Case(**(defaults | fields)),
                 step=step,
                 options=cast(CheckOptions, options),
                 expected="unknown" if because else settled,
+                causes=causes,
                 because=because,
                 rounds_in=rounds_in,
             )
         )
+
+    def _add(self, written: Written, **fields: Any) -> Written:
+        sentence = " ".join((written.__doc__ or "").split())
+        self.add(_spelled(written.__name__), sentence, **fields)
         return written
 
 

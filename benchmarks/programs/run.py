@@ -15,16 +15,19 @@ from benchmarks.programs.program import Program
 from ddp_equivalence import check
 
 OUTCOMES = ("same", "different", "unknown", "crashed")
+NAMINGS = ("named alone", "among rivals", "unnamed", "wrongly named")
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the check of a program said. ``line``: the report's first two lines."""
+    """What the check of a program said. ``line``: the report's first two lines. ``causes``: the
+    names of all explanations that it believes.
+    """
 
     program: Program
     outcome: str
     because: str
-    cause: str
+    causes: tuple[str, ...]
     line: str
     seconds: float
 
@@ -40,9 +43,21 @@ class Result:
         return self.outcome + (f" ({self.because})" if self.because else "")
 
     @property
+    def naming(self) -> str:
+        """Whether the cause is rightly named; "" where no name was declared, or nothing differs."""
+        right, believed = self.program.causes, set(self.causes)
+        if not right or self.outcome != "different":
+            return ""
+        if not believed:
+            return "unnamed"
+        if believed <= right:
+            return "named alone"
+        return "among rivals" if believed & right else "wrongly named"
+
+    @property
     def surprising(self) -> bool:
-        """True if the outcome or its reason is not the declared one."""
-        return self.got != self.expected
+        """True if the outcome or its reason is not the declared one, or another cause is named."""
+        return self.got != self.expected or self.naming == "wrongly named"
 
 
 def run(programs: list[Program], json_path: Path | None) -> int:
@@ -56,6 +71,7 @@ def run(programs: list[Program], json_path: Path | None) -> int:
             print(surprise(results[-1]), flush=True)
     _print_progress("")
     print("\n".join(table(results)))
+    print(naming_line(results), end="")
     surprises = [result for result in results if result.surprising]
     print(f"{len(surprises)} of {len(results)} had another outcome than declared")
     for result in surprises:
@@ -75,13 +91,13 @@ def check_one(program: Program) -> Result:
             text = str(verdict)
     except Exception as error:
         text = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}"
-        return Result(program, "crashed", "", "", text, time.monotonic() - started)
+        return Result(program, "crashed", "", (), text, time.monotonic() - started)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return Result(
         program=program,
         outcome=verdict.outcome,
         because=verdict.unknown_because.value if verdict.unknown_because else "",
-        cause=verdict.cause or "",
+        causes=tuple(one.cause for one in verdict.findings if one.accepted),
         line="\n    ".join(lines[:3]),
         seconds=time.monotonic() - started,
     )
@@ -93,8 +109,14 @@ def surprise(result: Result) -> str:
     side = "right" if program.right else "wrong"
     return (
         f"SURPRISE {program.name} ({side}, {program.topic}, {program.case.layout}): "
-        f"{program.sentence}\n    expected {result.expected}, got {result.got}\n    {result.line}"
+        f"{program.sentence}\n    expected {result.expected}, got {result.got}"
+        f"{_names(result)}\n    {result.line}"
     )
+
+
+def _names(result: Result) -> str:
+    right = " or ".join(sorted(result.program.causes))
+    return f"; {right}, named {' or '.join(result.causes)}" if right and result.causes else ""
 
 
 def table(results: list[Result]) -> list[str]:
@@ -109,6 +131,15 @@ def table(results: list[Result]) -> list[str]:
         if of_side:
             lines.append(_row(side, "all", of_side))
     return lines
+
+
+def naming_line(results: list[Result]) -> str:
+    """How many of the wrong programs whose cause was declared have their right name."""
+    count = Counter(result.naming for result in results if result.program.causes)
+    if not count:
+        return ""
+    cells = ", ".join(f"{count[naming]} {naming}" for naming in NAMINGS)
+    return f"causes of {count.total()} wrong programs: {cells}\n"
 
 
 def _row(side: str, topic: str, results: list[Result]) -> str:
@@ -129,7 +160,8 @@ def as_json(result: Result) -> dict[str, object]:
         "dtype": program.case.dtype_name,
         "expected": result.expected,
         "got": result.got,
-        "cause": result.cause,
+        "causes": result.causes,
+        "naming": result.naming,
         "report": result.line,
         "seconds": round(result.seconds, 3),
     }

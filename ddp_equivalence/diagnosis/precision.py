@@ -18,11 +18,22 @@ LARGEST, SMALLEST = 64 * EPS, EPS / 1024
 
 def has_the_size_of_float32(comparison: Comparison | None) -> bool:
     """True if the largest of all errors could have been left by rounding in float32."""
+    largest = _largest_error(comparison)
+    return largest is not None and SMALLEST <= largest <= LARGEST
+
+
+def is_below_float32(comparison: Comparison | None) -> bool:
+    """True if all errors are smaller than rounding in float32 usually leaves."""
+    largest = _largest_error(comparison)
+    return largest is not None and largest < SMALLEST
+
+
+def _largest_error(comparison: Comparison | None) -> float | None:
+    """The largest error of all parameters; None if the ranks disagree, or a gradient is missing."""
     if comparison is None or comparison.structure or not comparison.ranks_agree:
-        return False
+        return None
     parameters = [one for one in comparison.parameters if not one.limit.only_rounding]
-    largest = max((one.error for one in parameters if one.norm > 0), default=0.0)
-    return SMALLEST <= largest <= LARGEST
+    return max((one.error for one in parameters if one.norm > 0), default=0.0)
 
 
 def in_float64(request: Request) -> Request | None:

@@ -13,6 +13,7 @@ from ddp_equivalence.diagnosis import masks, precision
 from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.measurement.measure import where_in_float32
 from ddp_equivalence.measurement.request import Request
+from ddp_equivalence.report.judged_by_steps import gradients_at_each_step
 from ddp_equivalence.report.verdict import Verdict
 
 Judge = Callable[[Request], Verdict]
@@ -71,7 +72,7 @@ def unless_right_in_own_precision(verdict: Verdict, request: Request, judge: Jud
     same there. This comes before any explanation, which takes much longer.
     """
     different = replace(verdict, outcome="different")
-    if not request.is_cast_to_float64 or not precision.has_the_size_of_float32(verdict.comparison):
+    if not request.is_cast_to_float64 or not _has_the_size_of_float32(verdict, request):
         return different
     different = replace(different, float32_at=where_in_float32(request))
     own = precision.in_own_precision(request) if different.float32_at else None
@@ -81,6 +82,22 @@ def unless_right_in_own_precision(verdict: Verdict, request: Request, judge: Jud
     if again.outcome == "same":
         return replace(again, other_precision=different)
     return replace(different, other_precision=again)
+
+
+def _has_the_size_of_float32(verdict: Verdict, request: Request) -> bool:
+    """True if the difference could have been left by rounding in float32.
+
+    What the weights say depends on the optimizer: the first step of Adam nearly divides each
+    gradient by its own size, and leaves less of its rounding. So if the difference of the weights
+    is smaller, the gradients are asked.
+    """
+    if precision.has_the_size_of_float32(verdict.comparison):
+        return True
+    if not request.trains or request.at_each_step or request.training.is_plain_sgd:
+        return False
+    if not precision.is_below_float32(verdict.comparison):
+        return False
+    return precision.has_the_size_of_float32(gradients_at_each_step(request))
 
 
 def _also_in_own_precision(verdict: Verdict, request: Request, judge: Judge) -> Verdict:

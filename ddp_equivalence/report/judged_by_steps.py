@@ -9,6 +9,7 @@ gradients are explained as those of any other step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ddp_equivalence.case.build import build_whole_batch
@@ -28,11 +29,16 @@ Judge = Callable[[Request], Verdict]
 
 @dataclass(frozen=True)
 class _AtEachStep:
-    """What the ranks hold at each step of an optimizer, compared with the reference."""
+    """What the ranks hold at each step of an optimizer, compared with the reference.
+
+    ``made``: the steps that each rank made. ``expected``: those of the reference. ``clips``: True
+    if torch was seen to clip gradients.
+    """
 
     comparison: Comparison
     made: tuple[int, ...]
     expected: int
+    clips: bool
 
     @property
     def counts_agree(self) -> bool:
@@ -72,6 +78,19 @@ def judged_by_steps(verdict: Verdict, request: Request, judge: Judge) -> Verdict
         return _at_first_wrong_step(verdict, by_gradients, weights)
     except RankFailed:  # the verdict on the whole update stands
         return verdict
+
+
+def gradients_at_each_step(request: Request) -> Comparison | None:
+    """The gradients at each step of an optimizer, compared; None if the ranks failed.
+
+    As in ``_by_gradients``, they are compared after clipping if that was not seen.
+    """
+    with suppress(RankFailed):
+        before = _compared(request, "gradients")
+        if before.clips or request.training.clip is None:
+            return before.comparison
+        return _compared(replace(request, after_clipping=True), "gradients").comparison
+    return None
 
 
 def _by_gradients(request: Request, judge: Judge) -> Verdict:
@@ -141,7 +160,8 @@ def _compared(request: Request, compare: Compare) -> _AtEachStep:
         measured = measure(ranks, at_each, expected, request.deadline, sample)
     made = (one.optimizer_steps for _, one in sorted(measured.evidence.items()))
     steps = {step for step, _ in expected.reference.expected}
-    return _AtEachStep(measured.comparison, tuple(made), len(steps))
+    clips = any(one.clips for one in measured.evidence.values())
+    return _AtEachStep(measured.comparison, tuple(made), len(steps), clips)
 
 
 def _sizes(request: Request) -> tuple[int, ...]:
