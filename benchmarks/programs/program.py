@@ -35,7 +35,8 @@ class Program:
 
     ``right``: it trains like one big batch. ``sentence``: what it does; for a wrong program, what
     is wrong with it. ``options``: what ``check`` takes beside case and step. ``causes``: the public
-    names of causes each of which says rightly what is wrong, where the name was declared too.
+    names of causes each of which says rightly what is wrong; empty if none does, and None if only
+    the outcome was declared.
     ``because``: why nothing can be shown, if ``expected`` is "unknown". ``rounds_in``: the
     precision in which the program rounds, if that is lower than the precision of its case.
     """
@@ -48,7 +49,7 @@ class Program:
     step: Step
     options: CheckOptions
     expected: Outcome
-    causes: frozenset[str] = frozenset()
+    causes: frozenset[str] | None = None
     because: UnknownBecause | None = None
     rounds_in: torch.dtype | None = None
 
@@ -79,7 +80,7 @@ class Programs:
 
     def add(self, name: str, sentence: str, **fields: Any) -> None:
         """Add a program that is made of ``fields``, which are those of ``step``."""
-        causes = frozenset(fields.pop("causes", ()))
+        causes = fields.pop("causes", None)
         because, rounds_in = fields.pop("unknown", None), fields.pop("rounds_in", None)
         options = {key: fields.pop(key) for key in CheckOptions.__annotations__ if key in fields}
         loss = fields.setdefault("loss", mean_squared_error)
@@ -96,7 +97,7 @@ class Programs:
                 step=step,
                 options=cast(CheckOptions, options),
                 expected="unknown" if because else settled,
-                causes=causes,
+                causes=None if causes is None else frozenset(causes),
                 because=because,
                 rounds_in=rounds_in,
             )

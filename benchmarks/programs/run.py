@@ -46,7 +46,7 @@ class Result:
     def naming(self) -> str:
         """Whether the cause is rightly named; "" where no name was declared, or nothing differs."""
         right, believed = self.program.causes, set(self.causes)
-        if not right or self.outcome != "different":
+        if right is None or self.outcome != "different":
             return ""
         if not believed:
             return "unnamed"
@@ -115,8 +115,10 @@ def surprise(result: Result) -> str:
 
 
 def _names(result: Result) -> str:
-    right = " or ".join(sorted(result.program.causes))
-    return f"; {right}, named {' or '.join(result.causes)}" if right and result.causes else ""
+    right, named = result.program.causes, " or ".join(result.causes)
+    if right is None or not named:
+        return ""
+    return f"; {' or '.join(sorted(right)) or 'no known cause'}, named {named}"
 
 
 def table(results: list[Result]) -> list[str]:
@@ -135,7 +137,7 @@ def table(results: list[Result]) -> list[str]:
 
 def naming_line(results: list[Result]) -> str:
     """How many of the wrong programs whose cause was declared have their right name."""
-    count = Counter(result.naming for result in results if result.program.causes)
+    count = Counter(result.naming for result in results if result.program.causes is not None)
     if not count:
         return ""
     cells = ", ".join(f"{count[naming]} {naming}" for naming in NAMINGS)

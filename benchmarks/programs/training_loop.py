@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from benchmarks.programs.common import OUTPUTS, ROW, Batch, mean_squared_error, mlp, part
+from benchmarks.programs.common import OUTPUTS, ROW, Batch, Loss, mean_squared_error, mlp, part
 from benchmarks.programs.wrappers import Clip, Ddp, Make, Wrapper
 from ddp_equivalence import Rank
 
@@ -43,7 +43,11 @@ class Examples:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a loop trains with. ``micro``: the micro-batches of each rank and step."""
+    """What a loop trains with.
+
+    ``micro``: the micro-batches of each rank and step. ``batch``: makes the function that builds so
+    many examples.
+    """
 
     optimizer: Make
     wrapper: Callable[[nn.Module, Rank], Wrapper] = Ddp
@@ -52,6 +56,8 @@ class Setting:
     micro: int = 1
     steps: int = 1
     model: Callable[[], nn.Module] = mlp
+    batch: Callable[[int], Callable[[torch.Generator], Batch]] = Examples
+    loss: Loss = mean_squared_error
 
     def steppers(self, parameters: list[nn.Parameter]) -> list[Any]:
         """The optimizer, and its scheduler if there is one, as ``check(optimizer=)`` takes them."""
@@ -92,7 +98,7 @@ class Loop:
         return self.wrapper.no_sync() if index < count - 1 else nullcontext()
 
     def loss(self, examples: Batch) -> Tensor:
-        return mean_squared_error(self.wrapper.module, examples)
+        return self.setting.loss(self.wrapper.module, examples)
 
     def backward(self, loss: Tensor, count: int) -> None:
         (loss / count).backward()
@@ -138,7 +144,7 @@ def split(examples: Batch, count: int) -> list[Batch]:
 def fields_of(setting: Setting) -> dict[str, Any]:
     """The fields of a program with this setting: its model, its batch, and how it is checked."""
     fields: dict[str, Any] = {"compare": "update", "model": setting.model, "steps": setting.steps}
-    fields["batch"] = Examples(24 * setting.steps)
+    fields |= {"batch": setting.batch(24 * setting.steps), "loss": setting.loss}
     if setting.optimizer is not plain_sgd or setting.schedule:
         fields["optimizer"] = setting.steppers
     if setting.clip:
