@@ -160,9 +160,8 @@ class Analysis:
     @cached_property
     def draws(self) -> ReferenceDraws | None:
         """The random numbers that the big batch draws; None if no other can be given to it."""
-        of_one_step = self._request.compare == "gradients" and self._request.step_count == 1
         try:
-            view = self._view_of_step(0) if of_one_step else None
+            view = self._view_of_step(0) if self._request.compare == "gradients" else None
         except BadCase:  # the batch cannot be built a second time
             return None
         return None if view is None else draws_of_the_big_batch(view.setting)
@@ -171,6 +170,8 @@ class Analysis:
     def drawn(self) -> DrawnView | None:
         """The view with the random numbers that the ranks drew; None if they are not known."""
         if self.measurement is None or self.view_of_own_draws is None or self.draws is None:
+            return None
+        if self.first_wrong_step > 0:  # what is drawn is recorded in the first step only
             return None
         return drawn_view(self.view_of_own_draws, self.measurement.comparison, self.draws)
 

@@ -109,7 +109,7 @@ def _parts(view: View, reference: ReferenceDraws) -> list[Part] | None:
     found: list[Part] = []
     for rank, seen in sorted(view.observed.by_rank.items()):
         drawn: list[tuple[Draws, ...]] = []
-        for number in range(len(seen.backwards)):
+        for number in range(len(view.observed.backwards(rank))):  # those of the first step
             joined = joined_draws([one for one in seen.draws or () if one.piece == number])
             if joined is None or len(joined) < len(reference.draws):
                 return None

@@ -93,7 +93,12 @@ WRONG = (
         layouts=("2x2",),
         **FACTOR,
     ),
-    Wrong(loops.ReducesInsideNodes, ("nodes_not_reduced",), wrappers=BY_HAND, layouts=("2x2",)),
+    Wrong(
+        loops.ReducesInsideNodes,
+        ("nodes_not_reduced", "reduced_in_wrong_group"),
+        wrappers=BY_HAND,
+        layouts=("2x2",),
+    ),
     Wrong(loops.LeavesOutARank, ("rank_left_out",), wrappers=BY_HAND),
     Wrong(loops.ReducesACopy, ("reduced_buffer_not_used",), wrappers=BY_HAND),
     Wrong(loops.ReducesParameters, ("parameters_reduced_not_gradients",), wrappers=BY_HAND),

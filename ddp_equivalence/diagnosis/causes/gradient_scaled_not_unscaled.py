@@ -48,6 +48,8 @@ def indication(view: View) -> Indication | None:
     if loss_factor is None or losses_close(loss_factor, view.world_size):
         return None
     gradient_factor = view.measured.factor
+    if _may_be_a_count(view, loss_factor):
+        return None
     is_a_scale = loss_factor >= 2.0**SMALLEST_SCALE_POWER * (1 - LOSS_ROUNDING)
     if is_a_scale and gradient_factor and losses_close(loss_factor, gradient_factor):
         because = (
@@ -58,6 +60,14 @@ def indication(view: View) -> Indication | None:
         because = "backward began at the loss of the rank's own examples, not scaled"
         return Indication(False, because)
     return None
+
+
+def _may_be_a_count(view: View, loss_factor: float) -> bool:
+    """True if the loss is as many times too large as a sum is, and no scaler was called."""
+    if view.observed.calls.places(Kind.SCALE):
+        return False
+    counts = view.setting.divisor_candidates.values()
+    return any(losses_close(loss_factor, count / view.world_size) for count in counts)
 
 
 def lines(view: View) -> Sequence[PointedLine]:

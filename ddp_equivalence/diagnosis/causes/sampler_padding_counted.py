@@ -37,11 +37,27 @@ def predict(view: View) -> Sequence[Prediction]:
 def is_padding(view: View) -> bool:
     """True if examples were read again so that all ranks read equally many, and none is missing.
 
-    A rank that goes twice over its own examples pads nothing.
+    A rank that goes twice over its own examples pads nothing, and neither do slices that overlap.
     """
     if not read_more_than_once(view) or read_by_no_rank(view) or passes_of_read_examples(view):
         return False
+    if _are_overlapping_slices(view):
+        return False
     return len(share_sizes(view)) == 1 or not read_by_several_ranks(view)
+
+
+def _are_overlapping_slices(view: View) -> bool:
+    """True if each rank read examples that follow each other, where there is nothing to pad.
+
+    A sampler pads with the first examples, or with the last of a rank, until the ranks can read
+    equally many. Examples that the ranks could share equally need no padding.
+    """
+    read = view.observed.examples_read
+    if read is None or view.setting.example_count % view.world_size:
+        return False
+    by_rank = [sorted({one for part in parts for one in part}) for parts in read]
+    follow = all(one and one[-1] - one[0] == len(one) - 1 for one in by_rank)
+    return follow and bool(read_by_several_ranks(view))
 
 
 def indication(view: View) -> Indication | None:
