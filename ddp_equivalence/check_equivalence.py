@@ -69,10 +69,9 @@ def check(case: Case, step: Step | str, **options: Unpack[CheckOptions]) -> Verd
             started = time.monotonic()
             use_one_thread_in_a_fork()
             start_early()  # the server of ranks imports torch while the reference is computed
-            verdict = judged_on_fresh_ranks(_judge(request), request, _judge)
+            verdict = judged_on_fresh_ranks(_judge_trainer(request), request, _judge_trainer)
             if verdict.on_used_ranks is not None:
                 request = replace(request, fresh=True)
-            verdict = judged_by_steps(verdict, request, _judge)
             verdict = judged_again(verdict, request, _judge)
     verdict = replace(verdict, seconds=time.monotonic() - started, repeat=repeat_line(request))
     listeners.tell(verdict, request)
@@ -167,6 +166,11 @@ def _judge(request: Request) -> Verdict:
     return _different_if_comparable(verdict, analysis, request, wrong)
 
 
+def _judge_trainer(request: Request) -> Verdict:
+    """The same, and at each step of an optimizer where a step that trains differs."""
+    return judged_by_steps(_judge(request), request, _judge)
+
+
 def _known_before(request: Request) -> partial[Verdict]:
     """Makes verdicts with everything that is known before the ranks have run."""
     return partial(
@@ -239,6 +243,8 @@ def _different_if_comparable(
     ) or vacuity.against_divergence(reference, analysis.first_wrong_step)
     if why_unknown is not None:
         return unknown(verdict, why_unknown)
+    if not request.explains:
+        return replace(verdict, outcome="different")
     assert verdict.comparison is not None
     with threads_for(verdict.comparison.elements):
         raced = races.with_race((), verdict.evidence, verdict.comparison)

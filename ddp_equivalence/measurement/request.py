@@ -43,6 +43,7 @@ class Request:
     ``at_each_step``: what is compared is taken at each step of an optimizer, in a step that trains;
     gradients are those before clipping, or ``after_clipping``. ``read_order``: the examples of the
     batch in the order in which the steps were seen to read them, if that is another one.
+    ``explains``: False where a difference is observed, and no cause of it is looked for.
     """
 
     case: Case
@@ -63,6 +64,7 @@ class Request:
     at_each_step: bool = False
     after_clipping: bool = False
     read_order: tuple[int, ...] = ()
+    explains: bool = True
 
     @property
     def processes(self) -> Layout:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ddp_equivalence.diagnosis.unknown import UnknownBecause
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.report.line import Line, labelled
 
@@ -26,6 +27,8 @@ def judged_on_fresh_ranks(
     libraries = libraries_of_earlier_checks(verdict)
     if verdict.outcome == "same" or request.fresh or request.in_process or not libraries:
         return verdict
+    if verdict.unknown_because is UnknownBecause.LIMIT_ABOVE_SIGNAL:
+        return verdict  # the reference alone says so
     again = judge(replace(request, fresh=True))
     return replace(again, on_used_ranks=verdict.outcome, libraries_kept=libraries)
 

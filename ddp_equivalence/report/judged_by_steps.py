@@ -69,15 +69,22 @@ def judged_by_steps(verdict: Verdict, request: Request, judge: Judge) -> Verdict
         if not weights.counts_agree:
             wrong = WrongStep(None, "count", weights.made, weights.expected)
             return _without_cause(verdict, wrong)
-        by_gradients = _by_gradients(request, judge)
-        order = order_read(by_gradients.observed, _sizes(request), request.case.ranks.world_size)
-        if order and not request.read_order:
-            in_order = _in_order_read(replace(request, read_order=order), judge)
-            used, kept = verdict.on_used_ranks, verdict.libraries_kept
-            return replace(in_order, on_used_ranks=used, libraries_kept=kept)
-        return _at_first_wrong_step(verdict, by_gradients, weights)
+        order = () if request.read_order else _order_read(request, judge)
+        if order:
+            return _in_order_read(replace(request, read_order=order), judge)
+        return _at_first_wrong_step(verdict, _by_gradients(request, judge), weights)
     except RankFailed:  # the verdict on the whole update stands
         return verdict
+
+
+def _order_read(request: Request, judge: Judge) -> tuple[int, ...]:
+    """The order in which the steps read the examples, if it is another than the batch has.
+
+    This comes before any explanation, which takes longer, and which another order would mislead.
+    """
+    at_each = replace(request, compare="gradients", at_each_step=True, explains=False)
+    observed = judge(at_each).observed
+    return order_read(observed, _sizes(request), request.case.ranks.world_size)
 
 
 def gradients_at_each_step(request: Request) -> Comparison | None:
@@ -123,13 +130,8 @@ def _at_first_wrong_step(verdict: Verdict, by_gradients: Verdict, weights: _AtEa
         first = analysis.first_wrong_step
         if wrong is None or first <= wrong:
             at = WrongStep(first + 1, "gradients", made, expected)
-            return replace(
-                by_gradients,
-                wrong_step=at,
-                comparison=_of_step(by_gradients, first),
-                on_used_ranks=verdict.on_used_ranks,
-                libraries_kept=verdict.libraries_kept,
-            )
+            of_first = _of_step(by_gradients, first)
+            return replace(by_gradients, wrong_step=at, comparison=of_first)
     if by_gradients.outcome == "unknown":
         return verdict
     if wrong is None:
