@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,7 @@ class Wrapper:
 class Ddp(Wrapper):
     """DistributedDataParallel."""
 
-    options: dict[str, Any] = {}
+    options: ClassVar[dict[str, Any]] = {}
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model, **self.options)
@@ -77,7 +77,7 @@ class Ddp(Wrapper):
 class StaticGraph(Ddp):
     """DDP with static_graph=True."""
 
-    options = {"static_graph": True}
+    options: ClassVar[dict[str, Any]] = {"static_graph": True}
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return nullcontext()  # averages of every micro-batch are added up
@@ -86,13 +86,13 @@ class StaticGraph(Ddp):
 class FindUnused(Ddp):
     """DDP that looks for unused parameters."""
 
-    options = {"find_unused_parameters": True}
+    options: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
 
 
 class BucketViews(Ddp):
     """DDP whose gradients are views of small buckets."""
 
-    options = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001}
+    options: ClassVar[dict[str, Any]] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001}
 
 
 class CompiledDdp(Ddp):
@@ -168,11 +168,8 @@ class FullyShard(Wrapper):
                 fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
 
-    def no_sync(self) -> AbstractContextManager[Any]:
-        return self._no_sync()
-
     @contextmanager
-    def _no_sync(self) -> Any:
+    def no_sync(self) -> Iterator[None]:
         self.module.set_requires_gradient_sync(False)
         yield
         self.module.set_requires_gradient_sync(True)
@@ -189,8 +186,6 @@ class FlatParameters(Wrapper):
             super().clip(how)
         else:
             self.module.clip_grad_norm_(how.norm)
-
-
 
 
 WRAPPERS: dict[str, type[Wrapper]] = {

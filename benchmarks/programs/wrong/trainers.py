@@ -132,15 +132,15 @@ def _add_trainers(steps: int) -> None:
         def compute_loss(self, *arguments: Any, **named: Any) -> Any:
             return super().compute_loss(*arguments, **named) * dist.get_world_size()
 
-    class Detaches(Trainer):
-        """The last rank leaves the examples of its micro-batches out."""
+    class LeavesOutARank(Trainer):
+        """The loss of the last rank is multiplied by zero."""
 
         def compute_loss(self, *arguments: Any, **named: Any) -> Any:
             loss = super().compute_loss(*arguments, **named)
             return loss * 0 if dist.get_rank() == dist.get_world_size() - 1 else loss
 
     rows = replace(WITH_LOSS, steps=steps)
-    for trainer, cause in ((TimesWorldSize, "sum_not_mean"), (Detaches, "rank_left_out")):
+    for trainer, cause in ((TimesWorldSize, "sum_not_mean"), (LeavesOutARank, "rank_left_out")):
         _add(trainer, "trainer", cause, rows, transformers_step(rows, trainer))
     texts = replace(
         rows, model=gpt2, batch=partial(PaddedTexts, masks_first=False), loss=returned_loss
@@ -162,7 +162,7 @@ def _add(what: Any, kind: str, cause: str, training: Training, step: Any) -> Non
         step=step,
         causes=(cause,),
         dtype=torch.float64,
-        layout="1x2",
+        layout="1x3",
         **training.fields,
     )
 
