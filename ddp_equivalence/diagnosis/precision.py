@@ -22,10 +22,10 @@ def has_the_size_of_float32(comparison: Comparison | None) -> bool:
     return largest is not None and SMALLEST <= largest <= LARGEST
 
 
-def is_below_float32(comparison: Comparison | None) -> bool:
-    """True if all errors are smaller than rounding in float32 usually leaves."""
+def is_at_most_float32(comparison: Comparison | None) -> bool:
+    """True if no error is larger than rounding in float32 leaves."""
     largest = _largest_error(comparison)
-    return largest is not None and largest < SMALLEST
+    return largest is not None and largest <= LARGEST
 
 
 def _largest_error(comparison: Comparison | None) -> float | None:

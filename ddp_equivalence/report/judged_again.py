@@ -88,14 +88,13 @@ def _has_the_size_of_float32(verdict: Verdict, request: Request) -> bool:
     """True if the difference could have been left by rounding in float32.
 
     What the weights say depends on the optimizer: the first step of Adam nearly divides each
-    gradient by its own size, and leaves less of its rounding. So if the difference of the weights
-    is smaller, the gradients are asked.
+    gradient by its own size, and leaves little of its rounding, and little of a wrong factor. So
+    where an optimizer steps, its gradients are asked.
     """
-    if precision.has_the_size_of_float32(verdict.comparison):
-        return True
-    if not request.trains or request.at_each_step or request.training.is_plain_sgd:
-        return False
-    if not precision.is_below_float32(verdict.comparison):
+    steps = any(one.optimizer_steps for one in verdict.evidence.values())
+    if not request.trains or request.training.is_plain_sgd or request.at_each_step or not steps:
+        return precision.has_the_size_of_float32(verdict.comparison)
+    if not precision.is_at_most_float32(verdict.comparison):
         return False
     return precision.has_the_size_of_float32(gradients_at_each_step(request))
 

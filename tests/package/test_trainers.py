@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_equivalence import BadCase, Case, Rank, assert_equivalent, check
 from ddp_equivalence.report.verdict import Verdict
 from tests.package import own_trainers
-from tests.package.own_cases import build_model, loss, make_batch, own_case
+from tests.package.own_cases import build_model, loss, make_batch, own_case, right_step
 from tests.package.own_trainers import CLIP, STEPS, adamw, momentum_with_schedule
 
 AS_TRAINER: Any = {"compare": "update", "optimizer": adamw, "clip": CLIP, "steps": STEPS}
@@ -209,3 +209,63 @@ def returns_nothing(model: nn.Module, rank: Rank) -> None: ...
 def test_a_prepared_step_must_be_returned() -> None:
     with pytest.raises(Exception, match="must return a step, a function of the shard"):
         assert_equivalent(own_case(), returns_nothing)  # type: ignore[arg-type]
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(build_model(), nn.Dropout(0.5), nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [
+        (own_trainers.Trainer(), AS_TRAINER),
+        (own_trainers.Prepared, {"compare": "update", "steps": STEPS}),
+        (right_step, {"steps": STEPS}),
+    ],
+    ids=["trainer", "prepared", "gradients"],
+)
+def test_dropout_is_named_in_each_of_several_steps(step: Any, options: dict[str, Any]) -> None:
+    if step is own_trainers.Prepared:
+        options = options | {"optimizer": momentum_with_schedule}
+    verdict = check(own_case(model=with_dropout), step, **options)
+    assert verdict.cause == "dropout_differs_from_reference"
+    assert verdict.numbers_are_known
+
+
+class InFloat32:
+    """Computes in float32 inside float64; Adam's first step leaves little of the rounding."""
+
+    times = 1.0
+
+    def __call__(self, model: nn.Module, shard: dict[str, Tensor], rank: Rank) -> None:
+        ddp = DistributedDataParallel(model)
+        optimizer = adamw(list(ddp.parameters()))
+        outputs = ddp(shard["rows"]).float()
+        (self.times * F.mse_loss(outputs, shard["targets"].float())).backward()
+        optimizer.step()
+
+
+class TwiceInFloat32(InFloat32):
+    times = 2.0
+
+
+def test_rounding_in_float32_is_recognised_by_the_gradients_where_adam_hides_its_size() -> None:
+    options: Any = {"compare": "update", "optimizer": adamw}
+    right = check(own_case(), InFloat32(), **options)
+    assert right.outcome == "same"
+    assert right.other_precision is not None
+    assert right.other_precision.outcome == "different"
+    assert check(own_case(), TwiceInFloat32(), **options).outcome == "different"
+
+
+def test_a_loss_as_large_as_a_sum_of_eight_examples_is_no_loss_scale() -> None:
+    def summed(model: nn.Module, shard: dict[str, Tensor], rank: Rank) -> None:
+        wrapped = DistributedDataParallel(model)
+        (len(shard["rows"]) * loss(wrapped, shard)).backward()
+
+    def batch_of_16(generator: torch.Generator) -> dict[str, Tensor]:
+        rows = torch.randn(16, 5, generator=generator)
+        return {"rows": rows, "targets": torch.randn(16, 3, generator=generator)}
+
+    verdict = check(own_case(batch=batch_of_16), summed)
+    assert verdict.cause == "local_loss_summed"

@@ -127,3 +127,28 @@ def test_slices_of_one_order_that_overlap_have_a_name_and_the_line(step: Any, li
     verdict = different(CASE, step)
     assert accepted(verdict) == {"shares_overlap"}, verdict
     assert line in faulty_lines(verdict), verdict
+
+
+def slices_that_overlap(model: nn.Module, batch: Batch, rank: Rank) -> None:
+    size = len(batch["rows"]) // rank.world_size
+    start = min(size * rank.rank, len(batch["rows"]) - size - 2)
+    train_on(model, batch, slice(start, start + size + 2))
+
+
+def padded_to_batches_of_four(model: nn.Module, batch: Batch, rank: Rank) -> None:
+    """Deals batches of 4 to the ranks, and fills up with the first examples."""
+    count = len(batch["rows"])
+    indices = torch.arange(-(-count // (4 * rank.world_size)) * 4 * rank.world_size) % count
+    train_on(model, batch, indices.view(-1, 4)[rank.rank :: rank.world_size].flatten())
+
+
+@pytest.mark.parametrize(
+    ("step", "cause"),
+    [
+        (slices_that_overlap, "shares_overlap"),
+        (padded_to_batches_of_four, "sampler_padding_counted"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_examples_that_need_no_padding_are_padded_only_by_a_sampler(step: Any, cause: str) -> None:
+    assert accepted(different(case_of(shards="own"), step)) == {cause}
