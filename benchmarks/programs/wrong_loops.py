@@ -15,6 +15,10 @@ from benchmarks.programs.training_loop import Loop, Setting
 from ddp_equivalence import Rank
 
 
+def nothing(loop: Loop) -> None:
+    """Stands for a method that is missing."""
+
+
 class DropsTheLastExample(Loop):
     """Every rank leaves out the last of its examples."""
 
@@ -94,7 +98,7 @@ class ClearsInside(Loop):
 class NeverClears(Loop):
     """Nothing clears the gradients between the steps."""
 
-    def clear(self) -> None: ...
+    clear = nothing
 
 
 class NeverSynchronises(Loop):
@@ -121,7 +125,7 @@ class CallsTheBareModel(Loop):
 class ReducesNothing(Loop):
     """The loop over the gradients is missing."""
 
-    def reduce(self) -> None: ...
+    reduce = nothing
 
 
 class LeavesOutAParameter(Loop):
@@ -137,16 +141,14 @@ class SumsOverRanks(Loop):
     """Gradients are summed over the ranks, and not divided."""
 
     def reduce(self) -> None:
-        for gradient in gradients(self.wrapper.module):
-            dist.all_reduce(gradient)
+        summed(self.wrapper.module)
 
 
 class SumsTwice(Loop):
     """Gradients are summed over the ranks twice, and divided once."""
 
     def reduce(self) -> None:
-        for gradient in gradients(self.wrapper.module):
-            dist.all_reduce(gradient)
+        summed(self.wrapper.module)
         super().reduce()
 
 
@@ -154,8 +156,7 @@ class DividesByEight(Loop):
     """Gradients are divided by the 8 ranks of another machine."""
 
     def reduce(self) -> None:
-        for gradient in gradients(self.wrapper.module):
-            dist.all_reduce(gradient)
+        for gradient in summed(self.wrapper.module):
             gradient /= 8
 
 
@@ -163,8 +164,7 @@ class DividesByRanksOfANode(Loop):
     """Gradients are divided by the number of ranks on one node."""
 
     def reduce(self) -> None:
-        for gradient in gradients(self.wrapper.module):
-            dist.all_reduce(gradient)
+        for gradient in summed(self.wrapper.module):
             gradient /= self.rank.local_world_size
 
 
@@ -239,7 +239,7 @@ class ClipsBeforeReducing(Loop):
         super().clip()
         super().reduce()
 
-    def clip(self) -> None: ...
+    clip = nothing
 
 
 class ClipsEveryMicroBatch(Loop):
@@ -249,7 +249,7 @@ class ClipsEveryMicroBatch(Loop):
         super().backward(loss, count)
         super().clip()
 
-    def clip(self) -> None: ...
+    clip = nothing
 
 
 class ClipsEachParameter(Loop):
@@ -306,3 +306,10 @@ class ShrinksWeights(Loop):
         with torch.no_grad():
             for parameter in self.wrapper.module.parameters():
                 parameter.mul_(0.999)
+
+
+def summed(module: nn.Module) -> list[Tensor]:
+    """All gradients, each summed over the ranks."""
+    for gradient in gradients(module):
+        dist.all_reduce(gradient)
+    return gradients(module)

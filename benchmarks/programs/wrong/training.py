@@ -193,7 +193,8 @@ WITHOUT_A_WRONG_LINE = (
     Wrong(
         UnevenShards,
         ("uneven_shards_weighted_equally",),
-        case={"shards": "uneven"},
+        layouts=("1x2",),
+        case={"shards": "8+16"},
         **ONE_BY_ONE,
     ),
     Wrong(LocalBatchNorm, ("batch_norm_local_statistics",), setting={"model": batch_norm}),
