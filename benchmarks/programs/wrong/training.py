@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.programs import wrong_loops as loops
+from benchmarks.programs import wrong_reductions as reductions
 from benchmarks.programs.common import (
     HIDDEN,
     OUTPUTS,
@@ -81,30 +82,30 @@ WRONG = (
         micro=(2,),
     ),
     Wrong(loops.CallsTheBareModel, ("raw_module_called",), wrappers=(*DDP, "zero"), times=4),
-    Wrong(loops.ReducesNothing, ("no_all_reduce",), wrappers=BY_HAND),
-    Wrong(loops.LeavesOutAParameter, ("parameter_not_reduced",), wrappers=BY_HAND),
-    Wrong(loops.SumsOverRanks, ("sum_not_mean",), wrappers=BY_HAND, **FACTOR),
-    Wrong(loops.SumsTwice, ("reduced_more_than_once",), wrappers=BY_HAND, **FACTOR),
-    Wrong(loops.DividesByEight, ("divided_by_wrong_number",), wrappers=BY_HAND, **FACTOR),
+    Wrong(reductions.ReducesNothing, ("no_all_reduce",), wrappers=BY_HAND),
+    Wrong(reductions.LeavesOutAParameter, ("parameter_not_reduced",), wrappers=BY_HAND),
+    Wrong(reductions.SumsOverRanks, ("sum_not_mean",), wrappers=BY_HAND, **FACTOR),
+    Wrong(reductions.SumsTwice, ("reduced_more_than_once",), wrappers=BY_HAND, **FACTOR),
+    Wrong(reductions.DividesByEight, ("divided_by_wrong_number",), wrappers=BY_HAND, **FACTOR),
     Wrong(
-        loops.DividesByRanksOfANode,
+        reductions.DividesByRanksOfANode,
         ("divided_by_local_world_size",),
         wrappers=BY_HAND,
         layouts=("2x2",),
         **FACTOR,
     ),
     Wrong(
-        loops.ReducesInsideNodes,
+        reductions.ReducesInsideNodes,
         ("nodes_not_reduced", "reduced_in_wrong_group"),
         wrappers=BY_HAND,
         layouts=("2x2",),
     ),
-    Wrong(loops.LeavesOutARank, ("rank_left_out",), wrappers=BY_HAND),
-    Wrong(loops.ReducesACopy, ("reduced_buffer_not_used",), wrappers=BY_HAND),
-    Wrong(loops.ReducesParameters, ("parameters_reduced_not_gradients",), wrappers=BY_HAND),
-    Wrong(loops.ReducesInBfloat16, ("low_precision_reduce",), wrappers=BY_HAND),
-    Wrong(loops.AddsAPenaltyLater, ("backward_after_reduction",), wrappers=BY_HAND),
-    Wrong(loops.ClipsBeforeReducing, ("clipped_before_reduce",), wrappers=BY_HAND, **CLIPPED),
+    Wrong(reductions.LeavesOutARank, ("rank_left_out",), wrappers=BY_HAND),
+    Wrong(reductions.ReducesACopy, ("reduced_buffer_not_used",), wrappers=BY_HAND),
+    Wrong(reductions.ReducesParameters, ("parameters_reduced_not_gradients",), wrappers=BY_HAND),
+    Wrong(reductions.ReducesInBfloat16, ("low_precision_reduce",), wrappers=BY_HAND),
+    Wrong(reductions.AddsAPenaltyLater, ("backward_after_reduction",), wrappers=BY_HAND),
+    Wrong(reductions.ClipsBeforeReducing, ("clipped_before_reduce",), wrappers=BY_HAND, **CLIPPED),
     Wrong(
         loops.ClipsEveryMicroBatch,
         ("clipped_per_micro_batch",),
