@@ -6,7 +6,8 @@
 A program is a model, a batch, a loss and a training step as a user writes them. The files in
 ``right/`` and ``wrong/`` hold them, each with the outcome that was declared before the program was
 run. The command prints how many programs had each outcome, and all that had another one than
-declared; it exits with 1 if there are any. ``--verify`` runs the programs without this package, and
+declared; it exits with 1 if there are any. Where the cause of a wrong program was declared as well,
+another name is a surprise, too. ``--verify`` runs the programs without this package, and
 computes in plain torch how far their gradients are from those of the big batch.
 """
 
@@ -23,6 +24,7 @@ if str(ROOT) not in sys.path:
 import torch  # noqa: E402
 
 from benchmarks.programs.brute_force import verify  # noqa: E402
+from benchmarks.programs.library_trainers import MISSING  # noqa: E402
 from benchmarks.programs.program import Program, all_programs  # noqa: E402
 from benchmarks.programs.run import run  # noqa: E402
 
@@ -75,7 +77,10 @@ def main() -> int:
         return 0
     if arguments.verify:
         return verify(programs)
-    return run(programs, arguments.json)
+    surprises = run(programs, arguments.json)
+    if MISSING:
+        print(f'Not run: programs of {", ".join(MISSING)}; pip install ".[trainers]"')
+    return surprises
 
 
 if __name__ == "__main__":
