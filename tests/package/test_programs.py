@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.programs.program import Program, all_programs
 from benchmarks.programs.run import check_one
+from ddp_equivalence.diagnosis.causes import HYPOTHESES
 
 PROGRAMS = all_programs()
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "programs"
@@ -67,3 +69,36 @@ def test_a_right_program_is_the_same(program: Program) -> None:
 def test_a_wrong_program_is_different(program: Program) -> None:
     result = check_one(program)
     assert (result.expected, result.got) == ("different", "different"), result.line
+
+
+def test_declared_causes_are_names_of_causes() -> None:
+    declared = {cause for each in PROGRAMS for cause in each.causes or ()}
+    assert declared
+    assert declared <= {one.name for one in HYPOTHESES} | {"no_optimizer_step"}
+
+
+def training(*, right: bool) -> list[Program]:
+    """Every n-th program that trains."""
+    of_side = [one for one in PROGRAMS if one.topic == "training" and one.right == right]
+    return of_side[:: len(of_side) // 8]
+
+
+@pytest.mark.parametrize("program", training(right=True), ids=lambda each: each.name)
+def test_a_right_training_loop_is_the_same(program: Program) -> None:
+    assert check_one(program).got == "same"
+
+
+@pytest.mark.parametrize("program", training(right=False), ids=lambda each: each.name)
+def test_a_wrong_training_loop_is_different_and_has_no_wrong_name(program: Program) -> None:
+    result = check_one(program)
+    assert result.got == "different"
+    assert result.naming in ({"named alone", "among rivals"} if program.causes else {"unnamed"})
+
+
+def test_another_name_than_the_declared_one_is_a_surprise() -> None:
+    (program,) = (one for one in PROGRAMS if one.name == "times_world_size_1")
+    result = check_one(program)
+    assert not result.surprising
+    misnamed = replace(result, causes=("averaged_twice",))
+    assert misnamed.naming == "wrongly named"
+    assert misnamed.surprising
