@@ -171,8 +171,6 @@ class Analysis:
         """The view with the random numbers that the ranks drew; None if they are not known."""
         if self.measurement is None or self.view_of_own_draws is None or self.draws is None:
             return None
-        if self.first_wrong_step > 0:  # what is drawn is recorded in the first step only
-            return None
         return drawn_view(self.view_of_own_draws, self.measurement.comparison, self.draws)
 
     @cached_property

@@ -62,7 +62,7 @@ def drawn_view(view: View, comparison: Comparison, reference: ReferenceDraws) ->
 
     ``reference``: what the big batch draws by itself.
     """
-    if not view.observed.records_draws:
+    if not view.observed.records_draws or view.setting.step > 0:  # recorded in the first step
         return None
     with view.time.counted(DRAWS):
         try:
@@ -109,7 +109,7 @@ def _parts(view: View, reference: ReferenceDraws) -> list[Part] | None:
     found: list[Part] = []
     for rank, seen in sorted(view.observed.by_rank.items()):
         drawn: list[tuple[Draws, ...]] = []
-        for number in range(len(view.observed.backwards(rank))):  # those of the first step
+        for number in range(len(view.observed.backwards(rank))):
             joined = joined_draws([one for one in seen.draws or () if one.piece == number])
             if joined is None or len(joined) < len(reference.draws):
                 return None
