@@ -75,8 +75,8 @@ class Measured:
 def verify(programs: list[Program]) -> int:
     """Print how far each program is from the big batch; return 1 if one is not what it says."""
     contradicted = []
-    left_out = [program.name for program in programs if program.is_not_verified]
-    programs = [program for program in programs if not program.is_not_verified]
+    left_out = sum(not program.is_verified for program in programs)
+    programs = [program for program in programs if program.is_verified]
     for program in programs:
         found = measure(program)
         if not found.shows(program):
@@ -90,7 +90,7 @@ def verify(programs: list[Program]) -> int:
     for name in contradicted:
         print(f"  not {name}")
     if left_out:
-        print(f"not verified, since only this package follows them: {len(left_out)} programs")
+        print(f"not verified, since only this package follows them: {left_out} programs")
     return int(bool(contradicted))
 
 

@@ -39,6 +39,8 @@ class Program:
     the outcome was declared.
     ``because``: why nothing can be shown, if ``expected`` is "unknown". ``rounds_in``: the
     precision in which the program rounds, if that is lower than the precision of its case.
+    ``is_verified``: False if ``--verify`` cannot run it, because it reads in an order of its own,
+    or leaves parts of the weights on each rank.
     """
 
     name: str
@@ -52,13 +54,7 @@ class Program:
     causes: frozenset[str] | None = None
     because: UnknownBecause | None = None
     rounds_in: torch.dtype | None = None
-
-    @property
-    def is_not_verified(self) -> bool:
-        """True if ``--verify`` cannot run it: some trainers of libraries read in an order of their
-        own, and FSDP1 keeps parts of its flat parameters on each rank.
-        """
-        return self.topic == "trainers" or self.name.startswith("flat_parameters_")
+    is_verified: bool = True
 
 
 class Programs:
@@ -89,6 +85,7 @@ class Programs:
         """Add a program that is made of ``fields``, which are those of ``step``."""
         causes = fields.pop("causes", None)
         because, rounds_in = fields.pop("unknown", None), fields.pop("rounds_in", None)
+        is_verified = fields.pop("is_verified", True)
         options = {key: fields.pop(key) for key in CheckOptions.__annotations__ if key in fields}
         loss = fields.setdefault("loss", mean_squared_error)
         step = fields.pop("step", None) or UnderDdp(loss)
@@ -108,12 +105,13 @@ class Programs:
                 causes=None if causes is None else frozenset(causes),
                 because=because,
                 rounds_in=rounds_in,
+                is_verified=is_verified,
             )
         )
 
     def _add(self, written: Written, **fields: Any) -> Written:
         sentence = " ".join((written.__doc__ or "").split())
-        self.add(_spelled(written.__name__), sentence, **fields)
+        self.add(spelled(written.__name__), sentence, **fields)
         return written
 
 
@@ -129,7 +127,7 @@ def all_programs() -> list[Program]:
     return found
 
 
-def _spelled(name: str) -> str:
+def spelled(name: str) -> str:
     """``TiedWeights`` as ``tied_weights``; a name of a function stays as it is."""
     parts = (f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
     return "".join(parts).removeprefix("_")

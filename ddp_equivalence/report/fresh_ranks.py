@@ -28,7 +28,7 @@ def judged_on_fresh_ranks(
     if verdict.outcome == "same" or request.fresh or request.in_process or not libraries:
         return verdict
     if verdict.unknown_because is UnknownBecause.LIMIT_ABOVE_SIGNAL:
-        return verdict  # the reference alone says so
+        return verdict  # nothing differed, and the limits follow from the reference
     again = judge(replace(request, fresh=True))
     return replace(again, on_used_ranks=verdict.outcome, libraries_kept=libraries)
 

@@ -69,7 +69,7 @@ def judged_by_steps(verdict: Verdict, request: Request, judge: Judge) -> Verdict
         if not weights.counts_agree:
             wrong = WrongStep(None, "count", weights.made, weights.expected)
             return _without_cause(verdict, wrong)
-        order = () if request.read_order else _order_read(request, judge)
+        order = _order_read(request, judge)
         if order:
             return _in_order_read(replace(request, read_order=order), judge)
         return _at_first_wrong_step(verdict, _by_gradients(request, judge), weights)
@@ -82,6 +82,8 @@ def _order_read(request: Request, judge: Judge) -> tuple[int, ...]:
 
     This comes before any explanation, which takes longer, and which another order would mislead.
     """
+    if request.step_count < 2 or request.read_order:
+        return ()
     at_each = replace(request, compare="gradients", at_each_step=True, explains=False)
     observed = judge(at_each).observed
     return order_read(observed, _sizes(request), request.case.ranks.world_size)

@@ -224,7 +224,9 @@ def with_dropout() -> nn.Module:
     ],
     ids=["trainer", "prepared", "gradients"],
 )
-def test_dropout_is_named_in_each_of_several_steps(step: Any, options: dict[str, Any]) -> None:
+def test_dropout_is_named_where_several_steps_are_compared(
+    step: Any, options: dict[str, Any]
+) -> None:
     if step is own_trainers.Prepared:
         options = options | {"optimizer": momentum_with_schedule}
     verdict = check(own_case(model=with_dropout), step, **options)

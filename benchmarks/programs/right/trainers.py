@@ -90,6 +90,7 @@ def _add(kind: str, optimizer: str, training: Training, step: Any, **fields: Any
         f"{SENTENCES[kind]} {optimizer}; {training.shown}.",
         step=step,
         **fields,
+        is_verified=False,
         **training.fields,
     )
 

@@ -50,6 +50,7 @@ def add_all() -> None:
                 step=step,
                 dtype=dtype,
                 rounds_in=lowest,
+                is_verified=wrapper is not FlatParameters,
                 layout=draw.choice(("1x2", "1x3", "2x2")),
                 **fields_of(setting),
             )

@@ -23,7 +23,7 @@ from benchmarks.programs.library_trainers import (
     returned_loss,
     transformers_step,
 )
-from benchmarks.programs.program import Programs
+from benchmarks.programs.program import Programs, spelled
 from benchmarks.programs.right.trainers import Accumulates
 
 programs = Programs("trainers", right=False)
@@ -157,12 +157,13 @@ def counts_first_tokens() -> None:
 
 def _add(what: Any, kind: str, cause: str, training: Training, step: Any) -> None:
     programs.add(
-        f"{kind}_{what.__name__.lower()}_{training.steps}",
+        f"{kind}_{spelled(what.__name__)}_{training.steps}",
         f"{what.__doc__} {training.shown}.",
         step=step,
         causes=(cause,),
         dtype=torch.float64,
         layout="1x3",
+        is_verified=False,
         **training.fields,
     )
 

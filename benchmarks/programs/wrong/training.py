@@ -6,6 +6,7 @@ The settings are drawn, the same in every run.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,15 +18,15 @@ from benchmarks.programs import wrong_reductions as reductions
 from benchmarks.programs.common import (
     HIDDEN,
     OUTPUTS,
-    PADDING,
     ROW,
     Batch,
     LanguageModel,
     mean_squared_error,
+    texts,
     token_mean,
 )
 from benchmarks.programs.optimizers import CLIPS, OPTIMIZERS, SCHEDULES
-from benchmarks.programs.program import Programs
+from benchmarks.programs.program import Programs, spelled
 from benchmarks.programs.training_loop import Loop, Prepared, Setting, Whole, fields_of
 from benchmarks.programs.wrappers import WRAPPERS
 
@@ -141,18 +142,9 @@ def summed_error(model: nn.Module, batch: Batch) -> torch.Tensor:
     return mean_squared_error(model, batch) * len(batch["rows"])
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Builds texts whose targets are padded: the later a text, the fewer of its tokens count."""
-
-    count: int
-
-    def __call__(self, generator: torch.Generator) -> Batch:
-        tokens = torch.randint(0, 11, (self.count, 6), generator=generator)
-        targets = torch.randint(0, 11, (self.count, 6), generator=generator)
-        lengths = 6 - torch.arange(self.count) % 24 * 5 // 24
-        targets[torch.arange(6) >= lengths[:, None]] = PADDING
-        return {"rows": tokens, "targets": targets}
+def padded_texts(count: int) -> Callable[[torch.Generator], Batch]:
+    """The texts of one step."""
+    return texts
 
 
 class OwnTokenMeans(Loop):
@@ -181,7 +173,7 @@ WITHOUT_A_WRONG_LINE = (
     Wrong(
         OwnTokenMeans,
         ("token_counts_weighted_equally",),
-        setting={"model": LanguageModel, "loss": token_mean, "batch": Texts},
+        setting={"model": LanguageModel, "loss": token_mean, "batch": padded_texts},
         **ONE_BY_ONE,
     ),
     Wrong(
@@ -225,9 +217,8 @@ def _add(wrong: Wrong, number: int, draw: random.Random) -> None:
     )
     setting = replace(setting, **wrong.setting)
     whole = draw.choice((True, False))
-    name = "".join(f"_{one.lower()}" if one.isupper() else one for one in wrong.loop.__name__)
     programs.add(
-        f"{name.strip('_')}_{number}",
+        f"{spelled(wrong.loop.__name__)}_{number}",
         f"{wrong.loop.__doc__} {wrapper}; {optimizer}; {clip}; {schedule}; {micro} micro-batches "
         f"of each rank; {steps} steps; {'called once' if whole else 'prepared'}.",
         step=Whole(setting, wrong.loop) if whole else Prepared(setting, wrong.loop),

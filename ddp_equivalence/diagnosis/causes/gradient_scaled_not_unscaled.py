@@ -48,9 +48,9 @@ def indication(view: View) -> Indication | None:
     if loss_factor is None or losses_close(loss_factor, view.world_size):
         return None
     gradient_factor = view.measured.factor
-    if _may_be_a_count(view, loss_factor):
-        return None
     is_a_scale = loss_factor >= 2.0**SMALLEST_SCALE_POWER * (1 - LOSS_ROUNDING)
+    if is_a_scale and _may_be_a_count(view, loss_factor):
+        return None
     if is_a_scale and gradient_factor and losses_close(loss_factor, gradient_factor):
         because = (
             f"backward began at {text_of(loss_factor, '.6g')} times the loss of the rank's examples"

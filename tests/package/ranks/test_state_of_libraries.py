@@ -131,7 +131,10 @@ def shuffles(model: Any, shard: Any, rank: Any) -> None:
 
 @pytest.mark.usefixtures("library")
 def test_no_new_ranks_start_for_a_trainer_that_only_reads_in_another_order() -> None:
+    ranks = []
     for _ in range(2):
         verdict = check(CASE, shuffles, compare="update", steps=2)
         assert (verdict.outcome, verdict.on_used_ranks) == ("same", None)
         assert verdict.read_in_another_order
+        ranks.append(warm_ranks().started)
+    assert ranks[0] == ranks[1]
