@@ -29,27 +29,41 @@ CLIPPING = (
 )
 """The functions of torch that write to gradients to clip them, each in the module that calls it."""
 
+Arguments = tuple[Any, ...]
+Named = dict[str, Any]
+Changed = tuple[Arguments, Named]
+
 
 class StepCount:
-    """``seen``: how often an optimizer has stepped. A step inside another one does not count."""
+    """``seen``: how often an optimizer has stepped. A step inside another one does not count.
+
+    A closure that is given to ``optimizer.step`` goes backward inside the step, as Lightning's do.
+    ``before`` is then called when the closure has run once, and so has left its gradients.
+    """
 
     def __init__(self) -> None:
         self.seen = 0
         self._inside = 0
+        self._waits_for_closure = False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Count inside the block."""
 
-        def before(optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        def before(optimizer: Optimizer, arguments: Arguments, named: Named) -> Changed | None:
             self._inside += 1
-            if self._inside == 1:
-                self.seen += 1
+            if self._inside != 1:
+                return None
+            self.seen += 1
+            if _closure(arguments, named) is None:
                 self.before(optimizer)
+                return None
+            return self._with_noticed_closure(optimizer, arguments, named)
 
-        def after(optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        def after(optimizer: Optimizer, arguments: Arguments, named: Named) -> None:
             self._inside -= 1
             if self._inside == 0:
+                self._has_gradients(optimizer)
                 self.after()
 
         handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
@@ -59,8 +73,30 @@ class StepCount:
             for handle in handles:
                 handle.remove()
 
+    def _with_noticed_closure(
+        self, optimizer: Optimizer, arguments: Arguments, named: Named
+    ) -> Changed:
+        """The arguments of a step with a closure that tells when it has run for the first time."""
+        closure = _closure(arguments, named)
+        self._waits_for_closure = True
+
+        def noticed() -> Any:
+            result = closure()
+            self._has_gradients(optimizer)
+            return result
+
+        if "closure" in named:
+            return arguments, {**named, "closure": noticed}
+        return (arguments[0], noticed, *arguments[2:]), named
+
+    def _has_gradients(self, optimizer: Optimizer) -> None:
+        """The closure has run, or the step ends without it."""
+        if self._waits_for_closure:
+            self._waits_for_closure = False
+            self.before(optimizer)
+
     def before(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
+        """An optimizer is about to step, and has its gradients."""
 
     def after(self) -> None:
         """An optimizer has stepped."""
@@ -142,6 +178,7 @@ class StepRecord(StepCount):
         self.gradients |= {(self.count - 1, name): one for name, one in self._whole(found).items()}
 
     def after(self) -> None:
+        self._went_backward = False  # a closure may have gone backward more than once
         if not self._at_steps.gradients:
             self.weights |= {(self.count - 1, name): one for name, one in self._weights().items()}
         self._clipped.clear()
@@ -186,6 +223,11 @@ class _Clipped:
     def is_left_as(self, gradient: Tensor | None) -> bool:
         """True if this is the gradient that was left, and nothing was written to it since."""
         return gradient is self._left and (gradient is None or gradient._version == self._version)
+
+
+def _closure(arguments: Arguments, named: Named) -> Any:
+    """The closure that ``optimizer.step`` was called with; ``arguments`` begin with the optimizer."""
+    return named.get("closure", arguments[1] if len(arguments) > 1 else None)
 
 
 def _copy(gradient: Tensor | None) -> Tensor | None:
