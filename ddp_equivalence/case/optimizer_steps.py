@@ -226,7 +226,7 @@ class _Clipped:
 
 
 def _closure(arguments: Arguments, named: Named) -> Any:
-    """The closure that ``optimizer.step`` was called with; ``arguments`` begin with the optimizer."""
+    """The closure that ``optimizer.step`` was called with, after the optimizer itself."""
     return named.get("closure", arguments[1] if len(arguments) > 1 else None)
 
 

@@ -26,6 +26,20 @@ def ranks_by_number(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
+def micro_batches_of_a_rank(view: View) -> int:
+    """The largest number of micro-batches of a rank, whether its rows were recognised or not."""
+    known = max((len(of_rank) for of_rank in view.parts.by_rank or ()), default=1)
+    return max(known, unrecognised_micro_batches(view))
+
+
+def unrecognised_micro_batches(view: View) -> int:
+    """How often each rank called backward, where it was not recognised what it read; else 1."""
+    if view.observed.examples_read is not None:
+        return 1
+    counts = {len(view.observed.backwards(rank)) for rank in view.observed.by_rank}
+    return counts.pop() if len(counts) == 1 else 1
+
+
 def losses_close(loss: float, other_loss: float) -> bool:
     """True if two losses are equal up to rounding."""
     return abs(loss - other_loss) <= LOSS_ROUNDING * max(abs(loss), abs(other_loss))

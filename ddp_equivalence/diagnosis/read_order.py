@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice
 
 from ddp_equivalence.measurement.observation import Observation
 
@@ -12,28 +14,41 @@ def order_read(
 ) -> tuple[int, ...]:
     """The examples of the batch in the order in which the steps read them, step after step.
 
-    Within a step they are sorted. () if it is not known, if it is the order of the batch, or if the
-    steps do not read each example once, as many in each step as the big batch has.
+    Within a step they are sorted. A step that reads fewer examples than its big batch has is given
+    the first ones that no step reads. () if it is not known what was read, if it is the order of
+    the batch, if a step reads more, or if two steps read the same example.
 
     ``sizes``: the number of examples of each step. ``ranks``: how many there are.
     """
     if len(observed) != ranks or len(sizes) < 2:
         return ()
-    order: list[int] = []
-    for step, size in enumerate(sizes):
-        read: list[int] = []
-        for seen in observed.values():
-            parts = seen.rows_read(step)
-            if parts is None:
-                return ()
-            rows = {one.candidates: one for part in parts for one in part}.values()
-            for one in rows:
-                if not one.is_certain:
-                    return ()
-                read += one.if_certain
-        if len(read) != size or len(set(read)) != size:
-            return ()
-        order += sorted(read)
-    if sorted(order) != list(range(sum(sizes))) or order == sorted(order):
+    by_step = [_read_in(step, observed.values()) for step in range(len(sizes))]
+    known = [read for read in by_step if read is not None]
+    if len(known) < len(sizes) or any(map(_is_too_long, known, sizes)):
         return ()
-    return tuple(order)
+    times = Counter(chain.from_iterable(known))
+    if any(count > 1 for count in times.values()) or not times:
+        return ()
+    unread = iter([one for one in range(sum(sizes)) if one not in times])
+    order: list[int] = []
+    for read, size in zip(known, sizes, strict=True):
+        order += sorted([*read, *islice(unread, size - len(read))])
+    return () if order == sorted(order) else tuple(order)
+
+
+def _read_in(step: int, observed: Iterable[Observation]) -> frozenset[int] | None:
+    """The examples that the ranks read in this step; None if one of them is not known."""
+    read: set[int] = set()
+    for seen in observed:
+        parts = seen.rows_read(step)
+        if parts is None:
+            return None
+        for one in {one.candidates: one for part in parts for one in part}.values():
+            if not one.is_certain:
+                return None
+            read |= set(one.if_certain)
+    return frozenset(read)
+
+
+def _is_too_long(read: frozenset[int], size: int) -> bool:
+    return len(read) > size

@@ -118,10 +118,8 @@ def _by_gradients(request: Request, judge: Judge) -> Verdict:
 
 def _in_order_read(request: Request, judge: Judge) -> Verdict:
     """The verdict on a trainer that reads the examples in another order than the batch has."""
-    verdict = replace(judge(request), read_in_another_order=True)
-    if verdict.outcome == "different":
-        return replace(judged_by_steps(verdict, request, judge), read_in_another_order=True)
-    return verdict
+    verdict = judged_by_steps(judge(request), request, judge)
+    return replace(verdict, read_order=request.read_order)
 
 
 def _at_first_wrong_step(verdict: Verdict, by_gradients: Verdict, weights: _AtEachStep) -> Verdict:

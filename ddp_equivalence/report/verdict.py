@@ -79,9 +79,9 @@ class Verdict:
     for a strategy of the catalogue.
     ``training``: how the reference trains. ``seeds``: how the ranks were seeded. ``wrong_step``:
     the first optimizer step of a trainer that is not that of the big batch; ``comparison`` is then
-    that of its gradients, if these are wrong. ``read_in_another_order``: the steps of a trainer
-    read the examples in another order than the batch has, and the big batches were made of what
-    each step reads.
+    that of its gradients, if these are wrong. ``read_order``: the examples of the batch in the
+    order in which the steps of a trainer read them, step after step, if it is another than the
+    batch has; the big batches were then made of what each step reads.
     """
 
     case: Case
@@ -107,7 +107,7 @@ class Verdict:
     training: Training = field(default_factory=Training)
     seeds: Seeds = "alike"
     wrong_step: WrongStep | None = None
-    read_in_another_order: bool = False
+    read_order: tuple[int, ...] = ()
     failure: RankFailed | None = None
     output: Mapping[int, str] = field(default_factory=dict)
     changed: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -185,6 +185,11 @@ class Verdict:
             for name, digest in one.buffers.items():
                 held.setdefault(name, set()).add(digest)
         return tuple(name for name, digests in held.items() if len(digests) > 1)
+
+    @property
+    def read_in_another_order(self) -> bool:
+        """True if the steps of a trainer read the examples in another order than the batch has."""
+        return bool(self.read_order)
 
     @property
     def buffers_beside_big_batch(self) -> tuple[BufferBeside, ...]:

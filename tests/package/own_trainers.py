@@ -74,6 +74,12 @@ class DropsExamplesLater(Trainer):
         return loss(ddp, rows_of_step(examples, rows))
 
 
+class ShufflesAndDropsExamples(Shuffles):
+    def loss(self, step: int, ddp: nn.Module, examples: dict[str, Tensor]) -> Tensor:
+        rows = torch.arange(len(examples["rows"]) - 1)
+        return loss(ddp, rows_of_step(examples, rows))
+
+
 class DoublesTheRateLater(Trainer):
     def before_step(self, step: int, optimizer: torch.optim.Optimizer) -> None:
         optimizer.param_groups[0]["lr"] *= 1 + step

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_equivalence import BadCase, Case, Rank, assert_equivalent, check
 from ddp_equivalence.report.verdict import Verdict
 from tests.package import own_trainers
-from tests.package.own_cases import build_model, loss, make_batch, own_case, right_step
+from tests.package.own_cases import EXAMPLES, build_model, loss, make_batch, own_case, right_step
 from tests.package.own_trainers import CLIP, STEPS, adamw, momentum_with_schedule
 
 AS_TRAINER: Any = {"compare": "update", "optimizer": adamw, "clip": CLIP, "steps": STEPS}
@@ -45,6 +45,16 @@ def test_the_order_in_which_a_trainer_reads_is_no_difference() -> None:
     assert verdict.outcome == "same"
     assert verdict.read_in_another_order
     assert "another order" in str(verdict)
+
+
+def test_examples_that_a_shuffling_trainer_drops_are_named() -> None:
+    verdict = judged(own_trainers.ShufflesAndDropsExamples())
+    assert verdict.cause == "examples_dropped"
+    assert verdict.wrong_step is not None
+    assert verdict.wrong_step.number == 1
+    assert sorted(verdict.read_order) == list(range(EXAMPLES))
+    of_first_step = ", ".join(map(str, verdict.read_order[: EXAMPLES // STEPS]))
+    assert f"Examples 0 to 3 of step 1 are {of_first_step} of the batch" in str(verdict)
 
 
 def test_the_first_wrong_step_is_explained_by_its_gradients() -> None:
@@ -271,3 +281,16 @@ def test_a_loss_as_large_as_a_sum_of_eight_examples_is_no_loss_scale() -> None:
 
     verdict = check(own_case(batch=batch_of_16), summed)
     assert verdict.cause == "local_loss_summed"
+
+
+def test_a_loss_summed_over_each_micro_batch_and_divided_by_their_number_is_named() -> None:
+    def accumulates(model: nn.Module, shard: dict[str, Tensor], rank: Rank) -> None:
+        wrapped = DistributedDataParallel(model)
+        first, second = ({name: leaf[start::2] for name, leaf in shard.items()} for start in (0, 1))
+        with wrapped.no_sync():
+            (len(first["rows"]) * loss(wrapped, first) / 2).backward()
+        (len(second["rows"]) * loss(wrapped, second) / 2).backward()
+
+    verdict = check(own_case(), accumulates)
+    assert verdict.cause == "local_loss_summed"
+    assert "12 / 2 / 2 (examples / ranks / micro-batches)" in verdict.full_report()

@@ -13,7 +13,12 @@ from ddp_equivalence.diagnosis.hypothesis import (
     Prediction,
     WrongFactor,
 )
-from ddp_equivalence.diagnosis.indications import common_loss_factor, losses_close
+from ddp_equivalence.diagnosis.indications import (
+    common_loss_factor,
+    losses_close,
+    micro_batches_of_a_rank,
+    unrecognised_micro_batches,
+)
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines.loss_lines import line_of_loss, line_that_scales_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
@@ -41,20 +46,12 @@ def factors(view: View) -> Sequence[WrongFactor]:
     if view.parts.add_up_to_the_big_batch:
         return ()
     count = view.parts.micro_batches_per_rank
-    if count == 1 and (passes := _unknown_micro_batches(view)) > 1:
+    if count == 1 and (passes := unrecognised_micro_batches(view)) > 1:
         detail = f"multiplied by {passes}, the number of backward passes"
         return (WrongFactor(passes, detail),)
     if count is None or count == 1:
         return ()
     return (WrongFactor(count, f"multiplied by {count}, the number of micro-batches"),)
-
-
-def _unknown_micro_batches(view: View) -> int:
-    """How often each rank called backward, where it was not recognised what it read; else 1."""
-    if view.observed.examples_read is not None:
-        return 1
-    counts = {len(view.observed.backwards(rank)) for rank in view.observed.by_rank}
-    return counts.pop() if len(counts) == 1 else 1
 
 
 def indication(view: View) -> Indication | None:
@@ -71,7 +68,7 @@ def indication(view: View) -> Indication | None:
 
 def lines(view: View) -> Sequence[PointedLine]:
     """Where the loss of a micro-batch is made, and backward, which adds it up."""
-    count = _micro_batches(view)
+    count = micro_batches_of_a_rank(view)
     missing = f"a division by {count}"
     if count > 1 and line_that_scales_loss(view, 1 / count) is not None:
         return [place.pointed(f"adds up {count} micro-batches") for place in _last_backward(view)]
@@ -87,14 +84,9 @@ def _last_backward(view: View) -> list[Place]:
     return view.observed.calls.backwards[-1:]
 
 
-def _micro_batches(view: View) -> int:
-    known = max((len(of_rank) for of_rank in view.parts.by_rank or ()), default=1)
-    return max(known, _unknown_micro_batches(view))
-
-
 def fix(view: View) -> str:
     """Divide the loss of each micro-batch."""
-    return f"divide each loss by {_micro_batches(view)}, the number of micro-batches."
+    return f"divide each loss by {micro_batches_of_a_rank(view)}, the number of micro-batches."
 
 
 HYPOTHESIS = Hypothesis(

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, WrongFactor
-from ddp_equivalence.diagnosis.indications import losses_close, losses_of_backwards
+from ddp_equivalence.diagnosis.indications import (
+    losses_close,
+    losses_of_backwards,
+    micro_batches_of_a_rank,
+)
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
 from ddp_equivalence.diagnosis.lines.lines_of_reduction import common_factor, line_of_reduction
 from ddp_equivalence.diagnosis.lines.loss_lines import line_of_unscaled_loss
@@ -16,14 +20,20 @@ from ddp_equivalence.diagnosis.view import View
 
 
 def factors(view: View) -> Sequence[WrongFactor]:
-    """Every number that the mean may divide by, with and without an average over the ranks."""
+    """Every number that the mean may divide by, with and without an average over the ranks.
+
+    Each of them also with an average over the micro-batches of a rank, where it has several.
+    """
     if view.parts.add_up_to_the_big_batch:
         return ()
-    details = {}
-    for unit, count in view.setting.divisor_candidates.items():
-        averaged = f"too large by the factor {count:g} / {view.world_size} ({unit} / ranks)"
-        added = f"too large by the factor {count:g} ({unit}), and added over the ranks"
-        details[count / view.world_size], details[count] = averaged, added
+    ranks, details = view.world_size, dict[float, str]()
+    for passes in sorted({1, micro_batches_of_a_rank(view)}):
+        divided, named = (f" / {passes}", " / micro-batches") if passes > 1 else ("", "")
+        for unit, count in view.setting.divisor_candidates.items():
+            averaged = f"{count:g} / {ranks}{divided} ({unit} / ranks{named})"
+            added = f"{count:g}{divided} ({unit}{named}), and added over the ranks"
+            details.setdefault(count / ranks / passes, f"too large by the factor {averaged}")
+            details.setdefault(count / passes, f"too large by the factor {added}")
     return tuple(
         WrongFactor(value, detail) for value, detail in details.items() if value not in (0, 1)
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
+from ddp_equivalence.diagnosis.examples_read import short_numbers
 from ddp_equivalence.report.fresh_ranks import LABEL, fresh_ranks_text
 from ddp_equivalence.report.line import Line, Style
 from ddp_equivalence.report.random_numbers import random_number_text
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from ddp_equivalence.report.verdict import Verdict
 
 GAP = "     "
+
+MOST_EXAMPLES = 8
+"""So many examples of one step are listed."""
 
 ORDINARY_LANES = ("gloo", "gloo_fallback")
 """On any other lane the report says which it was."""
@@ -82,6 +86,8 @@ def training_notes(verdict: Verdict) -> Iterator[str]:
         yield verdict.wrong_step.sentence
     if verdict.read_in_another_order:
         yield "The big batches are those that the steps read: another order than the batch has."
+        if verdict.wrong_step is not None and verdict.wrong_step.number is not None:
+            yield _examples_of_step_text(verdict, verdict.wrong_step.number)
     if verdict.training.is_of_the_user:
         yield _own_reference_text(verdict)
     elif verdict.outcome == "same":
@@ -90,6 +96,14 @@ def training_notes(verdict: Verdict) -> Iterator[str]:
         yield f"Compared with plain SGD, learning rate {verdict.lr:g}: is that what the step does?"
     elif verdict.compare == "update":
         yield "Compared with your optimizer= and clip=: are they those of the step?"
+
+
+def _examples_of_step_text(verdict: Verdict, number: int) -> str:
+    """Which examples of the batch a report that counts those of one step from 0 speaks of."""
+    first = sum(verdict.examples[: number - 1])
+    of_step = verdict.read_order[first : first + verdict.examples[number - 1]]
+    numbers = short_numbers(of_step, MOST_EXAMPLES)
+    return f"Examples 0 to {len(of_step) - 1} of step {number} are {numbers} of the batch."
 
 
 def _own_reference_text(verdict: Verdict) -> str:
