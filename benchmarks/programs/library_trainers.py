@@ -136,3 +136,14 @@ def lightning_step(training: Training, loss: Any) -> Any:
         accumulate_grad_batches=training.accumulation,
         gradient_clip_val=training.norm,
     )
+
+
+def fabric_step(training: Training, loop: Any) -> Any:
+    """A step with a loop of Lightning Fabric. The loop divides by the micro-batches itself."""
+    from ddp_equivalence.adapters.lightning import fabric_step as step_with
+
+    return step_with(
+        loop,
+        steps=training.steps * training.accumulation,
+        optimizer=training.optimizer,
+    )

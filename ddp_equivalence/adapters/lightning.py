@@ -1,4 +1,4 @@
-"""Lightning's Trainer as a step for ``check(..., compare="update")``."""
+"""Lightning's Trainer, and a loop with Fabric, as a step for ``check(..., compare="update")``."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from ddp_equivalence.adapters import MakeOptimizer, Rows, micro_batch_size, plai
 from ddp_equivalence.ranks.rank import Rank
 
 try:
+    from lightning.fabric import Fabric
     from lightning.pytorch import LightningModule, Trainer
-except ImportError:  # the same library is released under two names
+except ImportError:  # the same libraries are released under two names
+    from lightning_fabric import Fabric
     from pytorch_lightning import LightningModule, Trainer
+
+Loop = Callable[[Fabric, nn.Module, Any, Any], object]
+"""Trains on everything that the loader yields: (fabric, model, optimizer, loader)."""
 
 QUIET = {
     "logger": False,
@@ -61,13 +66,44 @@ def lightning_step(
         rows, module = Rows(whole), model if loss is None else OneLoss(model, loss, optimizer)
         accumulation = settings.get("accumulate_grad_batches", 1)
         size = batch_size or micro_batch_size(len(rows), rank, steps, accumulation)
-        chosen: dict[str, Any] = {"max_steps": steps, "num_nodes": rank.nodes}
-        chosen |= {"devices": rank.local_world_size, "use_distributed_sampler": True}
-        chosen |= {"accelerator": "cpu" if rank.device.type == "cpu" else "gpu"}
-        if rank.world_size > 1:
-            chosen["strategy"] = "ddp"
+        chosen = _processes(rank) | {"max_steps": steps, "use_distributed_sampler": True}
         with trainers_room(rank) as folder:
             trainer = Trainer(default_root_dir=folder, **(QUIET | chosen | settings))
             trainer.fit(module, DataLoader(rows, batch_size=size, shuffle=shuffle))
 
     return step
+
+
+def fabric_step(
+    loop: Loop,
+    *,
+    steps: int = 1,
+    optimizer: MakeOptimizer = plain_sgd,
+    batch_size: int | None = None,
+    shuffle: bool = False,
+    **settings: Any,
+) -> Callable[[nn.Module, Any, Rank], None]:
+    """A step that gives ``loop`` a launched Fabric, and what it has set up.
+
+    ``settings``: arguments of ``Fabric``, such as ``precision``. ``batch_size``: of one rank's
+    loader; the default divides the examples into ``steps`` steps, without accumulation.
+    """
+
+    def step(model: nn.Module, whole: Any, rank: Rank) -> None:
+        rows = Rows(whole)
+        size = batch_size or micro_batch_size(len(rows), rank, steps, accumulation=1)
+        loader = DataLoader(rows, batch_size=size, shuffle=shuffle)
+        with trainers_room(rank):
+            fabric = Fabric(**(_processes(rank) | settings))
+            fabric.launch()
+            prepared = fabric.setup(model, optimizer(list(model.parameters())))
+            loop(fabric, *prepared, fabric.setup_dataloaders(loader))
+
+    return step
+
+
+def _processes(rank: Rank) -> dict[str, Any]:
+    """The arguments of a Trainer or a Fabric that say which processes there are."""
+    arguments: dict[str, Any] = {"devices": rank.local_world_size, "num_nodes": rank.nodes}
+    arguments["accelerator"] = "cpu" if rank.device.type == "cpu" else "gpu"
+    return arguments | ({"strategy": "ddp"} if rank.world_size > 1 else {})

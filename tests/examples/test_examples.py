@@ -24,6 +24,7 @@ RIGHT = {
     "examples/trainer_of_transformers.py": "step is big_batch: same",
     "examples/loop_with_accelerate.py": "step is big_batch: same",
     "examples/trainer_of_lightning.py": "step is big_batch: same",
+    "examples/loop_with_fabric.py": "step is big_batch: same",
     "examples/adversarial.py": "Train is big_batch: same",
 }
 WRONG = {
@@ -35,6 +36,7 @@ LIBRARIES = {
     "examples/trainer_of_transformers.py": ("transformers", "accelerate"),
     "examples/loop_with_accelerate.py": ("accelerate",),
     "examples/trainer_of_lightning.py": ("lightning",),
+    "examples/loop_with_fabric.py": ("lightning",),
 }
 """Those of the extra `trainers`. Where one is not installed, its example is skipped."""
 

@@ -16,6 +16,7 @@ from benchmarks.programs.library_trainers import (
     Training,
     WithLoss,
     accelerate_step,
+    fabric_step,
     gpt2,
     lightning_step,
     returned_loss,
@@ -34,6 +35,7 @@ SENTENCES = {
     "gpt2": "Hugging Face's Trainer with a GPT-2.",
     "accelerate": "A loop with Accelerate.",
     "lightning": "Lightning's Trainer.",
+    "fabric": "A loop with Lightning Fabric.",
 }
 
 
@@ -54,6 +56,28 @@ class Accumulates:
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         return mean_squared_error(model, batch)
+
+
+@dataclass(frozen=True)
+class AccumulatesWithFabric:
+    """The loop of Fabric's documentation, with so many micro-batches a step."""
+
+    norm: float | None
+    micro_batches: int
+
+    def __call__(self, fabric: Any, model: nn.Module, optimizer: Any, loader: Any) -> None:
+        for number, batch in enumerate(loader, 1):
+            accumulates = number % self.micro_batches != 0
+            with fabric.no_backward_sync(model, enabled=accumulates):
+                fabric.backward(self.loss(model, batch))
+            if not accumulates:
+                if self.norm:
+                    fabric.clip_gradients(model, optimizer, max_norm=self.norm)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        return mean_squared_error(model, batch) / self.micro_batches
 
 
 def add_all() -> None:
@@ -81,6 +105,8 @@ def add_all() -> None:
         if "lightning" not in MISSING:
             step = lightning_step(training, mean_squared_error)
             _add("lightning", name, training, step, dtype=dtype)
+            loop = AccumulatesWithFabric(training.norm, training.accumulation)
+            _add("fabric", name, training, fabric_step(training, loop), dtype=dtype)
 
 
 def _add(kind: str, optimizer: str, training: Training, step: Any, **fields: Any) -> None:

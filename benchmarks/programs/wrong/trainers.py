@@ -18,13 +18,14 @@ from benchmarks.programs.library_trainers import (
     Training,
     WithLoss,
     accelerate_step,
+    fabric_step,
     gpt2,
     lightning_step,
     returned_loss,
     transformers_step,
 )
 from benchmarks.programs.program import Programs, spelled
-from benchmarks.programs.right.trainers import Accumulates
+from benchmarks.programs.right.trainers import Accumulates, AccumulatesWithFabric
 
 programs = Programs("trainers", right=False)
 
@@ -79,6 +80,20 @@ class NeverSteps(Accumulates):
             accelerator.backward(self.loss(model, batch))
 
 
+class NotDivided(AccumulatesWithFabric):
+    """The losses of the micro-batches are added up."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return mean_squared_error(model, batch)
+
+
+class BareBackward(AccumulatesWithFabric):
+    """The module inside the wrapper is called, so that its gradients are not reduced."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return super().loss(model.module, batch)  # type: ignore[arg-type]
+
+
 def loss_times_world_size(model: nn.Module, batch: Batch) -> Tensor:
     """The loss is multiplied by the world size, although gradients are averaged."""
     return mean_squared_error(model, batch) * dist.get_world_size()
@@ -102,6 +117,10 @@ LOOPS: tuple[tuple[type[Accumulates], str], ...] = (
     (BackwardOfItsOwn, "accumulation_not_divided"),
     (NeverSteps, "no_optimizer_step"),
 )
+FABRIC_LOOPS: tuple[tuple[type[AccumulatesWithFabric], str], ...] = (
+    (NotDivided, "accumulation_not_divided"),
+    (BareBackward, "raw_module_called"),
+)
 LOSSES = (
     (loss_times_world_size, "sum_not_mean"),
     (summed_loss, "local_loss_summed"),
@@ -119,6 +138,9 @@ def add_all() -> None:
         if "lightning" not in MISSING:
             for loss, cause in LOSSES:
                 _add(loss, "lightning", cause, training, lightning_step(training, loss))
+            for fabric_loop, cause in FABRIC_LOOPS:
+                step = fabric_step(training, fabric_loop(None, training.accumulation))
+                _add(fabric_loop, "fabric", cause, training, step)
         if not {"transformers", "accelerate"} & set(MISSING):
             _add_trainers(steps)
 
