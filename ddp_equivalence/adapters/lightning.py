@@ -96,8 +96,8 @@ def fabric_step(
         with trainers_room(rank):
             fabric = Fabric(**(_processes(rank) | settings))
             fabric.launch()
-            prepared = fabric.setup(model, optimizer(list(model.parameters())))
-            loop(fabric, *prepared, fabric.setup_dataloaders(loader))
+            wrapped, its_optimizer = fabric.setup(model, optimizer(list(model.parameters())))
+            loop(fabric, wrapped, its_optimizer, fabric.setup_dataloaders(loader))
 
     return step
 
