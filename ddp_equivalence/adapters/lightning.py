@@ -86,7 +86,7 @@ def fabric_step(
     """A step that gives ``loop`` a launched Fabric, and what it has set up.
 
     ``settings``: arguments of ``Fabric``, such as ``precision``. ``batch_size``: of one rank's
-    loader; the default divides the examples into ``steps`` steps, without accumulation.
+    loader; the default divides the examples into ``steps`` steps. Give it if the loop accumulates.
     """
 
     def step(model: nn.Module, whole: Any, rank: Rank) -> None:

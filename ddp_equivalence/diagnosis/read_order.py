@@ -24,7 +24,9 @@ def order_read(
         return ()
     by_step = [_read_in(step, observed.values()) for step in range(len(sizes))]
     known = [read for read in by_step if read is not None]
-    if len(known) < len(sizes) or any(map(_is_too_long, known, sizes)):
+    if len(known) < len(sizes) or any(
+        len(read) > size for read, size in zip(known, sizes, strict=True)
+    ):
         return ()
     times = Counter(chain.from_iterable(known))
     if any(count > 1 for count in times.values()) or not times:
@@ -48,7 +50,3 @@ def _read_in(step: int, observed: Iterable[Observation]) -> frozenset[int] | Non
                 return None
             read |= set(one.if_certain)
     return frozenset(read)
-
-
-def _is_too_long(read: frozenset[int], size: int) -> bool:
-    return len(read) > size

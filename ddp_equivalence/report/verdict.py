@@ -81,7 +81,8 @@ class Verdict:
     the first optimizer step of a trainer that is not that of the big batch; ``comparison`` is then
     that of its gradients, if these are wrong. ``read_order``: the examples of the batch in the
     order in which the steps of a trainer read them, step after step, if it is another than the
-    batch has; the big batches were then made of what each step reads.
+    batch has; the big batches were then made in this order. Where a step reads too few examples,
+    it has some that no step reads.
     """
 
     case: Case

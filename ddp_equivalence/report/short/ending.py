@@ -85,7 +85,7 @@ def training_notes(verdict: Verdict) -> Iterator[str]:
     if verdict.wrong_step is not None:
         yield verdict.wrong_step.sentence
     if verdict.read_in_another_order:
-        yield "The big batches are those that the steps read: another order than the batch has."
+        yield "The big batches follow what the steps read: another order than the batch has."
         if verdict.wrong_step is not None and verdict.wrong_step.number is not None:
             yield _examples_of_step_text(verdict, verdict.wrong_step.number)
     if verdict.training.is_of_the_user:
