@@ -33,7 +33,6 @@ WIDEST = 100
 NOT_SHOWN = frozenset(
     {
         "s146_speech_by_length",
-        "s149_group_relative_policy",
         "s152_partitioned_graph",
         "s158_split_attention",
         "s160_recorded_teacher",

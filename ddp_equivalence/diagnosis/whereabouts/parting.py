@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ddp_equivalence.diagnosis.whereabouts.beside_the_loss import VIEWS
 from ddp_equivalence.diagnosis.whereabouts.kinship import RELATED
 from ddp_equivalence.diagnosis.whereabouts.selections import Selection
-from ddp_equivalence.diagnosis.whereabouts.two_logs import TwoLogs
+from ddp_equivalence.diagnosis.whereabouts.two_logs import PACKING, TwoLogs
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.operation_log import BETWEEN_TWO, UNWRITTEN
 from ddp_equivalence.measurement.operations import Operation, Value
@@ -116,6 +117,8 @@ class _Search:
     def read_by_python(self) -> Iterator[int]:
         """The partings whose results are sent to other ranks or read into numbers of Python."""
         for number in self.lasting():
+            if self._operations[number].draws:
+                continue  # each rank is seeded with its own number
             open_ones, seen = [number], set[int]()
             while open_ones:
                 here = open_ones.pop()
@@ -166,6 +169,21 @@ class _Search:
 
         What no operation wrote was made of numbers of Python, by this line as far as is known.
         """
-        if not self._logs.places_that_part(number):
-            return False
-        return all(given != "other" or writer is None for given, writer in self._logs.given(number))
+        return bool(self._logs.places_that_part(number)) and not self._is_given_others(number)
+
+    def _is_given_others(self, number: int) -> bool:
+        """True if one of the values that the operation was given is another one, or is a view of
+        one, or a tensor with one in it, that cannot be compared itself.
+        """
+        open_ones, seen = [number], {number}
+        while open_ones:
+            for given, writer in self._logs.given(open_ones.pop()):
+                if given == "other" and writer is not None:
+                    return True
+                if given != "unknown" or writer is None or writer.name not in (*VIEWS, *PACKING):
+                    continue
+                before = self._logs.number_of(writer)
+                if before is not None and before not in seen:
+                    seen.add(before)
+                    open_ones.append(before)
+        return False

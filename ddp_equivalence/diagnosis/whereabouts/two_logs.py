@@ -99,9 +99,13 @@ class TwoLogs:
             yield "other" if relation.how == "extreme" and not is_sent else relation.how, writer
 
     def relations(self, number: int) -> Iterator[Given]:
-        """The same, with the parts that the ranks have of each value."""
+        """The same, with the parts that the ranks have of each value. Nothing if the operation does
+        not run on all ranks.
+        """
         operation = self.alone.operations[number]
         each = self._on_ranks(number)
+        if len(each) < len(self.ranks):
+            return
         for place, (alone, writer) in enumerate(
             zip(operation.given, operation.writers, strict=True)
         ):
