@@ -18,18 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_equivalence.case.batch import BatchDims
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.measurement.call_watch import CallWatch
+from ddp_equivalence.measurement.declared_rows import DeclaredRows
 from ddp_equivalence.measurement.example_lookup import ExampleLookup
 from ddp_equivalence.measurement.module_calls import Heard, heard, listen, stop_listening
 from ddp_equivalence.measurement.module_watch import ModuleWatch
 from ddp_equivalence.measurement.observation import (
     Backward,
     Forward,
-    Indices,
     Observation,
     Wrapper,
 )
@@ -42,24 +41,22 @@ MOST_BUCKET_ELEMENTS = 2_000_000
 
 
 class Observer:
-    """``batch``: that of all steps, in which the model's inputs are looked up. ``given``: what the
-    rank was given in each step, with its positions there. ``sample``: the elements of each gradient
-    that are kept. ``dims``: where the batch holds its examples.
+    """``lookup``: recognises examples in the model's inputs. ``declared``: the rows that the step
+    says it reads. ``sample``: the elements of each gradient that are kept.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        batch: object,
-        given: Sequence[tuple[object, Indices]],
+        lookup: ExampleLookup,
+        declared: DeclaredRows,
         sample: ElementSample[str],
-        dims: BatchDims = None,
     ) -> None:
         self._model = model
         self._sample = sample
         self._local_gradient: dict[str, Tensor] = {}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._lookup = ExampleLookup(batch, given, dims)
+        self._lookup, self._declared = lookup, declared
         self._forwards: list[Forward] = []
         self.backwards: list[Backward] = []
         self._wrappers: list[_WrapperObserver] = []
@@ -147,7 +144,7 @@ class Observer:
     def _on_forward(self, arguments: tuple[Any, ...]) -> Heard:
         if not torch.is_grad_enabled():
             return None
-        rows = self._lookup.rows_of(arguments)
+        rows = self._declared.or_recognised(self._lookup.rows_of(arguments))
         examples = rows.if_certain if rows is not None else ()
         self._calls.further.forward(sys._getframe(), arguments, examples)
         ended = self._calls.forward(self._model)

@@ -26,7 +26,9 @@ from ddp_equivalence.measurement.buffer_watch import digests_of_buffers
 from ddp_equivalence.measurement.buffers_left import buffers_left
 from ddp_equivalence.measurement.called_with import CalledWith
 from ddp_equivalence.measurement.cuda_evidence import gpus_used, tf32_of
+from ddp_equivalence.measurement.declared_rows import DeclaredRows
 from ddp_equivalence.measurement.draws_on_rank import with_draws
+from ddp_equivalence.measurement.example_lookup import ExampleLookup
 from ddp_equivalence.measurement.idle_data_parallel import IdleDataParallel
 from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.measurement.operation_log import OperationLog
@@ -73,7 +75,7 @@ def _run_step(
 ) -> tuple[dict[GradientKey, Tensor | None], Evidence]:
     case = work.case
     start = digest(dict(model.named_parameters()))
-    shards, given, data, observer = _data(rank, work, model)
+    shards, given, data, declared, observer = _data(rank, work, model)
     notes, races = dict[str, Any](), Races(rank.device)
     draws = DrawLog(lambda: len(observer.backwards)) if observer and work.log_draws else None
     called = CalledWith(given, in_any_order=case.shards == OWN)
@@ -84,6 +86,7 @@ def _run_step(
     with (
         held.recorded(),
         idle.watched(),
+        declared.listening(),
         called.recording(model),
         autocast_entered() as autocast,
         observer.watching() if observer else nullcontext(),
@@ -93,7 +96,7 @@ def _run_step(
         draws.watching() if draws else nullcontext(),
     ):
         task = Task(case, model, rank, shards, notes, work.steps)
-        run_of_step = RunOfStep(rank, work, model, held, races, planted, observer)
+        run_of_step = RunOfStep(rank, work, model, held, races, planted, declared, observer)
         gradients = run_of_step.train(task, given)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
@@ -132,9 +135,9 @@ def _run_step(
 
 def _data(
     rank: Rank, work: Work, model: nn.Module
-) -> tuple[list[Shards], list[Any], Digests, Observer | None]:
-    """The shards of each step, what the rank is given of them, digests of that, and an observer of
-    the step if it is watched.
+) -> tuple[list[Shards], list[Any], Digests, DeclaredRows, Observer | None]:
+    """The shards of each step, what the rank is given of them, digests of that, the rows that the
+    step may declare, and an observer of the step if it is watched.
     """
     case = work.case
     whole, sizes = build_whole_batch(case, work.steps)
@@ -148,14 +151,11 @@ def _data(
     if work.read_order:  # what is read is looked up where the reference has it
         whole = take(whole, work.read_order, case.batch_dims)
         at = [tuple(map(work.read_order.index, indices)) for indices in at]
-    return shards, given, data, _observer(work, model, whole, given, at) if work.observe else None
-
-
-def _observer(work: Work, model: nn.Module, whole: Any, given: list[Any], at: Any) -> Observer:
-    """Observes the step. ``at``: for each of what is given, the positions of its examples."""
-    assert work.observe is not None
-    given_at = tuple(zip(given, at, strict=True))
-    return Observer(model, whole, given_at, work.observe, work.case.batch_dims)
+    declared = DeclaredRows(at)
+    if work.observe is None:
+        return shards, given, data, declared, None
+    lookup = ExampleLookup(whole, tuple(zip(given, at, strict=True)), case.batch_dims)
+    return shards, given, data, declared, Observer(model, lookup, declared, work.observe)
 
 
 def _of_first_step(gradients: Mapping[GradientKey, Tensor | None]) -> dict[str, Tensor | None]:

@@ -15,6 +15,7 @@ from ddp_equivalence.case.random_state import seeded, step_seed
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.gradients import in_first_step, sgd_step, update_of
 from ddp_equivalence.faults.plant import PlantedFault
+from ddp_equivalence.measurement.declared_rows import DeclaredRows
 from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.measurement.races import Races
 from ddp_equivalence.measurement.returned import tensors_by_name
@@ -42,11 +43,12 @@ class RunOfStep:
         held: WholeTensors,
         races: Races,
         planted: PlantedFault | None,
+        declared: DeclaredRows,
         observer: Observer | None,
     ) -> None:
         self._rank, self._work, self._model = rank, work, model
         self._held, self._races = held, races
-        self._planted, self._observer = planted, observer
+        self._planted, self._declared, self._observer = planted, declared, observer
         self.optimizer_steps = 0
         self.clips = 0
 
@@ -93,6 +95,7 @@ class RunOfStep:
         returned: object = None
         with count.watched():
             for number, shard in enumerate(given):
+                self._declared.begin(number)
                 if self._observer and not work.at_each_step:
                     self._observer.step = number
                 with self._seeded(number), self._races.watched():
@@ -134,6 +137,7 @@ class RunOfStep:
         work, model, held = self._work, self._model, self._held
         gradients: dict[GradientKey, Tensor | None] = {}
         for number, shard in enumerate(given):
+            self._declared.begin(number)
             if self._observer:
                 self._observer.step = number
             last = number + 1 == len(given)
