@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from ddp_equivalence.diagnosis.indications import common_loss_factor
 from ddp_equivalence.diagnosis.limits_by_parameter import LimitByName
 from ddp_equivalence.diagnosis.ranking import without_rounding
 from ddp_equivalence.diagnosis.residual import nearly_equal
-from ddp_equivalence.diagnosis.two_causes import scaled_predictions
+from ddp_equivalence.diagnosis.two_causes import ScaledPrediction, scaled_predictions
 from ddp_equivalence.diagnosis.view import View
 
 ONE = 1e-4
@@ -27,7 +28,9 @@ def one_cause_and_a_factor(
 
     If the cause itself only multiplies the right gradient, or if the ranks may have reduced wrong
     gradients as they should, the factor must be that of the losses at which backward was seen to
-    begin: any number would be explained otherwise.
+    begin: any number would be explained otherwise. It must then be nearer to 1 than both are
+    together: losses that are divided by a count of all ranks begin at 1 / world size of their own
+    mean, and to sum their gradients is right, so that not the sum is wrong, but the count.
     """
     findings: dict[str, Finding] = {}
     of_losses, own_with_a_factor = _factor_of_losses(view), _holds_own_with_a_factor(view)
@@ -36,7 +39,8 @@ def one_cause_and_a_factor(
             continue
         anything_fits = _is_multiple_of_right(view, scaled.prediction.by_rank) or own_with_a_factor
         seen = of_losses is not None and _is(of_losses, scaled.factor)
-        if (anything_fits or scaled.is_a_right_step) and not seen:
+        is_likely = seen and _is_the_lesser(scaled, view)
+        if (anything_fits or scaled.is_a_right_step) and not is_likely:
             continue
         finding = finding_without_prediction(scaled.hypothesis)
         indication = scaled.hypothesis.indication(view)
@@ -53,6 +57,15 @@ def one_cause_and_a_factor(
             ),
         )
     return list(findings.values())
+
+
+def _is_the_lesser(scaled: ScaledPrediction, view: View) -> bool:
+    """True unless the cause and the factor together multiply the right gradient by a number that is
+    as near to 1 as the factor.
+    """
+    right, held = view.expected_by_rank, scaled.factor * scaled.prediction.by_rank
+    together = float((held * right).sum()) / float((right * right).sum())
+    return together <= 0 or abs(math.log(scaled.factor)) < abs(math.log(together))
 
 
 def with_factor_of_own_gradients(findings: tuple[Finding, ...], view: View) -> tuple[Finding, ...]:

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_equivalence.ranks.user_modules.import_watch import spec_of_finders_after
+
 MODULE = "torch.distributed.fsdp._flat_param"
 
 NONE, PART, OWN = 0, 1, 2
@@ -147,15 +149,13 @@ class _AfterImport:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != MODULE:
             return None
-        finders = [finder for finder in sys.meta_path if finder is not self]
-        found = (finder.find_spec(name, path, target) for finder in finders)
-        spec = next((one for one in found if one is not None), None)
+        spec = spec_of_finders_after(self, name, path, target)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
             load = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                del loader.exec_module
+                loader.exec_module = load  # that of another finder, which takes it away itself
                 load(module)
                 self._then(module)
 

@@ -12,6 +12,21 @@ from ddp_equivalence.ranks import process_state
 from ddp_equivalence.ranks.importable import belongs_to_user, is_in_installation_folder
 
 
+def spec_of_finders_after(
+    finder: object, name: str, path: Sequence[str] | None, target: ModuleType | None
+) -> ModuleSpec | None:
+    """What the finders that stand behind this one in ``sys.meta_path`` find. Those before it may be
+    asking it, so to ask them would never end.
+    """
+    place = next((at for at, one in enumerate(sys.meta_path) if one is finder), -1)
+    for one in sys.meta_path[place + 1 :]:
+        find = getattr(one, "find_spec", None)
+        spec: ModuleSpec | None = None if find is None else find(name, path, target)
+        if spec is not None:
+            return spec
+    return None
+
+
 class ImportWatch:
     """A finder for ``sys.meta_path`` that finds nothing itself.
 
@@ -34,19 +49,13 @@ class ImportWatch:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Let the other finders find the module, and watch its import if it is the user's."""
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            if finder is self or find is None:
-                continue
-            spec: ModuleSpec | None = find(name, path, target)
-            if spec is not None:
-                if isinstance(spec.loader, SourceFileLoader):
-                    if belongs_to_user(spec.origin or ""):
-                        self._watch(spec.loader)
-                    elif is_in_installation_folder(spec.origin or ""):
-                        self._watch_library(spec.loader)
-                return spec
-        return None
+        spec = spec_of_finders_after(self, name, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            if belongs_to_user(spec.origin or ""):
+                self._watch(spec.loader)
+            elif is_in_installation_folder(spec.origin or ""):
+                self._watch_library(spec.loader)
+        return spec
 
     def _watch_library(self, loader: Any) -> None:
         """What an import of an installed package changes in the process is no step's change."""

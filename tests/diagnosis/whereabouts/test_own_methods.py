@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from ddp_equivalence import Case
+from ddp_equivalence import Case, check
 from ddp_equivalence.diagnosis.whereabouts.lines_of_partings import WRONG_ALONE
 from tests.diagnosis.whereabouts import own_method_steps as steps
 from tests.diagnosis.whereabouts.faulty import CASE, distance, unnamed
@@ -42,7 +43,6 @@ def test_a_backward_method_that_looks_at_its_gradient_is_not_called_deaf() -> No
     [
         (LABELS, steps.counts_of_a_class, steps.Counts),
         (LABELS, steps.count_of_a_property, steps.Trainer),
-        (replace(LABELS, loss=steps.places_loss), steps.count_of_a_helper, steps.sizes),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -50,3 +50,11 @@ def test_the_line_that_counts_wrongly_is_shown(case: Case, step: Any, within: An
     where = unnamed(case, step)
     assert where.headline.startswith("the loss has a wrong factor")
     assert distance(where, within) == 0, where.lines
+
+
+def test_the_line_of_a_helper_that_counts_wrongly_is_shown_beside_the_name() -> None:
+    verdict = check(replace(LABELS, loss=steps.places_loss), steps.count_of_a_helper)
+    assert verdict.cause == "divided_by_another_count"
+    lines, first = inspect.getsourcelines(steps.sizes)
+    fault = next(number for number, line in enumerate(lines, first) if "# fault" in line)
+    assert f"own_method_steps.py:{fault} " in str(verdict)
