@@ -5,9 +5,11 @@ Source: ``torch.optim.optimizer.register_optimizer_step_pre_hook`` and ``..._pos
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -38,12 +40,14 @@ class StepCount:
     """``seen``: how often an optimizer has stepped. A step inside another one does not count.
 
     A closure that is given to ``optimizer.step`` goes backward inside the step, as Lightning's do.
-    ``before`` is then called when the closure has run once, and so has left its gradients.
+    ``before`` is then called when the closure has run once, and so has left its gradients. A step
+    that raises has no end; this is noticed when the next one begins.
     """
 
     def __init__(self) -> None:
         self.seen = 0
         self._inside = 0
+        self._outermost: FrameType | None = None
         self._waits_for_closure = False
 
     @contextmanager
@@ -51,9 +55,13 @@ class StepCount:
         """Count inside the block."""
 
         def before(optimizer: Optimizer, arguments: Arguments, named: Named) -> Changed | None:
+            caller = sys._getframe(1)
+            if self._inside and not _runs(self._outermost, caller):
+                self._inside, self._waits_for_closure = 0, False
             self._inside += 1
             if self._inside != 1:
                 return None
+            self._outermost = caller
             self.seen += 1
             if _closure(arguments, named) is None:
                 self.before(optimizer)
@@ -63,6 +71,7 @@ class StepCount:
         def after(optimizer: Optimizer, arguments: Arguments, named: Named) -> None:
             self._inside -= 1
             if self._inside == 0:
+                self._outermost = None
                 self._has_gradients(optimizer)
                 self.after()
 
@@ -72,6 +81,7 @@ class StepCount:
         finally:
             for handle in handles:
                 handle.remove()
+            self._outermost = None  # it keeps what the step holds
 
     def _with_noticed_closure(
         self, optimizer: Optimizer, arguments: Arguments, named: Named
@@ -223,6 +233,13 @@ class _Clipped:
     def is_left_as(self, gradient: Tensor | None) -> bool:
         """True if this is the gradient that was left, and nothing was written to it since."""
         return gradient is self._left and (gradient is None or gradient._version == self._version)
+
+
+def _runs(frame: FrameType | None, inside: FrameType | None) -> bool:
+    """True if this frame is one of those that led to ``inside``."""
+    while inside is not None and inside is not frame:
+        inside = inside.f_back
+    return inside is not None
 
 
 def _closure(arguments: Arguments, named: Named) -> Any:
