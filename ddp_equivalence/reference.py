@@ -1,5 +1,7 @@
 """The one big batch: one process, one forward pass, one backward pass, plain PyTorch in float64.
 
+A model that cannot compute in float64 computes it in the precision of the case.
+
 This file is the oracle, so it is written to be checked by eye. It uses the builders of the case and
 nothing else: it shares no helper with a strategy, and it knows no wrapper, sampler or rank.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +42,8 @@ class Reference:
     it. ``examples``: the size of the big batch in each step. ``losses``: its loss in each step;
     empty if the reference is a function of the user's own. ``at_each_step``: gradients and updates
     are those at each step of an optimizer. ``after_clipping``: gradients are those after clipping.
-    ``buffers``: what the buffers of the model hold afterwards.
+    ``buffers``: what the buffers of the model hold afterwards. ``why_not_float64``: what the loss
+    raised in float64, if the big batch was therefore computed in the precision of the case.
     """
 
     case: Case
@@ -53,6 +57,12 @@ class Reference:
     at_each_step: bool = False
     after_clipping: bool = False
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    why_not_float64: str = ""
+
+    @property
+    def computed_in(self) -> torch.dtype | None:
+        """The dtype in which the big batch was computed; None for that of the case."""
+        return None if self.why_not_float64 else torch.float64
 
     @property
     def lowest_dtype(self) -> torch.dtype:
@@ -78,16 +88,28 @@ def big_batch(
     whole, sizes = whole_batch or build_whole_batch(case, steps)
     batches = batches_of_steps(case, whole, sizes)
     dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
-    in_float64 = [in_dtype(batch, torch.float64) for batch in batches]
-    expected, losses = train(
+    trained = partial(
+        train,
         case,
-        model.double(),
-        in_float64,
-        compare,
-        training,
+        compare=compare,
+        training=training,
         at_each_step=at_each_step,
         after_clipping=after_clipping,
     )
+    why_not_float64 = ""
+    try:
+        in_float64 = [in_dtype(batch, torch.float64) for batch in batches]
+        expected, losses = trained(model.double(), in_float64)
+    except BadCase as error:
+        why = error.__cause__
+        if not isinstance(why, Exception) or set(dtypes.values()) <= {torch.float64}:
+            raise
+        model, why_not_float64 = build_model(case), it_raised(why)
+        try:
+            found, losses = trained(model, [in_dtype(batch, None) for batch in batches])
+        except BadCase:
+            raise error from why
+        expected = {key: None if one is None else one.double() for key, one in found.items()}
     return Reference(
         case=case,
         compare=compare,
@@ -100,6 +122,7 @@ def big_batch(
         at_each_step=at_each_step,
         after_clipping=after_clipping,
         buffers={name: one.detach().clone() for name, one in model.named_buffers()},
+        why_not_float64=why_not_float64,
     )
 
 
@@ -178,7 +201,8 @@ def _forward(case: Case, loss: Loss, model: nn.Module, batch: Any) -> Tensor:
         right = f"(model, batch) -> scalar tensor; {it_raised(error)}"
         if "dtype" in str(error) or "Double" in str(error):
             right += (
-                " (the reference is computed in float64: give constants the dtype of the input)"
+                " (the case is checked in float64: give constants the dtype of the input; or, if "
+                "the model cannot compute in it, choose another, as Case(dtype=torch.float32))"
             )
         raise BadCase("loss", name, right) from error
     if not isinstance(value, Tensor):

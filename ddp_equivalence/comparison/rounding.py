@@ -26,8 +26,15 @@ from ddp_equivalence.case.build import build_batches, build_model
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.gradients import Gradients
 from ddp_equivalence.comparison.low_precision import NudgedInside
+from ddp_equivalence.comparison.noise import (
+    larger_noise,
+    largest_ratio,
+    noise_of,
+    noise_of_weights,
+    relative_noise,
+)
 from ddp_equivalence.comparison.nudges import nudge_each
-from ddp_equivalence.comparison.tolerance import ZERO, Noise
+from ddp_equivalence.comparison.tolerance import Noise
 from ddp_equivalence.reference import Reference, in_dtype, loss_of_the_case, train
 
 SCALE = 3.0
@@ -89,37 +96,57 @@ def measure_rounding(
         take(batch, range(size)[::-1], case.batch_dims)
         for batch, size in zip(batches, reference.examples, strict=True)
     ]
+    if reference.computed_in is None:
+        same, other = again(batches, None), again(reversed_batches, None)
+        return _in_own_precision(reference, noise_of(expected, same), noise_of(expected, other))
     in_float64 = reference.lowest_dtype is torch.float64
     inside = NudgedInside(1)
     if in_float64:
-        noise = noise_of_other_order = in_other_order = _noise(
+        noise = noise_of_other_order = in_other_order = noise_of(
             expected, again(reversed_batches, torch.float64, nudge=1, inside=inside)
         )
     else:
-        noise = _noise(expected, again(batches, None, scale=1))
-        noise_of_other_order = _noise(expected, again(reversed_batches, None))
+        noise = noise_of(expected, again(batches, None, scale=1))
+        noise_of_other_order = noise_of(expected, again(reversed_batches, None))
         # In float64, because a lower precision would take much for rounding that is none.
-        in_other_order = _noise(
+        in_other_order = noise_of(
             expected, again(reversed_batches, torch.float64, autocast=None, inside=inside)
         )
     order_matters = False
-    if _relative(expected, in_other_order) > math.sqrt(EPS):
+    if relative_noise(expected, in_other_order) > math.sqrt(EPS):
         nudged = again(batches, torch.float64, nudge=1, autocast=None, inside=NudgedInside(2))
-        in_same_order = _noise(expected, nudged)
+        in_same_order = noise_of(expected, nudged)
         order_matters = _moves_more(expected, in_other_order, in_same_order, inside)
         noise = in_same_order if in_float64 else noise
     if not order_matters:
         noise = larger_noise(noise, noise_of_other_order)
     elif inside.lowest is None or not in_float64:
         return Rounding(noise, order_matters=True)
-    if in_float64 and _largest(expected, noise) > AMPLIFIED * EPS:
+    if in_float64 and largest_ratio(expected, noise) > AMPLIFIED * EPS:
         for nudge in range(2, NUDGES + 1):
             again_inside = NudgedInside(nudge + 1)
             moved = again(batches, torch.float64, nudge=nudge, inside=again_inside)
-            noise = larger_noise(noise, _noise(expected, moved))
+            noise = larger_noise(noise, noise_of(expected, moved))
     if reference.compare == "update":
-        noise = larger_noise(noise, _noise_of_weights(reference))
+        noise = larger_noise(noise, noise_of_weights(reference))
     return Rounding(noise, order_matters, inside.lowest if in_float64 else None)
+
+
+def _in_own_precision(
+    reference: Reference,
+    noise: dict[GradientKey, Noise],
+    noise_of_other_order: dict[GradientKey, Noise],
+) -> Rounding:
+    """The rounding where the reference itself is rounded as one device rounds."""
+    eps = torch.finfo(reference.lowest_dtype).eps
+    truth = reference.expected
+    usual = max(eps, relative_noise(truth, noise))
+    order_matters = relative_noise(truth, noise_of_other_order) > OF_ORDER * usual
+    if not order_matters:
+        noise = larger_noise(noise, noise_of_other_order)
+    if reference.compare == "update":
+        noise = larger_noise(noise, noise_of_weights(reference))
+    return Rounding(noise, order_matters)
 
 
 def _moves_more(
@@ -131,7 +158,7 @@ def _moves_more(
     """True if another order of the examples moves more than rounding inside the model does."""
     if inside.lowest is None:
         return True
-    return _relative(truth, in_other_order) > OF_ORDER * _relative(truth, in_same_order)
+    return relative_noise(truth, in_other_order) > OF_ORDER * relative_noise(truth, in_same_order)
 
 
 def measure_more(
@@ -164,7 +191,7 @@ def measure_more(
             device=device,
             inside=NudgedInside(NUDGES + number + 1) if rounding.inside else None,
         )
-        noise = larger_noise(noise, _noise(reference.expected, gradients))
+        noise = larger_noise(noise, noise_of(reference.expected, gradients))
     return Rounding(noise, rounding.order_matters, rounding.inside)
 
 
@@ -231,66 +258,3 @@ def _train_again(
             after_clipping=reference.after_clipping,
         )[0]
     return {key: None if one is None else one.to(CPU) for key, one in gradients.items()}
-
-
-def _noise(truth: Gradients, other: Gradients) -> dict[GradientKey, Noise]:
-    """The distance of each gradient in ``other`` from the true one."""
-    noise = {}
-    for key, expected in truth.items():
-        value = other.get(key)
-        if expected is None or value is None or expected.numel() == 0:
-            noise[key] = Noise()
-            continue
-        expected = expected.to_dense()
-        difference = (value.to_dense().double() - expected).abs()
-        norm, rms = difference.norm().item(), expected.norm() / math.sqrt(expected.numel())
-        scale = expected.abs().clamp(min=rms.item())
-        element = (difference / scale).max().item() if norm > 0 else 0.0
-        noise[key] = Noise(norm, element)
-    return noise
-
-
-def _noise_of_weights(reference: Reference) -> dict[GradientKey, Noise]:
-    """The noise of updates that comes from rounding the weights.
-
-    An update is the difference of two weights, and each of them is rounded at its own size.
-    """
-    noise = dict.fromkeys(reference.expected, Noise())
-    weights = dict(build_model(reference.case).named_parameters())
-    for key, update in reference.expected.items():
-        if update is None or not update.numel():
-            continue
-        weight = weights[key[1]].detach()
-        half = torch.finfo(weight.dtype).eps / 2 * weight.double()
-        noise[key] = _noise({key: update}, {key: update.to_dense() + half})[key]
-    return noise
-
-
-def larger_noise(
-    noise: Mapping[GradientKey, Noise], other: Mapping[GradientKey, Noise]
-) -> dict[GradientKey, Noise]:
-    """The larger noise of each gradient."""
-    return {
-        key: Noise(
-            max(noise[key].norm, other[key].norm), max(noise[key].element, other[key].element)
-        )
-        for key in noise
-    }
-
-
-def _largest(truth: Gradients, noise: Mapping[GradientKey, Noise]) -> float:
-    """The noise of each gradient divided by its norm: the largest of these ratios.
-
-    Gradients that are zero except for rounding do not count.
-    """
-    norms = {key: float(value.norm()) for key, value in truth.items() if value is not None}
-    whole = math.hypot(*norms.values())
-    ratios = (noise[key].norm / norm for key, norm in norms.items() if norm > ZERO * whole)
-    return max(ratios, default=0.0)
-
-
-def _relative(truth: Gradients, noise: Mapping[GradientKey, Noise]) -> float:
-    """The noise of all gradients together, divided by their norm."""
-    squares = [value.to_dense().norm().item() ** 2 for value in truth.values() if value is not None]
-    norm, moved = math.sqrt(sum(squares)), math.sqrt(sum(one.norm**2 for one in noise.values()))
-    return moved / norm if norm > 0 else 0.0

@@ -111,7 +111,7 @@ def _outputs(view: View, examples: Indices) -> tuple[Tensor, Tensor] | None:
         warnings.simplefilter("ignore")
         try:
             batch = take(setting.batch, examples, setting.case.batch_dims)
-            found = gradient_of_outputs(setting.case, batch)
+            found = gradient_of_outputs(setting.case, batch, setting.computed_in)
         except BadCase:
             return None
     if found is None or found[0].ndim == 0 or len(found[0]) != len(examples):

@@ -229,6 +229,7 @@ class ExampleGradients:
                 drawn,
                 buffers,
                 draws,
+                setting.computed_in,
             )
         except BadCase:
             return LossAndGradient(float("nan"), torch.full_like(self.expected, torch.nan))

@@ -56,15 +56,16 @@ def loss_and_gradient_of(
     drawn: Drawn | None = None,
     buffers: Mapping[str, Tensor] | None = None,
     draws: Sequence[Draw] | None = None,
+    computed_in: torch.dtype | None = torch.float64,
 ) -> tuple[float, dict[str, Tensor | None]]:
-    """The float64 loss of ``batch`` alone and its gradient by parameter name.
+    """The loss of ``batch`` alone and its gradient by parameter name, as float64 numbers.
 
     The weights are those that ``training`` on the ``earlier_batches`` leaves. ``generator`` is the
     state that torch's generator gets before each forward pass; empty means the usual state.
     ``other_numbers``: let all generators draw others than usual. ``drawn`` is told whether anything
     was drawn. ``buffers``: what the model's buffers hold before the last forward pass, if it is not
     what the earlier ones have left. ``draws``: the random numbers that everything draws; NaN is
-    returned if it draws others.
+    returned if it draws others. ``computed_in``: the dtype of model and batch; None for the case's.
     Raises BadCase as the reference does, for instance if the loss needs more examples.
     """
     loss = loss_of_the_case(case)
@@ -85,8 +86,8 @@ def loss_and_gradient_of(
         with (drawn or Drawn()).watching():
             return loss(model, batch)
 
-    batches = [in_dtype(one, torch.float64) for one in (*earlier_batches, batch)]
-    model, replay = build_model(case).double(), DrawReplay(draws or ())
+    batches = [in_dtype(one, computed_in) for one in (*earlier_batches, batch)]
+    model, replay = build_model(case).to(computed_in), DrawReplay(draws or ())
     with nullcontext() if draws is None else replay.watching():
         gradients, losses = train(
             case, model, batches, "gradients", training or Training(), with_generators
@@ -97,7 +98,9 @@ def loss_and_gradient_of(
             name: torch.full_like(one, torch.nan) for name, one in model.named_parameters()
         }
     return losses[-1], {
-        name: gradient for (step, name), gradient in gradients.items() if step == last
+        name: None if gradient is None else gradient.double()
+        for (step, name), gradient in gradients.items()
+        if step == last
     }
 
 
@@ -109,14 +112,16 @@ def _fill_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
                 buffer.copy_(values[name])
 
 
-def gradient_of_outputs(case: Case, batch: Any) -> tuple[Tensor, Tensor] | None:
+def gradient_of_outputs(
+    case: Case, batch: Any, computed_in: torch.dtype | None = torch.float64
+) -> tuple[Tensor, Tensor] | None:
     """What the model returns for ``batch``, and the gradient of the loss with respect to it.
 
     None unless the loss calls the model once, and the model returns one tensor. Raises BadCase as
     the reference does.
     """
     outputs: list[Any] = []
-    model = build_model(case).double()
+    model = build_model(case).to(computed_in)
 
     def keep(module: nn.Module, arguments: Any, output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
@@ -125,9 +130,9 @@ def gradient_of_outputs(case: Case, batch: Any) -> tuple[Tensor, Tensor] | None:
 
     handle = model.register_forward_hook(keep)
     try:
-        train(case, model, [in_dtype(batch, torch.float64)], "gradients", Training())
+        train(case, model, [in_dtype(batch, computed_in)], "gradients", Training())
     finally:
         handle.remove()
     if len(outputs) != 1 or not isinstance(outputs[0], Tensor) or outputs[0].grad is None:
         return None
-    return outputs[0].detach(), outputs[0].grad
+    return outputs[0].detach().double(), outputs[0].grad.double()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-import torch
-
 from ddp_equivalence.case.batch import take
 from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.errors import BadCase
@@ -66,10 +64,11 @@ def _drawn(setting: Setting, examples: int) -> tuple[Draws, ...]:
     batch = take(setting.batch, tuple(range(examples)), case.batch_dims)
     with without_planted_faults(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # half of the batch may be too few for the loss
-        model = build_model(case).double()
+        model = build_model(case).to(setting.computed_in)
         try:
             with log.watching():
-                train(case, model, [in_dtype(batch, torch.float64)], "gradients", setting.training)
+                batch = in_dtype(batch, setting.computed_in)
+                train(case, model, [batch], "gradients", setting.training)
         except BadCase:
             return ()
     return tuple(joined_draws(log.draws) or ()) if log.complete else ()

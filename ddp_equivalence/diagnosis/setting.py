@@ -31,11 +31,12 @@ class Setting:
     step takes its examples itself. ``reporting_ranks``: the ranks that send gradients; if a single
     process drives all ranks of the layout, only rank 0 sends any.
 
-    ``dtype``: the least precise dtype of a parameter. ``seed``: torch is seeded with it before the
-    step. ``scale``: predicted gradients are multiplied by it: 1 for gradients, -lr for updates.
-    ``sums_in_nodes``: the strategy adds gradients up inside each node and averages these sums.
-    ``batch_coupled``: the name of the cause that applies where the loss couples the examples of a
-    batch. ``draws_on_cpu``: the ranks draw random numbers on the CPU, as predictions do.
+    ``dtype``: the least precise dtype of a parameter. ``computed_in``: as in the reference.
+    ``seed``: torch is seeded with it before the step. ``scale``: predicted gradients are multiplied
+    by it: 1 for gradients, -lr for updates. ``sums_in_nodes``: the strategy adds gradients up in
+    each node and averages these sums. ``batch_coupled``: the name of the cause that applies where
+    the loss couples the examples of a batch. ``draws_on_cpu``: the ranks draw random numbers on the
+    CPU, as predictions do.
     ``divisor_candidates``: name -> number that a mean over the big batch may divide by.
     """
 
@@ -49,6 +50,7 @@ class Setting:
     reporting_ranks: tuple[int, ...]
     training: Training
     dtype: torch.dtype
+    computed_in: torch.dtype | None
     seed: int
     has_batch_norm: bool
     batch_coupled: str | None = None
@@ -103,6 +105,7 @@ def setting_of(
         training=request.training,
         has_batch_norm=_trains_with(model, nn.modules.batchnorm._BatchNorm),
         dtype=reference.lowest_dtype,
+        computed_in=reference.computed_in,
         seed=step_seed(case, step),
         batch_coupled=LOSSES[case.loss].batch_coupled if isinstance(case.loss, str) else None,
         sums_in_nodes=request.strategy is not None and request.strategy.sums_in_nodes,

@@ -17,7 +17,7 @@ from ddp_equivalence.comparison.comparator import Comparator
 from ddp_equivalence.comparison.comparison import Comparison
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.comparison.expected import Expected
-from ddp_equivalence.comparison.rounding import larger_noise
+from ddp_equivalence.comparison.noise import larger_noise
 from ddp_equivalence.comparison.tolerance import NARROW_MULTIPLE, Noise, Tolerance
 from ddp_equivalence.measurement.on_rank import run
 from ddp_equivalence.measurement.request import Request

@@ -22,6 +22,12 @@ def precision_lines(verdict: Verdict) -> list[Line]:
 
 def _sentences(verdict: Verdict) -> Iterator[str]:
     other = verdict.other_precision
+    if verdict.analysis is not None and verdict.analysis.reference.why_not_float64:
+        yield (
+            f"The big batch was computed in {_precision(verdict)} as well, since in float64 "
+            f"{verdict.analysis.reference.why_not_float64.replace('it raised', 'the loss raises')}."
+        )
+        return
     if verdict.is_in_float64:
         yield from _in_float64(verdict, other)
     elif other is not None:

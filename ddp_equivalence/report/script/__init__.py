@@ -6,12 +6,15 @@ import re
 from pathlib import Path
 from typing import Unpack
 
+import torch
+
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.measurement.check_options import CheckOptions
 from ddp_equivalence.measurement.request import Request, read_request
 from ddp_equivalence.measurement.step_signature import is_prepared
 from ddp_equivalence.measurement.work import Step
+from ddp_equivalence.reference import big_batch
 from ddp_equivalence.report.output_paths import FOLDER, why_no_folder
 from ddp_equivalence.report.script.docstring import command_of, docstring
 from ddp_equivalence.report.script.render import render
@@ -70,6 +73,10 @@ def _check_that_a_script_can_hold(request: Request) -> None:
         if getattr(request.training, option) is not None:
             right = "none for a script: a script trains one device with plain SGD"
             raise BadCase(option, name_of(getattr(request.training, option)), right)
+    case = request.case
+    if case.dtype is not torch.float64 and (why := big_batch(case).why_not_float64):
+        right = f"one for a script, which computes the big batch in float64, where {why}"
+        raise BadCase("dtype", case.dtype, right)
     if is_prepared(request.step):
         right = "a function (model, shard, rank): a script calls the step with all three"
         raise BadCase("step", name_of(request.step), right)
