@@ -113,12 +113,12 @@ def _fill_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def gradient_of_outputs(
-    case: Case, batch: Any, computed_in: torch.dtype | None = torch.float64
+    case: Case, batch: Any, computed_in: torch.dtype | None
 ) -> tuple[Tensor, Tensor] | None:
     """What the model returns for ``batch``, and the gradient of the loss with respect to it.
 
-    None unless the loss calls the model once, and the model returns one tensor. Raises BadCase as
-    the reference does.
+    ``computed_in``: as above. None unless the loss calls the model once, and the model returns one
+    tensor. Raises BadCase as the reference does.
     """
     outputs: list[Any] = []
     model = build_model(case).to(computed_in)

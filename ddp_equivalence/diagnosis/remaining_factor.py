@@ -64,7 +64,8 @@ def _is_the_lesser(scaled: ScaledPrediction, view: View) -> bool:
     as near to 1 as the factor.
     """
     right, held = view.expected_by_rank, scaled.factor * scaled.prediction.by_rank
-    together = float((held * right).sum()) / float((right * right).sum())
+    square = float((right * right).sum())
+    together = float((held * right).sum()) / square if square > 0 else 0.0
     return together <= 0 or abs(math.log(scaled.factor)) < abs(math.log(together))
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import reprlib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import index
 from typing import Any
 
+from ddp_equivalence.case.numbers import whole_number
 from ddp_equivalence.measurement.observation import Indices, RowsRead
 from ddp_equivalence.ranks import rank
 
@@ -45,24 +46,18 @@ class DeclaredRows:
 
     def _read(self, indices: Any) -> None:
         count = len(self._given)
-        numbers = [_whole(one) for one in indices]
-        wrong = next((one for one in numbers if not 0 <= one < count), None)
+        listed = indices.tolist() if hasattr(indices, "tolist") else indices
+        numbers = [whole_number(one) for one in listed] if isinstance(listed, Iterable) else [None]
+        known = [one for one in numbers if one is not None]
+        if len(known) < len(numbers):
+            raise TypeError(
+                f"rank.read was given {reprlib.repr(indices)}; it takes the positions of examples, "
+                "whole numbers in one dimension (those of a mask are mask.nonzero()[:, 0])"
+            )
+        wrong = next((one for one in known if not 0 <= one < count), None)
         if wrong is not None:
             raise ValueError(
-                f"rank.read was given {wrong}; the batch of this step has {count} examples, "
-                f"so positions are 0 to {count - 1}"
+                f"rank.read was given {wrong}; it takes positions, counted from 0, in the batch of "
+                f"this step, which has {count} examples"
             )
-        self._now = RowsRead(tuple((self._given[one],) for one in numbers))
-
-
-def _whole(one: Any) -> int:
-    value = one.item() if getattr(one, "ndim", None) == 0 else one
-    if isinstance(value, bool):
-        raise TypeError("rank.read was given a mask; it takes positions, as mask.nonzero()[:, 0]")
-    try:
-        return index(value)
-    except TypeError:
-        raise TypeError(
-            f"rank.read was given {one!r}; it takes the positions of examples, whole numbers in "
-            "one dimension"
-        ) from None
+        self._now = RowsRead(tuple((self._given[one],) for one in known), declared=True)

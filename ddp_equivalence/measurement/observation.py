@@ -27,10 +27,12 @@ class RowsRead:
 
     ``candidates``: for every row, all positions in the big batch that it may come from: several, if
     these have equal rows. ``part``: which part of each row was read; "" for whole rows.
+    ``declared``: the step has said it, by ``rank.read``, and it was not recognised.
     """
 
     candidates: tuple[Indices, ...]
     part: str = ""
+    declared: bool = False
 
     @property
     def is_certain(self) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from functools import lru_cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -125,17 +127,23 @@ def _is_importable(name: str, file: str) -> bool:
     spec = None
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
-        spec = _find_spec(".".join(parts[:depth]), path)
+        spec = spec_of(sys.meta_path, ".".join(parts[:depth]), path)
         if spec is None:
             return False
         path = list(spec.submodule_search_locations or [])
     return spec is not None and spec.origin is not None and Path(spec.origin) == Path(file)
 
 
-def _find_spec(name: str, path: list[str] | None) -> Any:
-    for finder in sys.meta_path:
+def spec_of(
+    finders: Iterable[object],
+    name: str,
+    path: Sequence[str] | None,
+    target: ModuleType | None = None,
+) -> ModuleSpec | None:
+    """What the first of these finders finds that knows a module of this name."""
+    for finder in finders:
         find = getattr(finder, "find_spec", None)
-        spec = find(name, path, None) if find else None
+        spec: ModuleSpec | None = find(name, path, target) if find else None
         if spec is not None:
             return spec
     return None

@@ -32,7 +32,8 @@ def evidence_lines(verdict: Verdict) -> list[Line]:
     if verdict.planted:
         lines += labelled("Planted:  ", f"{verdict.planted}, on purpose")
     lines += labelled("Case:     ", str(verdict.case))
-    if verdict.outcome == "different":
+    can_be_a_script = verdict.training.is_plain_sgd and not verdict.why_not_float64
+    if verdict.outcome == "different" and can_be_a_script:
         options = "--export-repro DIR (in pytest: --ddp-export-repro DIR)"
         lines += labelled("Script:   ", f"{options} writes this check as one plain torch script")
     if verdict.repeat:  # on one line, however long, so that it can be pasted

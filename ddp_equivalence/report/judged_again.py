@@ -122,7 +122,7 @@ def _also_in_float64(verdict: Verdict, request: Request, judge: Judge) -> Verdic
     """
     if verdict.outcome != "same" or verdict.autocast is None or verdict.is_in_float64:
         return verdict
-    if verdict.analysis is not None and verdict.analysis.reference.why_not_float64:
+    if verdict.why_not_float64:
         return verdict
     in_float64 = precision.in_float64(request)
     if in_float64 is None:

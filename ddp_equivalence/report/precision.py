@@ -22,13 +22,12 @@ def precision_lines(verdict: Verdict) -> list[Line]:
 
 def _sentences(verdict: Verdict) -> Iterator[str]:
     other = verdict.other_precision
-    if verdict.analysis is not None and verdict.analysis.reference.why_not_float64:
+    if verdict.why_not_float64:
         yield (
-            f"The big batch was computed in {_precision(verdict)} as well, since in float64 "
-            f"{verdict.analysis.reference.why_not_float64.replace('it raised', 'the loss raises')}."
+            f"The loss cannot be computed in float64 ({verdict.why_not_float64}), so the big batch "
+            f"was computed in {_precision(verdict)} as well."
         )
-        return
-    if verdict.is_in_float64:
+    elif verdict.is_in_float64:
         yield from _in_float64(verdict, other)
     elif other is not None:
         yield from _in_lower_precision(verdict, other)

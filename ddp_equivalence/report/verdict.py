@@ -170,6 +170,11 @@ class Verdict:
         return reference is torch.float64
 
     @property
+    def why_not_float64(self) -> str:
+        """What the loss raised in float64, if the big batch could not be computed in it."""
+        return "" if self.analysis is None else self.analysis.reference.why_not_float64
+
+    @property
     def autocast(self) -> torch.dtype | None:
         """The dtype of the autocast regions that the step entered; None without any."""
         return autocast_of(self.evidence)

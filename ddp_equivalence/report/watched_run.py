@@ -71,6 +71,9 @@ def _examples_read(verdict: Verdict) -> str:
     if most_parts > len(verdict.examples):
         text += f", in {most_parts} micro-batches per rank"
     equal = set().union(*(read.equal for read in known))
+    forwards = (one for seen in verdict.observed.values() for one in seen.forwards)
+    if any(one.rows is not None and one.rows.declared for one in forwards):
+        text += ", as the step says by rank.read"
     if equal:
         text += f" ({len(equal)} of them have equal rows and cannot be told apart)"
     return text

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Case, Rank, check
+from ddp_equivalence.measurement.declared_rows import DeclaredRows
 from ddp_equivalence.report.verdict import Verdict
 from tests.package.own_cases import EXAMPLES, make_batch
 from tests.package.own_trainers import STEPS, adamw
@@ -38,7 +39,7 @@ case = Case(model=build_model, batch=make_batch, loss=loss, layout="1x2", shards
 
 
 class Trainer:
-    """Shuffles all examples alike on both ranks; ``named`` is what each rank says that it reads."""
+    """Shuffles all examples alike on both ranks; ``says`` tells which of them each rank reads."""
 
     drops = 0
 
@@ -109,6 +110,8 @@ def test_positions_are_those_of_what_the_step_was_given() -> None:
     verdict = check(Case(model=build_model, batch=make_batch, loss=loss, layout="1x2"), drops_one)
     assert verdict.cause == "examples_dropped"
     assert f"example {EXAMPLES - 1}" in str(verdict)
+    read = f"{EXAMPLES - 1} of {EXAMPLES} examples read, example {EXAMPLES - 1} never"
+    assert f"{read}, as the step says by rank.read" in " ".join(verdict.full_report().split())
 
 
 def recognised(model: nn.Module, shard: dict[str, Tensor], rank: Rank) -> None:
@@ -126,7 +129,9 @@ def plain_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def test_rows_that_are_recognised_count_whatever_is_declared() -> None:
     own = Case(model=build_model, batch=make_batch, loss=plain_loss, layout="1x2")
-    assert check(own, recognised).cause == "examples_dropped"
+    verdict = check(own, recognised)
+    assert verdict.cause == "examples_dropped"
+    assert "rank.read" not in " ".join(verdict.full_report().split()).partition("Evidence")[2]
 
 
 class Declares:
@@ -153,13 +158,14 @@ def test_positions_may_be_numbers_of_python_numpy_and_torch(indices: Sequence[in
 @pytest.mark.parametrize(
     ("indices", "message"),
     [
-        ([0, 6], "rank.read was given 6; the batch of this step has 6 examples, so positions are"),
-        ([-1], "rank.read was given -1; the batch of this step has 6 examples"),
-        ([0.5], "rank.read was given 0.5; it takes the positions of examples, whole numbers"),
-        (torch.tensor([True, False]), "rank.read was given a mask"),
+        ([0, 6], "given 6; it takes positions, counted from 0, in the batch of this step, which"),
+        ([-1], "given -1; it takes positions, counted from 0"),
+        ([0.5], "given [0.5]; it takes the positions of examples, whole numbers in one dimension"),
+        (torch.tensor([True, False]), "those of a mask are mask.nonzero()[:, 0]"),
         (torch.zeros(2, 2, dtype=torch.int64), "whole numbers in one dimension"),
+        (3, "given 3; it takes the positions of examples"),
     ],
-    ids=["too large", "negative", "fraction", "mask", "two dimensions"],
+    ids=["too large", "negative", "fraction", "mask", "two dimensions", "one number"],
 )
 def test_what_is_no_position_is_refused_in_the_first_run(indices: object, message: str) -> None:
     dealt = Case(model=build_model, batch=make_batch, loss=loss, layout="1x2")
@@ -168,6 +174,11 @@ def test_what_is_no_position_is_refused_in_the_first_run(indices: object, messag
     assert message in " ".join(str(verdict).split())
 
 
-def test_outside_of_a_check_it_does_nothing() -> None:
-    rank = Rank(0, 1, 0, 1, 0, 1, torch.device("cpu"), "gloo")
-    rank.read([10**9])
+def test_outside_of_a_check_nobody_listens() -> None:
+    rank, declared = Rank(0, 1, 0, 1, 0, 1, torch.device("cpu"), "gloo"), DeclaredRows([(0, 1)])
+    with declared.listening():
+        declared.begin(0)
+        with pytest.raises(ValueError, match=r"rank\.read was given 2"):
+            rank.read([2])
+    rank.read([2])
+    assert declared.or_recognised(None) is None

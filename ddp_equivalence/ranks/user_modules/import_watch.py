@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from ddp_equivalence.ranks import process_state
-from ddp_equivalence.ranks.importable import belongs_to_user, is_in_installation_folder
+from ddp_equivalence.ranks.importable import belongs_to_user, is_in_installation_folder, spec_of
 
 
 def spec_of_finders_after(
@@ -19,12 +19,7 @@ def spec_of_finders_after(
     asking it, so to ask them would never end.
     """
     place = next((at for at, one in enumerate(sys.meta_path) if one is finder), -1)
-    for one in sys.meta_path[place + 1 :]:
-        find = getattr(one, "find_spec", None)
-        spec: ModuleSpec | None = None if find is None else find(name, path, target)
-        if spec is not None:
-            return spec
-    return None
+    return spec_of(sys.meta_path[place + 1 :], name, path, target)
 
 
 class ImportWatch:

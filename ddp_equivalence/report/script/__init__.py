@@ -75,7 +75,7 @@ def _check_that_a_script_can_hold(request: Request) -> None:
             raise BadCase(option, name_of(getattr(request.training, option)), right)
     case = request.case
     if case.dtype is not torch.float64 and (why := big_batch(case).why_not_float64):
-        right = f"one for a script, which computes the big batch in float64, where {why}"
+        right = f"a case whose loss a script can compute in float64; in that, {why}"
         raise BadCase("dtype", case.dtype, right)
     if is_prepared(request.step):
         right = "a function (model, shard, rank): a script calls the step with all three"

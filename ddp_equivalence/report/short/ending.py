@@ -63,6 +63,8 @@ def _notes(verdict: Verdict) -> Iterator[str]:
         yield drawn
     if verdict.float32_at:
         yield f"Off by float32's rounding; the step computes in float32: {verdict.float32_at}"
+    if verdict.why_not_float64:
+        yield "The loss cannot be computed in float64, so the big batch was not, either."
     if verdict.masks_unpredictable:
         again = verdict.without_dropout
         yield f"Without dropout: {'not judged' if again is None else again.outcome}."
