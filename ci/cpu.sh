@@ -3,7 +3,8 @@
 #   ci/cpu.sh             the tests of every change: of long files every n-th test (tests/conftest.py)
 #   ci/cpu.sh --thorough  all tests; they take more than half an hour on two cores
 # Further arguments go to pytest. It runs with two xdist workers: one judges while the ranks of the
-# other wait for each other. WORKERS=0 turns xdist off.
+# other wait for each other. WORKERS=0 turns xdist off. When a test has run for 600 s, pytest prints
+# what every thread was doing and ends the worker; that test fails, and the others go on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tests=(-m "not thorough")
@@ -17,4 +18,5 @@ ci/install.sh test,lint
 .venv/bin/lint-imports
 .venv/bin/mypy
 # If no test is collected, pytest exits with code 5, and set -e makes the lane fail.
-.venv/bin/pytest -n "${WORKERS:-2}" "${tests[@]}" "$@"
+.venv/bin/pytest -n "${WORKERS:-2}" \
+    -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true "${tests[@]}" "$@"
