@@ -24,7 +24,7 @@ from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.one_process import without_process_group
 from ddp_equivalence.case.optimizer_steps import AtSteps
 from ddp_equivalence.case.own_reference import train_by_own_reference
-from ddp_equivalence.case.precision import cast
+from ddp_equivalence.case.precision import cast, cast_model
 from ddp_equivalence.case.random_state import seeded, step_seed
 from ddp_equivalence.case.steps import Compare, GradientKey, Steps
 from ddp_equivalence.case.training import Stepping, Training
@@ -99,7 +99,7 @@ def big_batch(
     why_not_float64 = ""
     try:
         in_float64 = [in_dtype(batch, torch.float64) for batch in batches]
-        expected, losses = trained(model.double(), in_float64)
+        expected, losses = trained(cast_model(model, torch.float64), in_float64)
     except BadCase as error:
         why = error.__cause__
         if not isinstance(why, Exception) or set(dtypes.values()) <= {torch.float64}:

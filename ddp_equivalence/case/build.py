@@ -19,7 +19,7 @@ from ddp_equivalence.case.losses import LOSSES
 from ddp_equivalence.case.losses.loss import Batch, CatalogueLoss
 from ddp_equivalence.case.losses.token_mean import PADDING
 from ddp_equivalence.case.models import MODELS
-from ddp_equivalence.case.precision import cast
+from ddp_equivalence.case.precision import cast, cast_model
 from ddp_equivalence.case.random_state import batch_seed, generator_seed, seeded
 from ddp_equivalence.case.shards import split
 from ddp_equivalence.case.steps import Steps
@@ -37,7 +37,7 @@ def build_model(case: Case) -> nn.Module:
     """Build the untrained model, on the CPU, in the case's dtype.
 
     Raises BadCase if the builder raises, if what it returns is not a new nn.Module, or if the model
-    cannot be compared: it has lazy or complex tensors, or no parameter to train.
+    cannot be compared: it has lazy tensors, complex parameters, or no parameter to train.
     """
     builder = MODELS[case.model].build if isinstance(case.model, str) else case.model
     try:
@@ -61,7 +61,7 @@ def build_model(case: Case) -> nn.Module:
     if isinstance(case, CaseWithoutDropout):
         turn_off_dropout(model)
     if case.dtype is not None:
-        model.to(case.dtype)
+        cast_model(model, case.dtype)
     if case.exact:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -77,10 +77,8 @@ def _check_tensors(case: Case, tensors: Mapping[str, Tensor]) -> None:
         if is_lazy(tensor):
             right = f"a model whose sizes are known; {name} is lazy: call the model in the builder"
             raise BadCase("model", name_of(case.model), right)
-        if tensor.is_complex():
-            right = (
-                f"a real model: {name} is {tensor.dtype}, and complex gradients are not compared"
-            )
+        if tensor.is_complex() and isinstance(tensor, nn.Parameter):
+            right = f"real parameters: {name} is {tensor.dtype}; complex gradients are not compared"
             raise BadCase("model", name_of(case.model), right)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ddp_equivalence.case.batch import move, take
 from ddp_equivalence.case.batch_tree import tensors_of
 from ddp_equivalence.case.build import build_batches, build_model
+from ddp_equivalence.case.precision import cast_model
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.gradients import Gradients
 from ddp_equivalence.comparison.low_precision import NudgedInside
@@ -223,7 +224,7 @@ def _train_again(
     case = reference.case
     model = build_model(case)
     if dtype is not None:
-        model.to(dtype)
+        cast_model(model, dtype)
     copies = [in_dtype(batch, dtype) for batch in batches]
     if nudge:
         nudge_each(model.parameters(), nudge)

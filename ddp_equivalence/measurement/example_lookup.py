@@ -230,7 +230,22 @@ def _found_in(leaf: Tensor, bits: float, rows: Tensor) -> RowsRead | None:
     if not found:
         return None
     parts = [part for part in found if part] if "" not in found else [""]
-    return RowsRead(_all_candidates(list(found.values())), parts[0])
+    return RowsRead(_each_once(_all_candidates(list(found.values())), flat), parts[0])
+
+
+def _each_once(candidates: Candidates, flat: Tensor) -> Candidates:
+    """Each example once, where every one stands in as many rows, and these differ.
+
+    The call then holds several forms of each example, such as a prompt with either answer. Rows
+    that are equal are the same example again.
+    """
+    often = Counter(candidates)
+    times = {divmod(count, len(places)) for places, count in often.items()}
+    if times == {(1, 0)} or len(times) > 1 or times.pop()[1]:
+        return candidates
+    if len(set(zip(candidates, bytes_of_rows(flat), strict=True))) < len(candidates):
+        return candidates
+    return tuple(places for places in often for _ in places)
 
 
 def _all_candidates(found: Sequence[Candidates]) -> Candidates:

@@ -32,13 +32,20 @@ def evidence_lines(verdict: Verdict) -> list[Line]:
     if verdict.planted:
         lines += labelled("Planted:  ", f"{verdict.planted}, on purpose")
     lines += labelled("Case:     ", str(verdict.case))
-    can_be_a_script = verdict.training.is_plain_sgd and not verdict.why_not_float64
-    if verdict.outcome == "different" and can_be_a_script:
+    if verdict.outcome == "different" and _can_be_a_script(verdict):
         options = "--export-repro DIR (in pytest: --ddp-export-repro DIR)"
         lines += labelled("Script:   ", f"{options} writes this check as one plain torch script")
     if verdict.repeat:  # on one line, however long, so that it can be pasted
         lines.append(Line(f"  Repeat:   {verdict.repeat}", Style.LABEL, styled=len("  Repeat:")))
     return lines
+
+
+def _can_be_a_script(verdict: Verdict) -> bool:
+    """True unless ``export`` would refuse the model or how it is trained."""
+    if not verdict.training.is_plain_sgd or verdict.why_not_float64:
+        return False
+    buffers = () if verdict.analysis is None else verdict.analysis.reference.buffers.values()
+    return not any(buffer.is_complex() for buffer in buffers)
 
 
 def _evidence(verdict: Verdict) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Unpack
 
 import torch
 
+from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.measurement.check_options import CheckOptions
@@ -77,6 +78,9 @@ def _check_that_a_script_can_hold(request: Request) -> None:
     if case.dtype is not torch.float64 and (why := big_batch(case).why_not_float64):
         right = f"a case whose loss a script can compute in float64; in that, {why}"
         raise BadCase("dtype", case.dtype, right)
+    if any(buffer.is_complex() for buffer in build_model(case).buffers()):
+        right = "a model without complex buffers: the script would cast them to real numbers"
+        raise BadCase("model", name_of(case.model), right)
     if is_prepared(request.step):
         right = "a function (model, shard, rank): a script calls the step with all three"
         raise BadCase("step", name_of(request.step), right)

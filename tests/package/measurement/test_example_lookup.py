@@ -130,6 +130,39 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def positions(rows: Tensor, batch: Batch) -> list[int]:
+    """The positions of rows that are certain."""
+    found = ExampleLookup(batch).rows_of(rows)
+    assert found is not None
+    return [position for (position,) in found.candidates]
+
+
+def test_a_prompt_with_either_answer_in_one_call_is_read_once(batch: Batch) -> None:
+    prompts = batch["ids"][list(READ)]
+    ends = [torch.full((5, 2), end) for end in (60, 61)]
+    both = torch.cat([torch.cat([prompts, end], 1) for end in ends])
+    assert positions(both, batch) == list(READ)
+
+
+def test_equal_prompts_with_one_answer_each_are_all_read() -> None:
+    prompts = torch.arange(24).reshape(8, 3) // 6 * 6  # two examples in a row have equal prompts
+    found = ExampleLookup(prompts).rows_of(torch.cat([prompts[:4], torch.arange(4)[:, None]], 1))
+    assert found is not None
+    assert found.candidates == ((0, 1), (0, 1), (2, 3), (2, 3))
+
+
+@pytest.mark.parametrize("again", [READ, (3,)], ids=["all", "one"])
+def test_equal_rows_in_one_call_are_read_again(again: tuple[int, ...], batch: Batch) -> None:
+    read = [*READ, *again]
+    assert positions(batch["rows"][read].half(), batch) == read
+
+
+def test_an_example_that_alone_has_two_forms_is_read_twice(batch: Batch) -> None:
+    ids = batch["ids"][[*READ, 3]]
+    ends = torch.tensor([60] * 5 + [61])[:, None]
+    assert positions(torch.cat([ids, ends], 1), batch) == [*READ, 3]
+
+
 @pytest.mark.parametrize("view", VIEWS)
 def test_views_of_what_the_rank_was_given_are_certain_even_among_equal_rows(view: str) -> None:
     batch = torch.ones(8, 6)
