@@ -65,6 +65,19 @@ BUGS = (
         cause="accumulation_not_divided",
     ),
     PublicBug(
+        name="trl-dpo",
+        says="DPOTrainer does not divide by the micro-batches",
+        urls=(
+            "https://github.com/huggingface/trl/pull/2615",
+            "https://github.com/huggingface/transformers/issues/35856",
+        ),
+        check="trl_dpo.py",
+        wrong=("trl==0.13.0",),
+        right=("trl==0.14.0",),
+        both=("transformers==4.48.1", "accelerate==1.2.1"),
+        cause="accumulation_not_divided",
+    ),
+    PublicBug(
         name="accelerate-shuffle",
         says="without a seed, every rank shuffles in an order of its own",
         urls=(
@@ -125,21 +138,6 @@ BUGS = (
 """The bugs that are seen: different with the wrong version, same with the right one."""
 
 CANDIDATES: tuple[PublicBug, ...] = (
-    PublicBug(
-        name="trl-dpo",
-        says="DPOTrainer does not divide by the micro-batches",
-        urls=(
-            "https://github.com/huggingface/trl/pull/2615",
-            "https://github.com/huggingface/transformers/issues/35856",
-        ),
-        check="trl_dpo.py",
-        wrong=("trl==0.13.0",),
-        right=("trl==0.14.0",),
-        both=("transformers==4.48.1", "accelerate==1.2.1"),
-        cause="accumulation_not_divided",
-        why_open="named sampler_padding_counted, since each prompt is read with either answer; "
-        "accumulation_not_divided is named only as another explanation",
-    ),
     PublicBug(
         name="lightly-barlow-twins",
         says="the correlations are summed over ranks by an all-reduce without a gradient",
