@@ -34,8 +34,8 @@ def it_raised(error: Exception) -> str:
     text = f"it raised {type(error).__name__}: {error}"
     if "process group has not been initialized" in text:
         text += (
-            " (the process that computes the big batch has no process group: "
-            "DistributedDataParallel and collectives belong in the step)"
+            " (the big batch is computed by one process without ranks: DistributedDataParallel and "
+            "collectives belong in the step)"
         )
     return text
 

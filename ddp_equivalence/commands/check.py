@@ -6,11 +6,12 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import EXIT_CODE_OF_OUTCOME
+from ddp_equivalence.commands.kept_output import kept_output
 from ddp_equivalence.commands.repeat_check import repeating_command
 from ddp_equivalence.commands.results import require_writable_folder
 from ddp_equivalence.ranks.server import start_early
@@ -187,8 +188,11 @@ def _run(arguments: argparse.Namespace, path: Path, name: str) -> int:
         return EXIT_CODE_OF_OUTCOME[outcome]
     case: Case = replace(user_check.case, **changes)
     case = case if examples is None else example_subset.with_examples(case, examples)
-    verdict = check(case, user_check.step, **options)
-    _print_report(verdict)
+    stdout = sys.stdout
+    with kept_output(unless=bool(options.get("in_process"))) as printed:
+        verdict = check(case, user_check.step, **options)
+        report = _report(verdict, stdout)
+    print(report + printed.report(arguments.full), end="")
     if arguments.github and verdict.outcome != "same":
         print(_annotation(verdict))
     if arguments.export_repro is not None:
@@ -259,12 +263,11 @@ def _require_known_options(options: dict[str, Any]) -> None:
         raise BadCase("options", options, right)
 
 
-def _print_report(verdict: Verdict) -> None:
+def _report(verdict: Verdict, stdout: TextIO) -> str:
     from ddp_equivalence.report.render import report_lines
 
-    width = width_of(sys.stdout, settings.current().width)
-    with settings.using(settings.replaced(width=width)):
-        print(painted(report_lines(verdict), sys.stdout), end="")
+    with settings.using(settings.replaced(width=width_of(stdout, settings.current().width))):
+        return painted(report_lines(verdict), stdout)
 
 
 def _annotation(verdict: Verdict) -> str:

@@ -45,6 +45,8 @@ def against_the_reference(reference: Reference) -> Unknown | None:
         )
     if all(not bool(value.to_dense().any()) for value in values):
         moved = "nothing moved" if reference.compare == "update" else "every gradient is zero"
+        if reference.losses and not any(reference.losses):
+            moved += ", and so is its loss"
         return Unknown(
             UnknownBecause.REFERENCE_IS_ZERO, f"the big batch's own {what} is zero: {moved}"
         )

@@ -73,8 +73,7 @@ def run(rank: Rank, work: Work) -> Iterator[object]:
 def _run_step(
     rank: Rank, work: Work, model: nn.Module, names: ParameterNames
 ) -> tuple[dict[GradientKey, Tensor | None], Evidence]:
-    case = work.case
-    start = digest(dict(model.named_parameters()))
+    case, start = work.case, digest(dict(model.named_parameters()))
     shards, given, data, declared, observer = _data(rank, work, model)
     notes, races = dict[str, Any](), Races(rank.device)
     draws = DrawLog(lambda: len(observer.backwards)) if observer and work.log_draws else None

@@ -23,6 +23,7 @@ from ddp_equivalence.measurement.step_signature import is_prepared
 from ddp_equivalence.measurement.whole_tensors import WholeTensors
 from ddp_equivalence.measurement.work import Work
 from ddp_equivalence.ranks import process_state
+from ddp_equivalence.ranks.groups_of_a_script import as_a_script_has_them
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.strategy import Task, TrainStep
@@ -56,12 +57,18 @@ class RunOfStep:
         """Run all steps; return the gradients that each step leaves, or the updates."""
         work = self._work
         before = self._held.weights() if work.keeps_weights else {}
+        with as_a_script_has_them(self._rank):
+            return self._train(task, given, before)
+
+    def _train(
+        self, task: Task, given: list[Any], before: Mapping[str, Tensor]
+    ) -> dict[GradientKey, Tensor | None]:
+        work = self._work
         step = self._prepared(task)
         if self._planted:
             step = self._planted.break_step(task, step)
-        if work.trains:
-            return self._run_trainer(step, given, before)
-        return self._run_steps(step, given, before)
+        run = self._run_trainer if work.trains else self._run_steps
+        return run(step, given, before)
 
     def _prepared(self, task: Task) -> TrainStep:
         """The function that takes the rank's examples."""

@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from ddp_equivalence.ranks import (
+    groups_of_a_script,
     messages,
-    process_groups,
     process_state,
     process_tree,
     status_thread,
@@ -57,7 +57,7 @@ def main(start: StartArguments, channels: Channels) -> None:
     faulthandler.register(signal.SIGUSR1, file=channels.stacks.fileno(), all_threads=True)
     try:
         rank = join_group(start, lambda port: _exchange_port(port, channels.work))
-        process_groups.report_early_destruction()
+        groups_of_a_script.replace_functions()
         status_thread.start(channels.status)
         watch.start()
         libraries.start()

@@ -33,14 +33,13 @@ HINTS = (
     ),
     Hint(
         "trying to initialize the default process group twice",
-        "the ranks have a process group already: use DistributedDataParallel at once. To keep the "
-        "call for your training script, write: if not dist.is_initialized(): "
-        "dist.init_process_group(...)",
+        "the step has called init_process_group twice. It may call it once, although the rank "
+        "has a process group; to call it again, it must call destroy_process_group first",
     ),
     Hint(
         "Default process group has not been initialized",
-        "the step has destroyed the process group that every rank is given. Leave out "
-        "destroy_process_group: the ranks end their group themselves.",
+        "the step has called destroy_process_group, and a collective after it. Move that call to "
+        "the end, or leave it out: the ranks end their group themselves.",
     ),
     Hint(
         "BdbQuit|EOFError: EOF when reading a line",

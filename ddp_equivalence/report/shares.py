@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.report.line import Line, Style, labelled, paragraph
-from ddp_equivalence.report.short.shares import share_text
+from ddp_equivalence.report.short.shares import share_text, share_texts
 from ddp_equivalence.report.wrapping import plural, rank_names, wrapped
 
 if TYPE_CHECKING:
@@ -64,7 +64,10 @@ def _table(verdict: Verdict, shares: Shares) -> Iterator[Line]:
     yield _row("expected", [_share_text(1.0) for _ in ranks])
     ranks_by_row: dict[tuple[str, ...], list[int]] = {}
     for rank, row in shares.by_rank.items():
-        ranks_by_row.setdefault(tuple(_share_text(row[r]) for r in ranks), []).append(rank)
+        cells = tuple(_share_text(row[r]) for r in ranks)
+        if set(cells) <= {_share_text(0.0), _share_text(None)}:
+            cells = share_texts([row[r] for r in ranks], shares)
+        ranks_by_row.setdefault(cells, []).append(rank)
     for cells, holders in ranks_by_row.items():
         everyone = len(holders) == len(shares.by_rank)
         name = "measured" if everyone else f"measured, {rank_names(holders)}"

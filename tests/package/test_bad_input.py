@@ -73,7 +73,7 @@ def batch_raises(generator: torch.Generator) -> Any:
         ({"loss": loss_vector}, "loss", r"a scalar tensor, not one of shape \(12,\)"),
         ({"loss": loss_without_graph}, "loss", "requires no gradient"),
         ({"loss": loss_number}, "loss", "a scalar tensor, not float"),
-        ({"loss": loss_in_float32}, "loss", "the reference is computed in float64"),
+        ({"loss": loss_in_float32}, "loss", "the case is checked in float64"),
         ({"batch": leaves_disagree}, "batch", r"rows.*12.*targets.*11.*equally many"),
         ({"batch": leaf_without_examples}, "batch", "scale.*examples along dim 0"),
         ({"batch": no_tensor}, "batch", "at least one tensor"),

@@ -11,12 +11,14 @@ import torch
 from ddp_equivalence.case.build import build_model
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.one_process import no_group_of_one
 from ddp_equivalence.measurement.check_options import CheckOptions
 from ddp_equivalence.measurement.request import Request, read_request
 from ddp_equivalence.measurement.step_signature import is_prepared
 from ddp_equivalence.measurement.work import Step
 from ddp_equivalence.reference import big_batch
 from ddp_equivalence.report.output_paths import FOLDER, why_no_folder
+from ddp_equivalence.report.script.calls_about_groups import call_about_groups
 from ddp_equivalence.report.script.docstring import command_of, docstring
 from ddp_equivalence.report.script.render import render
 from ddp_equivalence.report.script.slicing.no_source import NoSource
@@ -63,6 +65,9 @@ def export_request(
     except (NoSource, SyntaxError) as error:
         right = f"a function defined at the top level of a file; {error}"
         raise BadCase("step", name_of(request.step), right) from error
+    if call := call_about_groups(text):
+        right = f"a step without {call}: a script starts and ends the group of its ranks itself"
+        raise BadCase("step", name_of(request.step), right)
     Path(directory).mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
@@ -75,7 +80,9 @@ def _check_that_a_script_can_hold(request: Request) -> None:
             right = "none for a script: a script trains one device with plain SGD"
             raise BadCase(option, name_of(getattr(request.training, option)), right)
     case = request.case
-    if case.dtype is not torch.float64 and (why := big_batch(case).why_not_float64):
+    with no_group_of_one():  # a loss with collectives cannot run on rank 0 of the script alone
+        reference = big_batch(case)
+    if case.dtype is not torch.float64 and (why := reference.why_not_float64):
         right = f"a case whose loss a script can compute in float64; in that, {why}"
         raise BadCase("dtype", case.dtype, right)
     if any(buffer.is_complex() for buffer in build_model(case).buffers()):

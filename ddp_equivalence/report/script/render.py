@@ -10,6 +10,7 @@ from ddp_equivalence.report.script.slicing.contents import Contents, Fragment
 from ddp_equivalence.report.script.slicing.no_source import NoSource
 from ddp_equivalence.report.script.slicing.sliceable import PACKAGE, TEMPLATE, is_own_module
 from ddp_equivalence.report.script.slicing.source_module import SourceModule
+from ddp_equivalence.report.script.unused_read import without_unused_read
 
 TOOL_COMMENTS = re.compile(r"[ ]{2}# (type: ignore|noqa).*$", re.MULTILINE)
 
@@ -64,7 +65,7 @@ def render(contents: Contents, docstring: str) -> str:
         *_blocks(comparing),
         f'if __name__ == "__main__":\n    {contents.main}()',
     ]
-    script = _joined(part for part in parts if part)
+    script = without_unused_read(_joined(part for part in parts if part))
     _check_imports(script)
     return script
 

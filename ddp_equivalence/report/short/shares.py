@@ -78,7 +78,8 @@ def table_lines(verdict: Verdict, shares: Shares, most_rows: int, width: int) ->
     names = [range_of_ranks(ranks) for ranks in columns]
     rows: dict[Cells, list[int]] = {}
     for rank, row in shares.by_rank.items():
-        rows.setdefault(tuple(share_text(row[ranks[0]]) for ranks in columns), []).append(rank)
+        texts = share_texts([row[ranks[0]] for ranks in columns], shares)
+        rows.setdefault(texts, []).append(rank)
     held = [(_holders(ranks, shares), cells) for cells, ranks in rows.items()]
     if len(held) > most_rows:
         own = _own_and_others(shares)
@@ -92,8 +93,8 @@ def table_lines(verdict: Verdict, shares: Shares, most_rows: int, width: int) ->
     widths = [max(6, *map(len, column)) + 2 for column in zip(*table, strict=True)]
     lines = []
     for name, cells in zip(labels, table, strict=True):
-        texts = "".join(f"{cell:>{w}}" for cell, w in zip(cells, widths, strict=True))
-        lines.append(Line(cut(f"  {name:<{label}}{texts}", width)))
+        numbers = "".join(f"{cell:>{w}}" for cell, w in zip(cells, widths, strict=True))
+        lines.append(Line(cut(f"  {name:<{label}}{numbers}", width)))
     if sum(map(len, columns)) < verdict.case.ranks.world_size:
         lines[0] = Line(cut(f"{lines[0].text}  ...", width))
     if len(held) < len(rows):
@@ -225,6 +226,17 @@ def share_text(share: float | None) -> str:
         return "-"
     text = text_of(share, ".2f" if abs(share) < LARGE else ".3g")
     return "0.00" if text == "-0.00" else text
+
+
+def share_texts(row: Sequence[float | None], shares: Shares) -> Cells:
+    """The shares of a row of the table. If all of them would be 0.00, the digits that count."""
+    texts = tuple(map(share_text, row))
+    if all(text in ("0.00", "-") for text in texts):
+        rounding = shares.condition * max(shares.unexplained.values())  # of what the rank holds
+        largest = max((abs(share) for share in row if share is not None), default=0.0)
+        least = largest * max(rounding, ROUNDING)
+        return tuple(_small_text(share, least) for share in row)
+    return texts
 
 
 def _least(shares: Shares) -> float:

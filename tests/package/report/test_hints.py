@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_equivalence import BadCase, Rank, check
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.report.hints import hint_lines
-from tests.package.own_cases import build_model, loss, make_batch, own_case, right_step
+from tests.package.own_cases import build_model, make_batch, own_case, right_step
 
 
-def makes_a_group(model: nn.Module, shard: Any, rank: Rank) -> None:
+def makes_two_groups(model: nn.Module, shard: Any, rank: Rank) -> None:
+    dist.init_process_group("gloo")
     dist.init_process_group("gloo")
 
 
@@ -52,13 +53,13 @@ def sends_a_local_class(model: nn.Module, shard: Any, rank: Rank) -> None:
 @pytest.mark.parametrize(
     ("step", "advice"),
     [
-        (makes_a_group, "write: if not dist.is_initialized(): dist.init_process_group(...)"),
-        (destroys_the_group, "Leave out destroy_process_group"),
+        (makes_two_groups, "the step has called init_process_group twice"),
+        (destroys_the_group, "Move that call to the end, or leave it out"),
         (stops, "With --in-process, or check(..., in_process=True), rank 0 is the process"),
         (asks, "With --in-process, or check(..., in_process=True), rank 0 is the process"),
         (sends_a_local_class, "Define it at the top of its file, or start the workers with fork"),
     ],
-    ids=["makes a group", "destroys the group", "a debugger", "input", "a local class"],
+    ids=["makes two groups", "destroys the group", "a debugger", "input", "a local class"],
 )
 def test_the_report_says_what_to_do_about(step: Callable[..., None], advice: str) -> None:
     verdict = check(own_case(), step)
@@ -70,12 +71,6 @@ def test_an_exception_of_the_users_own_code_gets_no_advice() -> None:
     assert hint_lines("ValueError: no such column") == []
 
 
-def reduces(model: nn.Module, batch: Any) -> Tensor:
-    value = loss(model, batch)
-    dist.all_reduce(value.detach())
-    return value
-
-
 def builds_ddp() -> nn.Module:
     return DistributedDataParallel(build_model())
 
@@ -85,9 +80,7 @@ def waits_for_all(generator: torch.Generator) -> Any:
     return make_batch(generator)
 
 
-@pytest.mark.parametrize(
-    ("field", "function"), [("loss", reduces), ("model", builds_ddp), ("batch", waits_for_all)]
-)
+@pytest.mark.parametrize(("field", "function"), [("model", builds_ddp), ("batch", waits_for_all)])
 def test_a_collective_outside_the_step_is_a_bad_case_that_says_so(
     field: str, function: Callable[..., Any]
 ) -> None:
