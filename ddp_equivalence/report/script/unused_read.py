@@ -39,5 +39,5 @@ def _is_text(node: ast.stmt) -> bool:
 
 def _first_line(node: ast.stmt) -> int:
     """The first line of a statement, or of its decorators."""
-    decorators = getattr(node, "decorator_list", [])
+    decorators: list[ast.expr] = getattr(node, "decorator_list", [])
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
