@@ -11,6 +11,7 @@ class UnknownBecause(Enum):
 
     REFERENCE_NOT_FINITE = "reference_not_finite"
     REFERENCE_IS_ZERO = "reference_is_zero"
+    CANNOT_REPLAY = "cannot_replay"
     RANK_DID_NOT_REPORT = "rank_did_not_report"
     NO_GRADIENT_LEFT = "no_gradient_left"
     STRATEGY_DID_NOT_RUN = "strategy_did_not_run"

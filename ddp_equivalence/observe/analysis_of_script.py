@@ -1,0 +1,29 @@
+"""What is costly to know of an observed step that differs, computed when it is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+from ddp_equivalence.diagnosis.analysis import Analysis
+from ddp_equivalence.diagnosis.measured_view import with_measurement
+from ddp_equivalence.diagnosis.reference_draws import ReferenceDraws
+from ddp_equivalence.diagnosis.view import View
+
+
+class AnalysisOfScript(Analysis):
+    """An analysis of a step that no rank can run again, since it is a part of a script."""
+
+    @cached_property
+    def draws(self) -> ReferenceDraws | None:
+        """None: the script itself draws for its big batch what the ranks drew."""
+        return None
+
+    @cached_property
+    def view_of_own_draws(self) -> View | None:
+        """The view of the step. On one rank the script computes the big batch, by definition."""
+        if self.measurement is None or self.why_no_view:
+            return None
+        view, other_bits = self._view_of_step(0), self.repeated is False
+        seen = view and with_measurement(view, self.measurement, self.observed, 0, other_bits)
+        return seen and replace(seen, factor_on_one_rank=lambda: 1.0)

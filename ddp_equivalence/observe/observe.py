@@ -1,0 +1,182 @@
+"""``observe`` runs a training script as it is, and says whether its ranks train like one process.
+
+The script runs twice. First its ranks are recorded for a few steps. Then the same script computes
+the same steps in one process, from the recorded weights, on the rows that all ranks read.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.observe.as_case import ObservedStep
+from ddp_equivalence.observe.judged_step import Script, judge, name_of_script
+from ddp_equivalence.observe.launch import Running
+from ddp_equivalence.observe.one_process import in_one_process
+from ddp_equivalence.observe.oracle import Oracle
+from ddp_equivalence.observe.record import Record
+from ddp_equivalence.observe.told import Told
+from ddp_equivalence.report.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What ``observe`` found. ``verdicts``: one for each recorded step. ``command``,
+    ``one_process``: what was run on the ranks and in one process. ``seconds``: what recording and
+    replaying took.
+    """
+
+    command: tuple[str, ...]
+    one_process: tuple[str, ...]
+    verdicts: tuple[Verdict, ...]
+    seconds: tuple[float, float]
+    float64: bool
+
+    @property
+    def verdict(self) -> Verdict:
+        """That of the first step that is not the same, or of the last one."""
+        return next((one for one in self.verdicts if one.outcome != "same"), self.verdicts[-1])
+
+
+class ScriptFailed(RuntimeError):
+    """The script ended, or took too long, before it had made the steps to record."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """``steps``: how many optimizer steps are recorded, beginning at ``first_step`` (from 0).
+    ``one_process``: the command that trains in one process, if it cannot be told. ``precision``:
+    "float64", "own", or "auto" for float64 unless the script cannot compute in it. ``dropout``:
+    False drops nothing. ``as_cpu``: so many CUDA devices are the CPU; 0 for none. ``folder``: where
+    the command runs. ``keep``: a folder for the record, which is deleted otherwise. ``deadline``:
+    seconds that recording may take, and each step of the replay.
+    """
+
+    steps: int = 3
+    first_step: int = 0
+    one_process: Sequence[str] | str | None = None
+    precision: str = "auto"
+    dropout: bool = True
+    as_cpu: int = 0
+    folder: Path = Path()
+    keep: Path | None = None
+    deadline: float = 600.0
+
+
+def observe(command: Sequence[str] | str, options: Options | None = None) -> Observed:
+    """Run the command on its ranks and in one process, and compare."""
+    options = options or Options()
+    words = tuple(shlex.split(command) if isinstance(command, str) else command)
+    if not words:
+        raise BadCase("command", command, "a command that trains, such as torchrun ... train.py")
+    scratch = options.keep or Path(tempfile.mkdtemp(prefix="observed-"))
+    scratch.mkdir(parents=True, exist_ok=True)
+    try:
+        return _observed(words, options, scratch.resolve())
+    finally:
+        if options.keep is None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _observed(command: tuple[str, ...], options: Options, scratch: Path) -> Observed:
+    started = time.monotonic()
+    record, float64 = _recorded(command, options, scratch)
+    recorded = time.monotonic()
+    given = options.one_process
+    if given is None:
+        alone = in_one_process(command, record.world_size)
+    else:
+        alone = tuple(shlex.split(given) if isinstance(given, str) else given)
+    told = Told(
+        role="replay",
+        folder=str(record.folder),
+        steps=len(record.steps),
+        float64=float64,
+        without_dropout=not options.dropout,
+        devices_on_cpu=1 if options.as_cpu else 0,
+        socket=str(scratch / "questions"),
+        feed=record.feed,
+    )
+    run = record.runs[0]
+    script = Script(
+        name=name_of_script(command, run["main"]),
+        main=Path(run["main"]) if run["main"] else None,
+        backend="gloo",
+        float64=float64,
+        on_cpu=bool(options.as_cpu),
+    )
+    oracle = Oracle(alone, options.folder, record, told, options.deadline)
+    try:
+        verdicts = []
+        for group in record.groups:
+            for number in group:
+                step = ObservedStep(record, oracle, number, group, record.rows(group))
+                verdict = judge(script, step)
+                verdicts.append(verdict)
+                _ = str(verdict), verdict.full_report()  # asks the script all that it needs
+    finally:
+        oracle.close()
+    ended = time.monotonic()
+    return Observed(
+        command, alone, tuple(verdicts), (recorded - started, ended - recorded), float64
+    )
+
+
+def _recorded(
+    command: tuple[str, ...], options: Options, scratch: Path
+) -> tuple[Record, bool]:
+    """The record, and whether the script computed in float64."""
+    tries = {"auto": (True, False), "float64": (True,), "own": (False,)}
+    if options.precision not in tries:
+        raise BadCase("precision", options.precision, f"one of {', '.join(tries)}")
+    told = Told(
+        role="record",
+        folder="",
+        first_step=options.first_step,
+        steps=options.steps,
+        without_dropout=not options.dropout,
+        devices_on_cpu=options.as_cpu,
+    )
+    ended = ""
+    for float64 in tries[options.precision]:
+        folder = scratch / ("float64" if float64 else "own")
+        folder.mkdir()
+        of_try = replace(told, folder=str(folder), float64=float64)
+        record, ended = _run(command, of_try, options, folder)
+        if record.steps:
+            return record, float64
+    raise ScriptFailed(ended)
+
+
+def _run(
+    command: tuple[str, ...], told: Told, options: Options, folder: Path
+) -> tuple[Record, str]:
+    """Run until every rank has recorded its steps, or the script ends."""
+    running = Running(command, told, options.folder, folder / "record.log")
+    try:
+        while running.exit_code is None and not _all_done(folder):
+            if time.monotonic() - running.started > options.deadline:
+                break
+            time.sleep(0.02)
+        for _ in range(200):  # torchrun ends by itself when its ranks have ended
+            if running.exit_code is not None:
+                break
+            time.sleep(0.01)
+    finally:
+        running.end()
+    record = Record(folder)
+    why = f"exit code {running.exit_code}; it printed last:\n{running.last_lines}"
+    return record, why
+
+
+def _all_done(folder: Path) -> bool:
+    record = Record(folder)
+    return record.world_size > 0 and all(
+        (folder / f"rank{rank}" / "done").exists() for rank in range(record.world_size)
+    )
