@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from ddp_equivalence.commands import check, run
+from ddp_equivalence.commands import check, observe, run
 from ddp_equivalence.commands.doctor import command as doctor
 from ddp_equivalence.commands.explain import command as explain
 from ddp_equivalence.commands.explore import command as explore
@@ -39,6 +39,7 @@ class Command(Protocol):
 COMMANDS: Mapping[str, Command] = {
     "run": run,
     "check": check,
+    "observe": observe,
     "explore": explore,
     "faults": faults,
     "explain": explain,

@@ -22,7 +22,6 @@ from ddp_equivalence.comparison.tolerance import Tolerance
 from ddp_equivalence.diagnosis import vacuity
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
-from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.measurement.measure import Measurement, finished
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.measurement.request import Request
@@ -31,6 +30,7 @@ from ddp_equivalence.observe.analysis_of_script import AnalysisOfScript
 from ddp_equivalence.observe.as_case import ObservedStep, as_case
 from ddp_equivalence.observe.observations import observations
 from ddp_equivalence.observe.rounding_of_script import ExpectedOfScript
+from ddp_equivalence.observe.seen_without_reference import faults_seen
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.rank import Rank
 from ddp_equivalence.reference import Reference, big_batch
@@ -55,6 +55,8 @@ class Script:
     backend: str
     float64: bool
     on_cpu: bool = False
+    steps: int = 1
+    repeat: str = ""
     seconds: float = SECONDS_TO_EXPLAIN
 
 
@@ -65,6 +67,9 @@ def judge(
     with. ``observed``: what was seen of the ranks, if the step was watched.
     """
     verdict = _judge(script, step, "before_clip", observed or {})
+    seen = tuple(faults_seen(step))
+    if seen and verdict.outcome == "same":
+        return replace(verdict, outcome="different", cause=seen[0].cause, findings=seen)
     clips = any(step.record.step(rank, step.number).clips for rank in range(_ranks(step)))
     if verdict.outcome != "same" or not clips:
         return verdict
@@ -85,13 +90,13 @@ def _judge(
     request = _request(script, case, lane)
     verdict = Verdict(
         case=case,
-        subject=script.name,
+        subject=_subject(script, step),
+        repeat=script.repeat,
         promise="",
         lane=lane,
         outcome="unknown",
         render=render,
         render_full=render_full,
-        defined_at=None if script.main is None else CodeLine(str(script.main), 1),
     )
     try:
         reference = big_batch(case)
@@ -132,6 +137,11 @@ def _judge(
         cause=best.cause if best is not None and best.accepted else None,
         findings=findings,
     )
+
+
+def _subject(script: Script, step: ObservedStep) -> str:
+    optimizers = " + ".join(step.record.step(0, step.number).optimizers)
+    return f"{script.name}, step {step.number + 1} of {script.steps} ({optimizers})"
 
 
 def _request(script: Script, case: object, lane: Lane) -> Request:

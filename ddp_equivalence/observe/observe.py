@@ -15,14 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.check_equivalence import raise_unless_same
 from ddp_equivalence.observe.as_case import ObservedStep
 from ddp_equivalence.observe.judged_step import Script, judge, name_of_script
 from ddp_equivalence.observe.launch import Running
-from ddp_equivalence.observe.one_process import in_one_process
+from ddp_equivalence.observe.one_process import in_one_process, processes_in
 from ddp_equivalence.observe.oracle import Oracle
 from ddp_equivalence.observe.record import Record
+from ddp_equivalence.observe.report import StepFacts, report_lines
 from ddp_equivalence.observe.told import Told
-from ddp_equivalence.report.verdict import Verdict
+from ddp_equivalence.report.verdict import Outcome, Verdict
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,34 @@ class Observed:
     verdicts: tuple[Verdict, ...]
     seconds: tuple[float, float]
     float64: bool
+    name: str
+    world_size: int
+    facts: tuple[StepFacts, ...]
+    on_cpu: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
-        """That of the first step that is not the same, or of the last one."""
-        return next((one for one in self.verdicts if one.outcome != "same"), self.verdicts[-1])
+        """That of the first step that is different, else unknown, else of the last one."""
+        for outcome in ("different", "unknown"):
+            for verdict in self.verdicts:
+                if verdict.outcome == outcome:
+                    return verdict
+        return self.verdicts[-1]
+
+    @property
+    def outcome(self) -> Outcome:
+        """ "same", "different", or "unknown"."""
+        return self.verdict.outcome
+
+    def __str__(self) -> str:
+        return "".join(f"{line.text}\n" for line in report_lines(self))
+
+    def assert_equivalent(self) -> Observed:
+        """Raises NotEquivalent or NothingCompared, unless every step is the same."""
+        __tracebackhide__ = True
+        raise_unless_same(self.verdict)
+        return self
 
 
 class ScriptFailed(RuntimeError):
@@ -53,7 +78,8 @@ class Options:
     """``steps``: how many optimizer steps are recorded, beginning at ``first_step`` (from 0).
     ``one_process``: the command that trains in one process, if it cannot be told. ``precision``:
     "float64", "own", or "auto" for float64 unless the script cannot compute in it. ``dropout``:
-    False drops nothing. ``as_cpu``: so many CUDA devices are the CPU; 0 for none. ``folder``: where
+    False drops nothing. ``as_cpu``: so many CUDA devices are the CPU; 0 for none, -1 for as many as
+    the command starts processes. ``folder``: where
     the command runs. ``keep``: a folder for the record, which is deleted otherwise. ``deadline``:
     seconds that recording may take, and each step of the replay.
     """
@@ -73,6 +99,8 @@ def observe(command: Sequence[str] | str, options: Options | None = None) -> Obs
     """Run the command on its ranks and in one process, and compare."""
     options = options or Options()
     words = tuple(shlex.split(command) if isinstance(command, str) else command)
+    if options.as_cpu < 0:
+        options = replace(options, as_cpu=processes_in(words) or 2)
     if not words:
         raise BadCase("command", command, "a command that trains, such as torchrun ... train.py")
     scratch = options.keep or Path(tempfile.mkdtemp(prefix="observed-"))
@@ -110,22 +138,44 @@ def _observed(command: tuple[str, ...], options: Options, scratch: Path) -> Obse
         backend="gloo",
         float64=float64,
         on_cpu=bool(options.as_cpu),
+        steps=len(record.steps),
+        repeat=f"ddp-equivalence observe -- {shlex.join(command)}",
     )
     oracle = Oracle(alone, options.folder, record, told, options.deadline)
     try:
-        verdicts = []
+        verdicts, facts = [], []
         for group in record.groups:
             for number in group:
                 step = ObservedStep(record, oracle, number, group, record.rows(group))
                 verdict = judge(script, step)
                 verdicts.append(verdict)
+                facts.append(StepFacts.of(step))
                 _ = str(verdict), verdict.full_report()  # asks the script all that it needs
     finally:
         oracle.close()
     ended = time.monotonic()
     return Observed(
-        command, alone, tuple(verdicts), (recorded - started, ended - recorded), float64
+        command=command,
+        one_process=alone,
+        verdicts=tuple(verdicts),
+        seconds=(recorded - started, ended - recorded),
+        float64=float64,
+        name=script.name,
+        world_size=record.world_size,
+        facts=tuple(facts),
+        on_cpu=script.on_cpu,
+        notes=_notes(oracle),
     )
+
+
+def _notes(oracle: Oracle) -> tuple[str, ...]:
+    """What a reader must know of how the replay was done."""
+    notes = []
+    if oracle.arrangement != "side by side":
+        notes.append(f"in one process the script takes the micro-batches {oracle.arrangement}")
+    for operation, count in oracle.missed.items():
+        notes.append(f"{operation} drew other numbers than the ranks, {count} times")
+    return tuple(notes)
 
 
 def _recorded(

@@ -57,6 +57,16 @@ def in_one_process(command: Sequence[str], world_size: int) -> tuple[str, ...]:
     return tuple(changed)
 
 
+def processes_in(command: Sequence[str]) -> int | None:
+    """The number of processes that a command names in an option; None if it names none."""
+    for word, following in zip(command, (*command[1:], ""), strict=True):
+        match = OF_OPTION.match(word)
+        value = None if match is None else (match["value"] or following)
+        if value is not None and value.isdecimal():
+            return int(value)
+    return None
+
+
 def _is_number(text: str, world_size: int) -> bool:
     return text in (str(world_size), "gpu", "auto", "cpu")
 

@@ -1,0 +1,122 @@
+"""``ddp-equivalence observe -- COMMAND``: a training script as it is."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_equivalence.case import settings
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.commands.exit_codes import EXIT_CODE_OF_OUTCOME, NOT_JUDGED
+from ddp_equivalence.report.terminal import painted, width_of
+
+if TYPE_CHECKING:
+    from ddp_equivalence.commands import Commands
+
+
+def add(commands: Commands) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "observe",
+        help="run a training script as it is, and replay it as one big batch",
+        description="Run a training command on its ranks and record its first optimizer steps. "
+        "Then let the same script compute these steps in one process, from the same weights, on "
+        "the rows that all ranks read, and compare the gradients. "
+        "Exit code 0: same, 1: different, 2: bad input, 3: could not be judged.",
+    )
+    parser.add_argument(
+        "training",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND",
+        help="the command that trains, such as -- torchrun --nproc-per-node 2 train.py",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=3, metavar="N", help="record N optimizer steps; default 3"
+    )
+    parser.add_argument(
+        "--from-step",
+        type=int,
+        default=0,
+        metavar="N",
+        help="let N optimizer steps pass before the first one that is recorded; default 0",
+    )
+    parser.add_argument(
+        "--one-process",
+        metavar="COMMAND",
+        help="the command that trains in one process, quoted as one argument; by default the "
+        "number of processes in COMMAND is replaced by 1",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("auto", "float64", "own"),
+        default="auto",
+        help="float64 shows faults far above rounding; own keeps the precision of the script; "
+        "auto (the default) takes float64 unless the script fails in it",
+    )
+    parser.add_argument(
+        "--no-dropout", action="store_true", help="let the script drop nothing, in both runs"
+    )
+    parser.add_argument(
+        "--as-cpu",
+        type=int,
+        nargs="?",
+        const=-1,
+        default=0,
+        metavar="N",
+        help="run a script that needs CUDA on the CPU: N CUDA devices (default: as many as the "
+        "command starts processes) are the CPU, and NCCL is gloo",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="the time that recording may take, and each step in one process; default 600",
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="keep the recordings and outputs in DIR"
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="print all that is known of every step"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Observe the command and print the report."""
+    from ddp_equivalence.observe.observe import Options, ScriptFailed, observe
+    from ddp_equivalence.observe.report import report_lines
+
+    command = arguments.training
+    if command[:1] == ["--"]:
+        command = command[1:]
+    if arguments.steps < 1:
+        raise BadCase("steps", arguments.steps, "a number of optimizer steps from 1")
+    if arguments.from_step < 0:
+        raise BadCase("from_step", arguments.from_step, "a number of optimizer steps from 0")
+    if not 0 < arguments.deadline < float("inf"):
+        raise BadCase("deadline", arguments.deadline, "a number of seconds above 0")
+    options = Options(
+        steps=arguments.steps,
+        first_step=arguments.from_step,
+        one_process=arguments.one_process,
+        precision=arguments.precision,
+        dropout=not arguments.no_dropout,
+        as_cpu=arguments.as_cpu,
+        keep=arguments.keep,
+        deadline=arguments.deadline,
+    )
+    reports = settings.replaced(
+        full_report=arguments.full,
+        full_report_with="--full",
+        width=width_of(sys.stdout, settings.current().width),
+    )
+    with settings.using(reports):
+        try:
+            observed = observe(command, options)
+        except ScriptFailed as error:
+            print(f"unknown: {error}")
+            return NOT_JUDGED
+        print(painted(report_lines(observed, arguments.full), sys.stdout), end="")
+    return EXIT_CODE_OF_OUTCOME[observed.outcome]
