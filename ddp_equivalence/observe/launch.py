@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -25,7 +27,10 @@ OFFLINE = {
 }
 """Loggers of experiments send nothing anywhere while a script is observed."""
 
-LAST_LINES = 25
+LAST_LINES = 12
+
+TRACEBACK = "Traceback (most recent call last)"
+RANK_PREFIX = re.compile(r"^\[(rank)?\d+\]:( |$)")
 
 
 class Running:
@@ -56,10 +61,9 @@ class Running:
         return self._process.poll()
 
     @property
-    def last_lines(self) -> str:
-        """The end of what it printed."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        return "\n".join(lines[-LAST_LINES:])
+    def last_words(self) -> str:
+        """The error that ended the script, else the end of what it printed."""
+        return last_words(self.log.read_text(errors="replace"))
 
     def end(self) -> None:
         """End the command and everything that it started."""
@@ -75,6 +79,25 @@ class Running:
                 continue
         psutil.wait_procs(processes, timeout=5)
         self._process.wait()
+
+
+def last_words(printed: str) -> str:
+    """The last lines of the first traceback that is not the launcher's, else the last of all."""
+    lines = [RANK_PREFIX.sub("", line).rstrip() for line in printed.splitlines()]
+    begins = [number for number, line in enumerate(lines) if line.startswith(TRACEBACK)]
+    for begin, end in pairwise([*begins, len(lines)]):
+        of_error = lines[begin:end]
+        last = next(
+            (
+                number
+                for number, line in enumerate(of_error[1:], start=1)
+                if line and not line.startswith(" ")
+            ),
+            len(of_error) - 1,
+        )
+        if "ChildFailedError" not in of_error[last] and "CalledProcess" not in of_error[last]:
+            return "\n".join(of_error[max(0, last - LAST_LINES) : last + 1])
+    return "\n".join(lines[-LAST_LINES:])
 
 
 def _of_session(session: int) -> list[psutil.Process]:

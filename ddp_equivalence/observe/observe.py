@@ -221,8 +221,25 @@ def _run(
     finally:
         running.end()
     record = Record(folder)
-    why = f"exit code {running.exit_code}; it printed last:\n{running.last_lines}"
+    why = _why_not(running, record, options)
     return record, why
+
+
+def _why_not(running: Running, record: Record, options: Options) -> str:
+    """Why too little was recorded, in words."""
+    code = running.exit_code
+    if code is None or code < 0:
+        end = f"was ended after {options.deadline:g} s"
+    else:
+        end = f"ended with exit code {code}"
+    printed = f"It printed last:\n{running.last_words}"
+    if code == 0 and record.runs:
+        return (
+            f"The command {end}, and not every rank had made a step of an optimizer. {printed}"
+        )
+    if code == 0:
+        return f"The command {end}, and no process had made a step of an optimizer. {printed}"
+    return f"The command {end} before every rank had made a step of an optimizer. {printed}"
 
 
 def _all_done(folder: Path) -> bool:

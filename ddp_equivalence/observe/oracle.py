@@ -187,7 +187,7 @@ class Oracle:
         assert self._running is not None
         while b"\n" not in self._buffer:
             if time.monotonic() - started > self._deadline:
-                end = self._running.last_lines
+                end = self._running.last_words
                 self._stop()
                 raise CannotReplay(
                     f"the script did not compute a step in one process within "
@@ -211,7 +211,7 @@ class Oracle:
     def _ended(self) -> None:
         if not self._answered_since_start:
             assert self._running is not None
-            end = self._running.last_lines
+            end = self._running.last_words
             raise CannotReplay(
                 f"the script ended in one process before it had computed a step; it printed last:"
                 f"\n{end}"

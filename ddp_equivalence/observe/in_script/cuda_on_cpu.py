@@ -89,13 +89,18 @@ def _answer_for_cuda(devices: int) -> None:
     cuda.set_rng_state_all = lambda states: torch.set_rng_state(states[0])
     for name in NOTHING_TO_DO:
         if hasattr(cuda, name):
-            setattr(cuda, name, _nothing)
+            setattr(cuda, name, _nothing())
     for name in NOTHING_USED:
         setattr(cuda, name, lambda *_, **__: 0)
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
+def _nothing() -> Callable[..., None]:
+    """A function that does nothing; a new one each time, since torch's compiler compares them."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    return nothing
 
 
 def _answer_for_the_accelerator(devices: int) -> None:
@@ -106,10 +111,10 @@ def _answer_for_the_accelerator(devices: int) -> None:
     accelerator.device_count = lambda: devices
     accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
     accelerator.current_device_index = lambda: 0
-    accelerator.set_device_index = _nothing
-    accelerator.set_device_idx = _nothing
-    accelerator.synchronize = _nothing
-    accelerator.device_index = _nothing
+    accelerator.set_device_index = _nothing()
+    accelerator.set_device_idx = _nothing()
+    accelerator.synchronize = _nothing()
+    accelerator.device_index = _nothing()
 
 
 def _move_nothing() -> None:
@@ -134,7 +139,7 @@ def _move_nothing() -> None:
 
     for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
         if hasattr(Optimizer, name):
-            setattr(Optimizer, name, _nothing)
+            setattr(Optimizer, name, _nothing())
 
 
 def _use_gloo() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ddp_equivalence.observe.in_script.float64 import batch_in_float64
 from ddp_equivalence.observe.in_script.names import named_tensors
-from ddp_equivalence.observe.in_script.watch import StepInProgress, Watch, whole
+from ddp_equivalence.observe.in_script.watch import Event, StepInProgress, Watch, whole
 from ddp_equivalence.observe.recorded_step import RecordedStep, rank_folder, write_step
 from ddp_equivalence.observe.rows import Rows, rows_of
 from ddp_equivalence.observe.told import Told
@@ -63,7 +63,7 @@ class Recorder(Watch):
         self._batches_of_step = []
         self._matched = False
         self.now = StepInProgress()
-        self.now.generators["start"] = torch.get_rng_state()
+        self.now.generators[Event("start").name(0)] = torch.get_rng_state()
         if self._written >= self._told.steps:
             self.finish()
 
@@ -136,9 +136,9 @@ class Recorder(Watch):
         """Keep what the module holds."""
         self.now.states[name] = {inner: whole(one) for inner, one in named_tensors(module)}
 
-    def draws_like_the_record(self, event: str) -> None:
+    def draws_like_the_record(self, event: Event) -> None:
         """Keep the state of the generator."""
-        self.now.generators[event] = torch.get_rng_state()
+        self.now.generators[event.name(event.passes)] = torch.get_rng_state()
 
     def _use(self, loader: int, until: int) -> None:
         for number in range(self._used.get(loader, 0), until):
@@ -173,10 +173,10 @@ class Recorder(Watch):
             rows, _, state = self._fetched[loader][number]
             counts.append(rows.count)
             _add(tensors, lists, f"batch/{place}", rows)
-            tensors[f"generator/batch{place}"] = state
+            tensors[Event("batch", number=place).name(0)] = state
         for number, rows in enumerate(seen.call_rows):
             _add(tensors, lists, f"call/{number}", rows)
-        tensors |= {f"generator/{event}": state for event, state in seen.generators.items()}
+        tensors |= seen.generators
         ahead = sum(
             len(self._fetched[loader]) - self._used.get(loader, 0) for loader in self._training
         )

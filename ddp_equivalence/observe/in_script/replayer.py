@@ -18,7 +18,7 @@ from torch import nn
 
 from ddp_equivalence.observe.in_script.names import named_tensors
 from ddp_equivalence.observe.in_script.rank_generators import RankGenerators, Source
-from ddp_equivalence.observe.in_script.watch import StepInProgress, Watch
+from ddp_equivalence.observe.in_script.watch import Event, StepInProgress, Watch
 from ddp_equivalence.observe.query import Answer, AnswerOfStep, Piece, Query
 from ddp_equivalence.observe.question_line import QuestionLine
 from ddp_equivalence.observe.recorded_step import StepReader, in_float64, rank_folder
@@ -82,7 +82,7 @@ class Replayer(Watch):
             self.now = StepInProgress()
             self._generators.forget()
             if self._answers:  # a further step of the same query
-                self.draws_like_the_record("start")
+                self.draws_like_the_record(Event("start"))
 
     @lru_cache(maxsize=64)  # noqa: B019  (there is one Replayer in a process, and it stays)
     def _reader(self, rank: int, number: int) -> StepReader:
@@ -152,7 +152,7 @@ class Replayer(Watch):
         states = []
         for piece in pieces:
             step, place = self._recorded_batches(piece, query, loader)[piece.micro_batch]
-            states.append(self._source(piece, step, f"batch{place}"))
+            states.append(self._source(piece, step, Event("batch", number=place).name(0)))
         self._generators.use(states, self._draws(query))
         return batch
 
@@ -193,32 +193,20 @@ class Replayer(Watch):
 
     # --- random numbers
 
-    def draws_like_the_record(self, event: str) -> None:
+    def draws_like_the_record(self, event: Event) -> None:
         """Let torch draw what the ranks drew from here on."""
         query, number = self._now
         if not self._draws(query):
             return
-        pieces = query.micro_batches[len(self.now.losses) % len(query.micro_batches)]
-        sources = []
-        for piece in pieces:
-            record = self._reader(piece.rank, number)
-            name = event
-            if event.startswith("call"):
-                name = self._recorded_call(record, int(event[4:]), piece, query)
-            sources.append(self._source(piece, number, name))
+        pieces = query.micro_batches[event.passes % len(query.micro_batches)]
+        sources = [self._source(one, number, event.name(one.micro_batch)) for one in pieces]
         self._generators.use(sources, draws=True)
-
-    def _recorded_call(self, record: StepReader, call: int, piece: Piece, query: Query) -> str:
-        """The name of the event on a rank that this call in this process stands for."""
-        all_calls = sum(name.startswith("call") for name in record.gradient_names("generator/"))
-        each = max(1, all_calls // max(1, len(record.step.losses)))
-        return f"call{piece.micro_batch * each + call % each}"
 
     def _source(self, piece: Piece, step: int, event: str) -> Source:
         record = self._reader(piece.rank, step)
         counts = record.step.batch_counts or [call.count for call in record.step.calls] or [0]
         count = counts[min(piece.micro_batch, len(counts) - 1)]
-        return Source(record.tensor(f"generator/{event}"), count, piece.rows)
+        return Source(record.tensor(event), count, piece.rows)
 
     def _draws(self, query: Query) -> bool:
         return any(

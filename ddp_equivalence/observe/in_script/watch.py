@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,22 @@ from ddp_equivalence.observe.in_script.hooks import place_of_caller
 from ddp_equivalence.observe.in_script.names import ModuleNames, named_tensors
 from ddp_equivalence.observe.recorded_step import Place, SeenCall, SeenClip, in_float64
 from ddp_equivalence.observe.rows import Rows, rows_of
+
+
+@dataclass(frozen=True)
+class Event:
+    """``number``: how many events of this kind there were before, after so many backward passes.
+
+    ``passes``: those of a whole step; a replay may make others than a rank.
+    """
+
+    kind: str
+    passes: int = 0
+    number: int = 0
+
+    def name(self, passes: int) -> str:
+        """Its name in the record, where a rank has made so many backward passes before it."""
+        return f"generator/{self.kind}/{passes}/{self.number}"
 
 
 @dataclass
@@ -33,7 +50,7 @@ class StepInProgress:
     losses: list[float] = field(default_factory=list)
     calls: list[SeenCall] = field(default_factory=list)
     call_rows: list[Rows] = field(default_factory=list)
-    all_calls: int = 0
+    events: Counter[tuple[str, int]] = field(default_factory=Counter)
     clips: list[SeenClip] = field(default_factory=list)
     states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     entered: set[str] = field(default_factory=set)
@@ -90,7 +107,7 @@ class Watch:
         """A module is called that is trained: the arguments to call it with."""
         return arguments, named
 
-    def draws_like_the_record(self, event: str) -> None:
+    def draws_like_the_record(self, event: Event) -> None:
         """Something happens before which the state of the random generator matters."""
 
     def batches_of(self, loader: Any, iterator: Any) -> Iterator[Any]:
@@ -131,9 +148,15 @@ class Watch:
                     dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
                     self.now.autocast.add(dtype)
         self.note_draws()
-        self.draws_like_the_record(f"call{self.now.all_calls}")
-        self.now.all_calls += 1
+        self.draws_like_the_record(self._event("call" if trained else "other call"))
         return arguments, named
+
+    def _event(self, kind: str) -> Event:
+        """The next event of a kind since the last backward pass."""
+        passes = len(self.now.losses)
+        number = self.now.events[kind, passes]
+        self.now.events[kind, passes] += 1
+        return Event(kind, passes, number)
 
     def note_draws(self, by_the_script: bool = True) -> None:
         """Note whether random numbers were drawn since this was last called.
