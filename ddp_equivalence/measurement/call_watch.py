@@ -110,12 +110,12 @@ class CallWatch:
         )
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Record inside the block."""
+    def watching(self, running: FrameType | None = None) -> Iterator[None]:
+        """Record inside the block. ``running``: as in ``LineTracer.tracing``."""
         with (
             listening(self._on_issue, self._on_wait),
             randperm_recorded(self._on_shuffle),
-            self._tracer.tracing(),
+            self._tracer.tracing(running),
             self.events.cuts.watching(),
         ):
             yield
@@ -136,9 +136,14 @@ class CallWatch:
 
     def wrapped(self, ddp: DistributedDataParallel, frame: FrameType) -> None:
         """A wrapper was made."""
+        self.was_wrapped(ddp, lines_of(frame))
+
+    def was_wrapped(self, ddp: DistributedDataParallel, lines: Lines) -> None:
+        """A wrapper was made by these lines."""
         names = parameters_of(ddp.module, self._names)
         ranks = ranks_of({"process_group": ddp.process_group})
-        self._record(Kind.WRAP, frame, what=type(ddp).__name__, names=names, ranks=ranks)
+        about = {"what": type(ddp).__name__, "names": names, "ranks": ranks}
+        self._append_if_recorded(Kind.WRAP, lines, **about)
         self._synchronisation.add(ddp)
 
     @contextmanager

@@ -123,16 +123,27 @@ class LineTracer:
         return CodeLine(code.co_filename, last, code.co_name)
 
     @contextmanager
-    def tracing(self) -> Iterator[None]:
-        """Trace this thread inside the block, unless somebody else does already."""
+    def tracing(self, running: FrameType | None = None) -> Iterator[None]:
+        """Trace this thread inside the block, unless somebody else does already.
+
+        ``running``: the innermost of the functions that run already, and are to be followed too.
+        """
         if sys.gettrace() is not None:
             yield
             return
         sys.settrace(self._on_call)
+        followed = []
+        while running is not None:
+            if is_users(running.f_code.co_filename):
+                running.f_trace = self._on_line
+                followed.append(running)
+            running = running.f_back
         try:
             yield
         finally:
             sys.settrace(None)
+            for frame in followed:
+                frame.f_trace = None
             self._finish_line()
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> Any:

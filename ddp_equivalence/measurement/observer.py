@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +25,7 @@ from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.measurement.call_watch import CallWatch
 from ddp_equivalence.measurement.declared_rows import DeclaredRows
 from ddp_equivalence.measurement.example_lookup import ExampleLookup
+from ddp_equivalence.measurement.further_calls import Lines
 from ddp_equivalence.measurement.module_calls import Heard, heard, listen, stop_listening
 from ddp_equivalence.measurement.module_watch import ModuleWatch
 from ddp_equivalence.measurement.observation import (
@@ -77,8 +79,10 @@ class Observer:
         self._calls.begin_step(number)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch inside the block."""
+    def watching(self, running: FrameType | None = None) -> Iterator[None]:
+        """Watch inside the block. ``running``: also follow the functions that run already, the
+        innermost of which this is.
+        """
         handles = []
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and name in self._sample.sizes:
@@ -105,7 +109,7 @@ class Observer:
                 patch.object(torch.nn.utils, "clip_grad_norm_", clipping),
                 patch.object(torch.autograd, "backward", self._observed(torch.autograd.backward)),
                 patch.object(torch.autograd, "grad", self._observed(torch.autograd.grad)),
-                self._calls.watching(),
+                self._calls.watching(running),
             ):
                 yield
         finally:
@@ -113,6 +117,11 @@ class Observer:
                 handle.remove()
             for wrapper in self._wrappers:
                 wrapper.stop()
+
+    def was_wrapped(self, ddp: DistributedDataParallel, lines: Lines) -> None:
+        """The model was wrapped before it was watched, by these lines."""
+        self._calls.was_wrapped(ddp, lines)
+        self._wrappers.append(_WrapperObserver(ddp, self._names, self._calls))
 
     def found(
         self,

@@ -13,17 +13,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.check_equivalence import raise_unless_same
 from ddp_equivalence.observe.as_case import ObservedStep
 from ddp_equivalence.observe.judged_step import Script, judge, name_of_script
 from ddp_equivalence.observe.launch import Running
+from ddp_equivalence.observe.looked_at_closer import observations_of_second_run
 from ddp_equivalence.observe.one_process import in_one_process, processes_in
 from ddp_equivalence.observe.oracle import Oracle
 from ddp_equivalence.observe.record import Record
 from ddp_equivalence.observe.report import StepFacts, report_lines
-from ddp_equivalence.observe.told import Told
+from ddp_equivalence.observe.told import LookAt, Told
 from ddp_equivalence.report.verdict import Outcome, Verdict
 
 
@@ -142,12 +144,25 @@ def _observed(command: tuple[str, ...], options: Options, scratch: Path) -> Obse
         repeat=f"ddp-equivalence observe -- {shlex.join(command)}",
     )
     oracle = Oracle(alone, options.folder, record, told, options.deadline)
+
+    def run_again(look_at: LookAt, number: int) -> Record:
+        folder = scratch / "closer"
+        folder.mkdir()
+        first = options.first_step + number
+        told = _told(options, folder, float64, first_step=first, steps=1, look_at=look_at)
+        return _run(command, told, options, folder)[0]
+
+    looked_closer = False
     try:
         verdicts, facts = [], []
         for group in record.groups:
             for number in group:
                 step = ObservedStep(record, oracle, number, group, record.rows(group))
                 verdict = judge(script, step)
+                if verdict.outcome == "different" and not looked_closer:
+                    looked_closer = True
+                    seen = observations_of_second_run(step, verdict, run_again)
+                    verdict = judge(script, step, seen) if seen else verdict
                 verdicts.append(verdict)
                 facts.append(StepFacts.of(step))
                 _ = str(verdict), verdict.full_report()  # asks the script all that it needs
@@ -185,23 +200,28 @@ def _recorded(
     tries = {"auto": (True, False), "float64": (True,), "own": (False,)}
     if options.precision not in tries:
         raise BadCase("precision", options.precision, f"one of {', '.join(tries)}")
-    told = Told(
-        role="record",
-        folder="",
-        first_step=options.first_step,
-        steps=options.steps,
-        without_dropout=not options.dropout,
-        devices_on_cpu=options.as_cpu,
-    )
     ended = ""
     for float64 in tries[options.precision]:
         folder = scratch / ("float64" if float64 else "own")
         folder.mkdir()
-        of_try = replace(told, folder=str(folder), float64=float64)
-        record, ended = _run(command, of_try, options, folder)
+        record, ended = _run(command, _told(options, folder, float64), options, folder)
         if record.steps:
             return record, float64
     raise ScriptFailed(ended)
+
+
+def _told(options: Options, folder: Path, float64: bool, **more: Any) -> Told:
+    """What the ranks are told. ``more``: fields of ``Told`` that are not as in the options."""
+    told = Told(
+        role="record",
+        folder=str(folder),
+        first_step=options.first_step,
+        steps=options.steps,
+        float64=float64,
+        without_dropout=not options.dropout,
+        devices_on_cpu=options.as_cpu,
+    )
+    return replace(told, **more)
 
 
 def _run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,21 @@ Feed = Literal["loader", "calls"]
 
 
 @dataclass(frozen=True)
+class LookAt:
+    """A step that is to be watched line by line.
+
+    ``module``: the name of the module whose gradients are compared. ``sizes``, ``stride``: the
+    elements of each parameter that are kept, see ``ElementSample``. ``rows``: for each rank, the
+    number of the first row of each of its micro-batches, and how many there are.
+    """
+
+    module: str
+    sizes: Mapping[str, int]
+    stride: Mapping[str, int]
+    rows: Sequence[Sequence[tuple[int, int]]]
+
+
+@dataclass(frozen=True)
 class Told:
     """``role``: record what the ranks do, or replay it in one process.
 
@@ -23,7 +39,7 @@ class Told:
     is computed in float64. ``without_dropout``: nothing is dropped. ``devices_on_cpu``: so many
     devices of CUDA are the CPU; 0 for none. ``socket``: where a replay asks what to run. ``feed``:
     a replay is given rows where the script's loader yields a batch, or where its model is called.
-    ``watched``: the step that is watched line by line; -1 for none.
+    ``look_at``: what to watch line by line in the first step that counts; None for nothing.
     """
 
     role: Role
@@ -35,8 +51,7 @@ class Told:
     devices_on_cpu: int = 0
     socket: str = ""
     feed: Feed = "loader"
-    watched: int = -1
-    plant: str = ""
+    look_at: LookAt | None = None
 
     def write(self, path: Path) -> None:
         """Write it where ``read`` finds it."""
@@ -45,4 +60,6 @@ class Told:
     @classmethod
     def read(cls, path: Path) -> Told:
         """What was written."""
-        return cls(**json.loads(path.read_text()))
+        raw = json.loads(path.read_text())
+        look_at = None if raw["look_at"] is None else LookAt(**raw["look_at"])
+        return cls(**{**raw, "look_at": look_at})

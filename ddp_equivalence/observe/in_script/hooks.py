@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -35,12 +36,24 @@ def place_of_caller() -> Place:
 
 def install(watch: Watch) -> None:
     """Let ``watch`` be told of everything from now on."""
+    _watch_wrappers(watch)
     _watch_modules(watch)
     _watch_loaders(watch)
     _watch_backward(watch)
     _watch_optimizers(watch)
     _watch_clipping(watch)
     _watch_loss_scales(watch)
+
+
+def _watch_wrappers(watch: Watch) -> None:
+    initialise = DistributedDataParallel.__init__
+
+    @counts_as_torch
+    def watched(self: Any, *arguments: Any, **named: Any) -> None:
+        initialise(self, *arguments, **named)
+        watch.wrapped.append((self, lines_of(sys._getframe(1))))
+
+    DistributedDataParallel.__init__ = watched  # type: ignore[method-assign]
 
 
 def _watch_modules(watch: Watch) -> None:
@@ -58,7 +71,9 @@ def _watch_modules(watch: Watch) -> None:
         _inside.module = True
         try:
             arguments, named = watch.before_call(self, arguments, named)
-            result = call(self, *arguments, **named)
+            # A closer look, which may have begun just now, replaces this function too.
+            by_all: Any = nn.Module.__call__
+            result = (call if by_all is watched else by_all)(self, *arguments, **named)
         finally:
             _inside.module = False
         watch.note_draws()

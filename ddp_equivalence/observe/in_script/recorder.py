@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_equivalence.observe.in_script.closer_look import CloserLook
 from ddp_equivalence.observe.in_script.float64 import batch_in_float64
-from ddp_equivalence.observe.in_script.names import named_tensors
+from ddp_equivalence.observe.in_script.names import named_tensors, unwrapped
 from ddp_equivalence.observe.in_script.watch import Event, StepInProgress, Watch, whole
 from ddp_equivalence.observe.recorded_step import RecordedStep, rank_folder, write_step
 from ddp_equivalence.observe.rows import Rows, rows_of
@@ -43,12 +44,23 @@ class Recorder(Watch):
         self._batches_of_step: list[tuple[int, int]] = []
         self._matched = False
         self._earlier_steps = 0
+        self._closer_look: CloserLook | None = None
 
     # --- steps
 
     def ends_step(self) -> None:
         """Write the step; again, if another optimizer steps with the same gradients."""
         self._complete = self.now
+        if self._closer_look is not None and self._told.look_at is not None:
+            module = self._told.look_at.module
+            before = self.now.held if self.now.before_clip is None else self.now.before_clip
+            gradients = {
+                name.removeprefix(f"{module}:"): gradient
+                for name, gradient in before.items()
+                if name in self.now.held
+            }
+            self._closer_look.end(gradients, self._folder)
+            self._closer_look = None
         if self._earlier_steps >= self._told.first_step:
             self._write(self.now)
 
@@ -119,7 +131,8 @@ class Recorder(Watch):
             yield batch
 
     def fed(self, name: str, arguments: Any, named: Any) -> tuple[Any, Any]:
-        """Note which batches the module is called with."""
+        """Note which batches the module is called with; look closer, if that is wanted."""
+        self._look_closer(name)
         fetched, self._fetched_since_call = set(self._fetched_since_call), []
         self._training |= fetched
         given = {digest(one) for one in rows_of((arguments, named)).tensors.values() if one.ndim}
@@ -131,6 +144,17 @@ class Recorder(Watch):
                     self._matched = True
                     break
         return arguments, named
+
+    def _look_closer(self, name: str) -> None:
+        look_at = self._told.look_at
+        if look_at is None or look_at.module != name or self._closer_look is not None:
+            return
+        if self._earlier_steps != self._told.first_step or self._complete is not None:
+            return
+        module = self.names.modules[name]
+        self._closer_look = CloserLook(look_at, _rank())
+        wrapped = [(ddp, lines) for ddp, lines in self.wrapped if unwrapped(ddp) is module]
+        self._closer_look.begin(module, wrapped)
 
     def enters(self, name: str, module: nn.Module) -> None:
         """Keep what the module holds."""

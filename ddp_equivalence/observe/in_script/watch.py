@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import get_worker_info
 
+from ddp_equivalence.measurement.further_calls import Lines
 from ddp_equivalence.observe.in_script.hooks import place_of_caller
 from ddp_equivalence.observe.in_script.names import ModuleNames, named_tensors
 from ddp_equivalence.observe.recorded_step import Place, SeenCall, SeenClip, in_float64
@@ -69,7 +70,8 @@ class Watch:
     """Follows the script. ``Recorder`` and ``Replayer`` say what happens with what is seen.
 
     ``loss_scale``: the last one by which a loss was multiplied; ``gradients_are_scaled``: they
-    still are. ``steps_seen``: the calls of an optimizer's step.
+    still are. ``steps_seen``: the calls of an optimizer's step. ``wrapped``: the DDP wrappers that
+    were made, with the lines that made them.
     """
 
     float64 = False
@@ -79,6 +81,7 @@ class Watch:
         self.now = StepInProgress()
         self.loss_scale, self.gradients_are_scaled = 1.0, False
         self.steps_seen = 0
+        self.wrapped: list[tuple[Any, Lines]] = []
         self._process = os.getpid()
         self._hooked: set[int] = set()
         self._of_this_backward: dict[str, Tensor] = {}
