@@ -78,6 +78,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="keep the recordings and outputs in DIR"
     )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results to PATH too")
     parser.add_argument(
         "--full", action="store_true", help="print all that is known of every step"
     )
@@ -85,6 +86,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Observe the command and print the report."""
+    from ddp_equivalence.observe.as_json import write_json
     from ddp_equivalence.observe.observe import Options, ScriptFailed, observe
     from ddp_equivalence.observe.report import report_lines
 
@@ -119,4 +121,6 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"unknown: {error}")
             return NOT_JUDGED
         print(painted(report_lines(observed, arguments.full), sys.stdout), end="")
+        if arguments.json is not None:
+            write_json(observed, arguments.json)
     return EXIT_CODE_OF_OUTCOME[observed.outcome]

@@ -68,8 +68,10 @@ def judge(
     """
     verdict = _judge(script, step, "before_clip", observed or {})
     seen = tuple(faults_seen(step))
-    if seen and verdict.outcome == "same":
-        return replace(verdict, outcome="different", cause=seen[0].cause, findings=seen)
+    if seen and (verdict.outcome == "same" or verdict.cause == "weights_differ_between_ranks"):
+        found = tuple(one for one in verdict.findings if one.cause != seen[0].cause)
+        findings = (*seen[:1], *(replace(one, accepted=False) for one in found))
+        return replace(verdict, outcome="different", cause=seen[0].cause, findings=findings)
     clips = any(step.record.step(rank, step.number).clips for rank in range(_ranks(step)))
     if verdict.outcome != "same" or not clips:
         return verdict

@@ -71,6 +71,12 @@ class Observed:
         return self
 
 
+RAGGED = (
+    "nothing was dropped in either run: the ranks have padded their rows to other lengths, and "
+    "then one process cannot drop the same elements"
+)
+
+
 class ScriptFailed(RuntimeError):
     """The script ended, or took too long, before it had made the steps to record."""
 
@@ -117,6 +123,15 @@ def observe(command: Sequence[str] | str, options: Options | None = None) -> Obs
 def _observed(command: tuple[str, ...], options: Options, scratch: Path) -> Observed:
     started = time.monotonic()
     record, float64 = _recorded(command, options, scratch)
+    notes = []
+    if options.dropout and record.ragged_and_drawn():
+        notes.append(RAGGED)
+        options = replace(options, dropout=False)
+        folder = scratch / "without_dropout"
+        folder.mkdir()
+        record, why = _run(command, _told(options, folder, float64), options, folder)
+        if not record.steps:
+            raise ScriptFailed(why)
     recorded = time.monotonic()
     given = options.one_process
     if given is None:
@@ -129,7 +144,8 @@ def _observed(command: tuple[str, ...], options: Options, scratch: Path) -> Obse
         steps=len(record.steps),
         float64=float64,
         without_dropout=not options.dropout,
-        devices_on_cpu=1 if options.as_cpu else 0,
+        # A launcher says how many processes train; other scripts count devices.
+        devices_on_cpu=options.as_cpu if alone != command else min(1, options.as_cpu),
         socket=str(scratch / "questions"),
         feed=record.feed,
     )
@@ -179,7 +195,7 @@ def _observed(command: tuple[str, ...], options: Options, scratch: Path) -> Obse
         world_size=record.world_size,
         facts=tuple(facts),
         on_cpu=script.on_cpu,
-        notes=_notes(oracle),
+        notes=(*notes, *_notes(oracle)),
     )
 
 

@@ -102,6 +102,25 @@ class Record:
             for number in micro_batches
         )
 
+    def ragged_and_drawn(self) -> bool:
+        """True if random numbers are drawn in a step in which ranks have padded their rows to
+        other lengths: one process cannot draw the same for rows of one length.
+        """
+        for group in self.groups:
+            steps = [self.step(rank, n) for rank in range(self.world_size) for n in group]
+            if any(step.draws for step in steps) and self._ragged(group):
+                return True
+        return False
+
+    def _ragged(self, group: Sequence[int]) -> bool:
+        prefix = "batch/" if self.feed == "loader" else "call/"
+        shapes: dict[str, set[tuple[int, ...]]] = {}
+        for rank in range(self.world_size):
+            for number in group:
+                for name, shape in self.reader(rank, number).shapes(prefix).items():
+                    shapes.setdefault(name, set()).add(shape[1:])
+        return any(len(found) > 1 for found in shapes.values())
+
     def rows(self, group: Sequence[int]) -> tuple[Row, ...]:
         """All rows that the ranks read in a group of steps: rank by rank, as each read them."""
         return tuple(

@@ -161,6 +161,14 @@ class StepReader:
             if key.startswith(prefix)
         }
 
+    def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors whose names begin with this, by the rest of their names."""
+        return {
+            key.removeprefix(prefix): tuple(self._file.get_slice(key).get_shape())
+            for key in self._keys
+            if key.startswith(prefix)
+        }
+
     def rows(self, prefix: str) -> Rows:
         """The rows that were recorded under this prefix."""
         known = self._lists.get(prefix, {"count": 0, "lists": {}})

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import torch
+
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
@@ -22,8 +24,56 @@ SAME_DATA = "every_rank_same_data"
 
 def faults_seen(step: ObservedStep) -> Iterator[Finding]:
     """The causes that were seen happening in this step."""
+    yield from _nothing_reduced(step)
     yield from _clipped_while_scaled(step)
     yield from _same_rows(step)
+
+
+def _nothing_reduced(step: ObservedStep) -> Iterator[Finding]:
+    """Every rank steps with its own gradients, bit for bit, and they are not those of the others.
+
+    This is also seen where ranks begin with different weights, so that nothing can be predicted.
+    """
+    by_rank = []
+    for rank in range(step.record.world_size):
+        reader = step.record.reader(rank, step.number)
+        own = reader.below("own/")
+        before = reader.below("before_clip/") or reader.below("held/")
+        names = [name for name in reader.gradient_names("held/") if name in before]
+        if not names or any(name not in own for name in names):
+            return
+        if not all(torch.equal(own[name], before[name]) for name in names):
+            return
+        by_rank.append([before[name] for name in names])
+    first, *others = by_rank
+    if not others or all(
+        one.shape == other.shape and torch.equal(one, other)
+        for rank in others
+        for one, other in zip(first, rank, strict=True)
+    ):
+        return
+    recorded = step.record.step(0, step.number)
+    ranks = step.record.world_size
+    place = recorded.backward_at[-1] if recorded.backward_at else Place()
+    apart = any(
+        step.record.step(rank, step.number).weights != recorded.weights for rank in range(ranks)
+    )
+    more = ", and the ranks begin with different weights" if apart else ""
+    yield Finding(
+        cause="no_all_reduce",
+        sentence="every rank trains alone: no gradient is reduced over the ranks",
+        look_at="whether the model is wrapped in DistributedDataParallel at all",
+        unexplained=None,
+        accepted=True,
+        headline=f"every rank trains alone{more}",
+        because="the optimizer of each rank gets the rank's own gradients, bit for bit",
+        fix="wrap the model in DistributedDataParallel before it trains.",
+        lines=_lines(
+            place,
+            "the optimizer gets this rank's own gradients",
+            missing="an average over all ranks, as DistributedDataParallel makes it",
+        ),
+    )
 
 
 def _clipped_while_scaled(step: ObservedStep) -> Iterator[Finding]:
