@@ -36,9 +36,12 @@ class ObservedStep:
     group: tuple[int, ...]
     rows: tuple[Row, ...]
 
-    def answer(self, rows: Sequence[int]) -> AnswerOfStep:
-        """What the script computes from these rows alone. Raises CannotReplay."""
-        answer = self.oracle.answer(self.group, [self.rows[row] for row in rows])
+    def answer(self, rows: Sequence[int], nudge: int = 0) -> AnswerOfStep:
+        """What the script computes from these rows alone. ``nudge``: as in ``Query``.
+
+        Raises CannotReplay.
+        """
+        answer = self.oracle.answer(self.group, [self.rows[row] for row in rows], nudge)
         return answer.steps[self.group.index(self.number)]
 
     @property

@@ -65,23 +65,23 @@ class Oracle:
 
     # --- questions
 
-    def answer(self, group: tuple[int, ...], rows: Sequence[Row]) -> Answer:
+    def answer(self, group: tuple[int, ...], rows: Sequence[Row], nudge: int = 0) -> Answer:
         """What the script computes from these rows alone, in their order, in each step of a group.
 
-        Raises CannotReplay.
+        ``nudge``: as in ``Query``. Raises CannotReplay.
         """
-        key = (group, tuple(rows))
+        key = (group, tuple(rows), nudge)
         if key not in self._answers:
-            self._answers[key] = self._computed(group, rows)
+            self._answers[key] = self._computed(group, rows, nudge)
         return self._answers[key]
 
-    def _computed(self, group: tuple[int, ...], rows: Sequence[Row]) -> Answer:
+    def _computed(self, group: tuple[int, ...], rows: Sequence[Row], nudge: int) -> Answer:
         if self._closed:
             raise CannotReplay("the script has been ended")
         for _ in range(3):
             micro_batches = self._arranged(group, rows)
             self._number += 1
-            query = Query(self._number, group, micro_batches)
+            query = Query(self._number, group, micro_batches, nudge=nudge)
             answer = self._ask(query)
             found = tuple(len(step.losses) for step in answer.steps)
             wanted = self._wanted(group, len(micro_batches))

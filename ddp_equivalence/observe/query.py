@@ -27,13 +27,15 @@ class Piece:
 class Query:
     """``steps``: the recorded steps to compute, more than one where several optimizers step one
     after the other on what was read once. ``micro_batches``: for each micro-batch, the pieces whose
-    rows are joined. ``weights_of``: the rank whose weights and buffers are put in place.
+    rows are joined. ``weights_of``: the rank whose weights and buffers are put in place. ``nudge``:
+    the number of the pattern by which weights are moved one eps up or down; 0 for none.
     """
 
     number: int
     steps: tuple[int, ...]
     micro_batches: tuple[tuple[Piece, ...], ...]
     weights_of: int = 0
+    nudge: int = 0
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -59,7 +61,7 @@ class Query:
             )
             for pieces in raw["micro_batches"]
         )
-        return cls(raw["number"], tuple(raw["steps"]), micro_batches, raw["weights_of"])
+        return cls(raw["number"], tuple(raw["steps"]), micro_batches, raw["weights_of"], raw["nudge"])
 
 
 @dataclass(frozen=True)

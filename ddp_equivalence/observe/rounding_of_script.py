@@ -18,7 +18,7 @@ depends on the order."""
 
 class ExpectedOfScript(Expected):
     """The script's own gradient of all rows, and its rounding: it is asked for the rows in other
-    orders. ``kind``: as in ``as_case``.
+    orders, with weights that are moved by one eps. ``kind``: as in ``as_case``.
     """
 
     def __init__(self, reference: Reference, step: ObservedStep, kind: str) -> None:
@@ -59,9 +59,9 @@ class ExpectedOfScript(Expected):
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         noise: dict[tuple[int, str], object] = {}
         order_matters = False
-        for order in orders:
+        for nudge, order in enumerate(orders, start=1):
             try:
-                answer = self._step.answer(order)
+                answer = self._step.answer(order, nudge)
             except CannotReplay:
                 continue
             found = {

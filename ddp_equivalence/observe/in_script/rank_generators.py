@@ -67,6 +67,13 @@ class Source:
         return self.count if self.rows is None else len(self.rows)
 
 
+def _drops(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+    """True if an attention drops something."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(named)
+    return float(given.get("dropout_p") or 0.0) > 0.0
+
+
 class RankGenerators(TorchDispatchMode):
     """``missed``: how often each operation drew numbers of its own, because it draws no rows."""
 
@@ -106,6 +113,8 @@ class RankGenerators(TorchDispatchMode):
         if not self._sources or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **named)
         if func in DRAW_NOTHING or named.get("generator") is not None:
+            return func(*args, **named)
+        if "scaled_dot_product" in str(func) and not _drops(func, args, named):
             return func(*args, **named)
         drawn = self._drawn(func, args, named)
         if drawn is not None:

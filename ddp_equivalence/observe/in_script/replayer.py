@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddp_equivalence.comparison.nudges import nudge_each
 from ddp_equivalence.observe.in_script.names import named_tensors
 from ddp_equivalence.observe.in_script.rank_generators import RankGenerators, Source
 from ddp_equivalence.observe.in_script.watch import Event, StepInProgress, Watch
@@ -94,7 +95,8 @@ class Replayer(Watch):
         """Put the recorded weights and buffers in place."""
         query, number = self._now
         record = self._reader(query.weights_of, number)
-        for inner, tensor in named_tensors(module):
+        module_parameters = dict(named_tensors(module))
+        for inner, tensor in module_parameters.items():
             value = record.tensor(f"weights/{name}:{inner}")
             if value is None:
                 continue
@@ -103,6 +105,8 @@ class Replayer(Watch):
             if tensor.shape == value.shape:
                 with torch.no_grad():
                     tensor.data.copy_(value)
+                    if query.nudge and isinstance(module_parameters.get(inner), nn.Parameter):
+                        nudge_each([tensor.data], query.nudge)
 
     def batches_of(self, loader: Any, iterator: Any) -> Iterator[Any]:
         """The rows of one query after the other, in the containers of the loader's own batches."""
