@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from ddp_equivalence.case.errors import BadCase, SuiteBug
     from ddp_equivalence.check_equivalence import assert_equivalent, check
     from ddp_equivalence.faults.plant import planted
+    from ddp_equivalence.observed_scripts.observe_script import observe
+    from ddp_equivalence.observed_scripts.observed import Observed
     from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
     from ddp_equivalence.ranks.rank import Rank
     from ddp_equivalence.report.errors import NotEquivalent, NothingCompared
@@ -22,6 +24,7 @@ __all__ = [
     "Case",
     "NotEquivalent",
     "NothingCompared",
+    "Observed",
     "Rank",
     "RankFailed",
     "RanksTimedOut",
@@ -29,6 +32,7 @@ __all__ = [
     "Verdict",
     "assert_equivalent",
     "check",
+    "observe",
     "planted",
 ]
 
@@ -37,6 +41,7 @@ _MODULE_OF = {
     "Case": "case.case",
     "NotEquivalent": "report.errors",
     "NothingCompared": "report.errors",
+    "Observed": "observed_scripts.observed",
     "Rank": "ranks.rank",
     "RankFailed": "ranks.failure",
     "RanksTimedOut": "ranks.failure",
@@ -44,6 +49,7 @@ _MODULE_OF = {
     "Verdict": "report.verdict",
     "assert_equivalent": "check_equivalence",
     "check": "check_equivalence",
+    "observe": "observed_scripts.observe_script",
     "planted": "faults.plant",
 }
 

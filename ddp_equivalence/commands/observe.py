@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
-from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import EXIT_CODE_OF_OUTCOME, NOT_JUDGED
+from ddp_equivalence.commands.results import require_writable_folder
 from ddp_equivalence.report.terminal import painted, width_of
 
 if TYPE_CHECKING:
@@ -49,6 +49,12 @@ def add(commands: Commands) -> None:
         "number of processes in COMMAND is replaced by 1",
     )
     parser.add_argument(
+        "--flat",
+        metavar="COMMAND",
+        help="a command that trains in one process without gradient accumulation, quoted as one "
+        "argument: it computes every step once more, with all of its rows as one batch",
+    )
+    parser.add_argument(
         "--precision",
         choices=("auto", "float64", "own"),
         default="auto",
@@ -78,37 +84,32 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="keep the recordings and outputs in DIR"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results to PATH too")
     parser.add_argument(
-        "--full", action="store_true", help="print all that is known of every step"
+        "--in-place",
+        action="store_true",
+        help="run in this folder, and not in a copy of it that is made of links",
     )
+    parser.add_argument(
+        "--plant",
+        default="",
+        metavar="FAULT",
+        help="plant a known fault in the ranks, to see that it is found",
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the results to PATH too")
+    parser.add_argument("--full", action="store_true", help="print all that is known of every step")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Observe the command and print the report."""
-    from ddp_equivalence.observe.as_json import write_json
-    from ddp_equivalence.observe.observe import Options, ScriptFailed, observe
-    from ddp_equivalence.observe.report import report_lines
+    from ddp_equivalence.observed_scripts.as_json import write_json
+    from ddp_equivalence.observed_scripts.observe_script import observe
+    from ddp_equivalence.observed_scripts.recording import ScriptFailed
+    from ddp_equivalence.observed_scripts.report import report_lines
 
     command = arguments.training
     if command[:1] == ["--"]:
         command = command[1:]
-    if arguments.steps < 1:
-        raise BadCase("steps", arguments.steps, "a number of optimizer steps from 1")
-    if arguments.from_step < 0:
-        raise BadCase("from_step", arguments.from_step, "a number of optimizer steps from 0")
-    if not 0 < arguments.deadline < float("inf"):
-        raise BadCase("deadline", arguments.deadline, "a number of seconds above 0")
-    options = Options(
-        steps=arguments.steps,
-        first_step=arguments.from_step,
-        one_process=arguments.one_process,
-        precision=arguments.precision,
-        dropout=not arguments.no_dropout,
-        as_cpu=arguments.as_cpu,
-        keep=arguments.keep,
-        deadline=arguments.deadline,
-    )
+    require_writable_folder("json", arguments.json and arguments.json.parent)
     reports = settings.replaced(
         full_report=arguments.full,
         full_report_with="--full",
@@ -116,7 +117,20 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with settings.using(reports):
         try:
-            observed = observe(command, options)
+            observed = observe(
+                command,
+                steps=arguments.steps,
+                from_step=arguments.from_step,
+                one_process=arguments.one_process,
+                flat=arguments.flat,
+                precision=arguments.precision,
+                dropout=not arguments.no_dropout,
+                as_cpu=arguments.as_cpu,
+                in_place=arguments.in_place,
+                keep=arguments.keep,
+                deadline=arguments.deadline,
+                plant=arguments.plant,
+            )
         except ScriptFailed as error:
             print(f"unknown: {error}")
             return NOT_JUDGED

@@ -1,0 +1,159 @@
+"""An observed step as a case: its examples are the rows that the ranks read, and its loss asks the
+script itself for the gradient of any of them.
+
+So the comparison and the diagnosis of ``check`` need to know nothing of scripts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_equivalence.case.case import Case
+from ddp_equivalence.comparison.digest import digest
+from ddp_equivalence.observed_scripts.oracle import CannotReplay, Oracle
+from ddp_equivalence.observed_scripts.query import AnswerOfStep
+from ddp_equivalence.observed_scripts.record import Record, Row
+
+ROWS = "rows"
+"""The leaf of the batch: the numbers of the rows in an observed step."""
+
+
+@dataclass(frozen=True)
+class ObservedStep:
+    """One step of a script. ``number``: of the step. ``group``: the steps that are computed
+    together, see ``Record.groups``. ``rows``: all rows that the ranks read, in their order.
+    """
+
+    record: Record
+    oracle: Oracle | None
+    number: int
+    group: tuple[int, ...]
+    rows: tuple[Row, ...]
+
+    def answer(self, rows: Sequence[int], nudge: int = 0) -> AnswerOfStep:
+        """What the script computes from these rows alone. ``nudge``: as in ``Query``.
+
+        Raises CannotReplay.
+        """
+        if self.oracle is None:
+            raise CannotReplay("the script does not run any more")
+        answer = self.oracle.answer(self.group, [self.rows[row] for row in rows], nudge)
+        return answer.steps[self.group.index(self.number)]
+
+    @property
+    def everything(self) -> tuple[int, ...]:
+        """The numbers of all rows."""
+        return tuple(range(len(self.rows)))
+
+    @property
+    def rows_by_rank(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the rows that each rank read."""
+        return tuple(
+            tuple(number for number, row in enumerate(self.rows) if row.rank == rank)
+            for rank in range(self.record.world_size)
+        )
+
+    def short(self, name: str) -> str:
+        """A parameter's name without that of its module, if only one module is trained."""
+        held = self.record.reader(0, self.number).gradient_names("held/")
+        modules = {one.partition(":")[0] for one in held}
+        return name.partition(":")[2] if len(modules) == 1 else name.replace(":", ".")
+
+    def gradients(self, rank: int, kind: str) -> dict[str, Tensor | None]:
+        """What a rank held: ``held`` at the optimizer's step, ``before_clip``, or its ``own``."""
+        reader = self.record.reader(rank, self.number)
+        held = reader.below("held/")
+        names = (*held, *reader.step.without_gradient)
+        values = held if kind == "held" else (reader.below(f"{kind}/") or held)
+        return {self.short(name): values.get(name) for name in names}
+
+    def digests_of_rows(self, rank: int) -> dict[str, str]:
+        """A digest of everything that a rank read in the group of steps, by where it was read."""
+        found = {}
+        for number in self.group:
+            reader = self.record.reader(rank, number)
+            prefix = "batch/" if self.record.feed == "loader" else "call/"
+            for path, tensor in reader.below(prefix).items():
+                found[f"{number}/{path}"] = digest({path: tensor})
+        return found
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of the parameters that are compared, at the beginning of the step."""
+        reader = self.record.reader(0, self.number)
+        names = (*reader.gradient_names("held/"), *reader.step.without_gradient)
+        found = {name: reader.tensor(f"weights/{name}") for name in names}
+        return {self.short(name): one for name, one in found.items() if one is not None}
+
+
+def as_case(step: ObservedStep, kind: str, layout: str, dtype: torch.dtype | None) -> Case:
+    """The case of a step. ``kind``: which gradients its loss leaves, see ``gradients``."""
+    weights = step.weights()
+    order = tuple(weights)
+
+    def build() -> nn.Module:
+        return _model(weights)
+
+    def batch(generator: torch.Generator) -> dict[str, Tensor]:
+        return {ROWS: torch.arange(len(step.rows))}
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        rows = tuple(batch[ROWS].tolist())
+        if not rows:
+            raise ValueError("the script is given at least one row")
+        try:
+            answer = step.answer(rows)
+        except CannotReplay as error:
+            raise ValueError(str(error)) from error
+        parameters = dict(model.named_parameters())
+        found = {step.short(name): one for name, one in answer.gradients(kind).items()}
+        value = sum(answer.losses)
+        gradients = [found.get(name) for name in order]
+        result: Tensor = _Known.apply(value, gradients, *(parameters[name] for name in order))  # type: ignore[no-untyped-call]
+        return result
+
+    loss.__name__ = "loss_of_the_script"
+    return Case(model=build, batch=batch, loss=loss, layout=layout, shards="own", dtype=dtype)
+
+
+class _Known(torch.autograd.Function):
+    """A loss whose value and gradients are known."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: float, gradients: Sequence[Tensor | None], *parameters: Tensor
+    ) -> Tensor:
+        ctx.gradients = gradients
+        ctx.dtypes = [parameter.dtype for parameter in parameters]
+        return parameters[0].new_tensor(value)
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> Any:
+        return (
+            None,
+            None,
+            *(
+                None if gradient is None else gradient.to(dtype) * factor.to(dtype)
+                for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
+            ),
+        )
+
+
+def _model(weights: Mapping[str, Tensor]) -> nn.Module:
+    """A module with these parameters, under their names."""
+    root = nn.Module()
+    for name, weight in weights.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            inside = module._modules[part]
+            assert inside is not None
+            module = inside
+        module.register_parameter(last, nn.Parameter(weight.clone()))
+    return root

@@ -1,0 +1,1 @@
+"""What runs in the processes of an observed script, from the moment when it has imported torch."""

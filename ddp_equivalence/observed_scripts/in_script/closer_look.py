@@ -1,0 +1,79 @@
+"""Watches one step of a rank line by line, as the steps of ``check`` are watched."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_equivalence.comparison.element_sample import ElementSample
+from ddp_equivalence.measurement.declared_rows import DeclaredRows
+from ddp_equivalence.measurement.further_calls import Lines
+from ddp_equivalence.measurement.observation import RowsRead
+from ddp_equivalence.measurement.observer import Observer
+from ddp_equivalence.observed_scripts.told import LookAt
+
+FILE = "observation.pickle"
+"""It is read by the process that has started the script, and deleted with the record."""
+
+
+class CloserLook:
+    """``look_at``: what to watch. ``rank``: the rank that this process is."""
+
+    def __init__(self, look_at: LookAt, rank: int) -> None:
+        self._look_at = look_at
+        self._rank = rank
+        self._observer: Observer | None = None
+        self._open = ExitStack()
+
+    @property
+    def begun(self) -> bool:
+        """The step is being watched."""
+        return self._observer is not None
+
+    def begin(
+        self, module: nn.Module, wrapped: list[tuple[DistributedDataParallel, Lines]]
+    ) -> None:
+        """Watch from here on. The user's functions that are running now are followed too."""
+        sizes, stride = self._look_at.sizes, self._look_at.stride
+        rows = _RowsOfCalls(self._look_at.rows[self._rank])
+        declared = DeclaredRows([()])
+        observer = Observer(module, rows, declared, ElementSample(sizes, stride))  # type: ignore[arg-type]
+        rows.observer = observer
+        self._observer = observer
+        self._open.enter_context(observer.watching(sys._getframe(1)))
+        for ddp, lines in wrapped:
+            observer.was_wrapped(ddp, lines)
+
+    def end(self, gradients: Mapping[str, Tensor | None], folder: Path) -> None:
+        """Stop watching, and write what was seen. ``gradients``: those that are compared."""
+        assert self._observer is not None
+        self._open.close()
+        found = self._observer.found({(0, name): one for name, one in gradients.items()}, None)
+        (folder / FILE).write_bytes(pickle.dumps(found))
+
+
+class _RowsOfCalls:
+    """Tells which rows the model is called with: those of the next micro-batch."""
+
+    def __init__(self, micro_batches: Sequence[tuple[int, int]]) -> None:
+        self._micro_batches = micro_batches
+        self.observer: Observer | None = None
+
+    def rows_of(self, arguments: object) -> RowsRead | None:
+        """The rows of the big batch that this rank reads before its next backward pass."""
+        assert self.observer is not None
+        number = len(self.observer.backwards)
+        if number >= len(self._micro_batches):
+            return None
+        first, count = self._micro_batches[number]
+        return RowsRead(tuple((first + row,) for row in range(count)))
+
+    def equal_examples(self) -> tuple[tuple[int, ...], ...]:
+        """No rows are known to be equal."""
+        return ()

@@ -1,0 +1,221 @@
+"""Lets a script that needs CUDA run without it: each CUDA device is the CPU, and NCCL is gloo.
+
+What the script computes stays the same, but for the precision of float16, which becomes bfloat16
+under autocast, and for everything that only a GPU does: kernels, streams, NCCL.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+NOTHING_TO_DO = (
+    *("synchronize", "empty_cache", "manual_seed", "manual_seed_all", "reset_peak_memory_stats"),
+    *("init", "_lazy_init", "set_device", "set_per_process_memory_fraction", "ipc_collect"),
+    *("reset_max_memory_allocated", "reset_accumulated_memory_stats"),
+)
+NOTHING_USED = (
+    *("max_memory_allocated", "memory_allocated", "max_memory_reserved", "memory_reserved"),
+    *("max_memory_cached", "memory_cached"),
+)
+
+
+def let_cuda_be_the_cpu(devices: int) -> None:
+    """Replace what a script asks of CUDA. ``devices``: as many are said to be there."""
+    _answer_for_cuda(devices)
+    _answer_for_the_accelerator(devices)
+    _move_nothing()
+    _use_gloo()
+    _scale_on_the_cpu()
+    _Devices().__enter__()  # type: ignore[no-untyped-call]  # until the process ends
+
+
+def cpu_for(value: Any) -> Any:
+    """The CPU, if the value names a CUDA device; the value itself otherwise."""
+    if isinstance(value, str) and value.split(":")[0] == "cuda":
+        return "cpu"
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return CPU
+    return value
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class _Devices(TorchFunctionMode):
+    """Replaces CUDA devices in the arguments of all functions of torch."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in ("cuda", "pin_memory") and args:
+            return args[0]
+        if name == "record_stream":
+            return None
+        device = named.get("device")
+        if device is not None:
+            named["device"] = CPU if _is_index(device) else cpu_for(device)
+        if name == "to" and len(args) > 1:
+            first = CPU if _is_index(args[1]) else cpu_for(args[1])
+            args = (args[0], first, *map(cpu_for, args[2:]))
+        if named.get("pin_memory"):
+            named["pin_memory"] = False
+        return func(*args, **named)
+
+
+def _answer_for_cuda(devices: int) -> None:
+    cuda: Any = torch.cuda
+    cuda.is_available = lambda: True
+    cuda.device_count = lambda: devices
+    cuda.current_device = lambda: int(os.environ.get("LOCAL_RANK", 0))
+    cuda.is_initialized = lambda: True
+    cuda.is_bf16_supported = lambda *_, **__: True
+    cuda.get_device_name = lambda *_: "a CPU"
+    cuda.get_device_capability = lambda *_: (9, 0)
+    cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
+    cuda.get_rng_state_all = lambda: [torch.get_rng_state()]
+    cuda.set_rng_state_all = lambda states: torch.set_rng_state(states[0])
+    for name in NOTHING_TO_DO:
+        if hasattr(cuda, name):
+            setattr(cuda, name, _nothing())
+    for name in NOTHING_USED:
+        setattr(cuda, name, lambda *_, **__: 0)
+
+
+def _nothing() -> Callable[..., None]:
+    """A function that does nothing; a new one each time, since torch's compiler compares them."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    return nothing
+
+
+def _answer_for_the_accelerator(devices: int) -> None:
+    accelerator: Any = getattr(torch, "accelerator", None)
+    if accelerator is None:
+        return
+    accelerator.is_available = lambda *_: True
+    accelerator.device_count = lambda: devices
+    accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
+    accelerator.current_device_index = lambda: 0
+    accelerator.set_device_index = _nothing()
+    accelerator.set_device_idx = _nothing()
+    accelerator.synchronize = _nothing()
+    accelerator.device_index = _nothing()
+
+
+def _move_nothing() -> None:
+    """``.to("cuda")`` and ``.cuda()`` leave a module where it is."""
+    to = nn.Module.to
+
+    def moved(self: Any, *arguments: Any, **named: Any) -> Any:
+        arguments = tuple(CPU if _is_index(one) else cpu_for(one) for one in arguments)
+        if "device" in named:
+            device = named["device"]
+            named["device"] = CPU if _is_index(device) else cpu_for(device)
+        return to(self, *arguments, **named)
+
+    def stays(self: Any, *_: Any, **__: Any) -> Any:
+        return self
+
+    nn.Module.to = moved  # type: ignore[method-assign]
+    nn.Module.cuda = stays  # type: ignore[method-assign]
+    torch.Tensor.cuda = stays  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = stays  # type: ignore[method-assign]
+    from torch.optim.optimizer import Optimizer
+
+    for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
+        if hasattr(Optimizer, name):
+            setattr(Optimizer, name, _nothing())
+
+
+def _use_gloo() -> None:
+    from torch.distributed import distributed_c10d
+    from torch.nn.parallel import DistributedDataParallel
+
+    initialise = dist.init_process_group
+
+    def init_process_group(backend: Any = None, *arguments: Any, **named: Any) -> Any:
+        named.pop("device_id", None)
+        return initialise("gloo", *arguments, **named)
+
+    dist.init_process_group = init_process_group
+    distributed_c10d.init_process_group = init_process_group
+    new_group = dist.new_group
+
+    def new_group_of_gloo(*arguments: Any, **named: Any) -> Any:
+        named["backend"] = "gloo"
+        return new_group(*arguments, **named)
+
+    dist.new_group = new_group_of_gloo
+    distributed_c10d.new_group = new_group_of_gloo
+    for module in (dist, distributed_c10d):
+        if hasattr(module, "get_default_backend_for_device"):
+            setattr(module, "get_default_backend_for_device", _gloo)  # noqa: B010  (for mypy)
+    wrap = DistributedDataParallel.__init__
+
+    def wrapped(
+        self: Any,
+        module: Any,
+        device_ids: Any = None,
+        output_device: Any = None,
+        *arguments: Any,
+        **named: Any,
+    ) -> None:
+        wrap(self, module, None, None, *arguments, **named)
+
+    DistributedDataParallel.__init__ = wrapped  # type: ignore[method-assign]
+
+
+def _gloo(*_: Any) -> str:
+    return "gloo"
+
+
+def _scale_on_the_cpu() -> None:
+    """Autocast and loss scaling for CUDA are those for the CPU."""
+    enter: Callable[..., None] = torch.autocast.__init__
+
+    def autocast(self: Any, device_type: str, *arguments: Any, **named: Any) -> None:
+        if device_type != "cuda":
+            enter(self, device_type, *arguments, **named)
+            return
+        if named.get("dtype", arguments[0] if arguments else None) in (torch.float16, None):
+            named["dtype"] = torch.bfloat16  # the CPU has kernels for it
+            arguments = arguments[1:]
+        enter(self, "cpu", *arguments, **named)
+
+    torch.autocast.__init__ = autocast  # type: ignore[method-assign]
+    prepare = torch.amp.GradScaler.__init__
+
+    def scaler(self: Any, device: str = "cpu", *arguments: Any, **named: Any) -> None:
+        prepare(self, "cpu", *arguments, **named)
+
+    torch.amp.GradScaler.__init__ = scaler  # type: ignore[method-assign]
+
+    class AutocastForCuda(torch.autocast):
+        def __init__(
+            self, enabled: bool = True, dtype: Any = torch.bfloat16, cache_enabled: bool = True
+        ) -> None:
+            lower = torch.bfloat16 if dtype is torch.float16 else dtype
+            super().__init__("cpu", dtype=lower, enabled=enabled, cache_enabled=cache_enabled)
+
+    class ScalerForCuda(torch.amp.GradScaler):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__("cpu", *arguments, **named)
+
+    amp: Any = torch.cuda.amp
+    amp.autocast = amp.autocast_mode.autocast = AutocastForCuda
+    amp.GradScaler = amp.grad_scaler.GradScaler = ScalerForCuda

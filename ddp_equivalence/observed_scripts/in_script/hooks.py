@@ -1,0 +1,211 @@
+"""Replaces a few functions of torch in the process of an observed script, and tells a ``Watch``.
+
+What the script computes stays as it is. Frames of the replacements count as torch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, get_worker_info
+
+from ddp_equivalence.measurement.code_lines import lines_of
+from ddp_equivalence.observed_scripts.recorded_step import Place
+from ddp_equivalence.ranks.torch_frames import counts_as_torch
+
+if TYPE_CHECKING:
+    from ddp_equivalence.observed_scripts.in_script.watch import Watch
+
+_inside = threading.local()
+
+
+def place_of_caller() -> Place:
+    """The innermost line of the user's own code that is running."""
+    innermost, users = lines_of(sys._getframe(1))
+    line = users or innermost
+    return Place() if line is None else Place(line.file, line.number, line.function)
+
+
+def install(watch: Watch) -> None:
+    """Let ``watch`` be told of everything from now on."""
+    _watch_wrappers(watch)
+    _watch_modules(watch)
+    _watch_loaders(watch)
+    _watch_backward(watch)
+    _watch_optimizers(watch)
+    _watch_clipping(watch)
+    _watch_loss_scales(watch)
+
+
+def _watch_wrappers(watch: Watch) -> None:
+    initialise = DistributedDataParallel.__init__
+
+    @counts_as_torch
+    def watched(self: Any, *arguments: Any, **named: Any) -> None:
+        initialise(self, *arguments, **named)
+        watch.wrapped.append((self, lines_of(sys._getframe(1))))
+
+    DistributedDataParallel.__init__ = watched  # type: ignore[method-assign]
+
+
+def _watch_modules(watch: Watch) -> None:
+    call = nn.Module.__call__
+
+    @counts_as_torch
+    def watched(self: nn.Module, *arguments: Any, **named: Any) -> Any:
+        if (
+            torch.compiler.is_compiling()
+            or getattr(_inside, "module", False)
+            or isinstance(self, torch.jit.ScriptModule)
+            or not watch.is_on()
+        ):
+            return call(self, *arguments, **named)
+        _inside.module = True
+        try:
+            arguments, named = watch.before_call(self, arguments, named)
+            # A closer look, which may have begun just now, replaces this function too.
+            by_all: Any = nn.Module.__call__
+            result = (call if by_all is watched else by_all)(self, *arguments, **named)
+        finally:
+            _inside.module = False
+        watch.note_draws()
+        return result
+
+    nn.Module.__call__ = watched  # type: ignore[method-assign]
+
+
+class _WatchedIterator:
+    """Stands for the iterator of a loader, and has its attributes."""
+
+    def __init__(self, iterator: Any, batches: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._batches = batches
+
+    def __iter__(self) -> _WatchedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+def _watch_loaders(watch: Watch) -> None:
+    iterate = DataLoader.__iter__
+
+    @counts_as_torch
+    def watched(self: DataLoader[Any]) -> Any:
+        iterator = iterate(self)
+        if get_worker_info() is not None or not watch.is_on():
+            return iterator
+        return _WatchedIterator(iterator, watch.batches_of(self, iterator))
+
+    DataLoader.__iter__ = watched  # type: ignore[method-assign]
+
+
+def _watch_backward(watch: Watch) -> None:
+    backward = torch.autograd.backward
+
+    @counts_as_torch
+    def watched(tensors: Any, *arguments: Any, **named: Any) -> Any:
+        if getattr(_inside, "backward", False) or not watch.is_on():
+            return backward(tensors, *arguments, **named)
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        watch.before_backward(roots)
+        _inside.backward = True
+        try:
+            return backward(tensors, *arguments, **named)
+        finally:
+            _inside.backward = False
+            watch.after_backward()
+
+    torch.autograd.backward = watched
+
+
+def _watch_optimizers(watch: Watch) -> None:
+    def before_step(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if not watch.is_on() or isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+            return None  # accelerate's wrapper calls the optimizer inside
+        closure = named.get("closure") or (arguments[1] if len(arguments) > 1 else None)
+        if closure is None:
+            watch.optimizer_steps(optimizer)
+            return None
+
+        @functools.wraps(closure)
+        def then_steps(*of_closure: Any, **named_of_closure: Any) -> Any:
+            """Lightning goes forward and backward inside the optimizer's step."""
+            result = closure(*of_closure, **named_of_closure)
+            watch.optimizer_steps(optimizer)
+            return result
+
+        if "closure" in named:
+            return arguments, {**named, "closure": then_steps}
+        return (arguments[0], then_steps, *arguments[2:]), named
+
+    register_optimizer_step_pre_hook(before_step)
+
+
+def _watch_clipping(watch: Watch) -> None:
+    from torch.nn.utils import clip_grad
+
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        watched = _watched_clip(getattr(clip_grad, name), watch)
+        setattr(clip_grad, name, watched)
+        setattr(torch.nn.utils, name, watched)
+
+
+def _watched_clip(clip: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
+    @counts_as_torch
+    @functools.wraps(clip)
+    def watched(parameters: Any, limit: float, *arguments: Any, **named: Any) -> Any:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not watch.is_on():
+            return clip(given, limit, *arguments, **named)
+        watch.before_clip(given)
+        result = clip(given, limit, *arguments, **named)
+        watch.after_clip(float(limit), result, given)
+        return result
+
+    return watched
+
+
+def _watch_loss_scales(watch: Watch) -> None:
+    scaler = torch.amp.GradScaler
+    scale, unscale, step = scaler.scale, scaler.unscale_, scaler.step
+
+    @counts_as_torch
+    def scaled(self: Any, outputs: Any) -> Any:
+        result = scale(self, outputs)
+        if watch.is_on() and self.is_enabled():
+            watch.loss_scale = float(self.get_scale())
+            watch.gradients_are_scaled = True
+        return result
+
+    @counts_as_torch
+    def unscaled(self: Any, optimizer: Any) -> Any:
+        result = unscale(self, optimizer)
+        if self.is_enabled():
+            watch.gradients_are_scaled = False
+        return result
+
+    @counts_as_torch
+    def stepped(self: Any, optimizer: Any, *arguments: Any, **named: Any) -> Any:
+        before = watch.steps_seen
+        result = step(self, optimizer, *arguments, **named)
+        if watch.is_on() and self.is_enabled() and watch.steps_seen == before:
+            watch.step_was_skipped()
+        return result
+
+    scaler.scale, scaler.unscale_, scaler.step = scaled, unscaled, stepped  # type: ignore[method-assign]

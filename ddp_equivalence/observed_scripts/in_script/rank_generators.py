@@ -1,0 +1,182 @@
+"""Lets one process draw, for the rows of several ranks, the random numbers that each rank drew.
+
+A random operation whose result has a row for each row of the batch is cut along dim 0, and each
+part is drawn by a generator in the state that its rank's was in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten: Any = torch.ops.aten
+
+IN_PLACE = {
+    *(aten.bernoulli_.float, aten.uniform_.default, aten.normal_.default),
+    *(aten.random_.default, getattr(aten.random_, "from"), aten.random_.to),
+    *(aten.exponential_.default, aten.log_normal_.default, aten.geometric_.default),
+}
+"""Operations that fill their first argument."""
+
+MADE: dict[Any, Callable[..., Tensor]] = {
+    aten.rand.default: torch.rand,
+    aten.randn.default: torch.randn,
+    aten.randint.default: torch.randint,
+    aten.randint.low: torch.randint,
+}
+"""Operations that make a tensor of a given size."""
+
+
+def _uniform_like(tensor: Tensor, **options: Any) -> Tensor:
+    return torch.rand(tensor.shape, **{"dtype": tensor.dtype, **options})
+
+
+def _normal_like(tensor: Tensor, **options: Any) -> Tensor:
+    return torch.randn(tensor.shape, **{"dtype": tensor.dtype, **options})
+
+
+LIKE: dict[Any, Callable[..., Tensor]] = {
+    aten.rand_like.default: _uniform_like,
+    aten.randn_like.default: _normal_like,
+    aten.bernoulli.default: torch.bernoulli,
+    aten.multinomial.default: torch.multinomial,
+}
+"""Operations that make a tensor with the rows of their first argument."""
+
+DRAW_NOTHING = {aten.empty_like.default, aten.native_dropout_backward.default}
+
+
+@dataclass(frozen=True)
+class Source:
+    """``state``: of a rank's generator; None if it is not known. ``count``: the rows of that rank.
+    ``rows``: which of them are in this process's batch; None for all.
+    """
+
+    state: Tensor | None
+    count: int
+    rows: tuple[int, ...] | None
+
+    @property
+    def taken(self) -> int:
+        """The number of its rows in this process's batch."""
+        return self.count if self.rows is None else len(self.rows)
+
+
+def _drops(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+    """True if an attention drops something."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(named)
+    return float(given.get("dropout_p") or 0.0) > 0.0
+
+
+class RankGenerators(TorchDispatchMode):
+    """``missed``: how often each operation drew numbers of its own, because it draws no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.missed: dict[str, int] = {}
+        self._sources: list[tuple[Source, torch.Generator]] = []
+        self._on = False
+
+    def use(self, sources: Sequence[Source], draws: bool) -> None:
+        """Draw from these from now on. ``draws``: the script draws random numbers at all."""
+        self._sources = []
+        if not draws or any(source.state is None for source in sources):
+            return
+        if len(sources) == 1 and sources[0].rows is None:
+            state = sources[0].state
+            assert state is not None
+            torch.set_rng_state(state)
+            return
+        for source in sources:
+            generator = torch.Generator()
+            assert source.state is not None
+            generator.set_state(source.state)
+            self._sources.append((source, generator))
+        if not self._on:
+            self._on = True
+            self.__enter__()  # type: ignore[no-untyped-call]  # until the process ends
+
+    def forget(self) -> None:
+        """Draw as usual from now on."""
+        self._sources = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if not self._sources or torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **named)
+        if func in DRAW_NOTHING or named.get("generator") is not None:
+            return func(*args, **named)
+        if "scaled_dot_product" in str(func) and not _drops(func, args, named):
+            return func(*args, **named)
+        drawn = self._drawn(func, args, named)
+        if drawn is not None:
+            return drawn
+        self.missed[str(func)] = self.missed.get(str(func), 0) + 1
+        return func(*args, **named)
+
+    def _drawn(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        if func in IN_PLACE:
+            each = self._each(args[0].shape)
+            if not each:
+                return None
+            parts = [
+                func(
+                    args[0].new_empty((source.count * each, *args[0].shape[1:])), *args[1:], **draw
+                )
+                for source, draw in self._with_generators(named)
+            ]
+            args[0].copy_(self._joined(parts, each))
+            return args[0]
+        if func in MADE:
+            *before, size = args
+            each = self._each(size)
+            if not each:
+                return None
+            options = {k: v for k, v in named.items() if k not in ("pin_memory",) and v is not None}
+            parts = [
+                MADE[func](*before, [source.count * each, *size[1:]], **draw)
+                for source, draw in self._with_generators(options)
+            ]
+            return self._joined(parts, each)
+        if func in LIKE:
+            each = self._each(args[0].shape)
+            if not each or any(source.rows is not None for source, _ in self._sources):
+                return None
+            sizes = [source.taken * each for source, _ in self._sources]
+            options = {k: v for k, v in named.items() if k not in ("pin_memory",) and v is not None}
+            return torch.cat(
+                [
+                    LIKE[func](part, *args[1:], **draw)
+                    for part, (_, draw) in zip(
+                        args[0].split(sizes), self._with_generators(options), strict=True
+                    )
+                ]
+            )
+        return None
+
+    def _each(self, shape: Sequence[int]) -> int:
+        """How many rows of the result belong to one row of the batch; 0 if they do not."""
+        rows = sum(source.taken for source, _ in self._sources)
+        return 0 if not len(shape) or not rows or shape[0] % rows else shape[0] // rows
+
+    def _with_generators(self, named: Mapping[str, Any]) -> list[tuple[Source, dict[str, Any]]]:
+        return [(source, {**named, "generator": one}) for source, one in self._sources]
+
+    def _joined(self, parts: Sequence[Tensor], each: int) -> Tensor:
+        taken = []
+        for part, (source, _) in zip(parts, self._sources, strict=True):
+            if source.rows is None:
+                taken.append(part)
+            else:
+                by_row = part.reshape(source.count, each, *part.shape[1:])
+                rows = by_row[list(source.rows)]
+                taken.append(rows.reshape(len(source.rows) * each, *part.shape[1:]))
+        return torch.cat(taken)

@@ -1,0 +1,253 @@
+"""Records what one rank of an observed script does, up to a few steps of its optimizers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_equivalence.observed_scripts.in_script.closer_look import CloserLook
+from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
+from ddp_equivalence.observed_scripts.in_script.names import named_tensors, unwrapped
+from ddp_equivalence.observed_scripts.in_script.watch import Event, StepInProgress, Watch, whole
+from ddp_equivalence.observed_scripts.recorded_step import RecordedStep, rank_folder, write_step
+from ddp_equivalence.observed_scripts.rows import Rows, rows_of
+from ddp_equivalence.observed_scripts.told import Told
+
+WAIT_FOR_OTHERS = 120.0
+"""Seconds that a rank which is done waits for the others: they may still need it."""
+
+
+class Recorder(Watch):
+    """``told``: where to write, and how many steps to record."""
+
+    def __init__(self, told: Told) -> None:
+        super().__init__()
+        self._told = told
+        self.float64 = told.float64
+        self._written = 0
+        self._complete: StepInProgress | None = None
+        self._fetched: dict[int, list[tuple[Rows, list[str], Tensor]]] = {}
+        self._used: dict[int, int] = {}
+        self._training: set[int] = set()
+        self._fetched_since_call: list[int] = []
+        self._batches_of_step: list[tuple[int, int]] = []
+        self._matched = False
+        self._earlier_steps = 0
+        self._closer_look: CloserLook | None = None
+
+    # --- steps
+
+    def ends_step(self) -> None:
+        """Write the step; again, if another optimizer steps with the same gradients."""
+        self._complete = self.now
+        if self._closer_look is not None and self._told.look_at is not None:
+            module = self._told.look_at.module
+            before = self.now.held if self.now.before_clip is None else self.now.before_clip
+            gradients = {
+                name.removeprefix(f"{module}:"): gradient
+                for name, gradient in before.items()
+                if name in self.now.held
+            }
+            self._closer_look.end(gradients, self._folder)
+            self._closer_look = None
+        if self._earlier_steps >= self._told.first_step:
+            self._write(self.now)
+
+    def goes_on(self) -> None:
+        """Begin the next step; end the process when all have been written."""
+        if self._complete is None:
+            return
+        self._complete = None
+        if self._earlier_steps >= self._told.first_step:
+            self._written += 1
+        self._earlier_steps += 1
+        self._batches_of_step = []
+        self._matched = False
+        self.now = StepInProgress()
+        self.now.generators[Event("start").name(0)] = torch.get_rng_state()
+        if self._written >= self._told.steps:
+            self.finish()
+
+    def step_was_skipped(self) -> None:
+        """Forget what was computed for it."""
+        super().step_was_skipped()
+        self._batches_of_step = []
+
+    def finish(self) -> None:
+        """End this process, when every rank has come so far."""
+        (self._folder / "done").touch()
+        deadline = time.monotonic() + WAIT_FOR_OTHERS
+        others = [rank_folder(self._told.folder, rank) for rank in range(_world_size())]
+        while time.monotonic() < deadline and not all((one / "done").exists() for one in others):
+            time.sleep(0.01)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    @property
+    def _folder(self) -> Path:
+        folder = rank_folder(self._told.folder, _rank())
+        if not folder.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            run = {"world_size": _world_size(), "argv": sys.argv, "executable": sys.executable}
+            run |= {"main": str(getattr(sys.modules.get("__main__"), "__file__", "") or "")}
+            run |= {"in_group": dist.is_available() and dist.is_initialized()}
+            run |= {"local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", 0))}
+            run |= {"backend": dist.get_backend() if run["in_group"] else ""}
+            (folder / "run.json").write_text(json.dumps(run))
+        return folder
+
+    # --- what a step reads
+
+    def batches_of(self, loader: Any, iterator: Any) -> Iterator[Any]:
+        """The loader's own batches, remembered until the model has been called with them."""
+        number = self.number_of(loader)
+        while True:
+            self.note_draws()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self.note_draws(by_the_script=False)
+            if self.float64:
+                batch = batch_in_float64(batch)
+            self.goes_on()
+            rows = rows_of(batch)
+            kept = replace(rows, tensors={path: whole(t) for path, t in rows.tensors.items()})
+            digests = [digest(tensor) for tensor in kept.tensors.values() if tensor.ndim]
+            state = torch.get_rng_state()
+            self._fetched.setdefault(number, []).append((kept, digests, state))
+            self._fetched_since_call.append(number)
+            yield batch
+
+    def fed(self, name: str, arguments: Any, named: Any) -> tuple[Any, Any]:
+        """Note which batches the module is called with; look closer, if that is wanted."""
+        self._look_closer(name)
+        fetched, self._fetched_since_call = set(self._fetched_since_call), []
+        self._training |= fetched
+        given = {digest(one) for one in rows_of((arguments, named)).tensors.values() if one.ndim}
+        for loader, batches in self._fetched.items():
+            for number in range(self._used.get(loader, 0), len(batches)):
+                if given.intersection(batches[number][1]):
+                    self._training.add(loader)
+                    self._use(loader, number + 1)
+                    self._matched = True
+                    break
+        return arguments, named
+
+    def _look_closer(self, name: str) -> None:
+        look_at = self._told.look_at
+        if look_at is None or look_at.module != name or self._closer_look is not None:
+            return
+        if self._earlier_steps != self._told.first_step or self._complete is not None:
+            return
+        module = self.names.modules[name]
+        self._closer_look = CloserLook(look_at, _rank())
+        wrapped = [(ddp, lines) for ddp, lines in self.wrapped if unwrapped(ddp) is module]
+        self._closer_look.begin(module, wrapped)
+
+    def enters(self, name: str, module: nn.Module) -> None:
+        """Keep what the module holds."""
+        self.now.states[name] = {inner: whole(one) for inner, one in named_tensors(module)}
+
+    def draws_like_the_record(self, event: Event) -> None:
+        """Keep the state of the generator."""
+        self.now.generators[event.name(event.passes)] = torch.get_rng_state()
+
+    def _use(self, loader: int, until: int) -> None:
+        for number in range(self._used.get(loader, 0), until):
+            self._batches_of_step.append((loader, number))
+        self._used[loader] = max(until, self._used.get(loader, 0))
+
+    # --- writing
+
+    def _write(self, seen: StepInProgress) -> None:
+        if not self._matched:
+            for loader in self._training:
+                self._use(loader, len(self._fetched[loader]))
+        tensors: dict[str, Tensor] = {}
+        lists: dict[str, Any] = {}
+        weights = {}
+        for module, state in seen.states.items():
+            for name, tensor in state.items():
+                weights[f"{module}:{name}"] = digest(tensor)
+                tensors[f"weights/{module}:{name}"] = tensor
+        missing = [name for name, gradient in seen.held.items() if gradient is None]
+        for kind, gradients in (
+            ("held", seen.held),
+            ("before_clip", seen.before_clip or {}),
+            ("own", seen.own),
+        ):
+            tensors |= {f"{kind}/{name}": g for name, g in gradients.items() if g is not None}
+        if len(seen.own_of_each) > 1:
+            for number, of_pass in enumerate(seen.own_of_each):
+                tensors |= {f"own_of_{number}/{name}": own for name, own in of_pass.items()}
+        counts = []
+        for place, (loader, number) in enumerate(self._batches_of_step):
+            rows, _, generator = self._fetched[loader][number]
+            counts.append(rows.count)
+            _add(tensors, lists, f"batch/{place}", rows)
+            tensors[Event("batch", number=place).name(0)] = generator
+        for number, rows in enumerate(seen.call_rows):
+            _add(tensors, lists, f"call/{number}", rows)
+        tensors |= seen.generators
+        ahead = sum(
+            len(self._fetched[loader]) - self._used.get(loader, 0) for loader in self._training
+        )
+        step = RecordedStep(
+            number=self._written,
+            optimizers=tuple(seen.optimizers),
+            losses=tuple(seen.losses),
+            batches=tuple(self._batches_of_step),
+            batch_counts=tuple(counts),
+            calls=tuple(seen.calls),
+            clips=tuple(seen.clips),
+            scale=self.loss_scale,
+            weights=weights,
+            draws=seen.draws,
+            without_gradient=tuple(missing),
+            unnamed=seen.unnamed,
+            ahead=ahead,
+            stepped_at=seen.stepped_at,
+            backward_at=tuple(seen.backward_at),
+            autocast=tuple(sorted(seen.autocast)),
+            planted=None if self.planted is None else self.planted.fired,
+        )
+        write_step(self._folder, step, tensors, lists)
+
+
+def _add(tensors: dict[str, Tensor], lists: dict[str, Any], prefix: str, rows: Rows) -> None:
+    tensors |= {f"{prefix}/{path}": whole(tensor) for path, tensor in rows.tensors.items()}
+    lists[f"{prefix}/"] = {"count": rows.count, "lists": dict(rows.lists)}
+
+
+def digest(tensor: Tensor) -> str:
+    """A digest of a tensor's values, whatever its shape."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    if flat.layout is not torch.strided or flat.is_quantized:
+        return ""
+    kind = str(flat.dtype).encode()
+    return hashlib.blake2b(kind + flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:32]
+
+
+def _rank() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", 0))
+
+
+def _world_size() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", 1))

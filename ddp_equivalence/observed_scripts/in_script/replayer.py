@@ -1,0 +1,228 @@
+"""Lets the script compute, in one process, the gradient of whatever rows it is asked for.
+
+Before the script calls a module for the first time in a step, the module gets the weights and
+buffers that were recorded. Where the script reads a batch, it is given the rows of a ``Query``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ddp_equivalence.comparison.nudges import nudge_each
+from ddp_equivalence.observed_scripts.in_script.names import named_tensors
+from ddp_equivalence.observed_scripts.in_script.rank_generators import RankGenerators, Source
+from ddp_equivalence.observed_scripts.in_script.watch import Event, StepInProgress, Watch
+from ddp_equivalence.observed_scripts.query import Answer, AnswerOfStep, Piece, Query
+from ddp_equivalence.observed_scripts.question_line import QuestionLine
+from ddp_equivalence.observed_scripts.recorded_step import StepReader, in_float64, rank_folder
+from ddp_equivalence.observed_scripts.rows import Rows, joined, put_into
+from ddp_equivalence.observed_scripts.told import Told
+
+
+class Replayer(Watch):
+    """``told``: where the record is, and where to ask what to compute."""
+
+    def __init__(self, told: Told) -> None:
+        super().__init__()
+        self._told = told
+        self.float64 = told.float64
+        self._line = QuestionLine(told.socket)
+        self._begun: list[Query] = []
+        self._fed: dict[int, int] = {}
+        self._answers: list[AnswerOfStep] = []
+        self._complete = False
+        self._generators = RankGenerators()
+
+    # --- queries
+
+    def _query(self, number: int) -> Query:
+        """The query with this number, in the order in which they are computed."""
+        while len(self._begun) <= number:
+            query = self._line.next_query()
+            if query is None:
+                end_process()
+            self._begun.append(query)
+        return self._begun[number]
+
+    @property
+    def _done(self) -> int:
+        """The number of queries that have been answered."""
+        return self._line.answered
+
+    @property
+    def _now(self) -> tuple[Query, int]:
+        """The query that is being computed, and the recorded step in it."""
+        query = self._query(self._done)
+        return query, query.steps[min(len(self._answers), len(query.steps) - 1)]
+
+    def ends_step(self) -> None:
+        """Answer, when all optimizers have stepped that stepped in the record."""
+        query, number = self._now
+        wanted = len(self._reader(query.ranks[0], number).step.optimizers)
+        if len(self.now.optimizers) < wanted:
+            return
+        at = self._line.folder / f"{query.number}-{number}.safetensors"
+        self._answers.append(AnswerOfStep.of(self.now, number, at))
+        self._complete = True
+        if len(self._answers) == len(query.steps):
+            self._line.answer(Answer(query.number, tuple(self._answers), self._generators.missed))
+            self._answers = []
+
+    def goes_on(self) -> None:
+        """Begin the next step."""
+        if self._complete:
+            self._complete = False
+            self.now = StepInProgress()
+            self._generators.forget()
+            if self._answers:  # a further step of the same query
+                self.draws_like_the_record(Event("start"))
+
+    @lru_cache(maxsize=64)  # noqa: B019  (there is one Replayer in a process, and it stays)
+    def _reader(self, rank: int, number: int) -> StepReader:
+        return StepReader(rank_folder(self._told.folder, rank), number)
+
+    # --- what the script is given
+
+    def enters(self, name: str, module: nn.Module) -> None:
+        """Put the recorded weights and buffers in place."""
+        query, number = self._now
+        record = self._reader(query.weights_of, number)
+        module_parameters = dict(named_tensors(module))
+        for inner, tensor in module_parameters.items():
+            value = record.tensor(f"weights/{name}:{inner}")
+            if value is None:
+                continue
+            if hasattr(tensor, "to_local"):  # sharded, here over one process
+                tensor = tensor.to_local()
+            if tensor.shape == value.shape:
+                with torch.no_grad():
+                    tensor.data.copy_(value)
+                    if query.nudge and isinstance(module_parameters.get(inner), nn.Parameter):
+                        nudge_each([tensor.data], query.nudge)
+
+    def batches_of(self, loader: Any, iterator: Any) -> Iterator[Any]:
+        """The rows of one query after the other, in the containers of the loader's own batches."""
+        number = self.number_of(loader)
+        for native in iterator:
+            self.goes_on()
+            yield self._batch(number, native)
+        if self._is_fed(number):
+            while True:  # the script goes on reading as long as there are questions
+                self.goes_on()
+                yield self._batch(number, native)
+
+    def _is_fed(self, loader: int) -> bool:
+        if self._told.feed != "loader":
+            return False
+        return any(
+            loader == fed
+            for number in range(self._told.steps)
+            for fed, _ in self._first_steps(number).batches
+        )
+
+    @lru_cache(maxsize=8)  # noqa: B019
+    def _first_steps(self, number: int) -> Any:
+        try:
+            return self._reader(0, number).step
+        except FileNotFoundError:
+            return self._reader(0, 0).step
+
+    def _batch(self, loader: int, native: Any) -> Any:
+        if not self._is_fed(loader):
+            return native
+        position = self._fed.get(loader, 0)
+        self._fed[loader] = position + 1
+        first, number = 0, 0
+        while position >= first + len(self._query(number).micro_batches):
+            first += len(self._query(number).micro_batches)
+            number += 1
+        query = self._query(number)
+        pieces = query.micro_batches[position - first]
+        parts = []
+        for piece in pieces:
+            where = self._recorded_batches(piece, query, loader)[piece.micro_batch]
+            step, place = where
+            parts.append((self._reader(piece.rank, step).rows(f"batch/{place}/"), piece.rows))
+        rows = self._cast(joined(parts))
+        batch = put_into(rows, native)
+        states = []
+        for piece in pieces:
+            step, place = self._recorded_batches(piece, query, loader)[piece.micro_batch]
+            states.append(self._source(piece, step, Event("batch", number=place).name(0)))
+        self._generators.use(states, self._draws(query))
+        return batch
+
+    def _recorded_batches(self, piece: Piece, query: Query, loader: int) -> list[tuple[int, int]]:
+        """The (step, place) of every batch that a rank read from a loader in a query's steps."""
+        return [
+            (number, place)
+            for number in query.steps
+            for place, (one, _) in enumerate(self._reader(piece.rank, number).step.batches)
+            if one == loader
+        ]
+
+    def fed(self, name: str, arguments: Any, named: Any) -> tuple[Any, Any]:
+        """The rows of the query, where the script has no loader."""
+        if self._told.feed != "calls":
+            return arguments, named
+        query, number = self._now
+        backwards = len(self.now.losses)
+        index = sum(1 for call in self.now.calls if call.backwards == backwards)
+        parts = []
+        for piece in query.micro_batches[backwards % len(query.micro_batches)]:
+            record = self._reader(piece.rank, number)
+            calls = [
+                place
+                for place, call in enumerate(record.step.calls)
+                if call.backwards == piece.micro_batch
+            ]
+            if index >= len(calls):
+                return arguments, named
+            parts.append((record.rows(f"call/{calls[index]}/"), piece.rows))
+        given = put_into(self._cast(joined(parts)), (arguments, named))
+        return given[0], given[1]
+
+    def _cast(self, rows: Rows) -> Rows:
+        if not self.float64:
+            return rows
+        return replace(rows, tensors={path: in_float64(t) for path, t in rows.tensors.items()})
+
+    # --- random numbers
+
+    def draws_like_the_record(self, event: Event) -> None:
+        """Let torch draw what the ranks drew from here on."""
+        query, number = self._now
+        if not self._draws(query):
+            return
+        pieces = query.micro_batches[event.passes % len(query.micro_batches)]
+        sources = [self._source(one, number, event.name(one.micro_batch)) for one in pieces]
+        self._generators.use(sources, draws=True)
+
+    def _source(self, piece: Piece, step: int, event: str) -> Source:
+        record = self._reader(piece.rank, step)
+        counts = record.step.batch_counts or [call.count for call in record.step.calls] or [0]
+        count = counts[min(piece.micro_batch, len(counts) - 1)]
+        return Source(record.tensor(event), count, piece.rows)
+
+    def _draws(self, query: Query) -> bool:
+        return any(
+            self._reader(piece.rank, number).step.draws
+            for pieces in query.micro_batches
+            for piece in pieces
+            for number in query.steps
+        )
+
+
+def end_process() -> NoReturn:
+    """End this process, which has nothing more to answer."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

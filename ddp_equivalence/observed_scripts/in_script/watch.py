@@ -1,0 +1,267 @@
+"""What is known of one process of an observed script, from one optimizer step to the next."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import get_worker_info
+
+from ddp_equivalence.faults.plant import PlantedFault
+from ddp_equivalence.measurement.further_calls import Lines
+from ddp_equivalence.observed_scripts.in_script.hooks import place_of_caller
+from ddp_equivalence.observed_scripts.in_script.names import ModuleNames, named_tensors
+from ddp_equivalence.observed_scripts.recorded_step import Place, SeenCall, SeenClip, in_float64
+from ddp_equivalence.observed_scripts.rows import Rows, rows_of
+
+
+@dataclass(frozen=True)
+class Event:
+    """``number``: how many events of this kind there were before, after so many backward passes.
+
+    ``passes``: those of a whole step; a replay may make others than a rank.
+    """
+
+    kind: str
+    passes: int = 0
+    number: int = 0
+
+    def name(self, passes: int) -> str:
+        """Its name in the record, where a rank has made so many backward passes before it."""
+        return f"generator/{self.kind}/{passes}/{self.number}"
+
+
+@dataclass
+class StepInProgress:
+    """What has happened since the last step of an optimizer.
+
+    ``own``: this process's own gradients, before any reduction, without a loss scale, summed over
+    the backward passes; ``own_of_each``: the same of each backward pass. ``states``: the tensors of
+    every module at its first call. ``call_rows``: what each of ``calls`` was given. ``generators``:
+    states of torch's generator, by the event before which they were taken.
+    """
+
+    own: dict[str, Tensor] = field(default_factory=dict)
+    own_of_each: list[dict[str, Tensor]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    calls: list[SeenCall] = field(default_factory=list)
+    call_rows: list[Rows] = field(default_factory=list)
+    events: Counter[tuple[str, int]] = field(default_factory=Counter)
+    clips: list[SeenClip] = field(default_factory=list)
+    states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    entered: set[str] = field(default_factory=set)
+    generators: dict[str, Tensor] = field(default_factory=dict)
+    before_clip: dict[str, Tensor | None] | None = None
+    backward_at: list[Place] = field(default_factory=list)
+    draws: bool = False
+    held: dict[str, Tensor | None] = field(default_factory=dict)
+    optimizers: list[str] = field(default_factory=list)
+    unnamed: int = 0
+    stepped_at: Place = field(default_factory=Place)
+    autocast: set[str] = field(default_factory=set)
+
+
+class Watch:
+    """Follows the script. ``Recorder`` and ``Replayer`` say what happens with what is seen.
+
+    ``loss_scale``: the last one by which a loss was multiplied; ``gradients_are_scaled``: they
+    still are. ``steps_seen``: the calls of an optimizer's step. ``wrapped``: the DDP wrappers that
+    were made, with the lines that made them. ``planted``: the fault that is planted here, if one is.
+    """
+
+    float64 = False
+
+    def __init__(self) -> None:
+        self.names = ModuleNames()
+        self.now = StepInProgress()
+        self.loss_scale, self.gradients_are_scaled = 1.0, False
+        self.steps_seen = 0
+        self.planted: PlantedFault | None = None
+        self.wrapped: list[tuple[Any, Lines]] = []
+        self._process = os.getpid()
+        self._hooked: set[int] = set()
+        self._of_this_backward: dict[str, Tensor] = {}
+        self._last_state = torch.get_rng_state()
+        self._loader_numbers: dict[int, int] = {}
+        self._loaders: list[Any] = []
+        self._scale_of_backward = 1.0
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        self._process = os.getpid()  # a rank may be forked; a loader's worker knows itself as one
+
+    def is_on(self) -> bool:
+        """False in a process that loads data."""
+        return get_worker_info() is None
+
+    # --- what Recorder and Replayer do
+
+    def goes_on(self) -> None:
+        """The script goes on after an optimizer's step: what that step was is complete."""
+
+    def enters(self, name: str, module: nn.Module) -> None:
+        """A module is called for the first time since the last step."""
+
+    def fed(self, name: str, arguments: Any, named: Any) -> tuple[Any, Any]:
+        """A module is called that is trained: the arguments to call it with."""
+        return arguments, named
+
+    def draws_like_the_record(self, event: Event) -> None:
+        """Something happens before which the state of the random generator matters."""
+
+    def batches_of(self, loader: Any, iterator: Any) -> Iterator[Any]:
+        """The batches that the loader is to yield."""
+        raise NotImplementedError
+
+    def ends_step(self) -> None:
+        """An optimizer is about to step."""
+        raise NotImplementedError
+
+    def step_was_skipped(self) -> None:
+        """A loss scaler has found gradients that are not finite, and left the step out."""
+        self.now = StepInProgress()
+
+    # --- events
+
+    def before_call(self, module: nn.Module, arguments: Any, named: Any) -> tuple[Any, Any]:
+        """The script calls a module."""
+        if not any(True for _ in named_tensors(module)):
+            return arguments, named
+        if self.float64:
+            _to_float64(module)
+        self.goes_on()
+        name = self.names.of(module)
+        self._hook_parameters(name)
+        if name not in self.now.entered:
+            self.now.entered.add(name)
+            self.enters(name, module)
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        if trained:
+            arguments, named = self.fed(name, arguments, named)
+            rows = rows_of((arguments, named))
+            backwards, place = len(self.now.losses), place_of_caller()
+            self.now.calls.append(SeenCall(name, backwards, rows.count, place))
+            self.now.call_rows.append(rows)
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+                    self.now.autocast.add(dtype)
+        self.note_draws()
+        self.draws_like_the_record(self._event("call" if trained else "other call"))
+        return arguments, named
+
+    def _event(self, kind: str) -> Event:
+        """The next event of a kind since the last backward pass."""
+        passes = len(self.now.losses)
+        number = self.now.events[kind, passes]
+        self.now.events[kind, passes] += 1
+        return Event(kind, passes, number)
+
+    def note_draws(self, by_the_script: bool = True) -> None:
+        """Note whether random numbers were drawn since this was last called.
+
+        ``by_the_script``: False if a loader may have drawn them.
+        """
+        state = torch.get_rng_state()
+        self.now.draws |= by_the_script and not torch.equal(state, self._last_state)
+        self._last_state = state
+
+    def before_backward(self, roots: Sequence[Tensor]) -> None:
+        """A backward pass begins."""
+        self.goes_on()
+        self.note_draws()
+        self._scale_of_backward = self.loss_scale if self.gradients_are_scaled else 1.0
+        values = [float(root.detach()) for root in roots if root.numel() == 1]
+        loss = sum(values) / self._scale_of_backward if values else math.nan
+        self.now.losses.append(loss)
+        self.now.backward_at.append(place_of_caller())
+        self._of_this_backward = {}
+
+    def after_backward(self) -> None:
+        """A backward pass has ended."""
+        own = {name: g / self._scale_of_backward for name, g in self._of_this_backward.items()}
+        self._of_this_backward = {}
+        self.now.own_of_each.append(own)
+        for name, gradient in own.items():
+            before = self.now.own.get(name)
+            self.now.own[name] = gradient if before is None else before + gradient
+
+    def before_clip(self, parameters: Sequence[Tensor]) -> None:
+        """Gradients are about to be clipped."""
+        if self.now.before_clip is None:
+            scale = self.loss_scale if self.gradients_are_scaled else 1.0
+            self.now.before_clip = {
+                name: None if p.grad is None else whole(p.grad) / scale
+                for name, p in self.names.live_parameters()
+                if p.requires_grad
+            }
+
+    def after_clip(self, limit: float, result: Any, parameters: Sequence[Tensor]) -> None:
+        """Gradients have been clipped. ``result``: their norm before that, if one was returned."""
+        norm = math.nan
+        if isinstance(result, Tensor) and result.numel() == 1:
+            norm = float(whole(result))
+        scale = self.loss_scale if self.gradients_are_scaled else 1.0
+        self.now.clips.append(
+            SeenClip(limit, norm, scale, changed=norm > limit, place=place_of_caller())
+        )
+
+    def optimizer_steps(self, optimizer: Any) -> None:
+        """An optimizer is about to step, with the gradients that it is given now."""
+        self.steps_seen += 1
+        if not self.now.losses and not self.now.optimizers:
+            return  # nothing was computed since the last step
+        # Fused optimizers divide by the loss scale themselves.
+        inside = getattr(optimizer, "grad_scale", None)
+        scale = float(inside) if isinstance(inside, Tensor) else 1.0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self.names.of_parameter(parameter)
+                if name is None:
+                    self.now.unnamed += parameter.requires_grad
+                elif parameter.grad is None:
+                    self.now.held[name] = None
+                else:
+                    self.now.held[name] = whole(parameter.grad) / scale
+        self.now.optimizers.append(type(optimizer).__name__)
+        self.now.stepped_at = place_of_caller()
+        self.ends_step()
+
+    def number_of(self, loader: Any) -> int:
+        """The number of a loader, in the order in which the script first iterated over them."""
+        if id(loader) not in self._loader_numbers:
+            self._loader_numbers[id(loader)] = len(self._loaders)
+            self._loaders.append(loader)
+        return self._loader_numbers[id(loader)]
+
+    def _hook_parameters(self, name: str) -> None:
+        for full, parameter in self.names.learn_parameters(name):
+            if parameter.requires_grad and not hasattr(parameter, "full_tensor"):
+                parameter.register_hook(lambda gradient, full=full: self._own(full, gradient))
+
+    def _own(self, name: str, gradient: Tensor) -> None:
+        value = whole(gradient)
+        before = self._of_this_backward.get(name)
+        self._of_this_backward[name] = value if before is None else before + value
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy on the CPU: dense, without a graph; of a sharded tensor, all of it."""
+    tensor = tensor.detach()
+    gather = getattr(tensor, "full_tensor", None)
+    tensor = tensor if gather is None else gather()
+    tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    return tensor.to("cpu", copy=True)
+
+
+def _to_float64(module: nn.Module) -> None:
+    for _, tensor in named_tensors(module):
+        if in_float64(tensor) is not tensor:
+            module.double()
+            return

@@ -1,0 +1,124 @@
+"""Starts the user's command, with the watch in all of its Python processes, and ends it again."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+
+from ddp_equivalence.observed_scripts.told import VARIABLE, Told
+
+STARTUP = Path(__file__).parent / "startup"
+PACKAGE = Path(__file__).parents[2]
+
+OFFLINE = {
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "NEPTUNE_MODE": "debug",
+    "CLEARML_OFFLINE_MODE": "1",
+    "MLFLOW_TRACKING_URI": "file:mlruns",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Loggers of experiments send nothing anywhere while a script is observed."""
+
+LAST_LINES = 12
+
+TRACEBACK = "Traceback (most recent call last)"
+RANK_PREFIX = re.compile(r"^\[(rank)?\d+\]:( |$)")
+
+
+class Running:
+    """The command while it runs. ``log``: the file with all that it prints."""
+
+    def __init__(self, command: Sequence[str], told: Told, at: Path, log: Path) -> None:
+        self.command, self.log = tuple(command), log
+        settings = log.with_suffix(".told.json")
+        told.write(settings)
+        self._output = log.open("wb")
+        try:
+            self._process = subprocess.Popen(
+                self.command,
+                cwd=at,
+                env=_environment(settings),
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        finally:
+            self._output.close()
+        self.started = time.monotonic()
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the command itself; None while it runs."""
+        return self._process.poll()
+
+    @property
+    def last_words(self) -> str:
+        """The error that ended the script, else the end of what it printed."""
+        return last_words(self.log.read_text(errors="replace"))
+
+    def end(self) -> None:
+        """End the command and everything that it started."""
+        try:
+            processes = psutil.Process(self._process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            processes = []
+        processes += _of_session(self._process.pid)
+        for process in (*processes, self._process):
+            try:
+                process.kill()
+            except (psutil.NoSuchProcess, ProcessLookupError):
+                continue
+        psutil.wait_procs(processes, timeout=5)
+        self._process.wait()
+
+
+def last_words(printed: str) -> str:
+    """The last lines of the first traceback that is not the launcher's, else the last of all."""
+    lines = [RANK_PREFIX.sub("", line).rstrip() for line in printed.splitlines()]
+    begins = [number for number, line in enumerate(lines) if line.startswith(TRACEBACK)]
+    for begin, end in pairwise([*begins, len(lines)]):
+        of_error = lines[begin:end]
+        last = next(
+            (
+                number
+                for number, line in enumerate(of_error[1:], start=1)
+                if line and not line.startswith(" ")
+            ),
+            len(of_error) - 1,
+        )
+        if "ChildFailedError" not in of_error[last] and "CalledProcess" not in of_error[last]:
+            return "\n".join(of_error[max(0, last - LAST_LINES) : last + 1])
+    return "\n".join(lines[-LAST_LINES:])
+
+
+def _of_session(session: int) -> list[psutil.Process]:
+    """The processes of a session whose leader may have ended already."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.pid != session:
+                found.append(process)
+        except (ProcessLookupError, psutil.Error):
+            continue
+    return found
+
+
+def _environment(settings: Path) -> dict[str, str]:
+    environment = dict(os.environ)
+    paths = [str(STARTUP), environment.get("PYTHONPATH", ""), str(PACKAGE)]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    for name, value in OFFLINE.items():
+        environment.setdefault(name, value)
+    environment["PYTHONUNBUFFERED"] = "1"
+    environment[VARIABLE] = str(settings)
+    return environment

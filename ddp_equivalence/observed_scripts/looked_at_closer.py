@@ -1,0 +1,69 @@
+"""Runs the ranks once more, and watches line by line the step that was wrong."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+from ddp_equivalence.measurement.observation import Observation
+from ddp_equivalence.observed_scripts.as_case import ObservedStep
+from ddp_equivalence.observed_scripts.in_script.closer_look import FILE
+from ddp_equivalence.observed_scripts.record import Record
+from ddp_equivalence.observed_scripts.recorded_step import rank_folder
+from ddp_equivalence.observed_scripts.told import LookAt
+from ddp_equivalence.report.verdict import Verdict
+
+RunAgain = Callable[[LookAt, int], Record | None]
+"""Runs the ranks again, and records the step with this number alone, with a closer look at it; None
+if they do not get so far.
+"""
+
+
+def observations_of_second_run(
+    step: ObservedStep, verdict: Verdict, run_again: RunAgain
+) -> dict[int, Observation]:
+    """Rank -> what was seen of it; empty if the step cannot be watched, or was not reached again.
+
+    A step is watched if the parameters of one module alone are compared.
+    """
+    held = step.record.reader(0, step.number).gradient_names("held/")
+    modules = {name.partition(":")[0] for name in held}
+    if len(modules) != 1 or verdict.analysis is None or len(step.group) != 1:
+        return {}
+    sample = verdict.analysis.sample_of_step(0)
+    look_at = LookAt(modules.pop(), dict(sample.sizes), dict(sample.stride), _rows(step))
+    record = run_again(look_at, step.number)
+    if record is None:
+        return {}
+    found = {}
+    for rank in range(step.record.world_size):
+        path = rank_folder(record.folder, rank) / FILE
+        if not path.exists():
+            return {}
+        found[rank] = _read(path)
+    return found
+
+
+def _read(path: Path) -> Observation:
+    found = pickle.loads(path.read_bytes())  # written by a process of ours, a moment ago
+    assert isinstance(found, Observation)
+    return found
+
+
+def _rows(step: ObservedStep) -> list[list[tuple[int, int]]]:
+    """For each rank, the number of the first row of every micro-batch, and how many it has."""
+    rows: list[list[tuple[int, int]]] = []
+    for rank in range(step.record.world_size):
+        of_rank: list[tuple[int, int]] = []
+        last = -1
+        for number, row in enumerate(step.rows):
+            if row.rank != rank:
+                continue
+            if row.micro_batch != last:
+                of_rank.append((number, 0))
+                last = row.micro_batch
+            first, count = of_rank[-1]
+            of_rank[-1] = first, count + 1
+        rows.append(of_rank)
+    return rows

@@ -1,0 +1,108 @@
+"""What the record shows of each rank, as the diagnosis reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ddp_equivalence.comparison.digest import digest
+from ddp_equivalence.comparison.element_sample import ElementSample
+from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
+from ddp_equivalence.measurement.observation import Backward, Forward, Observation, RowsRead
+from ddp_equivalence.observed_scripts.as_case import ObservedStep
+from ddp_equivalence.observed_scripts.recorded_step import Place
+
+
+def observations(
+    step: ObservedStep, sample: ElementSample[str], held: Mapping[int, Mapping[str, Tensor | None]]
+) -> dict[int, Observation]:
+    """Rank -> what it was seen to do. ``held``: the gradients that are compared, of each rank."""
+    return {rank: _of_rank(step, rank, sample, held[rank]) for rank in held}
+
+
+def _of_rank(
+    step: ObservedStep,
+    rank: int,
+    sample: ElementSample[str],
+    held: Mapping[str, Tensor | None],
+) -> Observation:
+    reader = step.record.reader(rank, step.number)
+    recorded = reader.step
+    weights = digest(dict(reader.below("weights/")))
+    forwards, backwards, calls = [], [], []
+    passes = len(recorded.losses)
+    before = sum(len(step.record.step(rank, one).losses) for one in step.group if one < step.number)
+    for number in range(passes):
+        micro_batch = before + number
+        rows = tuple(
+            (place,)
+            for place, row in enumerate(step.rows)
+            if row.rank == rank and row.micro_batch == micro_batch
+        )
+        first = next((call for call in recorded.calls if call.backwards == number), None)
+        forwards.append(
+            Forward(
+                rows=RowsRead(rows) if rows else None,
+                weights=weights,
+                generator=b"",
+                seed=0,
+                step=0,
+            )
+        )
+        if first is not None:
+            calls.append(_call(Kind.FORWARD, first.place, number, what=first.module))
+        own = reader.below(f"own_of_{number}/") or (reader.below("own/") if passes == 1 else {})
+        of_names = {step.short(name): one for name, one in own.items()}
+        gradient = None
+        if set(sample.sizes) <= set(of_names):
+            gradient = sample.of({name: of_names[name] for name in sample.sizes})
+        backwards.append(
+            Backward(
+                loss=recorded.losses[number],
+                forwards=len(forwards),
+                issued=(None, None),
+                step=0,
+                gradient=gradient,
+            )
+        )
+        calls.append(
+            _call(Kind.BACKWARD, recorded.backward_at[number], number, recorded.losses[number])
+        )
+    for clip in recorded.clips:
+        names = tuple(sample.sizes)
+        calls.append(_call(Kind.CLIP, clip.place, passes, clip.limit, names=names))
+    calls.append(
+        _call(Kind.OPTIMIZER_STEP, recorded.stepped_at, passes, what=recorded.optimizers[0])
+    )
+    return Observation(
+        forwards=tuple(forwards),
+        backwards=tuple(backwards),
+        wrappers=(),
+        frozen=(),
+        buffers="",
+        gradients={(0, name): digest({name: gradient}) for name, gradient in held.items()},
+        clipped=tuple(clip.limit for clip in recorded.clips),
+        calls=tuple(calls),
+    )
+
+
+def _call(
+    kind: Kind,
+    place: Place,
+    backwards: int,
+    value: float | None = None,
+    what: str = "",
+    names: tuple[str, ...] = (),
+) -> Call:
+    line = CodeLine(place.file, place.number, place.function) if place.file else None
+    return Call(
+        kind,
+        line,
+        line,
+        step=0,
+        backwards=backwards,
+        value=value,
+        what=what,
+        names=names,
+    )

@@ -1,0 +1,204 @@
+"""``observe`` runs a training script as it is, and says whether its ranks train like one process.
+
+The script runs twice. First its ranks are recorded for a few steps. Then the same script computes
+the same steps in one process, from the recorded weights, on the rows that all ranks read. If a step
+differs, the ranks run once more, and are watched line by line.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Unpack
+
+from ddp_equivalence.observed_scripts.as_case import ObservedStep
+from ddp_equivalence.observed_scripts.judged_step import Script, judge, name_of_script
+from ddp_equivalence.observed_scripts.looked_at_closer import observations_of_second_run
+from ddp_equivalence.observed_scripts.observed import Observed
+from ddp_equivalence.observed_scripts.one_process import in_one_process, processes_in
+from ddp_equivalence.observed_scripts.options import Command, ObserveOptions, Options, words_of
+from ddp_equivalence.observed_scripts.oracle import AT_ONCE, SIDE_BY_SIDE, Arrangement, Oracle
+from ddp_equivalence.observed_scripts.record import Record
+from ddp_equivalence.observed_scripts.recording import Recording, ScriptFailed, working_folder
+from ddp_equivalence.observed_scripts.report import render
+from ddp_equivalence.observed_scripts.step_facts import StepFacts
+from ddp_equivalence.observed_scripts.told import LookAt, Told
+from ddp_equivalence.observed_scripts.working_folder import with_own_scripts
+from ddp_equivalence.report.verdict import Verdict
+
+DEVICES_OF_UNKNOWN = 2
+"""A command that does not say how many processes it starts gets so many devices."""
+
+RAGGED = (
+    "nothing was dropped in either run: the ranks have padded their rows to other lengths, and "
+    "then one process cannot drop the same elements"
+)
+
+
+def observe(command: Command, **options: Unpack[ObserveOptions]) -> Observed:
+    """Run the command on its ranks and in one process, and compare what its optimizer gets.
+
+    ``command``: starts training on several ranks of this machine, as words or as a line for a
+    shell. ``options``: see ``ddp_equivalence.observed_scripts.options.Options``.
+
+    Raises BadCase for an argument that cannot be right, and ScriptFailed if the command ends before
+    it has made the steps to record.
+    """
+    chosen, words = Options(**options), words_of(command, "command")
+    if chosen.as_cpu < 0:
+        chosen = replace(chosen, as_cpu=processes_in(words) or DEVICES_OF_UNKNOWN)
+    with _scratch(chosen) as scratch:
+        return _Observation(words, chosen, scratch).observed()
+
+
+@contextmanager
+def _scratch(options: Options) -> Iterator[Path]:
+    """A folder for everything that is written, which is deleted unless the user keeps it."""
+    if options.keep is not None:
+        kept = Path(options.keep)
+        kept.mkdir(parents=True)
+        yield kept.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="observed-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder).resolve()
+
+
+@dataclass
+class _Observation:
+    """The flow: record, replay, judge, look closer."""
+
+    command: tuple[str, ...]
+    options: Options
+    scratch: Path
+
+    def observed(self) -> Observed:
+        """Do it."""
+        started = time.monotonic()
+        self.recording = Recording(self.command, self.options, self.scratch)
+        record, self.float64 = self.recording.first()
+        self.notes: list[str] = []
+        if self.options.dropout and record.ragged_and_drawn():
+            self.notes.append(RAGGED)
+            self.options = replace(self.options, dropout=False)
+            self.recording = Recording(self.command, self.options, self.scratch)
+            record = self.recording.again("without_dropout", float64=self.float64)
+        recorded = time.monotonic()
+        alone = self._in_one_process(record)
+        script = self._script(record)
+        self.looked_closer = False
+        verdicts = self._judged(script, record, alone, SIDE_BY_SIDE)
+        if self.options.flat is not None and all(one.outcome == "same" for one in verdicts):
+            alone = words_of(self.options.flat, "flat")
+            self.notes.append("without accumulation, all rows of a step as one batch")
+            verdicts = self._judged(script, record, alone, AT_ONCE)
+        if self.options.plant:
+            self.notes.append(f"{self.options.plant} was planted in the ranks, on purpose")
+        return Observed(
+            name=script.name,
+            verdicts=tuple(verdicts),
+            facts=tuple(StepFacts.of(step) for step in _steps(record, None)),
+            command=self.command,
+            one_process=alone,
+            world_size=record.world_size,
+            seconds=(recorded - started, time.monotonic() - recorded),
+            float64=self.float64,
+            on_cpu=script.on_cpu,
+            notes=tuple(dict.fromkeys(self.notes)),
+            render=render,
+        )
+
+    def _in_one_process(self, record: Record) -> tuple[str, ...]:
+        if self.options.one_process is None:
+            return in_one_process(self.command, record.world_size)
+        return words_of(self.options.one_process, "one_process")
+
+    def _script(self, record: Record) -> Script:
+        main = record.runs[0]["main"]
+        return Script(
+            name=name_of_script(self.command, main),
+            backend=record.runs[0]["backend"] or "gloo",
+            float64=self.float64,
+            on_cpu=bool(self.options.as_cpu),
+            steps=len(record.steps),
+            repeat=f"ddp-equivalence observe {self._options_again()}-- {shlex.join(self.command)}",
+        )
+
+    def _options_again(self) -> str:
+        """The options that change what is computed, as they stand on a command line."""
+        options, again = self.options, ""
+        again += f"--as-cpu {options.as_cpu} " if options.as_cpu else ""
+        again += f"--from-step {options.from_step} " if options.from_step else ""
+        again += f"--plant {options.plant} " if options.plant else ""
+        return again
+
+    def _judged(
+        self, script: Script, record: Record, alone: Sequence[str], arrangement: Arrangement
+    ) -> list[Verdict]:
+        """A verdict on every step."""
+        folder = self.scratch / arrangement.replace(" ", "_")
+        folder.mkdir()
+        at = working_folder(self.options, folder)
+        socket_folder = tempfile.mkdtemp(prefix="obs")  # the path of a socket must be short
+        told = Told(
+            role="replay",
+            folder=str(record.folder),
+            steps=len(record.steps),
+            float64=self.float64,
+            without_dropout=not self.options.dropout,
+            # A launcher says how many processes train; other scripts count devices.
+            devices_on_cpu=self.options.as_cpu
+            if tuple(alone) != self.command
+            else min(1, self.options.as_cpu),
+            socket=str(Path(socket_folder) / "socket"),
+            feed=record.feed,
+            working_folder="" if self.options.in_place else str(at),
+        )
+        command = with_own_scripts(alone, Path(self.options.folder))
+        log = folder / "one_process.log"
+        oracle = Oracle(command, at, log, record, told, self.options.deadline, arrangement)
+        try:
+            return [self._verdict(script, step) for step in _steps(record, oracle)]
+        finally:
+            oracle.close()
+            self.notes += _notes(oracle)
+            shutil.rmtree(socket_folder, ignore_errors=True)
+
+    def _verdict(self, script: Script, step: ObservedStep) -> Verdict:
+        verdict = judge(script, step)
+        if verdict.outcome == "different" and not self.looked_closer:
+            self.looked_closer = True
+            seen = observations_of_second_run(step, verdict, self._run_again)
+            verdict = judge(script, step, seen) if seen else verdict
+        verdict.full_report()  # asks the script everything, while it runs
+        return verdict
+
+    def _run_again(self, look_at: LookAt, number: int) -> Record | None:
+        """A record of one step that is watched closely; None if the script does not get so far."""
+        first = self.options.from_step + number
+        try:
+            return self.recording.again(
+                "closer", first_step=first, steps=1, look_at=look_at, float64=self.float64
+            )
+        except ScriptFailed:
+            return None
+
+
+def _steps(record: Record, oracle: Oracle | None) -> Iterator[ObservedStep]:
+    for group in record.groups:
+        rows = record.rows(group)
+        for number in group:
+            yield ObservedStep(record, oracle, number, group, rows)
+
+
+def _notes(oracle: Oracle) -> Iterator[str]:
+    """What a reader must know of how the replay was done."""
+    if oracle.arrangement not in (SIDE_BY_SIDE, AT_ONCE):
+        yield f"in one process the script takes the micro-batches {oracle.arrangement}"
+    for operation, count in oracle.missed.items():
+        yield f"{operation} drew other numbers than the ranks, {count} times"

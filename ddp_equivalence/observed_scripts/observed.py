@@ -1,0 +1,69 @@
+"""What ``observe`` returns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ddp_equivalence.check_equivalence import raise_unless_same
+from ddp_equivalence.observed_scripts.step_facts import StepFacts
+from ddp_equivalence.report.encoding import encodable
+from ddp_equivalence.report.verdict import Outcome, Verdict
+
+
+@dataclass(frozen=True)
+class Observed:
+    """``name``: of the script. ``verdicts``: one for each recorded step, and ``facts`` of each.
+
+    ``command``, ``one_process``: what ran on the ranks and in one process. ``seconds``: what both
+    took. ``float64``: the script computed in float64. ``on_cpu``: its CUDA devices were the CPU.
+    ``notes``: what a reader must know beside the verdicts. ``render``: writes the report; with
+    True, everything.
+    """
+
+    name: str
+    verdicts: tuple[Verdict, ...]
+    facts: tuple[StepFacts, ...]
+    command: tuple[str, ...]
+    one_process: tuple[str, ...]
+    world_size: int
+    seconds: tuple[float, float]
+    float64: bool
+    on_cpu: bool
+    notes: tuple[str, ...]
+    render: Callable[[Observed, bool], str] = field(repr=False, compare=False)
+
+    @property
+    def verdict(self) -> Verdict:
+        """That of the first step that is different; else of the first that is unknown; else of the
+        last one.
+        """
+        for outcome in ("different", "unknown"):
+            for verdict in self.verdicts:
+                if verdict.outcome == outcome:
+                    return verdict
+        return self.verdicts[-1]
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome of that verdict."""
+        return self.verdict.outcome
+
+    @property
+    def cause(self) -> str | None:
+        """The cause of that verdict."""
+        return self.verdict.cause
+
+    def __str__(self) -> str:
+        return encodable(self.render(self, False), sys.stdout)
+
+    def full_report(self) -> str:
+        """Everything that is known of every step."""
+        return encodable(self.render(self, True), sys.stdout)
+
+    def assert_equivalent(self) -> Observed:
+        """Raises NotEquivalent or NothingCompared, unless every step is the same."""
+        __tracebackhide__ = True
+        raise_unless_same(self.verdict)
+        return self

@@ -1,0 +1,260 @@
+"""Asks the script itself: what is the gradient of these rows, in one process?
+
+The script runs once, and computes the gradient of other rows in each of its steps.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ddp_equivalence.observed_scripts.launch import Running
+from ddp_equivalence.observed_scripts.query import Answer, Piece, Query
+from ddp_equivalence.observed_scripts.record import Record, Row, pieces_of
+from ddp_equivalence.observed_scripts.told import Told
+
+FILLER = -1
+"""The number of a query whose answer counts for nothing."""
+
+SIDE_BY_SIDE, ONE_AFTER_THE_OTHER, AT_ONCE = "side by side", "one after the other", "at once"
+
+Arrangement = str
+"""How one process takes the micro-batches of several ranks: each joined with those of the other
+ranks; one after the other, if the script divides its micro-batches among the ranks; or all at once,
+without accumulation.
+"""
+
+
+class CannotReplay(Exception):
+    """The script does not compute in one process what it computed on the ranks. Says why."""
+
+
+class Oracle:
+    """``command``: trains in one process. ``at``: the folder to run it in.
+    ``log``: the file for what it prints. ``record``: of the ranks. ``told``: what its
+    processes are told. ``deadline``: the seconds that one answer may take. ``arrangement``: the one
+    to begin with.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        at: Path,
+        log: Path,
+        record: Record,
+        told: Told,
+        deadline: float,
+        arrangement: Arrangement = SIDE_BY_SIDE,
+    ) -> None:
+        self.command, self._at, self._log = tuple(command), at, log
+        self._record, self._told = record, told
+        self._deadline = deadline
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(told.socket)
+        self._listener.listen()
+        self._running: Running | None = None
+        self._connection: socket.socket | None = None
+        self._buffer = b""
+        self._closed = False
+        self._answers: dict[tuple[object, ...], Answer] = {}
+        self._number = 0
+        self._answered_since_start = 0
+        self.arrangement = arrangement
+        self.missed: dict[str, int] = {}
+        self.seconds: list[float] = []
+
+    def close(self) -> None:
+        """End the script. What it has answered stays known."""
+        self._closed = True
+        self._stop()
+        self._listener.close()
+
+    # --- questions
+
+    def answer(self, group: tuple[int, ...], rows: Sequence[Row], nudge: int = 0) -> Answer:
+        """What the script computes from these rows alone, in their order, in each step of a group.
+
+        ``nudge``: as in ``Query``. Raises CannotReplay.
+        """
+        key = (group, tuple(rows), nudge)
+        if key not in self._answers:
+            self._answers[key] = self._computed(group, rows, nudge)
+        return self._answers[key]
+
+    def _computed(self, group: tuple[int, ...], rows: Sequence[Row], nudge: int) -> Answer:
+        if self._closed:
+            raise CannotReplay("the script has been ended")
+        for _ in range(3):
+            micro_batches = self._arranged(group, rows)
+            self._number += 1
+            query = Query(self._number, group, micro_batches, nudge=nudge)
+            answer = self._ask(query)
+            found = tuple(len(step.losses) for step in answer.steps)
+            wanted = self._wanted(group, len(micro_batches))
+            if found == wanted:
+                self.missed |= answer.missed
+                return answer
+            if not self._other_arrangement(found, group):
+                break
+        raise CannotReplay(
+            f"the script ran backward {_times(sum(found))} in one process, and "
+            f"{_times(sum(wanted))} were expected"
+        )
+
+    def _wanted(self, group: tuple[int, ...], micro_batches: int) -> tuple[int, ...]:
+        """The backward passes that each step of a group should have."""
+        if len(group) == 1:
+            per_step = len(self._record.step(0, group[0]).losses)
+            known = max(1, self._micro_batches(group))
+            return (micro_batches * max(1, per_step // known),)
+        return tuple(len(self._record.step(0, number).losses) for number in group)
+
+    def _other_arrangement(self, found: tuple[int, ...], group: tuple[int, ...]) -> bool:
+        """Change the arrangement to what the script does; False if no other one is known."""
+        ours = len(self._record.step(0, group[0]).losses)
+        if self.arrangement != SIDE_BY_SIDE:
+            return False
+        if found[0] == ours * self._record.world_size and ours != found[0]:
+            self.arrangement = ONE_AFTER_THE_OTHER
+        elif found[0] == 1 and ours > 1:
+            self.arrangement = AT_ONCE
+        elif self._answered_since_start > 1:  # a window at the end of an epoch is shorter
+            self._stop()
+            return True
+        else:
+            return False
+        self._stop()
+        return True
+
+    def _micro_batches(self, group: tuple[int, ...]) -> int:
+        return max(len(self._record.counts(r, group)) for r in range(self._record.world_size))
+
+    def _arranged(
+        self, group: tuple[int, ...], rows: Sequence[Row]
+    ) -> tuple[tuple[Piece, ...], ...]:
+        """The micro-batches in which the script is given the rows."""
+        counts = {
+            (rank, number): count
+            for rank in range(self._record.world_size)
+            for number, count in enumerate(self._record.counts(rank, group))
+        }
+        units: dict[object, list[Row]] = defaultdict(list)
+        for row in rows:
+            units[
+                {
+                    SIDE_BY_SIDE: row.micro_batch,
+                    ONE_AFTER_THE_OTHER: (row.micro_batch, row.rank),
+                    AT_ONCE: 0,
+                }[self.arrangement]
+            ].append(row)
+        each = self._micro_batches(group)
+        wanted = {
+            SIDE_BY_SIDE: each,
+            ONE_AFTER_THE_OTHER: each * self._record.world_size,
+            AT_ONCE: 1,
+        }[self.arrangement]
+        taken = [pieces_of(of_unit, counts) for _, of_unit in sorted(units.items(), key=_in_order)]
+        if wanted % len(taken):
+            taken = [pieces_of(rows, counts)]
+        return tuple(taken * (wanted // len(taken)))
+
+    # --- the process
+
+    def _ask(self, query: Query) -> Answer:
+        sent = False
+        restarts = 0
+        started = time.monotonic()
+        while True:
+            line = self._line(started)
+            if line is None:
+                restarts += 1
+                if restarts > 2 or not (self._answered_since_start or restarts == 1):
+                    raise CannotReplay(
+                        "the script ended in one process before it had computed a step"
+                    )
+                self._stop()
+                sent = False
+                continue
+            kind, _, text = line.partition(" ")
+            if kind == "next":
+                self._send(replace(query, number=FILLER) if sent else query)
+                sent = True
+            elif kind == "answer":
+                answer = Answer.from_json(json.loads(text))
+                self._answered_since_start += 1
+                if answer.number == query.number:
+                    self.seconds.append(time.monotonic() - started)
+                    return answer
+
+    def _line(self, started: float) -> str | None:
+        """The next line of the script; None if it has ended."""
+        if self._running is None:
+            self._start()
+        assert self._running is not None
+        while b"\n" not in self._buffer:
+            if time.monotonic() - started > self._deadline:
+                end = self._running.last_words
+                self._stop()
+                raise CannotReplay(
+                    f"the script did not compute a step in one process within "
+                    f"{self._deadline:g} s; it printed last:\n{end}"
+                )
+            source = self._connection or self._listener
+            if not select.select([source], [], [], 0.05)[0]:
+                if self._connection is None and self._running.exit_code is not None:
+                    self._require_answers()
+                    return None
+                continue
+            if self._connection is None:
+                self._connection = self._listener.accept()[0]
+                continue
+            data = self._connection.recv(1 << 20)
+            if not data:
+                self._require_answers()
+                return None
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line.decode()
+
+    def _require_answers(self) -> None:
+        """Raises CannotReplay if the script has ended and had answered nothing."""
+        if not self._answered_since_start:
+            assert self._running is not None
+            end = self._running.last_words
+            raise CannotReplay(
+                f"the script ended in one process before it had computed a step; it printed last:"
+                f"\n{end}"
+            )
+
+    def _send(self, query: Query) -> None:
+        assert self._connection is not None
+        self._connection.sendall(f"{query.to_json()}\n".encode())
+
+    def _start(self) -> None:
+        self._running = Running(self.command, self._told, self._at, self._log)
+        self._answered_since_start = 0
+
+    def _stop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._running is not None:
+            self._running.end()
+            self._running = None
+        self._buffer = b""
+
+
+def _in_order(item: tuple[object, object]) -> tuple[int, ...]:
+    """Micro-batches in their order, and in each the ranks in theirs."""
+    key = item[0]
+    return key if isinstance(key, tuple) else (int(key),)  # type: ignore[call-overload]
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

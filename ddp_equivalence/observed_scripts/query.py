@@ -1,0 +1,141 @@
+"""What a replay is asked to compute, and its answer. Both travel as JSON, gradients as a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ddp_equivalence.observed_scripts.in_script.watch import StepInProgress
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows that one rank read in one micro-batch. ``rows``: which of them; None for all."""
+
+    rank: int
+    micro_batch: int
+    rows: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Query:
+    """``steps``: the recorded steps to compute, more than one where several optimizers step one
+    after the other on what was read once. ``micro_batches``: for each micro-batch, the pieces whose
+    rows are joined. ``weights_of``: the rank whose weights and buffers are put in place. ``nudge``:
+    the number of the pattern by which weights are moved one eps up or down; 0 for none.
+    """
+
+    number: int
+    steps: tuple[int, ...]
+    micro_batches: tuple[tuple[Piece, ...], ...]
+    weights_of: int = 0
+    nudge: int = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks whose rows are in it, each once."""
+        return tuple(dict.fromkeys(piece.rank for one in self.micro_batches for piece in one))
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Query:
+        """What ``to_json`` wrote."""
+        raw = json.loads(text)
+        micro_batches = tuple(
+            tuple(
+                Piece(
+                    one["rank"],
+                    one["micro_batch"],
+                    None if one["rows"] is None else tuple(one["rows"]),
+                )
+                for one in pieces
+            )
+            for pieces in raw["micro_batches"]
+        )
+        return cls(
+            raw["number"], tuple(raw["steps"]), micro_batches, raw["weights_of"], raw["nudge"]
+        )
+
+
+@dataclass(frozen=True)
+class AnswerOfStep:
+    """``number``: of the recorded step. ``file``: with the gradients: those before clipping below
+    ``before_clip/``, and those that the optimizer was given below ``held/``. ``losses``: where
+    each backward pass began. ``without_gradient``: parameters of the optimizer that had none.
+    """
+
+    number: int
+    file: str
+    losses: tuple[float, ...]
+    without_gradient: tuple[str, ...]
+    unnamed: int = 0
+    counts: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, seen: StepInProgress, number: int, file: Path) -> AnswerOfStep:
+        """Write the gradients of a step that is complete."""
+        from safetensors.torch import save_file
+
+        before = seen.held if seen.before_clip is None else seen.before_clip
+        tensors = {f"held/{name}": g for name, g in seen.held.items() if g is not None}
+        tensors |= {
+            f"before_clip/{name}": g.clone()
+            for name, g in before.items()
+            if g is not None and name in seen.held
+        }
+        save_file({name: g.contiguous() for name, g in tensors.items()}, file)
+        missing = tuple(name for name, g in seen.held.items() if g is None)
+        counts = tuple(call.count for call in seen.calls)
+        return cls(number, str(file), tuple(seen.losses), missing, seen.unnamed, counts)
+
+    def gradients(self, kind: str) -> dict[str, Tensor | None]:
+        """The gradients by name; None for a parameter without one."""
+        from safetensors import safe_open
+
+        with safe_open(self.file, framework="pt") as opened:
+            found: dict[str, Tensor | None] = {
+                key.removeprefix(f"{kind}/"): opened.get_tensor(key)
+                for key in opened.keys()  # noqa: SIM118  (it is no dict)
+                if key.startswith(f"{kind}/")
+            }
+        return found | dict.fromkeys(self.without_gradient)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to the query with this number. ``missed``: how often each random operation drew
+    other numbers than the ranks, because it does not draw by rows.
+    """
+
+    number: int
+    steps: tuple[AnswerOfStep, ...]
+    missed: Mapping[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Answer:
+        """What ``to_json`` wrote."""
+        steps = tuple(
+            AnswerOfStep(
+                one["number"],
+                one["file"],
+                tuple(one["losses"]),
+                tuple(one["without_gradient"]),
+                one["unnamed"],
+                tuple(one["counts"]),
+            )
+            for one in raw["steps"]
+        )
+        return cls(raw["number"], steps, raw["missed"])

@@ -1,0 +1,47 @@
+"""The script's end of the socket over which a replay is asked questions."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from ddp_equivalence.observed_scripts.query import Answer, Query
+
+
+class QuestionLine:
+    """``path``: of the socket, at which the judging process listens. The first use connects, so
+    that processes which compute nothing, such as launchers, are silent.
+
+    ``answered``: the number of answers that were sent.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.folder = Path(path).parent
+        self.answered = 0
+        self._socket: socket.socket | None = None
+
+    def next_query(self) -> Query | None:
+        """Wait for the next query; None if there is none any more.
+
+        A loader that reads ahead asks before it has answered the query before. If there is no
+        other one yet, it is given the same again, and the answer counts for nothing.
+        """
+        self._send(f"next {self.answered}")
+        text = self._read()
+        return Query.from_json(text) if text else None
+
+    def answer(self, answer: Answer) -> None:
+        """Send an answer."""
+        self._send(f"answer {answer.to_json()}")
+        self.answered += 1
+
+    def _send(self, text: str) -> None:
+        if self._socket is None:
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.connect(self._path)
+            self._lines = self._socket.makefile("r", encoding="utf-8")
+        self._socket.sendall(f"{text}\n".encode())
+
+    def _read(self) -> str:
+        return self._lines.readline().strip()

@@ -1,0 +1,151 @@
+"""Everything that the ranks of an observed script recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from ddp_equivalence.observed_scripts.query import Piece
+from ddp_equivalence.observed_scripts.recorded_step import RecordedStep, StepReader, rank_folder
+from ddp_equivalence.observed_scripts.told import Feed
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row that a rank read. ``row``: its place in the micro-batch; None where rows are not
+    known, and the micro-batch counts as one.
+    """
+
+    rank: int
+    micro_batch: int
+    row: int | None
+
+
+class Record:
+    """``folder``: where the ranks wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
+    def runs(self) -> dict[int, dict[str, Any]]:
+        """What each rank says of itself, by rank."""
+        found = {}
+        for path in sorted(self.folder.glob("rank*/run.json")):
+            found[int(path.parent.name.removeprefix("rank"))] = json.loads(path.read_text())
+        return found
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks; 0 if nothing was recorded."""
+        return max((run["world_size"] for run in self.runs.values()), default=0)
+
+    @cached_property
+    def steps(self) -> tuple[int, ...]:
+        """The numbers of the steps that every rank has completed."""
+        number = 0
+        while self.world_size and all(
+            (rank_folder(self.folder, rank) / f"step{number}.json").exists()
+            for rank in range(self.world_size)
+        ):
+            number += 1
+        return tuple(range(number))
+
+    def step(self, rank: int, number: int) -> RecordedStep:
+        """One step of one rank."""
+        return self.reader(rank, number).step
+
+    @lru_cache(maxsize=256)  # noqa: B019  (few records are read in a process)
+    def reader(self, rank: int, number: int) -> StepReader:
+        """Reads one step of one rank."""
+        return StepReader(rank_folder(self.folder, rank), number)
+
+    @cached_property
+    def feed(self) -> Feed:
+        """Where a replay can be given rows."""
+        return "loader" if self.steps and self.step(0, self.steps[0]).batches else "calls"
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The steps, with those together that are computed from what was read once."""
+        groups: list[list[int]] = []
+        for number in self.steps:
+            step = self.step(0, number)
+            reads = step.batches if self.feed == "loader" else step.calls
+            if reads or not groups:
+                groups.append([])
+            groups[-1].append(number)
+        return tuple(map(tuple, groups))
+
+    def counts(self, rank: int, group: Sequence[int]) -> tuple[int, ...]:
+        """The number of rows in each micro-batch of a rank."""
+        if self.feed == "loader":
+            first = self.step(0, group[0]).batches[0][0]
+            return tuple(
+                count
+                for number in group
+                for (loader, _), count in zip(
+                    self.step(rank, number).batches,
+                    self.step(rank, number).batch_counts,
+                    strict=True,
+                )
+                if loader == first
+            )
+        calls = self.step(rank, group[0]).calls
+        micro_batches = sorted({call.backwards for call in calls})
+        return tuple(
+            next(call.count for call in calls if call.backwards == number)
+            for number in micro_batches
+        )
+
+    def ragged_and_drawn(self) -> bool:
+        """True if random numbers are drawn in a step in which ranks have padded their rows to
+        other lengths: one process cannot draw the same for rows of one length.
+        """
+        for group in self.groups:
+            steps = [self.step(rank, n) for rank in range(self.world_size) for n in group]
+            if any(step.draws for step in steps) and self._ragged(group):
+                return True
+        return False
+
+    def _ragged(self, group: Sequence[int]) -> bool:
+        prefix = "batch/" if self.feed == "loader" else "call/"
+        shapes: dict[str, set[tuple[int, ...]]] = {}
+        for rank in range(self.world_size):
+            for number in group:
+                for name, shape in self.reader(rank, number).shapes(prefix).items():
+                    shapes.setdefault(name, set()).add(shape[1:])
+        return any(len(found) > 1 for found in shapes.values())
+
+    def rows(self, group: Sequence[int]) -> tuple[Row, ...]:
+        """All rows that the ranks read in a group of steps: rank by rank, as each read them."""
+        return tuple(
+            Row(rank, micro_batch, row)
+            for rank in range(self.world_size)
+            for micro_batch, count in enumerate(self.counts(rank, group))
+            for row in (range(count) if count else (None,))
+        )
+
+
+def pieces_of(rows: Sequence[Row], counts: dict[tuple[int, int], int]) -> tuple[Piece, ...]:
+    """These rows as pieces, in their order. ``counts``: of each (rank, micro-batch)."""
+    pieces: list[Piece] = []
+    for row in rows:
+        last = pieces[-1] if pieces else None
+        same = last is not None and (last.rank, last.micro_batch) == (row.rank, row.micro_batch)
+        if row.row is None:
+            pieces.append(Piece(row.rank, row.micro_batch))
+        elif same and last is not None and last.rows is not None:
+            pieces[-1] = Piece(row.rank, row.micro_batch, (*last.rows, row.row))
+        else:
+            pieces.append(Piece(row.rank, row.micro_batch, (row.row,)))
+    return tuple(
+        Piece(one.rank, one.micro_batch)
+        if one.rows == tuple(range(counts[one.rank, one.micro_batch]))
+        else one
+        for one in pieces
+    )

@@ -1,0 +1,188 @@
+"""One optimizer step of one rank, as it is recorded: JSON beside a file of tensors, no pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.observed_scripts.rows import Rows
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of the user's code. ``file`` is empty where none is known."""
+
+    file: str = ""
+    number: int = 0
+    function: str = ""
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.number}" if self.file else ""
+
+
+@dataclass(frozen=True)
+class SeenCall:
+    """A call of an outermost module with gradients enabled, one that is trained.
+
+    ``module``: its name in the record. ``backwards``: how many backward passes had run before.
+    ``count``: the rows that it was called with. ``place``: the line that called it.
+    """
+
+    module: str
+    backwards: int
+    count: int
+    place: Place = field(default_factory=Place)
+
+
+@dataclass(frozen=True)
+class SeenClip:
+    """A call of torch's clip_grad_norm_ or clip_grad_value_.
+
+    ``scale``: the loss scale by which the gradients were still multiplied. ``changed``: the
+    gradients were really made smaller.
+    """
+
+    limit: float
+    norm: float
+    scale: float
+    changed: bool
+    place: Place = field(default_factory=Place)
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """What one rank did until one step of an optimizer.
+
+    ``number``: of the step, from 0. ``optimizers``: the classes of those that stepped.
+    ``losses``: the value at which each backward pass began, without a loss scale. ``batches``: the
+    (loader, number) of each batch that was read, in order. ``batch_counts``: the rows of each of
+    these. ``calls``, ``clips``: as they happened. ``scale``: the loss scale of the last backward
+    pass. ``weights``: a digest of every weight and buffer at its module's first call. ``draws``:
+    random numbers were drawn in a forward pass. ``without_gradient``: the parameters of the
+    optimizer that had none. ``unnamed``: the number of parameters of the optimizer that are in no
+    module which was called. ``stepped_at``: the line that called the optimizer. ``backward_at``:
+    the lines that called backward. ``autocast``: the dtypes of the autocast regions in which a
+    module was called. ``planted``: how often a planted fault had fired until then. ``ahead``: how many batches the script had fetched and not
+    used.
+    """
+
+    number: int
+    optimizers: tuple[str, ...]
+    losses: tuple[float, ...]
+    batches: tuple[tuple[int, int], ...]
+    batch_counts: tuple[int, ...]
+    calls: tuple[SeenCall, ...]
+    clips: tuple[SeenClip, ...]
+    scale: float
+    weights: Mapping[str, str]
+    draws: bool
+    without_gradient: tuple[str, ...]
+    unnamed: int
+    ahead: int = 0
+    stepped_at: Place = field(default_factory=Place)
+    backward_at: tuple[Place, ...] = ()
+    autocast: tuple[str, ...] = ()
+    planted: int | None = None
+
+    def to_json(self) -> str:
+        """As text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RecordedStep:
+        """What ``to_json`` wrote."""
+        raw: dict[str, Any] = json.loads(text)
+        for name in ("optimizers", "losses", "batch_counts", "without_gradient", "autocast"):
+            raw[name] = tuple(raw[name])
+        raw["batches"] = tuple((loader, number) for loader, number in raw["batches"])
+        raw["calls"] = tuple(
+            SeenCall(**{**call, "place": Place(**call["place"])}) for call in raw["calls"]
+        )
+        raw["clips"] = tuple(
+            SeenClip(**{**clip, "place": Place(**clip["place"])}) for clip in raw["clips"]
+        )
+        raw["stepped_at"] = Place(**raw["stepped_at"])
+        raw["backward_at"] = tuple(Place(**place) for place in raw["backward_at"])
+        return cls(**raw)
+
+
+def rank_folder(folder: str | Path, rank: int) -> Path:
+    """Where one rank's record lies."""
+    return Path(folder) / f"rank{rank}"
+
+
+def write_step(
+    folder: Path, step: RecordedStep, tensors: Mapping[str, Tensor], lists: Mapping[str, Any]
+) -> None:
+    """Write a step. The JSON file is written last, so that where it lies the step is complete."""
+    from safetensors.torch import save_file
+
+    save_file({name: _plain(tensor) for name, tensor in tensors.items()}, tensor_file(folder, step))
+    (folder / f"step{step.number}.lists.json").write_text(json.dumps(lists))
+    unfinished = folder / f"step{step.number}.json.part"
+    unfinished.write_text(step.to_json())
+    unfinished.rename(folder / f"step{step.number}.json")
+
+
+def tensor_file(folder: Path, step: RecordedStep) -> Path:
+    """The file with the tensors of a step."""
+    return folder / f"step{step.number}.safetensors"
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu").contiguous()
+
+
+class StepReader:
+    """Reads what one rank recorded of one step; tensors are read when they are asked for."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.step = RecordedStep.from_json((folder / f"step{number}.json").read_text())
+        self._lists = json.loads((folder / f"step{number}.lists.json").read_text())
+        from safetensors import safe_open
+
+        self._file: Any = safe_open(tensor_file(folder, self.step), framework="pt")
+        self._keys = frozenset[str](self._file.keys())
+
+    def tensor(self, name: str) -> Tensor | None:
+        """One tensor; None if it was not recorded."""
+        found: Tensor | None = self._file.get_tensor(name) if name in self._keys else None
+        return found
+
+    def below(self, prefix: str) -> dict[str, Tensor]:
+        """All tensors whose names begin with this, by the rest of their names."""
+        return {
+            key.removeprefix(prefix): self._file.get_tensor(key)
+            for key in sorted(self._keys)
+            if key.startswith(prefix)
+        }
+
+    def shapes(self, prefix: str) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors whose names begin with this, by the rest of their names."""
+        return {
+            key.removeprefix(prefix): tuple(self._file.get_slice(key).get_shape())
+            for key in self._keys
+            if key.startswith(prefix)
+        }
+
+    def rows(self, prefix: str) -> Rows:
+        """The rows that were recorded under this prefix."""
+        known = self._lists.get(prefix, {"count": 0, "lists": {}})
+        return Rows(self.below(prefix), known["lists"], known["count"])
+
+    def gradient_names(self, kind: str) -> tuple[str, ...]:
+        """The names below ``kind``, which is "held/", "before_clip/" or "own/"."""
+        return tuple(sorted(k.removeprefix(kind) for k in self._keys if k.startswith(kind)))
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """The tensor, in float64 if it has floats of less."""
+    lower = tensor.is_floating_point() and tensor.dtype is not torch.float64
+    return tensor.double() if lower else tensor

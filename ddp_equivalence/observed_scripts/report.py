@@ -1,0 +1,92 @@
+"""The report on an observed script: what was compared, and what that guarantees."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.report.line import Line, Style, labelled, paragraph
+from ddp_equivalence.report.render import full_lines
+from ddp_equivalence.report.render import report_lines as lines_of_a_step
+from ddp_equivalence.report.wrapping import plural
+
+if TYPE_CHECKING:
+    from ddp_equivalence.observed_scripts.observed import Observed
+
+
+def render(observed: Observed, full: bool) -> str:
+    """The report as plain text. ``full``: with all that is known of every step."""
+    return "".join(f"{line.text}\n" for line in report_lines(observed, full))
+
+
+def report_lines(observed: Observed, full: bool = False) -> Iterator[Line]:
+    """The report, line by line."""
+    verdict = observed.verdict
+    if verdict.outcome == "same":
+        yield Line(f"same: {observed.name}: {_steps(observed)} as in one process", Style.GOOD)
+        yield Line("")
+        yield from _table(observed)
+        yield Line("")
+        yield from paragraph(_guarantee(observed), "  ")
+    elif verdict.outcome == "unknown":
+        yield Line(f"unknown: {verdict.subject}", Style.UNCERTAIN)
+        yield Line("")
+        first, *rest = f"{verdict.reason[:1].upper()}{verdict.reason[1:]}".splitlines()
+        yield from paragraph(first, "  ")
+        yield from (Line(f"  | {line}") for line in rest)
+        yield Line("  Nothing was shown, which is not a pass.")
+    else:
+        yield from lines_of_a_step(verdict)
+    if verdict.outcome != "different" or full:
+        yield from _how(observed)
+    if full:
+        for one in observed.verdicts:
+            yield Line("")
+            yield from full_lines(one)
+
+
+def _steps(observed: Observed) -> str:
+    count = len(observed.verdicts)
+    return f"{count} {plural(count, 'step')} on {observed.world_size} ranks"
+
+
+def _table(observed: Observed) -> Iterator[Line]:
+    yield Line("  step  optimizer       rows  micro-batches  loss       error    limit")
+    for number, (verdict, facts) in enumerate(
+        zip(observed.verdicts, observed.facts, strict=True), start=1
+    ):
+        optimizer = " + ".join(facts.optimizers)
+        yield Line(
+            f"  {number:>4}  {optimizer[:14]:<14}  {facts.rows:>4}  {facts.micro_batches:>13}  "
+            f"{text_of(facts.loss, '.4g'):<9}  {_number(verdict.error)}  {_number(verdict.limit)}"
+        )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else text_of(value, ".1e")
+
+
+def _guarantee(observed: Observed) -> str:
+    return (
+        "For these steps, from the weights that the ranks had, on the rows that they really read, "
+        "the gradients that the optimizer gets on every rank are those that this script computes "
+        "in one process."
+    )
+
+
+def _how(observed: Observed) -> Iterator[Line]:
+    precision = "float64" if observed.float64 else "the script's own precision"
+    cpu = ", its CUDA devices were the CPU" if observed.on_cpu else ""
+    yield from labelled("Precision:   ", f"{precision}{cpu}")
+    clips = [one.clips for one in observed.facts if one.clips]
+    if clips:
+        yield from labelled("Clipping:    ", f"{clips[0]} (in step 1)")
+    for note in observed.notes:
+        yield from labelled("Note:        ", note)
+    yield from labelled("Ranks:       ", shlex.join(observed.command))
+    yield from labelled("One process: ", shlex.join(observed.one_process))
+    recorded, replayed = observed.seconds
+    seconds = f"{recorded:.0f} on the ranks, {replayed:.0f} in one process"
+    yield from labelled("Seconds:     ", seconds)

@@ -1,0 +1,149 @@
+"""The rows of a batch: what a script's loader yields, or what its model is called with.
+
+A batch is taken apart into its tensors, and into lists with one entry for each row. The rows of
+several ranks are joined into one batch, and put into the containers that the script itself made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.case.batch_tree import leaves_of, map_leaves
+
+IGNORED_LABEL = -100
+"""The label that torch's cross entropy leaves out, by which most collators pad labels."""
+
+PLAIN = (str, int, float, bool, type(None))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """``tensors``: by the path of the leaf. ``lists``: lists without tensors that have one entry
+    for each row, by path. ``count``: the number of rows along dim 0; 0 where nothing has rows.
+    """
+
+    tensors: Mapping[str, Tensor]
+    lists: Mapping[str, list[Any]] = field(default_factory=dict)
+    count: int = 0
+
+    def has_rows(self, path: str) -> bool:
+        """True if this tensor has one entry along dim 0 for each row."""
+        tensor = self.tensors[path]
+        return self.count > 0 and tensor.ndim > 0 and len(tensor) == self.count
+
+
+Part = tuple[Rows, Sequence[int] | None]
+"""Rows of one rank, and which of them are taken; None for all."""
+
+
+def rows_of(batch: Any) -> Rows:
+    """Take a batch apart. Its tensors are not copied."""
+    tensors = {path: leaf for path, leaf in leaves_of(batch) if isinstance(leaf, Tensor)}
+    sizes = Counter(len(tensor) for tensor in tensors.values() if tensor.ndim > 0)
+    count = sizes.most_common(1)[0][0] if sizes else 0
+    lists: dict[str, list[Any]] = {}
+    for path, leaf in leaves_of(batch, lambda _, value: _is_list(value, count)):
+        if _is_list(leaf, count):
+            lists[path] = list(leaf)
+    return Rows(tensors, lists, count)
+
+
+def _is_list(value: Any, count: int) -> bool:
+    return (
+        type(value) in (list, tuple)
+        and len(value) == count > 0
+        and all(isinstance(one, PLAIN) for one in value)
+    )
+
+
+def joined(parts: Sequence[Part]) -> Rows:
+    """The rows of all parts, one after the other.
+
+    A tensor without rows is that of the first part. Where ranks have padded their rows to other
+    lengths, the rows are padded to the longest, with what the batch itself is padded with.
+    """
+    first = parts[0][0]
+    tensors = {}
+    for path in first.tensors:
+        if not all(path in rows.tensors for rows, _ in parts):
+            continue
+        if all(rows.has_rows(path) for rows, _ in parts):
+            taken = [_taken(rows.tensors[path], which) for rows, which in parts]
+            tensors[path] = torch.cat(_padded_alike(taken, path, [rows for rows, _ in parts]))
+        else:
+            tensors[path] = first.tensors[path]
+    lists = {
+        path: [
+            entry for rows, which in parts for entry in _entries(rows.lists.get(path, []), which)
+        ]
+        for path in first.lists
+    }
+    counts = [rows.count if which is None else len(which) for rows, which in parts]
+    return Rows(tensors, lists, sum(counts))
+
+
+def _taken(tensor: Tensor, which: Sequence[int] | None) -> Tensor:
+    return tensor if which is None else tensor[torch.as_tensor(list(which), dtype=torch.long)]
+
+
+def _entries(entries: list[Any], which: Sequence[int] | None) -> list[Any]:
+    return entries if which is None else [entries[place] for place in which if place < len(entries)]
+
+
+def _padded_alike(tensors: list[Tensor], path: str, parts: Sequence[Rows]) -> list[Tensor]:
+    if len({tensor.shape[1:] for tensor in tensors}) <= 1:
+        return tensors
+    if len({tensor.ndim for tensor in tensors}) > 1:
+        raise ValueError(f"the ranks have {path} with another number of dimensions")
+    largest = [max(tensor.shape[dim] for tensor in tensors) for dim in range(1, tensors[0].ndim)]
+    value = padding_of(path, parts)
+    padded = []
+    for tensor in tensors:
+        new = tensor.new_full((len(tensor), *largest), value)
+        new[tuple(slice(0, size) for size in tensor.shape)] = tensor
+        padded.append(new)
+    return padded
+
+
+def padding_of(path: str, parts: Sequence[Rows]) -> float:
+    """What a leaf is padded with: the value that it has where a mask of its shape is zero.
+
+    Without such a mask, labels are padded with -100 and everything else with 0.
+    """
+    if "mask" in path:
+        return 0
+    seen: Counter[float] = Counter()
+    for rows in parts:
+        tensor = rows.tensors[path]
+        for other, mask in rows.tensors.items():
+            if "mask" in other and mask.shape == tensor.shape:
+                seen.update(tensor[mask == 0].reshape(-1).tolist())
+    if seen:
+        return seen.most_common(1)[0][0]
+    return IGNORED_LABEL if "label" in path else 0
+
+
+def put_into(rows: Rows, native: Any) -> Any:
+    """The containers of ``native``, a batch that the script made, with these rows in them.
+
+    Leaves that are no rows stay those of ``native``.
+    """
+    own = rows_of(native)
+
+    def is_leaf(path: str, value: Any) -> bool:
+        return _is_list(value, own.count) and path in rows.lists
+
+    def visit(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and path in rows.tensors:
+            return rows.tensors[path].to(leaf.device)
+        if path in rows.lists and _is_list(leaf, own.count):
+            return type(leaf)(rows.lists[path])
+        return leaf
+
+    return map_leaves(visit, native, is_leaf)

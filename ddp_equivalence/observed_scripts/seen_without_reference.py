@@ -1,0 +1,145 @@
+"""What a record shows to be wrong without any comparison with one process.
+
+One process would make the same mistake, or would not show it: clipping of gradients that are still
+multiplied by a loss scale, and ranks that read the same rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.finding import Finding
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.observed_scripts.as_case import ObservedStep
+from ddp_equivalence.observed_scripts.recorded_step import Place
+
+CLIPPED_WHILE_SCALED = "clipped_while_scaled"
+SAME_DATA = "every_rank_same_data"
+
+
+def faults_seen(step: ObservedStep) -> Iterator[Finding]:
+    """The causes that were seen happening in this step."""
+    yield from _nothing_reduced(step)
+    yield from _clipped_while_scaled(step)
+    yield from _same_rows(step)
+
+
+def _nothing_reduced(step: ObservedStep) -> Iterator[Finding]:
+    """Every rank steps with its own gradients, bit for bit, and they are not those of the others.
+
+    This is also seen where ranks begin with different weights, so that nothing can be predicted.
+    """
+    by_rank = []
+    for rank in range(step.record.world_size):
+        reader = step.record.reader(rank, step.number)
+        own = reader.below("own/")
+        before = reader.below("before_clip/") or reader.below("held/")
+        names = [name for name in reader.gradient_names("held/") if name in before]
+        if not names or any(name not in own for name in names):
+            return
+        if not all(torch.equal(own[name], before[name]) for name in names):
+            return
+        by_rank.append([before[name] for name in names])
+    first, *others = by_rank
+    if not others or all(
+        one.shape == other.shape and torch.equal(one, other)
+        for rank in others
+        for one, other in zip(first, rank, strict=True)
+    ):
+        return
+    recorded = step.record.step(0, step.number)
+    ranks = step.record.world_size
+    place = recorded.backward_at[-1] if recorded.backward_at else Place()
+    apart = any(
+        step.record.step(rank, step.number).weights != recorded.weights for rank in range(ranks)
+    )
+    more = ", and the ranks begin with different weights" if apart else ""
+    yield Finding(
+        cause="no_all_reduce",
+        sentence="every rank trains alone: no gradient is reduced over the ranks",
+        look_at="whether the model is wrapped in DistributedDataParallel at all",
+        unexplained=None,
+        accepted=True,
+        headline=f"every rank trains alone{more}",
+        because="the optimizer of each rank gets the rank's own gradients, bit for bit",
+        fix="wrap the model in DistributedDataParallel before it trains.",
+        lines=_lines(
+            place,
+            "the optimizer gets this rank's own gradients",
+            missing="an average over all ranks, as DistributedDataParallel makes it",
+        ),
+    )
+
+
+def _clipped_while_scaled(step: ObservedStep) -> Iterator[Finding]:
+    for rank in range(step.record.world_size):
+        for clip in step.record.step(rank, step.number).clips:
+            if clip.scale == 1.0 or not clip.changed:
+                continue
+            scale = text_of(clip.scale, ".6g")
+            limit = text_of(clip.limit, ".3g")
+            really = text_of(clip.limit / clip.scale, ".2g")
+            yield Finding(
+                cause=CLIPPED_WHILE_SCALED,
+                sentence="gradients are clipped while they are still multiplied by the loss scale",
+                look_at="the call of clip_grad_norm_: scaler.unscale_(optimizer) goes before it",
+                unexplained=None,
+                accepted=True,
+                headline=f"gradients are clipped while they are scaled by {scale}",
+                because=f"clipping to {limit} limits the real norm to {really}",
+                fix="call scaler.unscale_(optimizer) before the gradients are clipped.",
+                lines=_lines(
+                    clip.place,
+                    f"clips to {limit} what is scaled by {scale}: the norm is {really} afterwards",
+                    missing="",
+                ),
+            )
+            return
+
+
+def _same_rows(step: ObservedStep) -> Iterator[Finding]:
+    ranks = step.record.world_size
+    if ranks < 2 or any(row.row is None for row in step.rows):
+        return
+    read = [step.digests_of_rows(rank) for rank in range(ranks)]
+    if any(one != read[0] for one in read) or not read[0]:
+        return
+    place = step.record.step(0, step.number).calls
+    yield Finding(
+        cause=SAME_DATA,
+        sentence="all ranks read the same rows",
+        look_at="the sampler or the seed: every rank must read rows of its own",
+        unexplained=None,
+        accepted=True,
+        headline="every rank reads the same rows",
+        because=f"the batches of {ranks} ranks are equal, element for element",
+        fix="give the loader a DistributedSampler, or seed the data by rank.",
+        lines=_lines(place[0].place, "is called with the same rows on every rank", "")
+        if place
+        else (),
+    )
+
+
+def _lines(place: Place, note: str, missing: str) -> tuple[PointedLine, ...]:
+    if not place.file:
+        return ()
+    line = CodeLine(place.file, place.number, place.function)
+    return (PointedLine(line, note, is_fault=True, missing=missing),)
+
+
+def text_of_clips(step: ObservedStep) -> str:
+    """What was clipped, in words; "" for nothing."""
+    clips = step.record.step(0, step.number).clips
+    if not clips:
+        return ""
+    texts = []
+    for clip in clips:
+        norm = "" if math.isnan(clip.norm) else f", its norm was {text_of(clip.norm, '.3g')}"
+        place = f"{clip.place}: " if str(clip.place) else ""
+        texts.append(f"{place}clipped to {text_of(clip.limit, '.3g')}{norm}")
+    return "; ".join(dict.fromkeys(texts))
