@@ -2,10 +2,11 @@
 
     python benchmarks/public_scripts/fetch.py DIR [--git OWNER/NAME=GIT_DIR ...] [--only NAME ...]
 
-Every script gets a folder DIR/NAME, with its files where they lie in their repository. They come from GitHub, or by
-`git show` from the git directory of a clone that --git names. A file whose SHA-256 is not the one in scripts.toml is
-refused, and nothing of it is written. Nothing is ever edited: what differs between a script as published and a
-script as run is its command line alone. Next, prepare.py makes the small data that the scripts read.
+Every script gets a folder DIR/NAME, with its files where they lie in their repository. They come
+from GitHub, or by `git show` from the git directory of a clone that --git names. A file whose
+SHA-256 is not the one in scripts.toml is refused, and nothing of that script is written. Nothing
+is ever edited: what differs between a script as published and a script as run is its command line
+alone. Next, prepare.py makes the small data that the scripts read.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def scripts(only=()):
 
 
 def content(repository, commit, path, git_directory=None):
-    """The bytes of one file at one commit, from a git directory if one is given, else from GitHub."""
+    """The bytes of one file at one commit, from a git directory if given, else from GitHub."""
     if git_directory:
         command = ["git", f"--git-dir={git_directory}", "show", f"{commit}:{path}"]
         shown = subprocess.run(command, capture_output=True, check=False)

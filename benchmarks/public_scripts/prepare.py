@@ -2,10 +2,11 @@
 
     python benchmarks/public_scripts/prepare.py DIR [--only NAME ...]
 
-DIR is the folder that fetch.py filled. Everything is made from fixed seeds, a few megabytes in all, and lies where a
-script looks for it: most scripts name a model or a data set of the Hugging Face hub, which is found in the working
-folder if a folder of that name is there. Nothing is downloaded. What a preparation needs beside Python is among the
-script's packages. Texts are made in prepare_text.py, pictures in prepare_images.py.
+DIR is the folder that fetch.py filled. Everything is made from fixed seeds, a few megabytes in
+all, and lies where a script looks for it: most scripts name a model or a data set of the Hugging
+Face hub, which is found in the working folder if a folder of that name is there. Nothing is
+downloaded. What a preparation needs beside Python is among the script's packages. Texts are made
+in prepare_text.py, pictures in prepare_images.py.
 """
 
 import argparse

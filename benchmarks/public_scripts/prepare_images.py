@@ -32,13 +32,13 @@ def pictures(folder):
 
 
 def pictures_and_hub(folder):
-    """The pictures, and an empty torch.hub repository that DINO lists before it reads its arguments."""
+    """The pictures, and an empty torch.hub repository, which DINO lists as it starts."""
     pictures(folder)
     write(folder / "torch_home" / "hub" / "facebookresearch_xcit_main" / "hubconf.py", "")
 
 
 def digits(folder):
-    """Files in the format of MNIST, with noise for digits, where the examples of Lightning look for them."""
+    """Files in the format of MNIST, with noise for digits, where Lightning's examples look."""
     import numpy
 
     raw = folder.joinpath("..", "..", "..", "Datasets", "MNIST", "raw").resolve()
@@ -90,7 +90,7 @@ def diffusion(folder):
 
 
 def vqgan(folder):
-    """The pictures, a small VQGAN and discriminator, and a small network for the perceptual loss."""
+    """The pictures, a small VQGAN and discriminator, and a network for the perceptual loss."""
     import timm
     import torch
     from safetensors.torch import save_file
@@ -109,7 +109,7 @@ def vqgan(folder):
         "vq_embed_dim": 4,
     }
     write(folder / "vqmodel" / "config.json", json.dumps(model))
-    discriminator = {"_class_name": "Discriminator", "hidden_channels": 32, "depth": 3}
+    discriminator = {"_class_name": "Discriminator", "hidden_channels": 32, "depth": 4}
     write(folder / "discriminator" / "config.json", json.dumps(discriminator))
     torch.manual_seed(0)
     network = timm.create_model("test_resnet", pretrained=False)

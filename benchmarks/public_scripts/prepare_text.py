@@ -1,13 +1,17 @@
-"""Small texts, token files, tokenizers and language models for the public training scripts; see prepare.py."""
+"""Small texts, token files, tokenizers and language models for the scripts; see prepare.py."""
 
 import json
 import pickle
 import random
 
-WORDS = """the of and to in is that it was for on are as with his they at be this from have or by one had not but what
-all were when we there can an your which their said if do will each about how up out them then she many some so these
-would other into has more her two like him see time could no make than first been its who now people my made over did
-down only way find use may water long little very after words called just where most know""".split()
+TEXT = """
+the of and to in is that it was for on are as with his they at be this from have or by one had
+not but what all were when we there can an your which their said if do will each about how up
+out them then she many some so these would other into has more her two like him see time could
+no make than first been its who now people my made over did down only way find use may water
+long little very after words called just where most know
+"""
+WORDS = TEXT.split()
 
 
 def sentence(generator, least=4, most=24):
@@ -27,7 +31,7 @@ def lines(rows):
 
 
 def characters(folder):
-    """Token files of nanoGPT: characters of random sentences as 16-bit numbers, and what they mean."""
+    """Token files of nanoGPT: characters of random sentences as numbers, and what they mean."""
     import numpy
 
     text = " ".join(sentence(random.Random(number)) for number in range(600))
@@ -48,21 +52,21 @@ def text(folder):
 
 
 def word_tokenizer(folder, **special):
-    """A tokenizer that knows the common words, in the form that transformers loads."""
+    """A tokenizer of the common words, as files that every version of transformers loads."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
 
     names = list(special.values())
     vocabulary = {word: number for number, word in enumerate([*names, *sorted(set(WORDS)), "."])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=special["unk_token"]))
+    tokenizer.add_special_tokens(names)
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     if "cls_token" in special:
         pair = [special[kind] for kind in ("sep_token", "cls_token")]
         tokenizer.post_processor = processors.BertProcessing(*[(t, vocabulary[t]) for t in pair])
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=128, **special
-    ).save_pretrained(folder)
+    write(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 128}
+    write(folder / "tokenizer_config.json", json.dumps({**settings, **special}))
     return len(vocabulary)
 
 
@@ -198,3 +202,38 @@ def instructions(folder):
         eos_token_id=2,
     )
     OPTForCausalLM(config).save_pretrained(model)
+
+
+def sharded_checkpoint(folder):
+    """The weights that the FSDP2 example finds as a checkpoint, made of its own model."""
+    import runpy
+
+    import torch
+
+    module = runpy.run_path(str(folder / "model.py"))
+    sizes = {"n_layers": 10, "n_heads": 4, "vocab_size": 1024, "max_seq_len": 64, "dropout_p": 0}
+    torch.manual_seed(0)
+    model = module["Transformer"](module["ModelArgs"](**sizes))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    place = folder / "checkpoints" / "dtensor_api" / "1"
+    place.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), place / "model_state_dict.pt")
+    torch.save(optimizer.state_dict(), place / "optim_state_dict.pt")
+
+
+def triplets(folder):
+    """Triplets and scored pairs in place of AllNLI and STS benchmark, and a small BERT."""
+    generator = random.Random(0)
+    names = ("anchor", "positive", "negative")
+    rows = [{name: sentence(generator, 3, 12) for name in names} for _ in range(11000)]
+    data = folder / "sentence-transformers"
+    hub_data_set(data / "all-nli", "triplet", {"train": rows[:10000], "dev": rows[10000:]})
+    pairs = [
+        {"sentence1": row["anchor"], "sentence2": row["positive"], "score": generator.random()}
+        for row in rows[:64]
+    ]
+    hub_data_set(data / "stsb", "default", {"validation": pairs[:32], "test": pairs[32:]})
+    small_bert(folder / "small_bert")

@@ -5,14 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
+from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.diagnosis.analysis import Analysis
 from ddp_equivalence.diagnosis.measured_view import with_measurement
 from ddp_equivalence.diagnosis.reference_draws import ReferenceDraws
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.measurement.request import Request
+from ddp_equivalence.observed_scripts.as_case import Kind
 
 
 class AnalysisOfScript(Analysis):
-    """An analysis of a step that no rank can run again, since it is a part of a script."""
+    """An analysis of a step that no rank can run again, since it is a part of a script.
+
+    ``kind``: which gradients are compared.
+    """
+
+    def __init__(self, request: Request, expected: Expected, kind: Kind) -> None:
+        super().__init__(request, expected)
+        self.kind = kind
 
     @cached_property
     def draws(self) -> ReferenceDraws | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,13 @@ from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.observed_scripts.oracle import CannotReplay, Oracle
 from ddp_equivalence.observed_scripts.query import AnswerOfStep
 from ddp_equivalence.observed_scripts.record import Record, Row
+
+Kind = Literal["before_clip", "held", "own"]
+BEFORE_CLIP: Kind = "before_clip"
+HELD: Kind = "held"
+OWN: Kind = "own"
+"""Gradients of a rank: before they are clipped, as the optimizer gets them, or its own, before any
+reduction."""
 
 ROWS = "rows"
 """The leaf of the batch: the numbers of the rows in an observed step."""
@@ -64,12 +71,13 @@ class ObservedStep:
         modules = {one.partition(":")[0] for one in held}
         return name.partition(":")[2] if len(modules) == 1 else name.replace(":", ".")
 
-    def gradients(self, rank: int, kind: str) -> dict[str, Tensor | None]:
-        """What a rank held: ``held`` at the optimizer's step, ``before_clip``, or its ``own``."""
+    def gradients(self, rank: int, kind: Kind) -> dict[str, Tensor | None]:
+        """The gradients of a rank, of the parameters that its optimizer has."""
         reader = self.record.reader(rank, self.number)
-        held = reader.below("held/")
-        names = (*held, *reader.step.without_gradient)
-        values = held if kind == "held" else (reader.below(f"{kind}/") or held)
+        names = (*reader.gradient_names("held/"), *reader.step.without_gradient)
+        values = reader.below(f"{kind}/")
+        if kind == BEFORE_CLIP and not values:
+            values = reader.below("held/")
         return {self.short(name): values.get(name) for name in names}
 
     def digests_of_rows(self, rank: int) -> dict[str, str]:
@@ -86,12 +94,16 @@ class ObservedStep:
         """The weights of the parameters that are compared, at the beginning of the step."""
         reader = self.record.reader(0, self.number)
         names = (*reader.gradient_names("held/"), *reader.step.without_gradient)
-        found = {name: reader.tensor(f"weights/{name}") for name in names}
-        return {self.short(name): one for name, one in found.items() if one is not None}
+        found: dict[str, Tensor] = {}
+        for number in self.group:  # a module may have been called before an earlier step of these
+            weights = self.record.reader(0, number).below("weights/")
+            if number <= self.number:
+                found |= {name: weights[name] for name in names if name in weights}
+        return {self.short(name): found[name] for name in names if name in found}
 
 
-def as_case(step: ObservedStep, kind: str, layout: str, dtype: torch.dtype | None) -> Case:
-    """The case of a step. ``kind``: which gradients its loss leaves, see ``gradients``."""
+def as_case(step: ObservedStep, kind: Kind, layout: str) -> Case:
+    """The case of a step. ``kind``: which gradients its loss leaves. Weights keep their dtypes."""
     weights = step.weights()
     order = tuple(weights)
 
@@ -117,7 +129,7 @@ def as_case(step: ObservedStep, kind: str, layout: str, dtype: torch.dtype | Non
         return result
 
     loss.__name__ = "loss_of_the_script"
-    return Case(model=build, batch=batch, loss=loss, layout=layout, shards="own", dtype=dtype)
+    return Case(model=build, batch=batch, loss=loss, layout=layout, shards="own", dtype=None)
 
 
 class _Known(torch.autograd.Function):

@@ -2,150 +2,210 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.case.steps import GradientKey
-from ddp_equivalence.case.training import Training
-from ddp_equivalence.comparison.chunks import chunks
-from ddp_equivalence.comparison.comparator import Comparator
-from ddp_equivalence.comparison.digest import digest
-from ddp_equivalence.comparison.element_sample import ElementSample
-from ddp_equivalence.comparison.gradients import describe
-from ddp_equivalence.comparison.tolerance import Tolerance
+from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis import vacuity
+from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
-from ddp_equivalence.measurement.measure import Measurement, finished
 from ddp_equivalence.measurement.observation import Observation
-from ddp_equivalence.measurement.request import Request
-from ddp_equivalence.measurement.work import Evidence
 from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
-from ddp_equivalence.observed_scripts.as_case import ObservedStep, as_case
+from ddp_equivalence.observed_scripts.as_case import (
+    BEFORE_CLIP,
+    HELD,
+    OWN,
+    Kind,
+    ObservedStep,
+    as_case,
+)
+from ddp_equivalence.observed_scripts.measured_step import (
+    Script,
+    layout_of,
+    measured,
+    request_of,
+)
 from ddp_equivalence.observed_scripts.observations import observations
+from ddp_equivalence.observed_scripts.oracle import CannotReplay
 from ddp_equivalence.observed_scripts.rounding_of_script import ExpectedOfScript
-from ddp_equivalence.observed_scripts.seen_without_reference import faults_seen
-from ddp_equivalence.ranks.lanes import Lane
-from ddp_equivalence.ranks.rank import Rank
+from ddp_equivalence.observed_scripts.seen_without_reference import (
+    SAME_DATA,
+    clipped_otherwise,
+    faults_seen,
+    micro_batches_added_up,
+)
 from ddp_equivalence.reference import big_batch
 from ddp_equivalence.report.render import render, render_full
 from ddp_equivalence.report.unknown_verdicts import unknown
 from ddp_equivalence.report.verdict import Verdict
 
-SECONDS_TO_EXPLAIN = 60.0
-"""What explaining a difference may take."""
+LookCloser = Callable[[ObservedStep, Verdict], Mapping[int, Observation]]
+"""Rank -> what is seen of it when it runs again and is watched; empty if it cannot be."""
 
-AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Script:
-    """``name``: as reports call the script. ``float64``: it was observed in float64.
-
-    ``on_cpu``: its CUDA devices were the CPU. ``steps``: how many were recorded. ``repeat``: the
-    command that observes it again. ``seconds``: what explaining a difference may take.
-    """
-
-    name: str
-    backend: str
-    float64: bool
-    on_cpu: bool = False
-    steps: int = 1
-    repeat: str = ""
-    seconds: float = SECONDS_TO_EXPLAIN
+FAITHFUL = 1e-6
+"""A rank's own gradient is that of its rows, up to a factor, if no more than this is left over. In
+a lower precision this many times as much may be: """
+FAITHFUL_IN_LOW_PRECISION = 0.05
 
 
-def judge(
-    script: Script, step: ObservedStep, observed: Mapping[int, Observation] | None = None
-) -> Verdict:
+def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) -> Verdict:
     """The verdict on one step: of the gradients before clipping, then of those that are stepped
-    with. ``observed``: what was seen of the ranks, if the step was watched.
+    with. ``look_closer``: used if something differs; None if differences are not explained.
     """
-    verdict = _judge(script, step, "before_clip", observed or {})
+    verdict = _compared(script, step, BEFORE_CLIP)
     if (why := _against_an_idle_plant(step)) is not None:
         return unknown(verdict, why)
-    seen = tuple(faults_seen(step))
-    if seen and (verdict.outcome == "same" or verdict.cause == "weights_differ_between_ranks"):
-        found = tuple(one for one in verdict.findings if one.cause != seen[0].cause)
-        findings = (*seen[:1], *(replace(one, accepted=False) for one in found))
-        return replace(verdict, outcome="different", cause=seen[0].cause, findings=findings)
-    clips = any(step.record.step(rank, step.number).clips for rank in range(_ranks(step)))
-    if verdict.outcome != "same" or not clips:
+    faults = tuple(faults_seen(step))
+    records = [step.record.step(rank, step.number) for rank in range(step.record.world_size)]
+    if verdict.outcome == "same" and any(one.clips for one in records):
+        clipped = _compared(script, step, HELD)
+        if clipped.outcome == "different":
+            verdict, faults = clipped, (clipped_otherwise(step), *faults)
+    if verdict.outcome == "different" and look_closer is not None:
+        verdict = _explained(step, verdict, look_closer)
+    return _with_faults(verdict, faults)
+
+
+def _with_faults(verdict: Verdict, faults: tuple[Finding, ...]) -> Verdict:
+    """The verdict with what was seen to be wrong without a comparison, if that says more."""
+    if not faults:
         return verdict
-    clipped = _judge(script, step, "held", observed or {})
-    return verdict if clipped.outcome == "unknown" else clipped
-
-
-def _judge(
-    script: Script, step: ObservedStep, kind: str, observed: Mapping[int, Observation]
-) -> Verdict:
-    case = as_case(step, kind, _layout(step), _dtype(step))
-    lane = Lane(
-        script.backend,
-        script.backend,
-        "cpu",
-        reason="its CUDA devices were the CPU" if script.on_cpu else "",
+    first = faults[0]
+    says_more = (
+        verdict.outcome == "same"
+        or verdict.cause in (None, "weights_differ_between_ranks")
+        or first.cause == verdict.cause
     )
-    request = _request(script, case, lane)
+    if verdict.outcome == "unknown":
+        identical = verdict.unknown_because is UnknownBecause.IDENTICAL_INPUTS
+        says_more = identical and first.cause == SAME_DATA
+    if not says_more or (first.cause == verdict.cause and verdict.findings[0].lines):
+        return verdict
+    others = [one for one in verdict.findings if one.cause != first.cause]
+    findings = (first, *(replace(one, accepted=False) for one in others))
+    return replace(verdict, outcome="different", cause=first.cause, findings=findings, reason="")
+
+
+def _compared(script: Script, step: ObservedStep, kind: Kind) -> Verdict:
+    """Same, different or unknown, before any cause is looked for."""
+    case = as_case(step, kind, layout_of(step))
+    request = request_of(script, case)
     verdict = Verdict(
         case=case,
         subject=_subject(script, step),
         repeat=script.repeat,
         promise="",
-        lane=lane,
+        lane=script.lane,
         outcome="unknown",
         render=render,
         render_full=render_full,
     )
+    if (why := _against_the_names(step)) is not None:
+        return unknown(verdict, why)
     try:
         reference = big_batch(case)
     except BadCase as error:
-        cause = error.__cause__
-        return unknown(verdict, Unknown(UnknownBecause.CANNOT_REPLAY, str(cause or error)))
+        why = Unknown(UnknownBecause.CANNOT_REPLAY, str(error.__cause__ or error))
+        return unknown(verdict, why)
     if not script.float64 or reference.lowest_dtype is not torch.float64:
         reference = replace(reference, why_not_float64="the script computes in a lower precision")
     verdict = replace(verdict, examples=reference.examples)
-    if (why := _against_the_names(step) or vacuity.against_the_reference(reference)) is not None:
+    if (why := vacuity.against_the_reference(reference)) is not None:
         return unknown(verdict, why)
     expected = ExpectedOfScript(reference, step, kind)
-    analysis = AnalysisOfScript(request, expected)
+    analysis = AnalysisOfScript(request, expected, kind)
     analysis.time = TimeLeft(script.seconds, script.seconds)
-    measurement = _measured(step, kind, expected, analysis.sample)
-    verdict = replace(
-        verdict,
-        comparison=measurement.comparison,
-        evidence=measurement.evidence,
-        analysis=analysis,
-        observed=observed,
-    )
-    if measurement.comparison.same:
-        why = vacuity.against_a_pass(
-            measurement.comparison, measurement.evidence, lambda: verdict.nearest
-        )
+    measurement = measured(step, kind, expected, analysis.sample)
+    comparison, evidence = measurement.comparison, measurement.evidence
+    verdict = replace(verdict, comparison=comparison, evidence=evidence, analysis=analysis)
+    if comparison.same:
+        why = vacuity.against_a_pass(comparison, evidence, lambda: verdict.nearest)
         return replace(verdict, outcome="same") if why is None else unknown(verdict, why)
     analysis.measurement = measurement
-    held = {rank: step.gradients(rank, kind) for rank in range(_ranks(step))}
-    seen = observed or observations(step, analysis.sample_of_step(0), held)
+    return replace(verdict, outcome="different")
+
+
+def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) -> Verdict:
+    """The difference with its cause, if one of the known explanations fits."""
+    analysis = verdict.analysis
+    assert isinstance(analysis, AnalysisOfScript)
+    seen = look_closer(step, verdict)
+    if not seen:
+        ranks = range(step.record.world_size)
+        held = {rank: step.gradients(rank, analysis.kind) for rank in ranks}
+        seen = observations(step, analysis.sample_of_step(0), held)
     analysis.observed = seen
-    verdict = replace(verdict, observed=seen)
     findings = analysis.findings
+    if added := tuple(micro_batches_added_up(step, verdict)):
+        findings = (*added, *(replace(one, accepted=False) for one in findings))
     best = findings[0] if findings else None
+    if best is None or not best.accepted:
+        why = _unfaithful(step)
+        if why is not None:
+            return unknown(verdict, why)
     return replace(
         verdict,
-        outcome="different",
+        observed=seen,
         cause=best.cause if best is not None and best.accepted else None,
         findings=findings,
     )
 
 
+def _unfaithful(step: ObservedStep) -> Unknown | None:
+    """Why a difference may lie in the replay: on no rank do its rows alone give, in one process,
+    the loss or a multiple of the gradient that the rank itself computed.
+    """
+    losses = []
+    for rank, rows in enumerate(step.rows_by_rank):
+        own = step.gradients(rank, OWN)
+        try:
+            alone = step.answer(rows)
+        except CannotReplay:
+            return None
+        found = {step.short(name): one for name, one in alone.gradients(BEFORE_CLIP).items()}
+        recorded = step.record.step(rank, step.number)
+        loss, of_rank = sum(alone.losses), sum(recorded.losses)
+        in_float64 = all(one.dtype is torch.float64 for one in found.values() if one is not None)
+        most = FAITHFUL if in_float64 else FAITHFUL_IN_LOW_PRECISION
+        if abs(loss - of_rank) <= most * abs(of_rank) or _left_over(own, found) <= most:
+            return None
+        losses.append(f"{text_of(of_rank, '.6g')} on rank {rank}, {text_of(loss, '.6g')} alone")
+    return Unknown(
+        UnknownBecause.CANNOT_REPLAY,
+        "one process does not compute again what a rank computed from the same rows alone (losses: "
+        f"{'; '.join(losses)}). Either the script computes something else on several ranks, or it "
+        "depends on something that is in no weight, buffer, batch or random generator of torch",
+    )
+
+
+def _left_over(own: Mapping[str, Tensor | None], alone: Mapping[str, Tensor | None]) -> float:
+    """What no multiple of ``alone`` explains of ``own``, relative to ``own``; 1 without any."""
+    pairs = [
+        (one.double().reshape(-1), other.double().reshape(-1))
+        for name, one in own.items()
+        if one is not None and (other := alone.get(name)) is not None
+    ]
+    if not pairs:
+        return 1.0
+    product = sum(float(one @ other) for one, other in pairs)
+    squares = sum(float(other @ other) for _, other in pairs)
+    norm = sum(float(one @ one) for one, _ in pairs)
+    if not norm or not squares:
+        return 1.0
+    factor = product / squares
+    left = sum(float((one - factor * other).square().sum()) for one, other in pairs)
+    return float((left / norm) ** 0.5)
+
+
 def _against_an_idle_plant(step: ObservedStep) -> Unknown | None:
     """Nothing is shown if a planted fault never did its damage."""
-    fired = [step.record.step(rank, step.number).planted for rank in range(_ranks(step))]
+    ranks = range(step.record.world_size)
+    fired = [step.record.step(rank, step.number).planted for rank in ranks]
     if any(count is None or count > 0 for count in fired):
         return None
     return Unknown(
@@ -159,89 +219,6 @@ def _subject(script: Script, step: ObservedStep) -> str:
     return f"{script.name}, step {step.number + 1} of {script.steps} ({optimizers})"
 
 
-def _request(script: Script, case: object, lane: Lane) -> Request:
-    def step(model: object, shard: object, rank: Rank) -> None:
-        """Stands for the script, which no rank can run as a step."""
-
-    step.__name__ = script.name
-    return Request(
-        case=case,  # type: ignore[arg-type]
-        step=step,
-        strategy=None,
-        compare="gradients",
-        training=Training(),
-        seeds="alike",
-        steps=1,
-        lane=lane,
-        deadline=script.seconds,
-        collective_deadline=script.seconds,
-        fresh=False,
-        in_process=False,
-        allow_changes=True,
-        second_look=False,
-        plant="",
-    )
-
-
-def _measured(
-    step: ObservedStep,
-    kind: str,
-    expected: ExpectedOfScript,
-    sample: ElementSample[GradientKey],
-) -> Measurement:
-    """What the ranks held, compared with what is expected."""
-    reference = expected.reference
-    tolerance = Tolerance(reference.lowest_dtype)
-    comparator = Comparator(reference.expected, expected.described, tolerance)
-    evidence, measured = {}, {}
-    for rank in range(_ranks(step)):
-        gradients: dict[GradientKey, Tensor | None] = {
-            (0, name): one for name, one in step.gradients(rank, kind).items()
-        }
-        comparator.begin(rank, describe(gradients))
-        for chunk in chunks(gradients):
-            comparator.add(rank, chunk)
-        measured[rank] = {
-            key: sample.of_one(key, gradient)
-            for key, gradient in gradients.items()
-            if gradient is not None and key in sample.sizes
-        }
-        evidence[rank] = _evidence(step, rank, gradients)
-    names = {name for rank in evidence for name in step.record.step(rank, step.number).autocast}
-    autocast = max(
-        (AUTOCAST[name] for name in names if name in AUTOCAST),
-        key=lambda dtype: torch.finfo(dtype).eps,
-        default=None,
-    )
-    if reference.lowest_dtype is torch.float64:
-        autocast = None
-    return Measurement(
-        comparison=finished(comparator, expected, tolerance, autocast),
-        evidence=evidence,
-        measured=measured,
-        output={},
-        changed={},
-        changes_error=None,
-        outdated=False,
-    )
-
-
-def _evidence(
-    step: ObservedStep, rank: int, gradients: Mapping[GradientKey, Tensor | None]
-) -> Evidence:
-    recorded = step.record.step(rank, step.number)
-    return Evidence(
-        examples=(step.rows_by_rank[rank],),
-        data=step.digests_of_rows(rank),
-        inputs=None,
-        start=digest(step.weights()),
-        collectives=None,
-        device="cpu",
-        gradients=describe(gradients),
-        autocast=frozenset(("cpu", AUTOCAST[one]) for one in recorded.autocast if one in AUTOCAST),
-    )
-
-
 def _against_the_names(step: ObservedStep) -> Unknown | None:
     """Nothing can be compared if the optimizer's parameters are in no module that was called."""
     recorded = step.record.step(0, step.number)
@@ -253,25 +230,3 @@ def _against_the_names(step: ObservedStep) -> Unknown | None:
             "gradients are not seen",
         )
     return None
-
-
-def _layout(step: ObservedStep) -> str:
-    world_size = _ranks(step)
-    local = step.record.runs[0].get("local_world_size") or world_size
-    nodes, rest = divmod(world_size, local)
-    return f"{nodes}x{local}" if nodes and not rest else f"1x{world_size}"
-
-
-def _dtype(step: ObservedStep) -> torch.dtype | None:
-    return None  # the weights keep the precision that they have in the script
-
-
-def _ranks(step: ObservedStep) -> int:
-    return step.record.world_size
-
-
-def name_of_script(command: tuple[str, ...], main: str) -> str:
-    """What reports call the script: the name of its file, or of the command."""
-    if main:
-        return os.path.basename(main)
-    return os.path.basename(command[0])

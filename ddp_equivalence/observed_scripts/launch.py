@@ -29,6 +29,9 @@ OFFLINE = {
 
 LAST_LINES = 12
 
+OF_LAUNCHERS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException")
+"""Errors of launchers, which say only that a rank has failed."""
+
 TRACEBACK = "Traceback (most recent call last)"
 RANK_PREFIX = re.compile(r"^\[(rank)?\d+\]:( |$)")
 
@@ -95,7 +98,7 @@ def last_words(printed: str) -> str:
             ),
             len(of_error) - 1,
         )
-        if "ChildFailedError" not in of_error[last] and "CalledProcess" not in of_error[last]:
+        if not any(name in of_error[last] for name in OF_LAUNCHERS):
             return "\n".join(of_error[max(0, last - LAST_LINES) : last + 1])
     return "\n".join(lines[-LAST_LINES:])
 

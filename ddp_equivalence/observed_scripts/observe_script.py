@@ -11,15 +11,18 @@ import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.observed_scripts.as_case import ObservedStep
-from ddp_equivalence.observed_scripts.judged_step import Script, judge, name_of_script
+from ddp_equivalence.observed_scripts.judged_step import judge
 from ddp_equivalence.observed_scripts.looked_at_closer import observations_of_second_run
+from ddp_equivalence.observed_scripts.measured_step import Script, name_of_script
 from ddp_equivalence.observed_scripts.observed import Observed
 from ddp_equivalence.observed_scripts.one_process import in_one_process, processes_in
 from ddp_equivalence.observed_scripts.options import Command, ObserveOptions, Options, words_of
@@ -91,7 +94,7 @@ class _Observation:
         recorded = time.monotonic()
         alone = self._in_one_process(record)
         script = self._script(record)
-        self.looked_closer = False
+        self.has_explained = False
         verdicts = self._judged(script, record, alone, SIDE_BY_SIDE)
         if self.options.flat is not None and all(one.outcome == "same" for one in verdicts):
             alone = words_of(self.options.flat, "flat")
@@ -114,9 +117,17 @@ class _Observation:
         )
 
     def _in_one_process(self, record: Record) -> tuple[str, ...]:
-        if self.options.one_process is None:
+        if record.world_size == 1:
+            right = "a command that trains on several ranks; this one trained on one"
+            raise BadCase("command", shlex.join(self.command), right)
+        if self.options.one_process is not None:
+            return words_of(self.options.one_process, "one_process")
+        try:
             return in_one_process(self.command, record.world_size)
-        return words_of(self.options.one_process, "one_process")
+        except BadCase:
+            if self.options.as_cpu:  # the script counts its devices, and is given one
+                return self.command
+            raise
 
     def _script(self, record: Record) -> Script:
         main = record.runs[0]["main"]
@@ -170,13 +181,14 @@ class _Observation:
             shutil.rmtree(socket_folder, ignore_errors=True)
 
     def _verdict(self, script: Script, step: ObservedStep) -> Verdict:
-        verdict = judge(script, step)
-        if verdict.outcome == "different" and not self.looked_closer:
-            self.looked_closer = True
-            seen = observations_of_second_run(step, verdict, self._run_again)
-            verdict = judge(script, step, seen) if seen else verdict
-        verdict.full_report()  # asks the script everything, while it runs
+        verdict = judge(script, step, None if self.has_explained else self._look_closer)
+        if not self.has_explained:
+            verdict.full_report()  # asks the script everything, while it runs
+        self.has_explained |= verdict.outcome == "different"
         return verdict
+
+    def _look_closer(self, step: ObservedStep, verdict: Verdict) -> Mapping[int, Observation]:
+        return observations_of_second_run(step, verdict, self._run_again)
 
     def _run_again(self, look_at: LookAt, number: int) -> Record | None:
         """A record of one step that is watched closely; None if the script does not get so far."""

@@ -8,12 +8,16 @@ from collections.abc import Sequence
 
 from ddp_equivalence.case.errors import BadCase
 
+OF_LAUNCHERS = ("nproc-per-node", "nproc_per_node", "num_processes", "num-processes", "nprocs")
+"""Options that say how many processes a launcher starts."""
+
 OPTIONS = (
-    *("nproc-per-node", "nproc_per_node", "num_processes", "num-processes", "devices"),
-    *("world-size", "world_size", "nprocs", "nproc", "num-gpus", "num_gpus", "gpus", "ngpus"),
-    *("n-gpus", "n_gpus", "num-workers-per-node", "trainer.devices", "num_devices", "gpu_num"),
+    *OF_LAUNCHERS,
+    *("devices", "trainer.devices", "num_devices", "num-devices", "nproc"),
+    *("world-size", "world_size", "num-gpus", "num_gpus", "gpus", "ngpus"),
+    *("n-gpus", "n_gpus", "gpu_num", "gpus-per-node", "gpus_per_node"),
 )
-"""Options of launchers and scripts that say how many processes train."""
+"""Options of launchers and scripts that may say how many processes train."""
 
 OF_OPTION = re.compile(rf"^-{{0,2}}({'|'.join(map(re.escape, OPTIONS))})(=(?P<value>.*))?$")
 
@@ -61,8 +65,10 @@ def processes_in(command: Sequence[str]) -> int | None:
     """The number of processes that a command names in an option; None if it names none."""
     for word, following in zip(command, (*command[1:], ""), strict=True):
         match = OF_OPTION.match(word)
-        value = None if match is None else (match["value"] or following)
-        if value is not None and value.isdecimal():
+        if match is None or match[1] not in (*OF_LAUNCHERS, "devices", "trainer.devices"):
+            continue
+        value = match["value"] or following
+        if value.isdecimal():
             return int(value)
     return None
 

@@ -79,6 +79,8 @@ class Record:
             if reads or not groups:
                 groups.append([])
             groups[-1].append(number)
+        if len(groups) > 1 and len(groups[-1]) < len(groups[-2]):
+            groups.pop()  # the script ended inside of it
         return tuple(map(tuple, groups))
 
     def counts(self, rank: int, group: Sequence[int]) -> tuple[int, ...]:

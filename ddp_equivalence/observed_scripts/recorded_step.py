@@ -58,19 +58,18 @@ class SeenClip:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """What one rank did until one step of an optimizer.
+    """``number``: of the step, from 0. ``optimizers``: the classes of those that stepped.
 
-    ``number``: of the step, from 0. ``optimizers``: the classes of those that stepped.
     ``losses``: the value at which each backward pass began, without a loss scale. ``batches``: the
-    (loader, number) of each batch that was read, in order. ``batch_counts``: the rows of each of
-    these. ``calls``, ``clips``: as they happened. ``scale``: the loss scale of the last backward
-    pass. ``weights``: a digest of every weight and buffer at its module's first call. ``draws``:
-    random numbers were drawn in a forward pass. ``without_gradient``: the parameters of the
-    optimizer that had none. ``unnamed``: the number of parameters of the optimizer that are in no
-    module which was called. ``stepped_at``: the line that called the optimizer. ``backward_at``:
-    the lines that called backward. ``autocast``: the dtypes of the autocast regions in which a
-    module was called. ``planted``: how often a planted fault had fired until then. ``ahead``: how many batches the script had fetched and not
-    used.
+    (loader, number) of each batch that was read, in order, and ``batch_counts`` the rows of each.
+    ``calls``, ``clips``: as they happened. ``scale``: the loss scale of the last backward pass.
+    ``weights``: a digest of every weight and buffer at its module's first call. ``draws``: random
+    numbers were drawn by the script. ``without_gradient``: the parameters of the optimizer that had
+    none. ``unnamed``: the number of parameters of the optimizer that are in no module which was
+    called. ``ahead``: how many batches the script had fetched and not used. ``stepped_at``: the
+    line that called the optimizer, and ``backward_at`` those that called backward. ``autocast``:
+    the dtypes of the autocast regions in which a module was called. ``planted``: how often a
+    planted fault had fired until then; None if none was planted.
     """
 
     number: int
@@ -146,9 +145,7 @@ class StepReader:
     def __init__(self, folder: Path, number: int) -> None:
         self.step = RecordedStep.from_json((folder / f"step{number}.json").read_text())
         self._lists = json.loads((folder / f"step{number}.lists.json").read_text())
-        from safetensors import safe_open
-
-        self._file: Any = safe_open(tensor_file(folder, self.step), framework="pt")
+        self._file = _opened(tensor_file(folder, self.step))
         self._keys = frozenset[str](self._file.keys())
 
     def tensor(self, name: str) -> Tensor | None:
@@ -180,6 +177,12 @@ class StepReader:
     def gradient_names(self, kind: str) -> tuple[str, ...]:
         """The names below ``kind``, which is "held/", "before_clip/" or "own/"."""
         return tuple(sorted(k.removeprefix(kind) for k in self._keys if k.startswith(kind)))
+
+
+def _opened(path: Path) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(path, framework="pt")
 
 
 def in_float64(tensor: Tensor) -> Tensor:

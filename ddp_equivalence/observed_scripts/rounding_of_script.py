@@ -7,7 +7,7 @@ import torch
 from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.comparison.noise import larger_noise, noise_of, relative_noise
 from ddp_equivalence.comparison.rounding import OF_ORDER, Rounding
-from ddp_equivalence.observed_scripts.as_case import ObservedStep
+from ddp_equivalence.observed_scripts.as_case import Kind, ObservedStep
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
 from ddp_equivalence.reference import Reference
 
@@ -21,7 +21,7 @@ class ExpectedOfScript(Expected):
     orders, with weights that are moved by one eps. ``kind``: as in ``as_case``.
     """
 
-    def __init__(self, reference: Reference, step: ObservedStep, kind: str) -> None:
+    def __init__(self, reference: Reference, step: ObservedStep, kind: Kind) -> None:
         super().__init__(reference)
         self._step, self._kind = step, kind
 

@@ -16,10 +16,17 @@ from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.observed_scripts.as_case import ObservedStep
+from ddp_equivalence.observed_scripts.oracle import ONE_AFTER_THE_OTHER
 from ddp_equivalence.observed_scripts.recorded_step import Place
+from ddp_equivalence.report.verdict import Verdict
+
+SAME_FACTOR = 1e-6
+"""Gradients are multiples of others if they are off by less than this."""
 
 CLIPPED_WHILE_SCALED = "clipped_while_scaled"
+CLIPPED_OTHERWISE = "clipped_otherwise"
 SAME_DATA = "every_rank_same_data"
+ADDED_UP = "accumulation_not_divided"
 
 
 def faults_seen(step: ObservedStep) -> Iterator[Finding]:
@@ -122,6 +129,65 @@ def _same_rows(step: ObservedStep) -> Iterator[Finding]:
         lines=_lines(place[0].place, "is called with the same rows on every rank", "")
         if place
         else (),
+    )
+
+
+def clipped_otherwise(step: ObservedStep) -> Finding:
+    """The gradients are right before they are clipped, and not afterwards."""
+    clips = {
+        rank: step.record.step(rank, step.number).clips for rank in range(step.record.world_size)
+    }
+    texts = {
+        f"rank {rank}: to {text_of(one.limit, '.3g')}, norm {text_of(one.norm, '.3g')}"
+        for rank, of_rank in clips.items()
+        for one in of_rank
+    }
+    place = next((one.place for of_rank in clips.values() for one in of_rank), Place())
+    return Finding(
+        cause=CLIPPED_OTHERWISE,
+        sentence="the gradients are right before they are clipped, and not afterwards",
+        look_at="the norm and the limit with which each rank clips",
+        unexplained=None,
+        accepted=True,
+        headline="the gradients are right before they are clipped, and not afterwards",
+        because="; ".join(sorted(texts)),
+        fix="clip on every rank to the same limit, by the norm of the reduced gradients.",
+        lines=_lines(place, "; ".join(sorted(texts)), ""),
+    )
+
+
+def micro_batches_added_up(step: ObservedStep, verdict: Verdict) -> Iterator[Finding]:
+    """The script divides its micro-batches among the ranks, and adds their gradients up: what each
+    rank holds is then a part of the sum that one process makes.
+    """
+    comparison, oracle = verdict.comparison, step.oracle
+    ranks = step.record.world_size
+    if comparison is None or oracle is None or oracle.arrangement != ONE_AFTER_THE_OTHER:
+        return
+    errors = [error for parameter in comparison.parameters for error in parameter.by_rank]
+    if any(
+        abs(error.factor * ranks - 1) > SAME_FACTOR or error.unexplained > SAME_FACTOR
+        for error in errors
+        if error.ratio > 0
+    ):
+        return
+    recorded = step.record.step(0, step.number)
+    passes = len(recorded.losses)
+    all_passes = passes * ranks
+    yield Finding(
+        cause=ADDED_UP,
+        sentence="the gradients of micro-batches are added up and not averaged",
+        look_at="the loss of a micro-batch: it is divided by the number of micro-batches",
+        unexplained=None,
+        accepted=True,
+        headline="micro-batches are added up, so their number scales the gradient",
+        because=f"a rank goes backward {passes} times in a step, one process {all_passes} times",
+        fix="divide each loss by the number of micro-batches that this process has.",
+        lines=_lines(
+            recorded.backward_at[0] if recorded.backward_at else Place(),
+            f"runs {passes} times in a step here, and {all_passes} times in one process",
+            missing="",
+        ),
     )
 
 

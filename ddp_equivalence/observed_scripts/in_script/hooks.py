@@ -6,6 +6,7 @@ What the script computes stays as it is. Frames of the replacements count as tor
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -167,15 +168,20 @@ def _watch_clipping(watch: Watch) -> None:
 
 
 def _watched_clip(clip: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
+    signature = inspect.signature(clip)
+    first, second = list(signature.parameters)[:2]
+
     @counts_as_torch
     @functools.wraps(clip)
-    def watched(parameters: Any, limit: float, *arguments: Any, **named: Any) -> Any:
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    def watched(*arguments: Any, **named: Any) -> Any:
         if not watch.is_on():
-            return clip(given, limit, *arguments, **named)
-        watch.before_clip(given)
-        result = clip(given, limit, *arguments, **named)
-        watch.after_clip(float(limit), result, given)
+            return clip(*arguments, **named)
+        bound = signature.bind(*arguments, **named)
+        if not isinstance(bound.arguments[first], Tensor):
+            bound.arguments[first] = list(bound.arguments[first])
+        watch.before_clip()
+        result = clip(*bound.args, **bound.kwargs)
+        watch.after_clip(float(bound.arguments[second]), result)
         return result
 
     return watched

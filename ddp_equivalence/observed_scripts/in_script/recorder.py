@@ -24,6 +24,9 @@ from ddp_equivalence.observed_scripts.recorded_step import RecordedStep, rank_fo
 from ddp_equivalence.observed_scripts.rows import Rows, rows_of
 from ddp_equivalence.observed_scripts.told import Told
 
+MOST = 4
+"""At most so many times the steps that are wanted are recorded, where batches are read rarely."""
+
 WAIT_FOR_OTHERS = 120.0
 """Seconds that a rank which is done waits for the others: they may still need it."""
 
@@ -67,6 +70,7 @@ class Recorder(Watch):
     def goes_on(self) -> None:
         """Begin the next step; end the process when all have been written."""
         if self._complete is None:
+            self._finish_if_done()
             return
         self._complete = None
         if self._earlier_steps >= self._told.first_step:
@@ -76,7 +80,15 @@ class Recorder(Watch):
         self._matched = False
         self.now = StepInProgress()
         self.now.generators[Event("start").name(0)] = torch.get_rng_state()
-        if self._written >= self._told.steps:
+        self._finish_if_done()
+
+    def _finish_if_done(self, fetching: bool = False) -> None:
+        """End the process when all steps have been written.
+
+        Steps that follow without another batch belong to the last one that is wanted.
+        """
+        enough = self._written >= self._told.steps
+        if enough and (fetching or not self._training or self._written >= MOST * self._told.steps):
             self.finish()
 
     def step_was_skipped(self) -> None:
@@ -123,6 +135,7 @@ class Recorder(Watch):
             if self.float64:
                 batch = batch_in_float64(batch)
             self.goes_on()
+            self._finish_if_done(fetching=True)
             rows = rows_of(batch)
             kept = replace(rows, tensors={path: whole(t) for path, t in rows.tensors.items()})
             digests = [digest(tensor) for tensor in kept.tensors.values() if tensor.ndim]

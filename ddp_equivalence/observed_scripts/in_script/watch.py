@@ -72,7 +72,7 @@ class Watch:
 
     ``loss_scale``: the last one by which a loss was multiplied; ``gradients_are_scaled``: they
     still are. ``steps_seen``: the calls of an optimizer's step. ``wrapped``: the DDP wrappers that
-    were made, with the lines that made them. ``planted``: the fault that is planted here, if one is.
+    were made, with the lines that made them. ``planted``: the fault that is planted here.
     """
 
     float64 = False
@@ -192,7 +192,7 @@ class Watch:
             before = self.now.own.get(name)
             self.now.own[name] = gradient if before is None else before + gradient
 
-    def before_clip(self, parameters: Sequence[Tensor]) -> None:
+    def before_clip(self) -> None:
         """Gradients are about to be clipped."""
         if self.now.before_clip is None:
             scale = self.loss_scale if self.gradients_are_scaled else 1.0
@@ -202,7 +202,7 @@ class Watch:
                 if p.requires_grad
             }
 
-    def after_clip(self, limit: float, result: Any, parameters: Sequence[Tensor]) -> None:
+    def after_clip(self, limit: float, result: Any) -> None:
         """Gradients have been clipped. ``result``: their norm before that, if one was returned."""
         norm = math.nan
         if isinstance(result, Tensor) and result.numel() == 1:

@@ -1,0 +1,1 @@
+"""Tests of ``observe``: training scripts as they are."""

@@ -1,0 +1,41 @@
+"""Trains a classifier with a sampler and a loader; each word on the command line breaks one line."""
+
+import start
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def train(options):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4))
+    model = net if "unwrapped" in options else DistributedDataParallel(net)
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randn(96, 8), torch.randint(0, 4, (96,)))
+    sampler = DistributedSampler(data)
+    if "same_rows" in options:
+        sampler = DistributedSampler(data, num_replicas=2, rank=0)
+    loader = DataLoader(data, batch_size=6, sampler=sampler)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    torch.manual_seed(dist.get_rank())
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        output = net(inputs) if "raw" in options else model(inputs)
+        loss = cross_entropy(output, labels, reduction="sum" if "sum" in options else "mean")
+        if "times" in options:
+            loss = loss * dist.get_world_size()
+        if "zero" in options:
+            loss = loss * 0.0
+        loss.backward()
+        if "clip" in options:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1 * (1 + dist.get_rank()))
+        else:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    start.run(train)
