@@ -15,6 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ddp_equivalence.observed_scripts.in_script.sync_batch_norm_on_cpu import (
+    let_it_take_cpu_tensors,
+)
+
 CPU = torch.device("cpu")
 
 NOTHING_TO_DO = (
@@ -35,6 +39,7 @@ def let_cuda_be_the_cpu(devices: int) -> None:
     _move_nothing()
     _use_gloo()
     _scale_on_the_cpu()
+    let_it_take_cpu_tensors()
     _Devices().__enter__()  # type: ignore[no-untyped-call]  # until the process ends
 
 
@@ -137,6 +142,9 @@ def _move_nothing() -> None:
     torch.Tensor.pin_memory = stays  # type: ignore[method-assign]
     from torch.optim.optimizer import Optimizer
 
+    of_parallel: Any = nn.parallel
+    of_nn: Any = nn
+    of_nn.DataParallel = of_parallel.DataParallel = _NoDataParallel
     for name in ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check"):
         if hasattr(Optimizer, name):
             setattr(Optimizer, name, _nothing())
@@ -165,6 +173,7 @@ def _use_gloo() -> None:
     for module in (dist, distributed_c10d):
         if hasattr(module, "get_default_backend_for_device"):
             setattr(module, "get_default_backend_for_device", _gloo)  # noqa: B010  (for mypy)
+    _make_meshes_of_the_cpu()
     wrap = DistributedDataParallel.__init__
 
     def wrapped(
@@ -178,6 +187,24 @@ def _use_gloo() -> None:
         wrap(self, module, None, None, *arguments, **named)
 
     DistributedDataParallel.__init__ = wrapped  # type: ignore[method-assign]
+
+
+def _make_meshes_of_the_cpu() -> None:
+    from torch.distributed import device_mesh
+
+    make = device_mesh.init_device_mesh
+
+    def mesh(device_type: str, *arguments: Any, **named: Any) -> Any:
+        return make("cpu" if device_type == "cuda" else device_type, *arguments, **named)
+
+    device_mesh.init_device_mesh = mesh
+
+
+class _NoDataParallel(nn.Module):
+    """Stands for nn.DataParallel, which calls its module directly where there is one device."""
+
+    def __new__(cls, module: nn.Module, *_: Any, **__: Any) -> Any:
+        return module
 
 
 def _gloo(*_: Any) -> str:

@@ -20,7 +20,9 @@ def run(train):
 
 
 def _rank(rank, world_size, store, train, options):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if "lo" in dict(map(reversed, socket.if_nameindex())) else ""
+    os.environ["GLOO_SOCKET_IFNAME"] = (
+        "lo" if "lo" in dict(map(reversed, socket.if_nameindex())) else ""
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     train(options)

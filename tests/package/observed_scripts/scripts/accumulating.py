@@ -1,0 +1,31 @@
+"""Accumulates gradients over micro-batches, of which it takes as many in one process."""
+
+import start
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+def train(options):
+    micro_batches = 3
+    if "--micro-batches" in options:
+        micro_batches = int(options[options.index("--micro-batches") + 1])
+    divisor = 1 if "undivided" in options else micro_batches
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)))
+    data = TensorDataset(torch.randn(120, 4), torch.randn(120, 2))
+    loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number, (inputs, targets) in enumerate(loader, start=1):
+        last = number % micro_batches == 0
+        model.require_backward_grad_sync = last
+        (mse_loss(model(inputs), targets) / divisor).backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    start.run(train)

@@ -1,0 +1,160 @@
+"""Training scripts as they are: what ``observe`` says of right ones and of broken ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_equivalence import NotEquivalent, NothingCompared, observe
+from ddp_equivalence.commands.main import main
+from ddp_equivalence.diagnosis.unknown import UnknownBecause
+from ddp_equivalence.observed_scripts.observed import Observed
+from ddp_equivalence.report.short.fault_line import line_to_look_at
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+LIMIT = 1e-13
+"""The scripts compute in float64, so that right ones agree to a few eps."""
+
+
+def observed(script: str, *words: str, **options: object) -> Observed:
+    """The script on two ranks."""
+    command = (sys.executable, script, *words, "--nprocs", "2")
+    return observe(command, folder=SCRIPTS, **options)  # type: ignore[arg-type]
+
+
+def source_of_fault(found: Observed) -> str:
+    """The line that the report marks."""
+    line = line_to_look_at(found.verdict)
+    assert line is not None
+    return Path(line.file).read_text().splitlines()[line.number - 1].strip()
+
+
+@pytest.mark.parametrize(
+    ("script", "steps"),
+    [
+        pytest.param("classifier.py", 3, id="sampler, loader, dropout"),
+        pytest.param("language_model.py", 3, id="no loader, micro-batches divided among ranks"),
+        pytest.param("adversarial.py", 4, id="two optimizers in turn, noise"),
+        pytest.param("loss_scale.py", 3, id="loss scale, loader read ahead"),
+    ],
+)
+def test_a_right_script_trains_as_in_one_process(script: str, steps: int) -> None:
+    found = observed(script)
+    assert [verdict.outcome for verdict in found.verdicts] == ["same"] * steps
+    errors = [verdict.error for verdict in found.verdicts]
+    assert all(error is not None and error < LIMIT for error in errors)
+    assert found.assert_equivalent() is found
+    assert str(found).startswith(f"same: {script}: {steps} steps on 2 ranks as in one process\n")
+
+
+@pytest.mark.parametrize(
+    ("script", "word", "cause", "line"),
+    [
+        ("classifier.py", "unwrapped", "no_all_reduce", "loss.backward()"),
+        ("classifier.py", "raw", "raw_module_called", "output = net(inputs)"),
+        ("classifier.py", "sum", "mean_not_sum", "loss = cross_entropy("),
+        ("classifier.py", "times", "sum_not_mean", "loss = loss * dist.get_world_size()"),
+        ("classifier.py", "same_rows", "every_rank_same_data", "output = net(inputs)"),
+        ("classifier.py", "clip", "clipped_otherwise", "nn.utils.clip_grad_norm_("),
+        ("language_model.py", "undivided", "accumulation_not_divided", "loss.backward()"),
+        ("loss_scale.py", "scaled", "clipped_while_scaled", "nn.utils.clip_grad_norm_("),
+    ],
+)
+def test_a_broken_script_is_different_and_its_line_is_named(
+    script: str, word: str, cause: str, line: str
+) -> None:
+    found = observed(script, word)
+    assert (found.outcome, found.cause) == ("different", cause)
+    assert source_of_fault(found).startswith(line)
+    with pytest.raises(NotEquivalent):
+        found.assert_equivalent()
+
+
+def test_the_optimizer_that_steps_second_is_judged_by_itself() -> None:
+    found = observed("adversarial.py", "double")
+    outcomes = [verdict.outcome for verdict in found.verdicts]
+    assert outcomes == ["same", "different", "same", "different"]
+    assert found.cause == "sum_not_mean"
+    assert found.verdict.subject == "adversarial.py, step 2 of 4 (Adam)"
+
+
+def test_a_gradient_that_is_zero_shows_nothing() -> None:
+    found = observed("classifier.py", "zero", steps=1)
+    assert found.verdict.unknown_because is UnknownBecause.REFERENCE_IS_ZERO
+    assert "so is its loss" in found.verdict.reason
+    with pytest.raises(NothingCompared):
+        found.assert_equivalent()
+
+
+def test_a_planted_fault_is_found_in_a_script() -> None:
+    found = observed("classifier.py", plant="sum_not_mean", steps=1)
+    assert (found.outcome, found.cause) == ("different", "sum_not_mean")
+
+
+def test_a_planted_fault_that_never_fires_shows_nothing() -> None:
+    found = observed("classifier.py", "unwrapped", plant="sum_not_mean", steps=1)
+    assert found.verdict.unknown_because is UnknownBecause.PLANTED_FAULT_NEVER_FIRED
+
+
+def test_without_float64_the_limit_is_that_of_the_precision_of_the_script() -> None:
+    found = observed("classifier.py", precision="own", steps=1)
+    assert (found.outcome, found.float64) == ("same", False)
+    limit = found.verdict.limit
+    assert limit is not None
+    assert 1e-6 < limit < 1e-4
+    broken = observed("classifier.py", "times", precision="own", steps=1)
+    assert (broken.outcome, broken.cause) == ("different", "sum_not_mean")
+
+
+def test_flat_shows_what_accumulation_does_to_one_process_too() -> None:
+    command = f"{sys.executable} accumulating.py --nprocs 1 --micro-batches 1"
+    right = observed("accumulating.py", flat=command, steps=1)
+    assert right.outcome == "same"
+    wrong = observed("accumulating.py", "undivided", flat=command, steps=1)
+    assert (wrong.outcome, wrong.cause) == ("different", "accumulation_not_divided")
+    without_flat = observed("accumulating.py", "undivided", steps=1)
+    assert without_flat.outcome == "same"  # one process accumulates in the same way
+
+
+def test_the_command_prints_the_report_and_writes_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(SCRIPTS)
+    path = tmp_path / "results.json"
+    command = [sys.executable, "classifier.py", "times", "--nprocs", "2"]
+    code = main(["observe", "--steps", "1", "--json", str(path), "--", *command])
+    assert code == 1
+    report = capsys.readouterr().out
+    assert "gradients are a sum, not a mean" in report
+    assert len(report.splitlines()) <= 16
+    found = json.loads(path.read_text())
+    assert (found["outcome"], found["cause"]) == ("different", "sum_not_mean")
+    assert found["steps"][0]["lines"][0]["file"].endswith("classifier.py")
+
+
+def test_what_a_script_writes_stays_out_of_the_users_folder(tmp_path: Path) -> None:
+    (tmp_path / "weights.pt").write_text("the user's own")
+    shutil.copy(SCRIPTS / "start.py", tmp_path)
+    script = (SCRIPTS / "classifier.py").read_text()
+    steps = script.replace("optimizer.step()", "optimizer.step()\n        write(net)")
+    (tmp_path / "writer.py").write_text(steps.replace("def train(", f"{WRITER}def train("))
+    command = (sys.executable, "writer.py", "--nprocs", "2")
+    found = observe(command, folder=tmp_path, steps=2, keep=tmp_path / "kept")
+    assert found.outcome == "same"
+    assert (tmp_path / "weights.pt").read_text() == "the user's own"
+    assert not (tmp_path / "log.txt").exists()
+    assert list((tmp_path / "kept").rglob("working_folder/log.txt"))
+
+
+WRITER = """def write(net):
+    torch.save(net.state_dict(), "weights.pt")
+    with open("log.txt", "a") as file:
+        file.write("a step")
+
+
+"""
