@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.commands.exit_codes import EXIT_CODE_OF_OUTCOME, NOT_JUDGED
-from ddp_equivalence.commands.results import require_writable_folder
+from ddp_equivalence.commands.results import require_writable_file
 from ddp_equivalence.report.terminal import painted, width_of
 
 if TYPE_CHECKING:
@@ -32,6 +32,11 @@ def add(commands: Commands) -> None:
         metavar="-- COMMAND",
         help="the command that trains, such as -- torchrun --nproc-per-node 2 train.py",
     )
+    _add_options_of_the_runs(parser)
+    _add_other_options(parser)
+
+
+def _add_options_of_the_runs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=3, metavar="N", help="record N optimizer steps; default 3"
     )
@@ -82,18 +87,21 @@ def add(commands: Commands) -> None:
         help="the time that recording may take, and each step in one process; default 600",
     )
     parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="keep the recordings and outputs in DIR"
-    )
-    parser.add_argument(
         "--in-place",
         action="store_true",
         help="run in this folder, and not in a copy of it that is made of links",
     )
+
+
+def _add_other_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plant",
         default="",
         metavar="FAULT",
         help="plant a known fault in the ranks, to see that it is found",
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="keep the recordings and outputs in DIR"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results to PATH too")
     parser.add_argument("--full", action="store_true", help="print all that is known of every step")
@@ -109,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     command = arguments.training
     if command[:1] == ["--"]:
         command = command[1:]
-    require_writable_folder("json", arguments.json and arguments.json.parent)
+    require_writable_file("json", arguments.json)
     reports = settings.replaced(
         full_report=arguments.full,
         full_report_with="--full",

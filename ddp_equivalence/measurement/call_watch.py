@@ -134,10 +134,6 @@ class CallWatch:
 
         return ended
 
-    def wrapped(self, ddp: DistributedDataParallel, frame: FrameType) -> None:
-        """A wrapper was made."""
-        self.was_wrapped(ddp, lines_of(frame))
-
     def was_wrapped(self, ddp: DistributedDataParallel, lines: Lines) -> None:
         """A wrapper was made by these lines."""
         names = parameters_of(ddp.module, self._names)

@@ -7,7 +7,6 @@ A step is watched only if its gradients differ: the ranks then run it a second t
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,23 +22,21 @@ from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.measurement.call_watch import CallWatch
+from ddp_equivalence.measurement.code_lines import lines_of
 from ddp_equivalence.measurement.declared_rows import DeclaredRows
 from ddp_equivalence.measurement.example_lookup import ExampleLookup
 from ddp_equivalence.measurement.further_calls import Lines
-from ddp_equivalence.measurement.module_calls import Heard, heard, listen, stop_listening
+from ddp_equivalence.measurement.module_calls import Heard, heard
 from ddp_equivalence.measurement.module_watch import ModuleWatch
 from ddp_equivalence.measurement.observation import (
     Backward,
     Forward,
     Observation,
-    Wrapper,
 )
 from ddp_equivalence.measurement.plain_tensors import plain
+from ddp_equivalence.measurement.wrapper_observer import WrapperObserver
 from ddp_equivalence.ranks.collectives import Collective, issued_so_far
 from ddp_equivalence.ranks.torch_frames import counts_as_torch
-
-MOST_BUCKET_ELEMENTS = 2_000_000
-"""A larger model's buckets are not read, since DDP makes tensors of their size to show them."""
 
 
 class Observer:
@@ -61,7 +58,7 @@ class Observer:
         self._lookup, self._declared = lookup, declared
         self._forwards: list[Forward] = []
         self.backwards: list[Backward] = []
-        self._wrappers: list[_WrapperObserver] = []
+        self._wrappers: list[WrapperObserver] = []
         self._clipped: list[float] = []
         self._inside = False
         self._calls = CallWatch(model, sample)
@@ -94,8 +91,8 @@ class Observer:
         @counts_as_torch
         def wrapping(ddp: Any, *arguments: Any, **named: Any) -> None:
             initialise(ddp, *arguments, **named)
-            self._calls.wrapped(ddp, sys._getframe(1))
-            self._wrappers.append(_WrapperObserver(ddp, self._names, self._calls))
+            self._calls.was_wrapped(ddp, lines_of(sys._getframe(1)))
+            self._wrappers.append(WrapperObserver(ddp, self._names, self._calls))
 
         def clipping(parameters: Any, max_norm: float, *arguments: Any, **named: Any) -> Tensor:
             self._clipped.append(float(max_norm))
@@ -121,7 +118,7 @@ class Observer:
     def was_wrapped(self, ddp: DistributedDataParallel, lines: Lines) -> None:
         """The model was wrapped before it was watched, by these lines."""
         self._calls.was_wrapped(ddp, lines)
-        self._wrappers.append(_WrapperObserver(ddp, self._names, self._calls))
+        self._wrappers.append(WrapperObserver(ddp, self._names, self._calls))
 
     def found(
         self,
@@ -237,68 +234,3 @@ def _digest_of_weights(model: nn.Module) -> str:
         return digest({name: plain(weight) for name, weight in model.named_parameters()})
     except Exception:
         return ""
-
-
-class _WrapperObserver:
-    """Watches one DDP wrapper, by a weak reference, so that it notices when the step frees it."""
-
-    def __init__(
-        self, ddp: DistributedDataParallel, names: Mapping[int, str], calls: CallWatch
-    ) -> None:
-        self._ddp = weakref.ref(ddp)
-        self._calls = calls
-        self._names = names
-        self._synchronised: list[bool] = []
-        self._waiting = False
-        self._freed = False
-        self._buckets: tuple[tuple[str, ...], ...] = ()
-        self._logged: dict[str, object] = {}
-        self._ignored = tuple(sorted(ddp.parameters_to_ignore))
-        listen(ddp, self._on_forward)
-
-    def stop(self) -> None:
-        """Stop watching."""
-        ddp = self._ddp()
-        if ddp is not None:
-            stop_listening(ddp, self._on_forward)
-
-    def _on_forward(self, arguments: tuple[Any, ...]) -> Heard:
-        ddp: Any = self._ddp()
-        if ddp is None or not torch.is_grad_enabled():
-            return None
-        ended = self._calls.forward(ddp)
-        self._synchronised.append(bool(ddp.require_backward_grad_sync))
-        self._waiting = True
-        if sum(parameter.numel() for parameter in ddp.parameters()) <= MOST_BUCKET_ELEMENTS:
-            self._buckets = tuple(
-                tuple(self._names.get(id(parameter), "?") for parameter in bucket.parameters())
-                for bucket in ddp.reducer._get_zeros_like_grad_buckets()  # torch: not public
-            )
-        self._logged = {
-            name: value
-            for name, value in ddp._get_ddp_logging_data().items()
-            if name in LOGGED and value not in ("", "N/A")
-        }
-        return lambda _: ended()
-
-    def backward_begins(self) -> None:
-        """Note whether the wrapper was freed between its forward pass and this backward pass."""
-        self._freed |= self._waiting and self._ddp() is None
-        self._waiting = False
-
-    def observed(self) -> Wrapper:
-        return Wrapper(
-            synchronised=tuple(self._synchronised),
-            freed=self._freed,
-            buckets=self._buckets,
-            ignored=self._ignored,
-            logged=self._logged,
-        )
-
-
-LOGGED = (
-    *("bucket_sizes", "rebuilt_bucket_sizes", "bucket_cap_bytes", "find_unused_parameters"),
-    *("static_graph", "gradient_as_bucket_view", "broadcast_buffers", "comm_hook"),
-    *("has_sync_bn", "unused_parameter_size", "num_parameter_tensors", "world_size"),
-)
-"""The entries of DDP's own logging data that can explain a gradient."""

@@ -30,51 +30,32 @@ def _of_rank(
     reader = step.record.reader(rank, step.number)
     recorded = reader.step
     weights = digest(dict(reader.below("weights/")))
-    forwards, backwards, calls = [], [], []
+    forwards: list[Forward] = []
+    backwards: list[Backward] = []
+    calls: list[Call] = []
     passes = len(recorded.losses)
-    before = sum(len(step.record.step(rank, one).losses) for one in step.group if one < step.number)
     for number in range(passes):
-        micro_batch = before + number
-        rows = tuple(
-            (place,)
-            for place, row in enumerate(step.rows)
-            if row.rank == rank and row.micro_batch == micro_batch
-        )
+        forwards.append(_forward(step, rank, number, weights))
         first = next((call for call in recorded.calls if call.backwards == number), None)
-        forwards.append(
-            Forward(
-                rows=RowsRead(rows) if rows else None,
-                weights=weights,
-                generator=b"",
-                seed=0,
-                step=0,
-            )
-        )
         if first is not None:
             calls.append(_call(Kind.FORWARD, first.place, number, what=first.module))
+        loss, place = recorded.losses[number], recorded.backward_at[number]
         own = reader.below(f"own_of_{number}/") or (reader.below("own/") if passes == 1 else {})
-        of_names = {step.short(name): one for name, one in own.items()}
-        gradient = None
-        if set(sample.sizes) <= set(of_names):
-            gradient = sample.of({name: of_names[name] for name in sample.sizes})
         backwards.append(
             Backward(
-                loss=recorded.losses[number],
+                loss=loss,
                 forwards=len(forwards),
                 issued=(None, None),
                 step=0,
-                gradient=gradient,
+                gradient=_sampled(step, own, sample),
             )
         )
-        calls.append(
-            _call(Kind.BACKWARD, recorded.backward_at[number], number, recorded.losses[number])
-        )
+        calls.append(_call(Kind.BACKWARD, place, number, loss))
     for clip in recorded.clips:
         names = tuple(sample.sizes)
         calls.append(_call(Kind.CLIP, clip.place, passes, clip.limit, names=names))
-    calls.append(
-        _call(Kind.OPTIMIZER_STEP, recorded.stepped_at, passes, what=recorded.optimizers[0])
-    )
+    stepped = recorded.optimizers[0]
+    calls.append(_call(Kind.OPTIMIZER_STEP, recorded.stepped_at, passes, what=stepped))
     return Observation(
         forwards=tuple(forwards),
         backwards=tuple(backwards),
@@ -85,6 +66,28 @@ def _of_rank(
         clipped=tuple(clip.limit for clip in recorded.clips),
         calls=tuple(calls),
     )
+
+
+def _forward(step: ObservedStep, rank: int, number: int, weights: str) -> Forward:
+    """The forward pass before the backward pass with this number, of the step."""
+    earlier = [one for one in step.group if one < step.number]
+    micro_batch = number + sum(len(step.record.step(rank, one).losses) for one in earlier)
+    rows = tuple(
+        (place,)
+        for place, row in enumerate(step.rows)
+        if row.rank == rank and row.micro_batch == micro_batch
+    )
+    return Forward(RowsRead(rows) if rows else None, weights, generator=b"", seed=0, step=0)
+
+
+def _sampled(
+    step: ObservedStep, own: Mapping[str, Tensor], sample: ElementSample[str]
+) -> Tensor | None:
+    """The sampled elements of a rank's own gradients; None if some are not known."""
+    of_names = {step.short(name): one for name, one in own.items()}
+    if not set(sample.sizes) <= set(of_names):
+        return None
+    return sample.of({name: of_names[name] for name in sample.sizes})
 
 
 def _call(

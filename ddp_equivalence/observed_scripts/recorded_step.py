@@ -125,9 +125,14 @@ def write_step(
 
     save_file({name: _plain(tensor) for name, tensor in tensors.items()}, tensor_file(folder, step))
     (folder / f"step{step.number}.lists.json").write_text(json.dumps(lists))
-    unfinished = folder / f"step{step.number}.json.part"
-    unfinished.write_text(step.to_json())
-    unfinished.rename(folder / f"step{step.number}.json")
+    write_whole(folder / f"step{step.number}.json", step.to_json())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it meanwhile finds all of it, or nothing."""
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(text)
+    unfinished.rename(path)
 
 
 def tensor_file(folder: Path, step: RecordedStep) -> Path:

@@ -198,6 +198,8 @@ def _make_meshes_of_the_cpu() -> None:
         return make("cpu" if device_type == "cuda" else device_type, *arguments, **named)
 
     device_mesh.init_device_mesh = mesh
+    of_distributed: Any = dist
+    of_distributed.init_device_mesh = mesh
 
 
 class _NoDataParallel(nn.Module):

@@ -20,7 +20,12 @@ from ddp_equivalence.observed_scripts.in_script.closer_look import CloserLook
 from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors, unwrapped
 from ddp_equivalence.observed_scripts.in_script.watch import Event, StepInProgress, Watch, whole
-from ddp_equivalence.observed_scripts.recorded_step import RecordedStep, rank_folder, write_step
+from ddp_equivalence.observed_scripts.recorded_step import (
+    RecordedStep,
+    rank_folder,
+    write_step,
+    write_whole,
+)
 from ddp_equivalence.observed_scripts.rows import Rows, rows_of
 from ddp_equivalence.observed_scripts.told import Told
 
@@ -117,7 +122,7 @@ class Recorder(Watch):
             run |= {"in_group": dist.is_available() and dist.is_initialized()}
             run |= {"local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", 0))}
             run |= {"backend": dist.get_backend() if run["in_group"] else ""}
-            (folder / "run.json").write_text(json.dumps(run))
+            write_whole(folder / "run.json", json.dumps(run))
         return folder
 
     # --- what a step reads

@@ -20,7 +20,7 @@ def let_it_take_cpu_tensors() -> None:
     norm: Any = nn.SyncBatchNorm
     alone = nn.modules.batchnorm._BatchNorm.forward
 
-    def forward(self: Any, input: Tensor) -> Tensor:
+    def forward(self: Any, input: Tensor) -> Any:
         together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if not (self.training and together):
             return alone(self, input)
@@ -31,7 +31,7 @@ def let_it_take_cpu_tensors() -> None:
     wrapper._passing_sync_batchnorm_handle = lambda self, module: None
 
 
-def _of_all_ranks(norm: Any, input: Tensor) -> Tensor:
+def _of_all_ranks(norm: Any, input: Tensor) -> Any:
     from torch.distributed.nn.functional import all_reduce
 
     channels = input.shape[1]

@@ -1,4 +1,4 @@
-"""Trains a classifier with a sampler and a loader; each word on the command line breaks one line."""
+"""Trains a classifier with a sampler and a loader; a word on the command line breaks one line."""
 
 import start
 import torch

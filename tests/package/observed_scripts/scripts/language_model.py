@@ -28,7 +28,7 @@ def train(options):
     micro_batches = 4 // dist.get_world_size()
     divisor = 1 if "undivided" in options else micro_batches
     torch.manual_seed(100 + dist.get_rank())
-    for step in range(8):
+    for _ in range(8):
         optimizer.zero_grad()
         for number in range(micro_batches):
             tokens = torch.randint(0, 11, (3, 6))
