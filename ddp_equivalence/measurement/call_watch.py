@@ -134,13 +134,13 @@ class CallWatch:
 
         return ended
 
-    def was_wrapped(self, ddp: DistributedDataParallel, lines: Lines) -> None:
-        """A wrapper was made by these lines."""
-        names = parameters_of(ddp.module, self._names)
-        ranks = ranks_of({"process_group": ddp.process_group})
-        about = {"what": type(ddp).__name__, "names": names, "ranks": ranks}
-        self._append_if_recorded(Kind.WRAP, lines, **about)
+    def was_wrapped(self, ddp: DistributedDataParallel, at: Lines, off_at: Lines | None) -> None:
+        """A wrapper was made by these lines; ``off_at`` have switched synchronisation off."""
+        names, ranks = parameters_of(ddp.module, self._names), ranks_of(vars(ddp))
+        self._append_if_recorded(Kind.WRAP, at, what=type(ddp).__name__, names=names, ranks=ranks)
         self._synchronisation.add(ddp)
+        if off_at is not None:
+            self._append_if_recorded(Kind.SYNCHRONISATION, off_at, value=0.0)
 
     @contextmanager
     def backward(

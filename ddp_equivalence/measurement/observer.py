@@ -91,7 +91,7 @@ class Observer:
         @counts_as_torch
         def wrapping(ddp: Any, *arguments: Any, **named: Any) -> None:
             initialise(ddp, *arguments, **named)
-            self._calls.was_wrapped(ddp, lines_of(sys._getframe(1)))
+            self._calls.was_wrapped(ddp, lines_of(sys._getframe(1)), None)
             self._wrappers.append(WrapperObserver(ddp, self._names, self._calls))
 
         def clipping(parameters: Any, max_norm: float, *arguments: Any, **named: Any) -> Tensor:
@@ -115,9 +115,13 @@ class Observer:
             for wrapper in self._wrappers:
                 wrapper.stop()
 
-    def was_wrapped(self, ddp: DistributedDataParallel, lines: Lines) -> None:
-        """The model was wrapped before it was watched, by these lines."""
-        self._calls.was_wrapped(ddp, lines)
+    def was_wrapped(
+        self, ddp: DistributedDataParallel, lines: Lines, off_at: Lines | None = None
+    ) -> None:
+        """The model was wrapped before it was watched, by these lines. ``off_at``: those that have
+        switched synchronisation off since then, if it is off.
+        """
+        self._calls.was_wrapped(ddp, lines, off_at)
         self._wrappers.append(WrapperObserver(ddp, self._names, self._calls))
 
     def found(

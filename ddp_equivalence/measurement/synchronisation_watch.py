@@ -15,8 +15,8 @@ class SynchronisationWatch:
         self._flags: list[tuple[weakref.ref[DistributedDataParallel], list[bool]]] = []
 
     def add(self, ddp: DistributedDataParallel) -> None:
-        """Watch this wrapper. A new wrapper synchronises."""
-        self._flags.append((weakref.ref(ddp), [True]))
+        """Watch this wrapper, from how its flag is now. A new wrapper synchronises."""
+        self._flags.append((weakref.ref(ddp), [bool(ddp.require_backward_grad_sync)]))
 
     def changes(self) -> Iterator[bool]:
         """The flags that have changed since the last call, as they are now."""

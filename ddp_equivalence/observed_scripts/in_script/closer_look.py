@@ -37,9 +37,16 @@ class CloserLook:
         return self._observer is not None
 
     def begin(
-        self, module: nn.Module, wrapped: list[tuple[DistributedDataParallel, Lines]]
+        self,
+        module: nn.Module,
+        wrapped: list[tuple[DistributedDataParallel, Lines]],
+        no_sync_at: Lines | None,
     ) -> None:
-        """Watch from here on. The user's functions that are running now are followed too."""
+        """Watch from here on. The user's functions that are running now are followed too.
+
+        ``wrapped``: the DDP wrappers of the module, with the lines that made them. ``no_sync_at``:
+        the last lines that called no_sync.
+        """
         sizes, stride = self._look_at.sizes, self._look_at.stride
         rows = _RowsOfCalls(self._look_at.rows[self._rank])
         declared = DeclaredRows([()])
@@ -48,7 +55,8 @@ class CloserLook:
         self._observer = observer
         self._open.enter_context(observer.watching(sys._getframe(1)))
         for ddp, lines in wrapped:
-            observer.was_wrapped(ddp, lines)
+            off_at = None if ddp.require_backward_grad_sync else no_sync_at
+            observer.was_wrapped(ddp, lines, off_at)
 
     def end(self, gradients: Mapping[str, Tensor | None], folder: Path) -> None:
         """Stop watching, and write what was seen. ``gradients``: those that are compared."""

@@ -55,6 +55,14 @@ def _watch_wrappers(watch: Watch) -> None:
         watch.wrapped.append((self, lines_of(sys._getframe(1))))
 
     DistributedDataParallel.__init__ = watched  # type: ignore[method-assign]
+    no_sync = DistributedDataParallel.no_sync
+
+    @counts_as_torch
+    def unsynchronised(self: Any) -> Any:
+        watch.no_sync_at = lines_of(sys._getframe(1))
+        return no_sync(self)
+
+    DistributedDataParallel.no_sync = unsynchronised  # type: ignore[method-assign]
 
 
 def _watch_modules(watch: Watch) -> None:

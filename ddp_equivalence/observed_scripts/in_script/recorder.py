@@ -173,7 +173,7 @@ class Recorder(Watch):
         module = self.names.modules[name]
         self._closer_look = CloserLook(look_at, _rank())
         wrapped = [(ddp, lines) for ddp, lines in self.wrapped if unwrapped(ddp) is module]
-        self._closer_look.begin(module, wrapped)
+        self._closer_look.begin(module, wrapped, self.no_sync_at)
 
     def enters(self, name: str, module: nn.Module) -> None:
         """Keep what the module holds."""

@@ -72,7 +72,8 @@ class Watch:
 
     ``loss_scale``: the last one by which a loss was multiplied; ``gradients_are_scaled``: they
     still are. ``steps_seen``: the calls of an optimizer's step. ``wrapped``: the DDP wrappers that
-    were made, with the lines that made them. ``planted``: the fault that is planted here.
+    were made, with the lines that made them. ``no_sync_at``: the last lines that called the no_sync
+    of one. ``planted``: the fault that is planted here.
     """
 
     float64 = False
@@ -84,6 +85,7 @@ class Watch:
         self.steps_seen = 0
         self.planted: PlantedFault | None = None
         self.wrapped: list[tuple[Any, Lines]] = []
+        self.no_sync_at: Lines | None = None
         self._process = os.getpid()
         self._hooked: set[int] = set()
         self._of_this_backward: dict[str, Tensor] = {}

@@ -1,0 +1,136 @@
+"""How the command for one process is found, what a failure prints, and which files are written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ddp_equivalence import BadCase, observe
+from ddp_equivalence.observed_scripts.in_script.kept_files import own_copy
+from ddp_equivalence.observed_scripts.launch import last_words
+from ddp_equivalence.observed_scripts.one_process import in_one_process, processes_in
+from ddp_equivalence.observed_scripts.options import Options
+from ddp_equivalence.observed_scripts.recording import ScriptFailed
+from ddp_equivalence.observed_scripts.working_folder import copy_of_links, with_own_scripts
+
+
+@pytest.mark.parametrize(
+    ("command", "alone"),
+    [
+        ("torchrun --nproc-per-node 2 t.py -b 2", "torchrun --nproc-per-node 1 t.py -b 2"),
+        ("torchrun --nproc_per_node=2 t.py", "torchrun --nproc_per_node=1 t.py"),
+        ("torchrun --nproc-per-node=gpu t.py", "torchrun --nproc-per-node=1 t.py"),
+        (
+            "accelerate launch --multi_gpu --num_processes 2 t.py",
+            "accelerate launch --num_processes 1 t.py",
+        ),
+        ("accelerate launch t.py", "accelerate launch --num_processes 1 t.py"),
+        ("python t.py fit --trainer.devices 2", "python t.py fit --trainer.devices 1"),
+        ("python t.py --world-size 2 --layers 2", "python t.py --world-size 1 --layers 2"),
+    ],
+)
+def test_the_number_of_processes_is_replaced_by_one(command: str, alone: str) -> None:
+    assert " ".join(in_one_process(command.split(), 2)) == alone
+
+
+def test_a_command_without_a_number_of_processes_is_refused() -> None:
+    with pytest.raises(BadCase, match=r"one_process = 'python t.py': .*--one-process"):
+        in_one_process(["python", "t.py"], 2)
+
+
+def test_the_devices_that_a_command_asks_for() -> None:
+    assert processes_in(["torchrun", "--nproc-per-node", "4", "t.py"]) == 4
+    assert processes_in(["python", "t.py", "--world-size", "1"]) is None  # often that of nodes
+
+
+def test_the_error_of_the_script_is_shown_and_not_that_of_its_launcher() -> None:
+    printed = """[rank1]: Traceback (most recent call last):
+[rank1]:   File "t.py", line 3, in <module>
+[rank1]:     fail()
+[rank1]: ValueError: the script's own
+more
+Traceback (most recent call last):
+  File "run.py", line 1, in launch
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+=====
+"""
+    words = last_words(printed)
+    assert words.endswith("ValueError: the script's own")
+    assert "[rank1]" not in words
+    assert last_words("no error\nat all") == "no error\nat all"
+
+
+def test_the_working_folder_is_made_of_links(tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    (source / "data" / "deep").mkdir(parents=True)
+    (source / "data" / "deep" / "rows.bin").write_bytes(b"rows")
+    (source / ".git").mkdir()
+    copy_of_links(source, copy)
+    assert (copy / "data" / "deep" / "rows.bin").is_symlink()
+    assert (copy / "data" / "deep" / "rows.bin").read_bytes() == b"rows"
+    assert not (copy / "data").is_symlink()
+    assert (copy / ".git").is_symlink()
+    (copy / "data" / "new.txt").write_text("new")
+    assert not (source / "data" / "new.txt").exists()
+
+
+def test_a_link_is_replaced_by_a_copy_before_it_is_written_to(tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.mkdir()
+    (source / "weights.pt").write_text("old")
+    copy_of_links(source, copy)
+    inside = os.path.join(os.path.realpath(copy), "")
+    own_copy(str(copy / "weights.pt"), inside)
+    assert not (copy / "weights.pt").is_symlink()
+    (copy / "weights.pt").write_text("new")
+    assert (source / "weights.pt").read_text() == "old"
+    elsewhere = tmp_path / "link"
+    elsewhere.symlink_to(source / "weights.pt")
+    own_copy(str(elsewhere), inside)
+    assert elsewhere.is_symlink()  # the user's own links outside of the copy stay
+
+
+def test_scripts_run_under_their_own_names(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    command = with_own_scripts(["torchrun", "train.py", "other.py", "--x=train.py"], tmp_path)
+    assert command == ("torchrun", str(tmp_path / "train.py"), "other.py", "--x=train.py")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "right"),
+    [
+        ("steps", 0, "from 1"),
+        ("from_step", -1, "from 0"),
+        ("precision", "float16", "one of auto, float64, own"),
+        ("as_cpu", -2, "a number of devices"),
+        ("deadline", 0, "seconds above 0"),
+        ("folder", "no/such/folder", "a folder that exists"),
+        ("keep", ".", "nothing is yet"),
+        ("plant", "every_rank_same_data", "a fault that lies in torch"),
+        ("plant", "nonsense", "a fault that lies in torch"),
+    ],
+)
+def test_an_option_that_cannot_be_right_is_refused(field: str, value: object, right: str) -> None:
+    with pytest.raises(BadCase, match=right) as error:
+        Options(**{field: value})  # type: ignore[arg-type]
+    assert error.value.field == field
+
+
+@pytest.mark.parametrize("command", ["", "python 'open", ()])
+def test_a_command_that_is_none_is_refused(command: str) -> None:
+    with pytest.raises(BadCase, match="command"):
+        observe(command)
+
+
+def test_a_script_that_makes_no_step_says_what_it_printed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\nraise SystemExit('nothing to train')\n")
+    with pytest.raises(ScriptFailed, match=r"exit code 1 before every rank(.|\n)*nothing to train"):
+        observe("python train.py --nprocs 2", folder=tmp_path)
+
+
+def test_a_script_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n")
+    with pytest.raises(ScriptFailed, match=r"did not make 3 steps of an optimizer within 0\.5 s"):
+        observe("python train.py", folder=tmp_path, deadline=0.5, precision="own")

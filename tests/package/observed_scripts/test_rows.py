@@ -1,0 +1,66 @@
+"""Batches of ranks are taken apart and joined as one process would have read them."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_equivalence.observed_scripts.rows import joined, padding_of, put_into, rows_of
+
+
+def test_rows_of_ranks_are_joined_in_the_containers_of_the_script() -> None:
+    ranks: list[Any] = [
+        UserDict(x=torch.full((2, 3), float(rank)), y=torch.arange(2) + 10 * rank, scale=0.5)
+        for rank in range(2)
+    ]
+    rows = joined([(rows_of(batch), None) for batch in ranks])
+    native = UserDict(x=torch.zeros(2, 3), y=torch.zeros(2, dtype=torch.long), scale=0.5)
+    batch = put_into(rows, native)
+    assert type(batch) is UserDict
+    assert batch["x"].tolist() == [[0.0] * 3] * 2 + [[1.0] * 3] * 2
+    assert batch["y"].tolist() == [0, 1, 10, 11]
+    assert batch["scale"] == 0.5
+    assert rows.count == 4
+
+
+def test_some_rows_are_taken_in_their_order() -> None:
+    rows = rows_of([torch.arange(4), ["a", "b", "c", "d"]])
+    some = joined([(rows, (2, 0)), (rows, (3,))])
+    batch = put_into(some, [torch.zeros(4), list("wxyz")])
+    assert batch[0].tolist() == [2, 0, 3]
+    assert batch[1] == ["c", "a", "d"]
+
+
+def test_a_tensor_without_rows_is_carried_whole() -> None:
+    rows = rows_of({"x": torch.ones(4, 2), "y": torch.ones(4), "mask": torch.ones(3, 3)})
+    both = joined([(rows, None), (rows, None)])
+    assert both.tensors["['x']"].shape == (8, 2)
+    assert both.tensors["['mask']"].shape == (3, 3)
+
+
+def test_rows_of_other_lengths_are_padded_as_the_batch_is() -> None:
+    short = {
+        "input_ids": torch.tensor([[5, 6], [7, 1]]),
+        "attention_mask": torch.tensor([[1, 1], [1, 0]]),
+        "labels": torch.tensor([[5, 6], [7, -100]]),
+    }
+    long = {name: torch.ones(1, 3, dtype=torch.long) for name in short}
+    rows = joined([(rows_of(short), None), (rows_of(long), None)])
+    assert rows.tensors["['input_ids']"].tolist() == [[5, 6, 1], [7, 1, 1], [1, 1, 1]]
+    assert rows.tensors["['attention_mask']"].tolist() == [[1, 1, 0], [1, 0, 0], [1, 1, 1]]
+    assert rows.tensors["['labels']"].tolist() == [[5, 6, -100], [7, -100, -100], [1, 1, 1]]
+
+
+@pytest.mark.parametrize(("path", "value"), [("['labels']", -100), ("['x']", 0), ("['mask']", 0)])
+def test_padding_without_a_mask(path: str, value: int) -> None:
+    rows = rows_of({path[2:-2]: torch.ones(2, 2)})
+    assert padding_of(path, [rows]) == value
+
+
+def test_ranks_with_another_number_of_dimensions_cannot_be_joined() -> None:
+    flat, deep = rows_of({"x": torch.ones(2, 3)}), rows_of({"x": torch.ones(2, 3, 4)})
+    with pytest.raises(ValueError, match="number of dimensions"):
+        joined([(flat, None), (deep, None)])
