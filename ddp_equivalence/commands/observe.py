@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.case import settings
-from ddp_equivalence.commands.exit_codes import EXIT_CODE_OF_OUTCOME, NOT_JUDGED
+from ddp_equivalence.commands.exit_codes import EXIT_CODE_OF_OUTCOME, NOT_JUDGED, SAME
 from ddp_equivalence.commands.results import require_writable_file
 from ddp_equivalence.report.terminal import painted, width_of
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
+    from ddp_equivalence.observed_scripts.options import ObserveOptions
 
 
 def add(commands: Commands) -> None:
@@ -101,6 +102,17 @@ def _add_other_options(parser: argparse.ArgumentParser) -> None:
         help="plant a known fault in the ranks, to see that it is found",
     )
     parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="only record, and say what one process would be given",
+    )
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="DIR",
+        help="write the first step that differs to DIR, as files that stand alone",
+    )
+    parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="keep the recordings and outputs in DIR"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the results to PATH too")
@@ -110,7 +122,7 @@ def _add_other_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Observe the command and print the report."""
     from ddp_equivalence.observed_scripts.as_json import write_json
-    from ddp_equivalence.observed_scripts.observe_script import observe
+    from ddp_equivalence.observed_scripts.observe_script import observe, plan
     from ddp_equivalence.observed_scripts.recording import ScriptFailed
     from ddp_equivalence.observed_scripts.report import report_lines
 
@@ -125,20 +137,11 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with settings.using(reports):
         try:
-            observed = observe(
-                command,
-                steps=arguments.steps,
-                from_step=arguments.from_step,
-                one_process=arguments.one_process,
-                flat=arguments.flat,
-                precision=arguments.precision,
-                dropout=not arguments.no_dropout,
-                as_cpu=arguments.as_cpu,
-                in_place=arguments.in_place,
-                keep=arguments.keep,
-                deadline=arguments.deadline,
-                plant=arguments.plant,
-            )
+            if arguments.plan:
+                lines = plan(command, **_options(arguments))
+                print(painted(lines, sys.stdout), end="")
+                return SAME
+            observed = observe(command, **_options(arguments))
         except ScriptFailed as error:
             print(f"unknown: {error}")
             return NOT_JUDGED
@@ -146,3 +149,20 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json is not None:
             write_json(observed, arguments.json)
     return EXIT_CODE_OF_OUTCOME[observed.outcome]
+
+
+def _options(arguments: argparse.Namespace) -> ObserveOptions:
+    return {
+        "steps": arguments.steps,
+        "from_step": arguments.from_step,
+        "one_process": arguments.one_process,
+        "flat": arguments.flat,
+        "precision": arguments.precision,
+        "dropout": not arguments.no_dropout,
+        "as_cpu": arguments.as_cpu,
+        "in_place": arguments.in_place,
+        "keep": arguments.keep,
+        "deadline": arguments.deadline,
+        "plant": arguments.plant,
+        "export": arguments.export,
+    }

@@ -78,6 +78,7 @@ def _with_faults(verdict: Verdict, faults: tuple[Finding, ...]) -> Verdict:
     first = faults[0]
     says_more = (
         verdict.outcome == "same"
+        or first.cause == SAME_DATA  # then other causes cannot be told apart
         or verdict.cause in (None, "weights_differ_between_ranks")
         or first.cause == verdict.cause
     )

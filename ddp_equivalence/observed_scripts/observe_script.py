@@ -20,6 +20,7 @@ from typing import Unpack
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.observed_scripts.as_case import ObservedStep
+from ddp_equivalence.observed_scripts.export import export
 from ddp_equivalence.observed_scripts.judged_step import judge
 from ddp_equivalence.observed_scripts.looked_at_closer import observations_of_second_run
 from ddp_equivalence.observed_scripts.measured_step import Script, name_of_script
@@ -27,12 +28,15 @@ from ddp_equivalence.observed_scripts.observed import Observed
 from ddp_equivalence.observed_scripts.one_process import in_one_process, processes_in
 from ddp_equivalence.observed_scripts.options import Command, ObserveOptions, Options, words_of
 from ddp_equivalence.observed_scripts.oracle import AT_ONCE, SIDE_BY_SIDE, Arrangement, Oracle
+from ddp_equivalence.observed_scripts.plan import plan_lines
 from ddp_equivalence.observed_scripts.record import Record
 from ddp_equivalence.observed_scripts.recording import Recording, ScriptFailed, working_folder
 from ddp_equivalence.observed_scripts.report import render
 from ddp_equivalence.observed_scripts.step_facts import StepFacts
 from ddp_equivalence.observed_scripts.told import LookAt, Told
 from ddp_equivalence.observed_scripts.working_folder import with_own_scripts
+from ddp_equivalence.report.line import Line
+from ddp_equivalence.report.short.headline import headline_text
 from ddp_equivalence.report.verdict import Verdict
 
 DEVICES_OF_UNKNOWN = 2
@@ -53,23 +57,35 @@ def observe(command: Command, **options: Unpack[ObserveOptions]) -> Observed:
     Raises BadCase for an argument that cannot be right, and ScriptFailed if the command ends before
     it has made the steps to record.
     """
-    chosen, words = Options(**options), words_of(command, "command")
-    if chosen.as_cpu < 0:
-        chosen = replace(chosen, as_cpu=processes_in(words) or DEVICES_OF_UNKNOWN)
-    with _scratch(chosen) as scratch:
-        return _Observation(words, chosen, scratch).observed()
+    with _observation(command, options) as observation:
+        return observation.observed()
+
+
+def plan(command: Command, **options: Unpack[ObserveOptions]) -> tuple[Line, ...]:
+    """Run the command on its ranks only, and say what one process would be given.
+
+    The arguments and errors are those of ``observe``.
+    """
+    with _observation(command, options) as observation:
+        record, float64 = observation.recording.first()
+        alone = observation.in_one_process(record)
+        name = name_of_script(observation.command, record.runs[0]["main"])
+        return tuple(plan_lines(record, name, alone, float64))
 
 
 @contextmanager
-def _scratch(options: Options) -> Iterator[Path]:
-    """A folder for everything that is written, which is deleted unless the user keeps it."""
+def _observation(command: Command, given: ObserveOptions) -> Iterator[_Observation]:
+    """What is done, in a folder that is deleted in the end unless the user keeps it."""
+    options, words = Options(**given), words_of(command, "command")
+    if options.as_cpu < 0:
+        options = replace(options, as_cpu=processes_in(words) or DEVICES_OF_UNKNOWN)
     if options.keep is not None:
         kept = Path(options.keep)
         kept.mkdir(parents=True)
-        yield kept.resolve()
+        yield _Observation(words, options, kept.resolve())
         return
     with tempfile.TemporaryDirectory(prefix="observed-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder).resolve()
+        yield _Observation(words, options, Path(folder).resolve())
 
 
 @dataclass
@@ -80,10 +96,12 @@ class _Observation:
     options: Options
     scratch: Path
 
+    def __post_init__(self) -> None:
+        self.recording = Recording(self.command, self.options, self.scratch)
+
     def observed(self) -> Observed:
         """Do it."""
         started = time.monotonic()
-        self.recording = Recording(self.command, self.options, self.scratch)
         record, self.float64 = self.recording.first()
         self.notes: list[str] = []
         if self.options.dropout and record.ragged_and_drawn():
@@ -92,7 +110,7 @@ class _Observation:
             self.recording = Recording(self.command, self.options, self.scratch)
             record = self.recording.again("without_dropout", float64=self.float64)
         recorded = time.monotonic()
-        alone = self._in_one_process(record)
+        alone = self.in_one_process(record)
         script = self._script(record)
         self.has_explained = False
         verdicts = self._judged(script, record, alone, SIDE_BY_SIDE)
@@ -116,7 +134,8 @@ class _Observation:
             render=render,
         )
 
-    def _in_one_process(self, record: Record) -> tuple[str, ...]:
+    def in_one_process(self, record: Record) -> tuple[str, ...]:
+        """The command that trains in one process. Raises BadCase if it is not known."""
         if record.world_size == 1:
             right = "a command that trains on several ranks; this one trained on one"
             raise BadCase("command", shlex.join(self.command), right)
@@ -184,8 +203,18 @@ class _Observation:
         verdict = judge(script, step, None if self.has_explained else self._look_closer)
         if not self.has_explained:
             verdict.full_report()  # asks the script everything, while it runs
-        self.has_explained |= verdict.outcome == "different"
+        if verdict.outcome == "different" and not self.has_explained:
+            self.has_explained = True
+            self._export(step, verdict)
         return verdict
+
+    def _export(self, step: ObservedStep, verdict: Verdict) -> None:
+        """Write the step to files, if the user wants that."""
+        if self.options.export is None or step.oracle is None:
+            return
+        folder, alone = Path(self.options.export), shlex.join(step.oracle.command)
+        script = export(step, folder, headline_text(verdict), shlex.join(self.command), alone)
+        self.notes.append(f"the step is in {folder}; python {script} compares what it holds")
 
     def _look_closer(self, step: ObservedStep, verdict: Verdict) -> Mapping[int, Observation]:
         return observations_of_second_run(step, verdict, self._run_again)

@@ -32,6 +32,7 @@ class ObserveOptions(TypedDict, total=False):
     keep: Path | str | None
     deadline: float
     plant: str
+    export: Path | str | None
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Options:
     of it that is made of links, or, with ``in_place``, in the folder itself. ``keep``: a new folder
     for what is recorded and printed, which is deleted otherwise. ``deadline``: the seconds that
     recording may take, and each step in one process. ``plant``: the name of a fault that is planted
-    in the ranks, to see whether it is found.
+    in the ranks, to see whether it is found. ``export``: a new folder for the first step that is
+    different, as files that stand alone.
 
     Raises BadCase for a value that cannot be right.
     """
@@ -64,6 +66,7 @@ class Options:
     keep: Path | str | None = None
     deadline: float = 600.0
     plant: str = ""
+    export: Path | str | None = None
 
     def __post_init__(self) -> None:
         if not _is_whole(self.steps) or self.steps < 1:
@@ -78,8 +81,10 @@ class Options:
             raise BadCase("deadline", self.deadline, "a number of seconds above 0")
         if not Path(self.folder).is_dir():
             raise BadCase("folder", str(self.folder), "a folder that exists")
-        if self.keep is not None and Path(self.keep).exists():
-            raise BadCase("keep", str(self.keep), "a path at which nothing is yet")
+        for name in ("keep", "export"):
+            path = getattr(self, name)
+            if path is not None and Path(path).exists():
+                raise BadCase(name, str(path), "a path at which nothing is yet")
         if self.plant:
             _require_plantable(self.plant)
 

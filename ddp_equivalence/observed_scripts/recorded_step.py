@@ -170,7 +170,7 @@ class StepReader:
         """The shapes of the tensors whose names begin with this, by the rest of their names."""
         return {
             key.removeprefix(prefix): tuple(self._file.get_slice(key).get_shape())
-            for key in self._keys
+            for key in sorted(self._keys)
             if key.startswith(prefix)
         }
 

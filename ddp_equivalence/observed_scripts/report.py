@@ -41,6 +41,8 @@ def report_lines(observed: Observed, full: bool = False) -> Iterator[Line]:
         yield from lines_of_a_step(verdict)
     if verdict.outcome != "different" or full:
         yield from _how(observed)
+    elif observed.notes:
+        yield from (line for note in observed.notes for line in labelled("Note: ", note))
     if full:
         for one in observed.verdicts:
             yield Line("")

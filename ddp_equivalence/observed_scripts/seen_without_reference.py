@@ -31,9 +31,9 @@ ADDED_UP = "accumulation_not_divided"
 
 def faults_seen(step: ObservedStep) -> Iterator[Finding]:
     """The causes that were seen happening in this step."""
+    yield from _same_rows(step)
     yield from _nothing_reduced(step)
     yield from _clipped_while_scaled(step)
-    yield from _same_rows(step)
 
 
 def _nothing_reduced(step: ObservedStep) -> Iterator[Finding]:

@@ -89,7 +89,7 @@ class Watch:
         self._process = os.getpid()
         self._hooked: set[int] = set()
         self._of_this_backward: dict[str, Tensor] = {}
-        self._last_state = torch.get_rng_state()
+        self._last_state: Tensor | None = None
         self._loader_numbers: dict[int, int] = {}
         self._loaders: list[Any] = []
         self._scale_of_backward = 1.0
@@ -170,9 +170,9 @@ class Watch:
 
         ``by_the_script``: False if a loader may have drawn them.
         """
-        state = torch.get_rng_state()
-        self.now.draws |= by_the_script and not torch.equal(state, self._last_state)
-        self._last_state = state
+        before, self._last_state = self._last_state, torch.get_rng_state()
+        if before is not None and by_the_script:  # initial weights were drawn before that
+            self.now.draws |= not torch.equal(before, self._last_state)
 
     def before_backward(self, roots: Sequence[Tensor]) -> None:
         """A backward pass begins."""
