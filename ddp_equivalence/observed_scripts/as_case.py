@@ -108,7 +108,11 @@ def as_case(step: ObservedStep, kind: Kind, layout: str) -> Case:
     order = tuple(weights)
 
     def build() -> nn.Module:
-        return _model(weights)
+        model = _model(weights)
+        if step.record.step(0, step.number).batch_norm:  # a hypothesis asks whether there is one
+            norm = nn.BatchNorm1d(1, affine=False, track_running_stats=False)
+            model.add_module("batch norm of the script", norm)
+        return model
 
     def batch(generator: torch.Generator) -> dict[str, Tensor]:
         return {ROWS: torch.arange(len(step.rows))}

@@ -69,7 +69,8 @@ class RecordedStep:
     called. ``ahead``: how many batches the script had fetched and not used. ``stepped_at``: the
     line that called the optimizer, and ``backward_at`` those that called backward. ``autocast``:
     the dtypes of the autocast regions in which a module was called. ``planted``: how often a
-    planted fault had fired until then; None if none was planted.
+    planted fault had fired until then; None if none was planted. ``batch_norm``: a trained module
+    that was called normalises by the statistics of its batch.
     """
 
     number: int
@@ -89,6 +90,7 @@ class RecordedStep:
     backward_at: tuple[Place, ...] = ()
     autocast: tuple[str, ...] = ()
     planted: int | None = None
+    batch_norm: bool = False
 
     def to_json(self) -> str:
         """As text."""

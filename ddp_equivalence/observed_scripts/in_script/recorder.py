@@ -240,6 +240,7 @@ class Recorder(Watch):
             stepped_at=seen.stepped_at,
             backward_at=tuple(seen.backward_at),
             autocast=tuple(sorted(seen.autocast)),
+            batch_norm=seen.batch_norm,
             planted=None if self.planted is None else self.planted.fired,
         )
         write_step(self._folder, step, tensors, lists)

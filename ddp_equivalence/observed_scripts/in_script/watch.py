@@ -65,6 +65,7 @@ class StepInProgress:
     unnamed: int = 0
     stepped_at: Place = field(default_factory=Place)
     autocast: set[str] = field(default_factory=set)
+    batch_norm: bool = False
 
 
 class Watch:
@@ -150,6 +151,7 @@ class Watch:
             backwards, place = len(self.now.losses), place_of_caller()
             self.now.calls.append(SeenCall(name, backwards, rows.count, place))
             self.now.call_rows.append(rows)
+            self.now.batch_norm |= any(map(_is_batch_norm, module.modules()))
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):
                     dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
@@ -251,6 +253,12 @@ class Watch:
         value = whole(gradient)
         before = self._of_this_backward.get(name)
         self._of_this_backward[name] = value if before is None else before + value
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    """True for one that normalises by the rows of this process alone."""
+    kind = nn.modules.batchnorm._BatchNorm
+    return isinstance(module, kind) and module.training and not isinstance(module, nn.SyncBatchNorm)
 
 
 def whole(tensor: Tensor) -> Tensor:
