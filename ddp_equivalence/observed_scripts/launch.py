@@ -41,14 +41,14 @@ class Running:
 
     def __init__(self, command: Sequence[str], told: Told, at: Path, log: Path) -> None:
         self.command, self.log = tuple(command), log
-        settings = log.with_suffix(".told.json")
-        told.write(settings)
+        self._settings = log.with_suffix(".told.json")
+        told.write(self._settings)
         self._output = log.open("wb")
         try:
             self._process = subprocess.Popen(
                 self.command,
                 cwd=at,
-                env=_environment(settings),
+                env=_environment(self._settings),
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
@@ -70,17 +70,15 @@ class Running:
 
     def end(self) -> None:
         """End the command and everything that it started."""
-        try:
-            processes = psutil.Process(self._process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            processes = []
-        processes += _of_session(self._process.pid)
-        for process in (*processes, self._process):
+        processes = _told_by(self._settings)
+        for process in processes:
             try:
                 process.kill()
-            except (psutil.NoSuchProcess, ProcessLookupError):
+            except psutil.NoSuchProcess:
                 continue
         psutil.wait_procs(processes, timeout=5)
+        if self._process.poll() is None:  # such as a program that clears its environment
+            self._process.kill()
         self._process.wait()
 
 
@@ -103,14 +101,16 @@ def last_words(printed: str) -> str:
     return "\n".join(lines[-LAST_LINES:])
 
 
-def _of_session(session: int) -> list[psutil.Process]:
-    """The processes of a session whose leader may have ended already."""
+def _told_by(settings: Path) -> list[psutil.Process]:
+    """The processes with these settings in their environment: launchers start new sessions, and
+    their children may outlive them.
+    """
     found = []
     for process in psutil.process_iter():
         try:
-            if os.getsid(process.pid) == session and process.pid != session:
+            if process.environ().get(VARIABLE) == str(settings):
                 found.append(process)
-        except (ProcessLookupError, psutil.Error):
+        except psutil.Error:
             continue
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,6 +103,7 @@ class _Observation:
     def observed(self) -> Observed:
         """Do it."""
         started = time.monotonic()
+        show("the ranks train")
         record, self.float64 = self.recording.first()
         self.notes: list[str] = []
         if self.options.dropout and record.ragged_and_drawn():
@@ -110,6 +112,7 @@ class _Observation:
             self.recording = Recording(self.command, self.options, self.scratch)
             record = self.recording.again("without_dropout", float64=self.float64)
         recorded = time.monotonic()
+        show("one process trains")
         alone = self.in_one_process(record)
         script = self._script(record)
         self.has_explained = False
@@ -222,12 +225,19 @@ class _Observation:
     def _run_again(self, look_at: LookAt, number: int) -> Record | None:
         """A record of one step that is watched closely; None if the script does not get so far."""
         first = self.options.from_step + number
+        show("the ranks train again, and are watched")
         try:
             return self.recording.again(
                 "closer", first_step=first, steps=1, look_at=look_at, float64=self.float64
             )
         except ScriptFailed:
             return None
+
+
+def show(what: str) -> None:
+    """Say what is going on, to a person at a terminal."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(f"observing: {what}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _steps(record: Record, oracle: Oracle | None) -> Iterator[ObservedStep]:

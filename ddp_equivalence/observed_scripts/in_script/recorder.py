@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,23 @@ from ddp_equivalence.observed_scripts.recorded_step import (
 from ddp_equivalence.observed_scripts.rows import Rows, rows_of
 from ddp_equivalence.observed_scripts.told import Told
 
+MOST_AHEAD = 64
+"""So many batches of a loader are kept before the model was called with one of them."""
+
 MOST = 4
 """At most so many times the steps that are wanted are recorded, where batches are read rarely."""
 
 WAIT_FOR_OTHERS = 120.0
 """Seconds that a rank which is done waits for the others: they may still need it."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A batch of a loader. ``digests``: of its tensors. ``generator``: its state afterwards."""
+
+    rows: Rows
+    digests: frozenset[str]
+    generator: Tensor
 
 
 class Recorder(Watch):
@@ -45,7 +57,7 @@ class Recorder(Watch):
         self.float64 = told.float64
         self._written = 0
         self._complete: StepInProgress | None = None
-        self._fetched: dict[int, list[tuple[Rows, list[str], Tensor]]] = {}
+        self._fetched: dict[int, list[Fetched | None]] = {}
         self._used: dict[int, int] = {}
         self._training: set[int] = set()
         self._fetched_since_call: list[int] = []
@@ -81,6 +93,8 @@ class Recorder(Watch):
         if self._earlier_steps >= self._told.first_step:
             self._written += 1
         self._earlier_steps += 1
+        for loader, number in self._batches_of_step:
+            self._fetched[loader][number] = None  # it has been written
         self._batches_of_step = []
         self._matched = False
         self.now = StepInProgress()
@@ -145,9 +159,16 @@ class Recorder(Watch):
             kept = replace(rows, tensors={path: whole(t) for path, t in rows.tensors.items()})
             digests = [digest(tensor) for tensor in kept.tensors.values() if tensor.ndim]
             state = torch.get_rng_state()
-            self._fetched.setdefault(number, []).append((kept, digests, state))
+            self._remember(number, Fetched(kept, frozenset(digests), state))
             self._fetched_since_call.append(number)
             yield batch
+
+    def _remember(self, loader: int, fetched: Fetched) -> None:
+        """Keep a batch until the model has been called with it, or many others have come."""
+        batches = self._fetched.setdefault(loader, [])
+        batches.append(fetched)
+        if len(batches) > MOST_AHEAD and loader not in self._training:
+            batches[-1 - MOST_AHEAD] = None  # such as one of an evaluation
 
     def fed(self, name: str, arguments: Any, named: Any) -> tuple[Any, Any]:
         """Note which batches the module is called with; look closer, if that is wanted."""
@@ -157,7 +178,8 @@ class Recorder(Watch):
         given = {digest(one) for one in rows_of((arguments, named)).tensors.values() if one.ndim}
         for loader, batches in self._fetched.items():
             for number in range(self._used.get(loader, 0), len(batches)):
-                if given.intersection(batches[number][1]):
+                batch = batches[number]
+                if batch is not None and given.intersection(batch.digests):
                     self._training.add(loader)
                     self._use(loader, number + 1)
                     self._matched = True
@@ -193,6 +215,9 @@ class Recorder(Watch):
     def _write(self, seen: StepInProgress) -> None:
         if not self._matched:
             for loader in self._training:
+                first = self._used.get(loader, 0)
+                known = [one is not None for one in self._fetched[loader][first:]]
+                self._used[loader] = first + (known.index(True) if True in known else len(known))
                 self._use(loader, len(self._fetched[loader]))
         tensors: dict[str, Tensor] = {}
         lists: dict[str, Any] = {}
@@ -213,10 +238,11 @@ class Recorder(Watch):
                 tensors |= {f"own_of_{number}/{name}": own for name, own in of_pass.items()}
         counts = []
         for place, (loader, number) in enumerate(self._batches_of_step):
-            rows, _, generator = self._fetched[loader][number]
-            counts.append(rows.count)
-            _add(tensors, lists, f"batch/{place}", rows)
-            tensors[Event("batch", number=place).name(0)] = generator
+            fetched = self._fetched[loader][number]
+            assert fetched is not None
+            counts.append(fetched.rows.count)
+            _add(tensors, lists, f"batch/{place}", fetched.rows)
+            tensors[Event("batch", number=place).name(0)] = fetched.generator
         for number, rows in enumerate(seen.call_rows):
             _add(tensors, lists, f"call/{number}", rows)
         tensors |= seen.generators
