@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch.nn import functional
 DROPOUTS = (
     *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
 )
+
+DROPOUT_P = 4
+"""The place of the probability among the arguments of scaled_dot_product_attention."""
 
 
 def drop_nothing() -> None:
@@ -25,15 +29,13 @@ def drop_nothing() -> None:
         setattr(functional, name, dropout)
     attention: Any = functional.scaled_dot_product_attention
 
-    def without_dropout(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        **named: Any,
-    ) -> Any:
-        return attention(query, key, value, attn_mask, 0.0, **named)
+    @functools.wraps(attention)
+    def without_dropout(*arguments: Any, **named: Any) -> Any:
+        if "dropout_p" in named:
+            named["dropout_p"] = 0.0
+        if len(arguments) > DROPOUT_P:
+            arguments = (*arguments[:DROPOUT_P], 0.0, *arguments[DROPOUT_P + 1 :])
+        return attention(*arguments, **named)
 
     of_torch: Any = torch
     of_functional: Any = functional

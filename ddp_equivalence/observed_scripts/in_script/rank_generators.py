@@ -67,6 +67,16 @@ class Source:
         return self.count if self.rows is None else len(self.rows)
 
 
+def _empty(tensor: Tensor, rows: int) -> Tensor:
+    """A tensor of so many rows whose dimensions lie in memory as those of the other tensor do:
+    random numbers are drawn in the order of the memory.
+    """
+    order = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), dim))
+    shape = (rows, *tensor.shape[1:])
+    empty = tensor.new_empty([shape[dim] for dim in order])
+    return empty.permute([order.index(dim) for dim in range(tensor.ndim)])
+
+
 def _drops(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
     """True if an attention drops something."""
     names = [argument.name for argument in func._schema.arguments]
@@ -128,9 +138,7 @@ class RankGenerators(TorchDispatchMode):
             if not each:
                 return None
             parts = [
-                func(
-                    args[0].new_empty((source.count * each, *args[0].shape[1:])), *args[1:], **draw
-                )
+                func(_empty(args[0], source.count * each), *args[1:], **draw)
                 for source, draw in self._with_generators(named)
             ]
             args[0].copy_(self._joined(parts, each))

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from ddp_equivalence.observed_scripts.in_script.names import ModuleNames, named_tensors
+from ddp_equivalence.observed_scripts.in_script.no_dropout import DROPOUTS, drop_nothing
 from ddp_equivalence.observed_scripts.in_script.rank_generators import RankGenerators, Source
 from ddp_equivalence.observed_scripts.query import Piece, Query
 from ddp_equivalence.observed_scripts.record import Row, pieces_of
@@ -95,3 +96,35 @@ def test_modules_of_one_class_are_told_apart_by_their_first_call() -> None:
     assert names.learn_parameters("Linear") == []
     assert names.of_parameter(first.weight) == "Linear:weight"
     assert names.of_parameter(second.weight) is None
+
+
+def test_dropout_of_a_tensor_that_is_transposed_in_memory_is_drawn_in_that_order() -> None:
+    def drop(rows: int) -> torch.Tensor:
+        return nn.functional.dropout(torch.ones(4, rows, 3).transpose(0, 1), 0.5)
+
+    states, masks = zip(*(drawn_by(seed, lambda: drop(2)) for seed in (5, 6)), strict=True)
+    generators = RankGenerators()
+    generators.use([Source(state, 2, None) for state in states], draws=True)
+    try:
+        assert torch.equal(drop(4), torch.cat(masks))
+    finally:
+        generators.forget()
+        generators.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def test_without_dropout_attention_drops_nothing_wherever_its_probability_stands() -> None:
+    attention = nn.functional.scaled_dot_product_attention
+    kept = {name: getattr(nn.functional, name) for name in (*DROPOUTS, attention.__name__)}
+    of_torch = torch.dropout
+    query = torch.randn(2, 3, 4)
+    expected = attention(query, query, query)
+    try:
+        drop_nothing()
+        found = nn.functional.scaled_dot_product_attention
+        assert torch.equal(found(query, query, query, None, 0.9, False), expected)
+        assert torch.equal(found(query, query, query, dropout_p=0.9), expected)
+        assert torch.equal(nn.Dropout(0.9)(query), query)
+    finally:
+        for name, function in kept.items():
+            setattr(nn.functional, name, function)
+        torch.dropout = of_torch
