@@ -24,6 +24,11 @@ class AnalysisOfScript(Analysis):
         super().__init__(request, expected)
         self.kind = kind
 
+    @property
+    def order_matters(self) -> bool:
+        """True if the script computes another gradient for its rows in another order."""
+        return self._expected.rounding.order_matters
+
     @cached_property
     def draws(self) -> ReferenceDraws | None:
         """None: the script itself draws for its big batch what the ranks drew."""

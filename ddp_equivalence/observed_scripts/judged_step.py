@@ -146,7 +146,7 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
         findings = (*added, *(replace(one, accepted=False) for one in findings))
     best = findings[0] if findings else None
     if best is None or not best.accepted:
-        why = _unfaithful(step)
+        why = _unfaithful(step) or _draws_otherwise(step, analysis)
         if why is not None:
             return unknown(verdict, why)
     return replace(
@@ -181,6 +181,24 @@ def _unfaithful(step: ObservedStep) -> Unknown | None:
         "one process does not compute again what a rank computed from the same rows alone (losses: "
         f"{'; '.join(losses)}). Either the script computes something else on several ranks, or it "
         "depends on something that is in no weight, buffer, batch or random generator of torch",
+    )
+
+
+def _draws_otherwise(step: ObservedStep, analysis: AnalysisOfScript) -> Unknown | None:
+    """Why a difference may lie in the random numbers: one process may not draw for each row what
+    its rank drew. Then another order of the rows gives it another gradient.
+    """
+    oracle, ranks = step.oracle, range(step.record.world_size)
+    if oracle is None or not any(step.record.step(r, step.number).draws for r in ranks):
+        return None
+    if not (oracle.missed or analysis.order_matters):
+        return None
+    missed = ", ".join(oracle.missed)
+    return Unknown(
+        UnknownBecause.CANNOT_REPLAY,
+        "one process cannot draw for each row the random numbers that its rank drew"
+        + (f" ({missed})" if missed else ": the ranks' rows in another order give another gradient")
+        + ". Turn off what is random, such as drop path; --no-dropout turns off torch's dropout",
     )
 
 

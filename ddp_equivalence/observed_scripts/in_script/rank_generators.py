@@ -6,7 +6,8 @@ part is drawn by a generator in the state that its rank's was in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,8 @@ def _empty(tensor: Tensor, rows: int) -> Tensor:
     """A tensor of so many rows whose dimensions lie in memory as those of the other tensor do:
     random numbers are drawn in the order of the memory.
     """
-    order = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), dim))
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim))
     shape = (rows, *tensor.shape[1:])
     empty = tensor.new_empty([shape[dim] for dim in order])
     return empty.permute([order.index(dim) for dim in range(tensor.ndim)])
@@ -111,6 +113,15 @@ class RankGenerators(TorchDispatchMode):
         if not self._on:
             self._on = True
             self.__enter__()  # type: ignore[no-untyped-call]  # until the process ends
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Draw as usual inside the block, in which a loader makes a batch that is not used."""
+        sources, self._sources = self._sources, []
+        try:
+            yield
+        finally:
+            self._sources = sources
 
     def forget(self) -> None:
         """Draw as usual from now on."""

@@ -111,13 +111,17 @@ class Replayer(Watch):
     def batches_of(self, loader: Any, iterator: Any) -> Iterator[Any]:
         """The rows of one query after the other, in the containers of the loader's own batches."""
         number = self.number_of(loader)
-        for native in iterator:
-            self.goes_on()
+        native, ended = None, False
+        while True:
+            with self._generators.off():
+                try:
+                    native = native if ended else next(iterator)
+                except StopIteration:
+                    ended = True
+            if ended and (native is None or not self._is_fed(number)):
+                return
+            self.goes_on()  # the script goes on reading as long as there are questions
             yield self._batch(number, native)
-        if self._is_fed(number):
-            while True:  # the script goes on reading as long as there are questions
-                self.goes_on()
-                yield self._batch(number, native)
 
     def _is_fed(self, loader: int) -> bool:
         if self._told.feed != "loader":

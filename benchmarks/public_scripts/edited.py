@@ -1,0 +1,82 @@
+"""Breaks public training scripts by the edits in edits.toml, and observes each of them.
+
+    python benchmarks/public_scripts/edited.py DIR [--only NAME ...]
+
+DIR is the folder that fetch.py and prepare.py have filled; it stays as it is. An edit must be found
+different, or unknown with a reason; "same" is a miss. An edit that is wrong in one process in the
+same way (``shared``) may be the same. Exit code 0: none is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shutil
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def _runner() -> Any:
+    """The module that observes a script, which lies beside this file."""
+    spec = importlib.util.spec_from_file_location("public_scripts", HERE / "__main__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["public_scripts"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def broken(edit: dict[str, Any], folder: Path, copies: Path) -> None:
+    """Copy the script's folder, and make the edit in the copy.
+
+    Raises ValueError unless the text to replace occurs once.
+    """
+    copy = copies / edit["script"]
+    shutil.copytree(folder / edit["script"], copy, symlinks=True)
+    path = copy / edit["file"]
+    text = path.read_text()
+    if text.count(edit["old"]) != 1:
+        raise ValueError(f"{edit['name']}: the text occurs {text.count(edit['old'])} times")
+    path.write_text(text.replace(edit["old"], edit["new"]))
+
+
+def main() -> int:
+    """Observe every edit, and print what was found beside what is at fault."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="where fetch.py has put the scripts")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these edits")
+    parser.add_argument("--reports", action="store_true", help="print every report")
+    arguments = parser.parse_args()
+    edits = tomllib.loads((HERE / "edits.toml").read_text())["edit"]
+    scripts = tomllib.loads((HERE / "scripts.toml").read_text())["script"]
+    by_name = {script["name"]: script for script in scripts}
+    if arguments.only:
+        edits = [one for one in edits if one["name"] in arguments.only]
+    runner = _runner()
+    missed = lines = 0
+    for edit in edits:
+        with tempfile.TemporaryDirectory() as copies:
+            broken(edit, arguments.folder, Path(copies))
+            found = runner.observe(by_name[edit["script"]], Path(copies))
+            line = found.line
+        is_missed = found.outcome in ("same", "none") and not edit.get("shared", False)
+        missed += is_missed
+        shown = edit["fault_line"].strip() in line
+        lines += shown
+        cause = f" [{found.cause}]" if found.cause else ""
+        end = "MISSED" if is_missed else ("line shown" if shown else f"line: {line or 'none'}")
+        print(f"{edit['name']}: {found.outcome}{cause}, {found.seconds:.0f} s, {end}", flush=True)
+        if arguments.reports or is_missed:
+            print(found.report, flush=True)
+    print(f"{len(edits) - missed} of {len(edits)} not missed, {lines} lines shown")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
