@@ -26,6 +26,8 @@ ONE_OF = {
     "gpu_rehearsal": 12,
     "package": 4,
     "package/diagnosis": 8,
+    "package/observed_scripts": 1,
+    "package/observed_scripts/test_observed_scripts.py": 5,
     "package/ranks": 8,
     "package/report": 6,
 }

@@ -85,7 +85,7 @@ def _watch_modules(watch: Watch) -> None:
             result = (call if by_all is watched else by_all)(self, *arguments, **named)
         finally:
             _inside.module = False
-        watch.note_draws()
+        watch.after_call()
         return result
 
     nn.Module.__call__ = watched  # type: ignore[method-assign]

@@ -87,11 +87,15 @@ def _drops(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
 
 
 class RankGenerators(TorchDispatchMode):
-    """``missed``: how often each operation drew numbers of its own, because it draws no rows."""
+    """``missed``: how often each operation drew numbers of its own, because it draws no rows.
+
+    ``counts``: whether that is counted now.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.missed: dict[str, int] = {}
+        self.counts = True
         self._sources: list[tuple[Source, torch.Generator]] = []
         self._on = False
 
@@ -140,7 +144,8 @@ class RankGenerators(TorchDispatchMode):
         drawn = self._drawn(func, args, named)
         if drawn is not None:
             return drawn
-        self.missed[str(func)] = self.missed.get(str(func), 0) + 1
+        if self.counts:
+            self.missed[str(func)] = self.missed.get(str(func), 0) + 1
         return func(*args, **named)
 
     def _drawn(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:

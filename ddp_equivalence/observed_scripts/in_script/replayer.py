@@ -194,6 +194,11 @@ class Replayer(Watch):
         given = put_into(self._cast(joined(parts)), (arguments, named))
         return given[0], given[1]
 
+    def after_call(self) -> None:
+        """What is drawn between two calls makes the rows, where these are not those of a loader."""
+        super().after_call()
+        self._generators.counts = self._told.feed == "loader"
+
     def _cast(self, rows: Rows) -> Rows:
         if not self.float64:
             return rows
@@ -208,6 +213,7 @@ class Replayer(Watch):
             return
         pieces = query.micro_batches[event.passes % len(query.micro_batches)]
         sources = [self._source(one, number, event.name(one.micro_batch)) for one in pieces]
+        self._generators.counts = True
         self._generators.use(sources, draws=True)
 
     def _source(self, piece: Piece, step: int, event: str) -> Source:

@@ -160,6 +160,10 @@ class Watch:
         self.draws_like_the_record(self._event("call" if trained else "other call"))
         return arguments, named
 
+    def after_call(self) -> None:
+        """The call has returned."""
+        self.note_draws()
+
     def _event(self, kind: str) -> Event:
         """The next event of a kind since the last backward pass."""
         passes = len(self.now.losses)
