@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from ddp_equivalence.observed_scripts.told import VARIABLE, Told
+from ddp_equivalence.observed_scripts.told import STARTED_BY, VARIABLE, Told
 
 STARTUP = Path(__file__).parent / "startup"
 PACKAGE = Path(__file__).parents[2]
@@ -124,4 +124,5 @@ def _environment(settings: Path) -> dict[str, str]:
         environment.setdefault(name, value)
     environment["PYTHONUNBUFFERED"] = "1"
     environment[VARIABLE] = str(settings)
+    environment[STARTED_BY] = str(os.getpid())
     return environment

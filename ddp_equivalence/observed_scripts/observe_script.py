@@ -230,7 +230,9 @@ class _Observation:
             return self.recording.again(
                 "closer", first_step=first, steps=1, look_at=look_at, float64=self.float64
             )
-        except ScriptFailed:
+        except ScriptFailed as error:
+            why = str(error).splitlines()
+            self.notes.append(f"the ranks could not be watched a second time: {why[0]}")
             return None
 
 

@@ -11,6 +11,9 @@ from typing import Literal
 VARIABLE = "DDP_EQUIVALENCE_OBSERVE"
 """The environment variable that names the file with ``Told``."""
 
+STARTED_BY = "DDP_EQUIVALENCE_STARTED_BY"
+"""The environment variable with the id of the process that judges."""
+
 Role = Literal["record", "replay"]
 Feed = Literal["loader", "calls"]
 

@@ -4,10 +4,12 @@ The folder stands first in PYTHONPATH. Once torch has been imported, the package
 until then nothing is imported. A ``sitecustomize`` of the user's own is run as well.
 """
 
+import ctypes
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import signal
 import sys
 from typing import Any
 
@@ -50,6 +52,14 @@ def _run_the_users_own() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+def _end_with_the_judge() -> None:
+    """The launcher gets SIGTERM when the process that judges ends, and ends its ranks then."""
+    if os.environ.get("DDP_EQUIVALENCE_STARTED_BY") == str(os.getppid()):
+        pr_set_pdeathsig = 1  # an option of prctl(2)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))
+
+
 if os.environ.get("DDP_EQUIVALENCE_OBSERVE"):
+    _end_with_the_judge()
     sys.meta_path.insert(0, _BeginAfterTorch())
 _run_the_users_own()

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ddp_equivalence import BadCase, observe
@@ -13,6 +19,7 @@ from ddp_equivalence.observed_scripts.launch import last_words
 from ddp_equivalence.observed_scripts.one_process import in_one_process, processes_in
 from ddp_equivalence.observed_scripts.options import Options
 from ddp_equivalence.observed_scripts.recording import ScriptFailed
+from ddp_equivalence.observed_scripts.told import VARIABLE
 from ddp_equivalence.observed_scripts.working_folder import copy_of_links, with_own_scripts
 
 
@@ -134,3 +141,37 @@ def test_a_script_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n")
     with pytest.raises(ScriptFailed, match=r"did not make 3 steps of an optimizer within 0\.5 s"):
         observe("python train.py", folder=tmp_path, deadline=0.5, precision="own")
+
+
+def test_no_process_outlives_the_command_that_observes(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)\n"
+    )
+    kept = tmp_path / "kept"
+    command = ["observe", "--keep", str(kept), "--", sys.executable, "train.py", "--nprocs", "2"]
+    observing = subprocess.Popen([sys.executable, "-m", "ddp_equivalence", *command], cwd=tmp_path)
+    try:
+        assert became(lambda: bool(list(kept.rglob("begun"))))
+        script = next(one for one in processes_of(kept))
+    finally:
+        observing.terminate()
+        observing.wait()
+    assert became(lambda: not script.is_running() or script.status() == psutil.STATUS_ZOMBIE)
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """The processes of a script whose record lies in the folder."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(VARIABLE, "").startswith(str(folder)):
+                found.append(process)
+    return found
+
+
+def became(true: Callable[[], bool]) -> bool:
+    """Whether it is true, or becomes true within a minute."""
+    end = time.monotonic() + 60
+    while not true() and time.monotonic() < end:
+        time.sleep(0.05)
+    return true()
