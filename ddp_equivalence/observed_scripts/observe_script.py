@@ -115,7 +115,7 @@ class _Observation:
         show("one process trains")
         alone = self.in_one_process(record)
         script = self._script(record)
-        self.has_explained = False
+        self.has_explained = self.has_looked_closer = False
         verdicts = self._judged(script, record, alone, SIDE_BY_SIDE)
         if self.options.flat is not None and all(one.outcome == "same" for one in verdicts):
             alone = words_of(self.options.flat, "flat")
@@ -220,6 +220,9 @@ class _Observation:
         self.notes.append(f"the step is in {folder}; python {script} compares what it holds")
 
     def _look_closer(self, step: ObservedStep, verdict: Verdict) -> Mapping[int, Observation]:
+        if self.has_looked_closer:
+            return {}  # once is enough: the steps of a script are made by the same lines
+        self.has_looked_closer = True
         return observations_of_second_run(step, verdict, self._run_again)
 
     def _run_again(self, look_at: LookAt, number: int) -> Record | None:
