@@ -16,6 +16,7 @@ from ddp_equivalence.measurement.declared_rows import DeclaredRows
 from ddp_equivalence.measurement.further_calls import Lines
 from ddp_equivalence.measurement.observation import RowsRead
 from ddp_equivalence.measurement.observer import Observer
+from ddp_equivalence.observed_scripts.in_script.real_files import with_real_files
 from ddp_equivalence.observed_scripts.told import LookAt
 
 FILE = "observation.pickle"
@@ -63,7 +64,7 @@ class CloserLook:
         assert self._observer is not None
         self._open.close()
         found = self._observer.found({(0, name): one for name, one in gradients.items()}, None)
-        (folder / FILE).write_bytes(pickle.dumps(found))
+        (folder / FILE).write_bytes(pickle.dumps(with_real_files(found)))
 
 
 class _RowsOfCalls:

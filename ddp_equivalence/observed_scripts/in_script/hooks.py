@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, get_worker_info
 
 from ddp_equivalence.measurement.code_lines import lines_of
+from ddp_equivalence.observed_scripts.in_script.real_files import real_file
 from ddp_equivalence.observed_scripts.recorded_step import Place
 from ddp_equivalence.ranks.torch_frames import counts_as_torch
 
@@ -32,7 +33,7 @@ def place_of_caller() -> Place:
     """The innermost line of the user's own code that is running."""
     innermost, users = lines_of(sys._getframe(1))
     line = users or innermost
-    return Place() if line is None else Place(line.file, line.number, line.function)
+    return Place() if line is None else Place(real_file(line.file), line.number, line.function)
 
 
 def install(watch: Watch) -> None:

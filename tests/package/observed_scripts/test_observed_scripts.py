@@ -158,3 +158,19 @@ WRITER = """def write(net):
 
 
 """
+
+
+def test_lines_of_a_module_that_is_run_by_its_name_are_those_of_the_users_file(
+    tmp_path: Path,
+) -> None:
+    package = tmp_path / "own"
+    package.mkdir()
+    for name in ("start.py", "classifier.py"):
+        shutil.copy(SCRIPTS / name, package)
+    script = package / "classifier.py"
+    script.write_text(script.read_text().replace("import start", "from own import start"))
+    command = (sys.executable, "-m", "own.classifier", "times", "--nprocs", "2")
+    found = observe(command, folder=tmp_path, steps=1)
+    line = line_to_look_at(found.verdict)
+    assert line is not None
+    assert (line.file, found.cause) == (str(script.resolve()), "sum_not_mean")
