@@ -67,7 +67,6 @@ class Oracle:
         self._answered_since_start = 0
         self.arrangement = arrangement
         self.missed: dict[str, int] = {}
-        self.seconds: list[float] = []
 
     def close(self) -> None:
         """End the script. What it has answered stays known."""
@@ -98,6 +97,7 @@ class Oracle:
             found = tuple(len(step.losses) for step in answer.steps)
             wanted = self._wanted(group, len(micro_batches))
             if found == wanted:
+                self._require_rows(group, rows, answer)
                 self.missed |= answer.missed
                 return answer
             if not self._other_arrangement(found, group):
@@ -106,6 +106,20 @@ class Oracle:
             f"the script ran backward {_times(sum(found))} in one process, and "
             f"{_times(sum(wanted))} were expected"
         )
+
+    def _require_rows(self, group: tuple[int, ...], rows: Sequence[Row], answer: Answer) -> None:
+        """Raises CannotReplay if all rows were asked for, and the model was called with others."""
+        if sorted(map(repr, rows)) != sorted(map(repr, self._record.rows(group))):
+            return
+        for number, step in zip(group, answer.steps, strict=True):
+            ranks = range(self._record.world_size)
+            calls = [call for r in ranks for call in self._record.step(r, number).calls]
+            wanted, found = sum(call.count for call in calls), sum(step.counts)
+            if wanted != found:
+                raise CannotReplay(
+                    f"the script called its model with {found} rows in one process, and with "
+                    f"{wanted} on all ranks together: it does not take the rows that it is given"
+                )
 
     def _wanted(self, group: tuple[int, ...], micro_batches: int) -> tuple[int, ...]:
         """The backward passes that each step of a group should have."""
@@ -189,7 +203,6 @@ class Oracle:
                 answer = Answer.from_json(json.loads(text))
                 self._answered_since_start += 1
                 if answer.number == query.number:
-                    self.seconds.append(time.monotonic() - started)
                     return answer
 
     def _line(self, started: float) -> str | None:

@@ -71,6 +71,8 @@ class AnswerOfStep:
     """``number``: of the recorded step. ``file``: with the gradients: those before clipping below
     ``before_clip/``, and those that the optimizer was given below ``held/``. ``losses``: where
     each backward pass began. ``without_gradient``: parameters of the optimizer that had none.
+    ``unnamed``: how many of its parameters are in no module that was called. ``counts``: the rows
+    that each call of a trained module was given.
     """
 
     number: int

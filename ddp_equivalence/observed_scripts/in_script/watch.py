@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,17 +86,12 @@ class Watch:
         self.planted: PlantedFault | None = None
         self.wrapped: list[tuple[Any, Lines]] = []
         self.no_sync_at: Lines | None = None
-        self._process = os.getpid()
         self._hooked: set[int] = set()
         self._of_this_backward: dict[str, Tensor] = {}
         self._last_state: Tensor | None = None
         self._loader_numbers: dict[int, int] = {}
         self._loaders: list[Any] = []
         self._scale_of_backward = 1.0
-        os.register_at_fork(after_in_child=self._forked)
-
-    def _forked(self) -> None:
-        self._process = os.getpid()  # a rank may be forked; a loader's worker knows itself as one
 
     def is_on(self) -> bool:
         """False in a process that loads data."""

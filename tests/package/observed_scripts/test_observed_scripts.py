@@ -91,6 +91,12 @@ def test_a_gradient_that_is_zero_shows_nothing() -> None:
         found.assert_equivalent()
 
 
+def test_a_script_that_does_not_take_the_rows_that_it_is_given_shows_nothing() -> None:
+    found = observed("adversarial.py", "fixed")
+    assert found.verdict.unknown_because is UnknownBecause.CANNOT_REPLAY
+    assert "with 16 rows in one process, and with 24 on all ranks" in found.verdict.reason
+
+
 def test_a_planted_fault_is_found_in_a_script() -> None:
     found = observed("classifier.py", plant="sum_not_mean", steps=1)
     assert (found.outcome, found.cause) == ("different", "sum_not_mean")
