@@ -29,7 +29,7 @@ def _of_rank(
 ) -> Observation:
     reader = step.record.reader(rank, step.number)
     recorded = reader.step
-    weights = digest(dict(reader.below("weights/")))
+    weights = repr(sorted(recorded.weights.items()))
     forwards: list[Forward] = []
     backwards: list[Backward] = []
     calls: list[Call] = []

@@ -198,8 +198,12 @@ class Recorder(Watch):
         self._closer_look.begin(module, wrapped, self.no_sync_at)
 
     def enters(self, name: str, module: nn.Module) -> None:
-        """Keep what the module holds."""
-        self.now.states[name] = {inner: whole(one) for inner, one in named_tensors(module)}
+        """Keep what the module holds; the other ranks keep digests, to tell whether it is equal."""
+        for inner, tensor in named_tensors(module):
+            value = whole(tensor)
+            self.now.weights[f"{name}:{inner}"] = digest(value)
+            if _rank() == 0:
+                self.now.states[f"{name}:{inner}"] = value
 
     def draws_like_the_record(self, event: Event) -> None:
         """Keep the state of the generator."""
@@ -221,11 +225,7 @@ class Recorder(Watch):
                 self._use(loader, len(self._fetched[loader]))
         tensors: dict[str, Tensor] = {}
         lists: dict[str, Any] = {}
-        weights = {}
-        for module, state in seen.states.items():
-            for name, tensor in state.items():
-                weights[f"{module}:{name}"] = digest(tensor)
-                tensors[f"weights/{module}:{name}"] = tensor
+        tensors |= {f"weights/{name}": tensor for name, tensor in seen.states.items()}
         missing = [name for name, gradient in seen.held.items() if gradient is None]
         for kind, gradients in (
             ("held", seen.held),
@@ -258,7 +258,7 @@ class Recorder(Watch):
             calls=tuple(seen.calls),
             clips=tuple(seen.clips),
             scale=self.loss_scale,
-            weights=weights,
+            weights=seen.weights,
             draws=seen.draws,
             without_gradient=tuple(missing),
             unnamed=seen.unnamed,

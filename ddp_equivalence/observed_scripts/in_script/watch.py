@@ -41,9 +41,10 @@ class StepInProgress:
     """What has happened since the last step of an optimizer.
 
     ``own``: this process's own gradients, before any reduction, without a loss scale, summed over
-    the backward passes; ``own_of_each``: the same of each backward pass. ``states``: the tensors of
-    every module at its first call. ``call_rows``: what each of ``calls`` was given. ``generators``:
-    states of torch's generator, by the event before which they were taken.
+    the backward passes; ``own_of_each``: the same of each backward pass. ``call_rows``: what each
+    of ``calls`` was given. ``weights``: digests of the tensors of every module at its first call;
+    ``states``: the tensors, on rank 0. ``generators``: states of torch's generator, by the event
+    before which they were taken.
     """
 
     own: dict[str, Tensor] = field(default_factory=dict)
@@ -53,7 +54,8 @@ class StepInProgress:
     call_rows: list[Rows] = field(default_factory=list)
     events: Counter[tuple[str, int]] = field(default_factory=Counter)
     clips: list[SeenClip] = field(default_factory=list)
-    states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    weights: dict[str, str] = field(default_factory=dict)
+    states: dict[str, Tensor] = field(default_factory=dict)
     entered: set[str] = field(default_factory=set)
     generators: dict[str, Tensor] = field(default_factory=dict)
     before_clip: dict[str, Tensor | None] | None = None
