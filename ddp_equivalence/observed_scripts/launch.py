@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.observed_scripts.told import STARTED_BY, VARIABLE, Told
 
 STARTUP = Path(__file__).parent / "startup"
@@ -54,6 +56,9 @@ class Running:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        except OSError as error:
+            right = f"a command that can be started; {error.strerror}: {self.command[0]}"
+            raise BadCase("command", " ".join(self.command), right) from error
         finally:
             self._output.close()
         self.started = time.monotonic()
@@ -122,6 +127,9 @@ def _environment(settings: Path) -> dict[str, str]:
     environment.setdefault("OMP_NUM_THREADS", "1")
     for name, value in OFFLINE.items():
         environment.setdefault(name, value)
+    # python and torchrun are those of this environment, whether or not it has been activated.
+    own = os.path.dirname(sys.executable)
+    environment["PATH"] = os.pathsep.join((own, environment.get("PATH", os.defpath)))
     environment["PYTHONUNBUFFERED"] = "1"
     environment[VARIABLE] = str(settings)
     environment[STARTED_BY] = str(os.getpid())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -129,6 +130,20 @@ def test_an_option_that_cannot_be_right_is_refused(field: str, value: object, ri
 def test_a_command_that_is_none_is_refused(command: str) -> None:
     with pytest.raises(BadCase, match="command"):
         observe(command)
+
+
+def test_a_command_that_cannot_be_started_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadCase, match=r"command = 'torchrum train\.py': .*No such file"):
+        observe("torchrum train.py", folder=tmp_path)
+
+
+def test_python_is_that_of_the_environment_of_this_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("import sys\nraise SystemExit(sys.prefix)\n")
+    monkeypatch.setenv("PATH", os.defpath)
+    with pytest.raises(ScriptFailed, match=re.escape(sys.prefix)):
+        observe("python train.py --nprocs 2", folder=tmp_path, precision="own")
 
 
 def test_a_script_that_makes_no_step_says_what_it_printed(tmp_path: Path) -> None:
