@@ -62,6 +62,8 @@ class RecordedStep:
 
     ``losses``: the value at which each backward pass began, without a loss scale. ``batches``: the
     (loader, number) of each batch that was read, in order, and ``batch_counts`` the rows of each.
+    Loaders have numbers in the order in which they were first trained with; ``loaders``: for each,
+    its number among all over which this process iterated, of which some are for evaluation.
     ``calls``, ``clips``: as they happened. ``scale``: the loss scale of the last backward pass.
     ``weights``: a digest of every weight and buffer at its module's first call. ``draws``: random
     numbers were drawn by the script. ``without_gradient``: the parameters of the optimizer that had
@@ -91,6 +93,7 @@ class RecordedStep:
     autocast: tuple[str, ...] = ()
     planted: int | None = None
     batch_norm: bool = False
+    loaders: tuple[int, ...] = ()
 
     def to_json(self) -> str:
         """As text."""
@@ -100,7 +103,14 @@ class RecordedStep:
     def from_json(cls, text: str) -> RecordedStep:
         """What ``to_json`` wrote."""
         raw: dict[str, Any] = json.loads(text)
-        for name in ("optimizers", "losses", "batch_counts", "without_gradient", "autocast"):
+        for name in (
+            "optimizers",
+            "losses",
+            "batch_counts",
+            "without_gradient",
+            "autocast",
+            "loaders",
+        ):
             raw[name] = tuple(raw[name])
         raw["batches"] = tuple((loader, number) for loader, number in raw["batches"])
         raw["calls"] = tuple(

@@ -114,9 +114,13 @@ class RankGenerators(TorchDispatchMode):
             assert source.state is not None
             generator.set_state(source.state)
             self._sources.append((source, generator))
+        self.begin()
+
+    def begin(self) -> None:
+        """Be told of every operation from now on, until the process ends."""
         if not self._on:
             self._on = True
-            self.__enter__()  # type: ignore[no-untyped-call]  # until the process ends
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_equivalence.observed_scripts.in_script.closer_look import CloserLook
+from ddp_equivalence.observed_scripts.in_script.fetched import FetchedBatches, digest
 from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors, unwrapped
 from ddp_equivalence.observed_scripts.in_script.watch import Event, StepInProgress, Watch, whole
@@ -29,23 +29,11 @@ from ddp_equivalence.observed_scripts.recorded_step import (
 from ddp_equivalence.observed_scripts.rows import Rows, rows_of
 from ddp_equivalence.observed_scripts.told import Told
 
-MOST_AHEAD = 64
-"""So many batches of a loader are kept before the model was called with one of them."""
-
 MOST = 4
 """At most so many times the steps that are wanted are recorded, where batches are read rarely."""
 
 WAIT_FOR_OTHERS = 120.0
 """Seconds that a rank which is done waits for the others: they may still need it."""
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """A batch of a loader. ``digests``: of its tensors. ``generator``: its state afterwards."""
-
-    rows: Rows
-    digests: frozenset[str]
-    generator: Tensor
 
 
 class Recorder(Watch):
@@ -57,12 +45,7 @@ class Recorder(Watch):
         self.float64 = told.float64
         self._written = 0
         self._complete: StepInProgress | None = None
-        self._fetched: dict[int, list[Fetched | None]] = {}
-        self._used: dict[int, int] = {}
-        self._training: set[int] = set()
-        self._fetched_since_call: list[int] = []
-        self._batches_of_step: list[tuple[int, int]] = []
-        self._matched = False
+        self._fetched = FetchedBatches()
         self._earlier_steps = 0
         self._closer_look: CloserLook | None = None
 
@@ -93,10 +76,7 @@ class Recorder(Watch):
         if self._earlier_steps >= self._told.first_step:
             self._written += 1
         self._earlier_steps += 1
-        for loader, number in self._batches_of_step:
-            self._fetched[loader][number] = None  # it has been written
-        self._batches_of_step = []
-        self._matched = False
+        self._fetched.step_begins()
         self.now = StepInProgress()
         self.now.generators[Event("start").name(0)] = torch.get_rng_state()
         self._finish_if_done()
@@ -106,14 +86,15 @@ class Recorder(Watch):
 
         Steps that follow without another batch belong to the last one that is wanted.
         """
-        enough = self._written >= self._told.steps
-        if enough and (fetching or not self._training or self._written >= MOST * self._told.steps):
+        reads_once = not fetching and self._fetched.training
+        wanted = self._told.steps * (MOST if reads_once else 1)
+        if self._written >= wanted:
             self.finish()
 
     def step_was_skipped(self) -> None:
         """Forget what was computed for it."""
         super().step_was_skipped()
-        self._batches_of_step = []
+        self._fetched.step_was_skipped()
 
     def finish(self) -> None:
         """End this process, when every rank has come so far."""
@@ -146,6 +127,7 @@ class Recorder(Watch):
         number = self.number_of(loader)
         while True:
             self.note_draws()
+            self._fetched.reads_on(number)
             try:
                 batch = next(iterator)
             except StopIteration:
@@ -157,34 +139,18 @@ class Recorder(Watch):
             self._finish_if_done(fetching=True)
             rows = rows_of(batch)
             kept = replace(rows, tensors={path: whole(t) for path, t in rows.tensors.items()})
-            digests = [digest(tensor) for tensor in kept.tensors.values() if tensor.ndim]
-            state = torch.get_rng_state()
-            self._remember(number, Fetched(kept, frozenset(digests), state))
-            self._fetched_since_call.append(number)
+            self._fetched.add(number, kept)
             yield batch
-
-    def _remember(self, loader: int, fetched: Fetched) -> None:
-        """Keep a batch until the model has been called with it, or many others have come."""
-        batches = self._fetched.setdefault(loader, [])
-        batches.append(fetched)
-        if len(batches) > MOST_AHEAD and loader not in self._training:
-            batches[-1 - MOST_AHEAD] = None  # such as one of an evaluation
 
     def fed(self, name: str, arguments: Any, named: Any) -> tuple[Any, Any]:
         """Note which batches the module is called with; look closer, if that is wanted."""
         self._look_closer(name)
-        fetched, self._fetched_since_call = set(self._fetched_since_call), []
-        self._training |= fetched
-        given = {digest(one) for one in rows_of((arguments, named)).tensors.values() if one.ndim}
-        for loader, batches in self._fetched.items():
-            for number in range(self._used.get(loader, 0), len(batches)):
-                batch = batches[number]
-                if batch is not None and given.intersection(batch.digests):
-                    self._training.add(loader)
-                    self._use(loader, number + 1)
-                    self._matched = True
-                    break
+        self._fetched.trained_with((arguments, named))
         return arguments, named
+
+    def not_trained(self, arguments: Any, named: Any) -> None:
+        """Such as in an evaluation."""
+        self._fetched.evaluated_with((arguments, named))
 
     def _look_closer(self, name: str) -> None:
         look_at = self._told.look_at
@@ -209,20 +175,10 @@ class Recorder(Watch):
         """Keep the state of the generator."""
         self.now.generators[event.name(event.passes)] = torch.get_rng_state()
 
-    def _use(self, loader: int, until: int) -> None:
-        for number in range(self._used.get(loader, 0), until):
-            self._batches_of_step.append((loader, number))
-        self._used[loader] = max(until, self._used.get(loader, 0))
-
     # --- writing
 
     def _write(self, seen: StepInProgress) -> None:
-        if not self._matched:
-            for loader in self._training:
-                first = self._used.get(loader, 0)
-                known = [one is not None for one in self._fetched[loader][first:]]
-                self._used[loader] = first + (known.index(True) if True in known else len(known))
-                self._use(loader, len(self._fetched[loader]))
+        self._fetched.step_ends()
         tensors: dict[str, Tensor] = {}
         lists: dict[str, Any] = {}
         tensors |= {f"weights/{name}": tensor for name, tensor in seen.states.items()}
@@ -237,23 +193,19 @@ class Recorder(Watch):
             for number, of_pass in enumerate(seen.own_of_each):
                 tensors |= {f"own_of_{number}/{name}": own for name, own in of_pass.items()}
         counts = []
-        for place, (loader, number) in enumerate(self._batches_of_step):
-            fetched = self._fetched[loader][number]
-            assert fetched is not None
+        for place, fetched in enumerate(self._fetched.batches_of_step()):
             counts.append(fetched.rows.count)
             _add(tensors, lists, f"batch/{place}", fetched.rows)
             tensors[Event("batch", number=place).name(0)] = fetched.generator
         for number, rows in enumerate(seen.call_rows):
             _add(tensors, lists, f"call/{number}", rows)
         tensors |= seen.generators
-        ahead = sum(
-            len(self._fetched[loader]) - self._used.get(loader, 0) for loader in self._training
-        )
         step = RecordedStep(
             number=self._written,
             optimizers=tuple(seen.optimizers),
             losses=tuple(seen.losses),
-            batches=tuple(self._batches_of_step),
+            batches=self._fetched.used,
+            loaders=self._fetched.loaders,
             batch_counts=tuple(counts),
             calls=tuple(seen.calls),
             clips=tuple(seen.clips),
@@ -262,7 +214,7 @@ class Recorder(Watch):
             draws=seen.draws,
             without_gradient=tuple(missing),
             unnamed=seen.unnamed,
-            ahead=ahead,
+            ahead=self._fetched.ahead,
             stepped_at=seen.stepped_at,
             backward_at=tuple(seen.backward_at),
             autocast=tuple(sorted(seen.autocast)),
@@ -275,15 +227,6 @@ class Recorder(Watch):
 def _add(tensors: dict[str, Tensor], lists: dict[str, Any], prefix: str, rows: Rows) -> None:
     tensors |= {f"{prefix}/{path}": whole(tensor) for path, tensor in rows.tensors.items()}
     lists[f"{prefix}/"] = {"count": rows.count, "lists": dict(rows.lists)}
-
-
-def digest(tensor: Tensor) -> str:
-    """A digest of a tensor's values, whatever its shape."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    if flat.layout is not torch.strided or flat.is_quantized:
-        return ""
-    kind = str(flat.dtype).encode()
-    return hashlib.blake2b(kind + flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:32]
 
 
 def _rank() -> int:

@@ -10,12 +10,14 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import count
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from ddp_equivalence.comparison.low_precision import NudgedInside
 from ddp_equivalence.comparison.nudges import nudge_each
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors
 from ddp_equivalence.observed_scripts.in_script.rank_generators import RankGenerators, Source
@@ -40,6 +42,7 @@ class Replayer(Watch):
         self._answers: list[AnswerOfStep] = []
         self._complete = False
         self._generators = RankGenerators()
+        self._nudged_inside: NudgedInside | None = None
 
     # --- queries
 
@@ -69,6 +72,9 @@ class Replayer(Watch):
         wanted = len(self._reader(query.ranks[0], number).step.optimizers)
         if len(self.now.optimizers) < wanted:
             return
+        if self._nudged_inside is not None:
+            self._nudged_inside.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._nudged_inside = None
         at = self._line.folder / f"{query.number}-{number}.safetensors"
         self._answers.append(AnswerOfStep.of(self.now, number, at))
         self._complete = True
@@ -94,6 +100,10 @@ class Replayer(Watch):
     def enters(self, name: str, module: nn.Module) -> None:
         """Put the recorded weights and buffers in place."""
         query, number = self._now
+        if query.nudge and self.float64 and self._nudged_inside is None:
+            self._generators.begin()  # which stays, so it must be the outer one
+            self._nudged_inside = NudgedInside(query.nudge)
+            self._nudged_inside.__enter__()  # type: ignore[no-untyped-call]
         record = self._reader(query.weights_of, number)
         module_parameters = dict(named_tensors(module))
         for inner, tensor in module_parameters.items():
@@ -126,18 +136,20 @@ class Replayer(Watch):
     def _is_fed(self, loader: int) -> bool:
         if self._told.feed != "loader":
             return False
-        return any(
-            loader == fed
-            for number in range(self._told.steps)
-            for fed, _ in self._first_steps(number).batches
-        )
+        return loader in self._loaders_of_training
 
-    @lru_cache(maxsize=8)  # noqa: B019
-    def _first_steps(self, number: int) -> Any:
-        try:
-            return self._reader(0, number).step
-        except FileNotFoundError:
-            return self._reader(0, 0).step
+    @cached_property
+    def _loaders_of_training(self) -> tuple[int, ...]:
+        """The loaders that the ranks trained with, by the numbers that they have on rank 0. This
+        process iterates over the same ones.
+        """
+        known: tuple[int, ...] = ()
+        for number in count():
+            try:
+                known = self._reader(0, number).step.loaders
+            except FileNotFoundError:
+                return known
+        raise AssertionError("a record has an end")
 
     def _batch(self, loader: int, native: Any) -> Any:
         if not self._is_fed(loader):
@@ -166,11 +178,12 @@ class Replayer(Watch):
 
     def _recorded_batches(self, piece: Piece, query: Query, loader: int) -> list[tuple[int, int]]:
         """The (step, place) of every batch that a rank read from a loader in a query's steps."""
+        wanted = self._loaders_of_training.index(loader)
         return [
             (number, place)
             for number in query.steps
             for place, (one, _) in enumerate(self._reader(piece.rank, number).step.batches)
-            if one == loader
+            if one == wanted
         ]
 
     def fed(self, name: str, arguments: Any, named: Any) -> tuple[Any, Any]:

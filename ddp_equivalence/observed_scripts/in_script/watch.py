@@ -111,6 +111,9 @@ class Watch:
         """A module is called that is trained: the arguments to call it with."""
         return arguments, named
 
+    def not_trained(self, arguments: Any, named: Any) -> None:
+        """A module is called without being trained, such as in an evaluation."""
+
     def draws_like_the_record(self, event: Event) -> None:
         """Something happens before which the state of the random generator matters."""
 
@@ -152,6 +155,8 @@ class Watch:
                 if torch.is_autocast_enabled(device):
                     dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
                     self.now.autocast.add(dtype)
+        else:
+            self.not_trained(arguments, named)
         self.note_draws()
         self.draws_like_the_record(self._event("call" if trained else "other call"))
         return arguments, named

@@ -75,6 +75,18 @@ def test_a_broken_script_is_different_and_its_line_is_named(
         found.assert_equivalent()
 
 
+def test_an_evaluation_of_the_same_rows_on_one_rank_is_not_taken_for_training() -> None:
+    """Its loader is then the first on rank 0, and the other ranks do not have it."""
+    found = observed("classifier.py", "evaluates", steps=2)
+    assert [verdict.outcome for verdict in found.verdicts] == ["same", "same"]
+
+
+@pytest.mark.parametrize(("word", "outcome"), [("", "same"), ("times", "different")])
+def test_a_layer_that_computes_in_float32_has_the_limit_of_float32(word: str, outcome: str) -> None:
+    found = observed("classifier.py", "standardised", word, steps=1)
+    assert found.outcome == outcome
+
+
 def test_the_optimizer_that_steps_second_is_judged_by_itself() -> None:
     found = observed("adversarial.py", "double")
     outcomes = [verdict.outcome for verdict in found.verdicts]

@@ -9,9 +9,27 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
+class Standardised(nn.Linear):
+    """Computes in float32, whatever dtype it is given, as some normalisations do."""
+
+    def forward(self, inputs):
+        weight = self.weight.float()
+        weight = (weight - weight.mean()) / weight.std()
+        return nn.functional.linear(inputs, weight.to(inputs.dtype), self.bias)
+
+
+def evaluate(net, loader):
+    net.eval()
+    with torch.no_grad():
+        for inputs, _ in loader:
+            net(inputs)
+    net.train()
+
+
 def train(options):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4))
+    last = Standardised if "standardised" in options else nn.Linear
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), last(16, 4))
     model = net if "unwrapped" in options else DistributedDataParallel(net)
     torch.manual_seed(1)
     data = TensorDataset(torch.randn(96, 8), torch.randint(0, 4, (96,)))
@@ -20,6 +38,8 @@ def train(options):
         sampler = DistributedSampler(data, num_replicas=2, rank=0)
     loader = DataLoader(data, batch_size=6, sampler=sampler)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    if "evaluates" in options and dist.get_rank() == 0:
+        evaluate(net, DataLoader(data, batch_size=6, sampler=sampler))
     torch.manual_seed(dist.get_rank())
     for inputs, labels in loader:
         optimizer.zero_grad()

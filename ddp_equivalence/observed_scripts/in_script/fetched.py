@@ -1,0 +1,150 @@
+"""The batches that a rank's loaders have yielded, until a model has been trained with them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.observed_scripts.rows import Rows, rows_of
+
+MOST_AHEAD = 64
+"""So many batches of a loader are kept before the model was trained with one of them."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A batch of a loader. ``digests``: of its tensors. ``generator``: its state afterwards."""
+
+    rows: Rows
+    digests: frozenset[str]
+    generator: Tensor
+
+
+class FetchedBatches:
+    """``training``: the loaders that are trained with. ``of_step``: the (loader, number) of each
+    batch of the step in progress, in order. A loader has the number that its process gave it.
+    """
+
+    def __init__(self) -> None:
+        self.training: set[int] = set()
+        self.of_step: list[tuple[int, int]] = []
+        self._batches: dict[int, list[Fetched | None]] = {}
+        self._used: dict[int, int] = {}
+        self._since_call: list[int] = []
+        self._evaluated: dict[int, int] = {}
+        self._in_order_of_training: list[int] = []
+        self._matched = False
+
+    # --- what happens
+
+    def reads_on(self, loader: int) -> None:
+        """The loader is asked for another batch: what was only evaluated is forgotten."""
+        if loader in self._evaluated:
+            self._batches[loader][self._evaluated.pop(loader)] = None
+
+    def add(self, loader: int, rows: Rows) -> None:
+        """Keep a batch until the model has been trained with it, or many others have come."""
+        digests = frozenset(digest(tensor) for tensor in rows.tensors.values() if tensor.ndim)
+        batches = self._batches.setdefault(loader, [])
+        batches.append(Fetched(rows, digests, torch.get_rng_state()))
+        if len(batches) > MOST_AHEAD and loader not in self.training:
+            batches[-1 - MOST_AHEAD] = None  # such as one of an evaluation
+        self._since_call.append(loader)
+
+    def trained_with(self, arguments: Any) -> None:
+        """A module is trained with these arguments: note which batches they are of."""
+        since, self._since_call = set(self._since_call), []
+        matched = self._matching(arguments)
+        for loader, number in matched.items():
+            self._use(loader, number + 1)
+            self._evaluated.pop(loader, None)  # such as by a teacher
+            self._matched = True
+        self.training |= set(matched) or since
+
+    def evaluated_with(self, arguments: Any) -> None:
+        """A module is called without being trained: its batch does not make a training loader."""
+        if self._batches:
+            self._evaluated |= self._matching(arguments)
+            self._since_call = [one for one in self._since_call if one not in self._evaluated]
+
+    def step_begins(self) -> None:
+        """The last step has been written."""
+        for loader, number in self.of_step:
+            self._batches[loader][number] = None
+        self.step_was_skipped()
+        self._matched = False
+
+    def step_was_skipped(self) -> None:
+        """Forget which batches the step in progress has used."""
+        self.of_step = []
+
+    # --- what is asked
+
+    def step_ends(self) -> None:
+        """Where no batch was recognised in a call, the step used all that were fetched."""
+        if not self._matched:
+            for loader in self.training:
+                self._use(loader, len(self._batches[loader]))
+
+    @property
+    def used(self) -> tuple[tuple[int, int], ...]:
+        """As ``of_step``, with the loaders numbered in the order of ``loaders``."""
+        numbers = {loader: number for number, loader in enumerate(self._in_order_of_training)}
+        return tuple((numbers[loader], number) for loader, number in self.of_step)
+
+    @property
+    def loaders(self) -> tuple[int, ...]:
+        """Those that were trained with, in the order in which they first were."""
+        return tuple(self._in_order_of_training)
+
+    def batches_of_step(self) -> Sequence[Fetched]:
+        """The batches of the step in progress."""
+        found = [self._batches[loader][number] for loader, number in self.of_step]
+        return [one for one in found if one is not None]
+
+    @property
+    def ahead(self) -> int:
+        """How many batches were fetched and not used."""
+        return sum(len(self._batches[one]) - self._used.get(one, 0) for one in self.training)
+
+    # --- matching
+
+    def _matching(self, arguments: Any) -> dict[int, int]:
+        """The first unused batch of each loader that has a tensor among these arguments.
+
+        Two loaders may yield the same rows, as where a script also evaluates on its training data:
+        the one is meant that was used before, or else that was read first.
+        """
+        given = {digest(one) for one in rows_of(arguments).tensors.values() if one.ndim}
+        found: dict[int, int] = {}
+        for loader in sorted(self._batches, key=lambda one: (one not in self._used, one)):
+            batches = self._batches[loader]
+            for number in range(self._used.get(loader, 0), len(batches)):
+                batch = batches[number]
+                if batch is not None and given.intersection(batch.digests):
+                    given -= batch.digests
+                    found[loader] = number
+                    break
+        return found
+
+    def _use(self, loader: int, until: int) -> None:
+        for number in range(self._used.get(loader, 0), until):
+            if self._batches[loader][number] is not None:
+                self.of_step.append((loader, number))
+                if loader not in self._in_order_of_training:
+                    self._in_order_of_training.append(loader)
+        self._used[loader] = max(until, self._used.get(loader, 0))
+
+
+def digest(tensor: Tensor) -> str:
+    """A digest of a tensor's values, whatever its shape."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    if flat.layout is not torch.strided or flat.is_quantized:
+        return ""
+    kind = str(flat.dtype).encode()
+    return hashlib.blake2b(kind + flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:32]
