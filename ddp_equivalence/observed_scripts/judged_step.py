@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis import vacuity
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.time_left import TimeLeft
@@ -19,7 +17,6 @@ from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
 from ddp_equivalence.observed_scripts.as_case import (
     BEFORE_CLIP,
     HELD,
-    OWN,
     Kind,
     ObservedStep,
     as_case,
@@ -30,8 +27,14 @@ from ddp_equivalence.observed_scripts.measured_step import (
     measured,
     request_of,
 )
+from ddp_equivalence.observed_scripts.not_comparable import (
+    against_an_idle_plant,
+    against_the_names,
+    draws_otherwise,
+    reads_otherwise,
+    unfaithful,
+)
 from ddp_equivalence.observed_scripts.observations import observations
-from ddp_equivalence.observed_scripts.oracle import CannotReplay
 from ddp_equivalence.observed_scripts.rounding_of_script import ExpectedOfScript
 from ddp_equivalence.observed_scripts.seen_without_reference import (
     SAME_DATA,
@@ -47,18 +50,13 @@ from ddp_equivalence.report.verdict import Verdict
 LookCloser = Callable[[ObservedStep, Verdict], Mapping[int, Observation]]
 """Rank -> what is seen of it when it runs again and is watched; empty if it cannot be."""
 
-FAITHFUL = 1e-6
-"""A rank's own gradient is that of its rows, up to a factor, if no more than this is left over. In
-a lower precision this many times as much may be: """
-FAITHFUL_IN_LOW_PRECISION = 0.05
-
 
 def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) -> Verdict:
     """The verdict on one step: of the gradients before clipping, then of those that are stepped
     with. ``look_closer``: used if something differs; None if differences are not explained.
     """
-    verdict = _compared(script, step, BEFORE_CLIP)
-    if (why := _against_an_idle_plant(step)) is not None:
+    verdict = _with_draws_in_blocks(script, step, _compared(script, step, BEFORE_CLIP))
+    if (why := against_an_idle_plant(step)) is not None:
         return unknown(verdict, why)
     faults = tuple(faults_seen(step))
     records = [step.record.step(rank, step.number) for rank in range(step.record.world_size)]
@@ -69,6 +67,30 @@ def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) ->
     if verdict.outcome == "different" and look_closer is not None:
         verdict = _explained(step, verdict, look_closer)
     return _with_faults(verdict, faults)
+
+
+def _with_draws_in_blocks(script: Script, step: ObservedStep, verdict: Verdict) -> Verdict:
+    """The verdict, where what one process draws for the rows lies as the script really has it.
+
+    It does not, if another order of the rows gives another gradient. Then it is tried in blocks.
+    """
+    oracle, ranks = step.oracle, range(step.record.world_size)
+    draws = any(step.record.step(rank, step.number).draws for rank in ranks)
+    if oracle is None or oracle.in_blocks or not draws or not _order_matters(verdict):
+        return verdict
+    oracle.in_blocks = True
+    other = _compared(script, step, BEFORE_CLIP)
+    if other.outcome == "unknown" or _order_matters(other):
+        oracle.in_blocks = False
+        return verdict
+    return other
+
+
+def _order_matters(verdict: Verdict) -> bool:
+    analysis = verdict.analysis
+    return isinstance(analysis, AnalysisOfScript) and (
+        verdict.outcome == "different" and analysis.order_matters
+    )
 
 
 def _with_faults(verdict: Verdict, faults: tuple[Finding, ...]) -> Verdict:
@@ -106,7 +128,7 @@ def _compared(script: Script, step: ObservedStep, kind: Kind) -> Verdict:
         render=render,
         render_full=render_full,
     )
-    if (why := _against_the_names(step)) is not None:
+    if (why := against_the_names(step)) is not None:
         return unknown(verdict, why)
     try:
         reference = big_batch(case)
@@ -135,6 +157,8 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
     """The difference with its cause, if one of the known explanations fits."""
     analysis = verdict.analysis
     assert isinstance(analysis, AnalysisOfScript)
+    if (why := reads_otherwise(step)) is not None:
+        return unknown(verdict, why)
     seen = look_closer(step, verdict)
     if not seen:
         ranks = range(step.record.world_size)
@@ -146,7 +170,7 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
         findings = (*added, *(replace(one, accepted=False) for one in findings))
     best = findings[0] if findings else None
     if best is None or not best.accepted:
-        why = _unfaithful(step) or _draws_otherwise(step, analysis)
+        why = unfaithful(step) or draws_otherwise(step, analysis)
         if why is not None:
             return unknown(verdict, why)
     return replace(
@@ -157,95 +181,6 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
     )
 
 
-def _unfaithful(step: ObservedStep) -> Unknown | None:
-    """Why a difference may lie in the replay: on no rank do its rows alone give, in one process,
-    the loss or a multiple of the gradient that the rank itself computed.
-    """
-    losses = []
-    for rank, rows in enumerate(step.rows_by_rank):
-        own = step.gradients(rank, OWN)
-        try:
-            alone = step.answer(rows)
-        except CannotReplay:
-            return None
-        found = {step.short(name): one for name, one in alone.gradients(BEFORE_CLIP).items()}
-        recorded = step.record.step(rank, step.number)
-        loss, of_rank = sum(alone.losses), sum(recorded.losses)
-        in_float64 = all(one.dtype is torch.float64 for one in found.values() if one is not None)
-        most = FAITHFUL if in_float64 else FAITHFUL_IN_LOW_PRECISION
-        if abs(loss - of_rank) <= most * abs(of_rank) or _left_over(own, found) <= most:
-            return None
-        losses.append(f"{text_of(of_rank, '.6g')} on rank {rank}, {text_of(loss, '.6g')} alone")
-    return Unknown(
-        UnknownBecause.CANNOT_REPLAY,
-        "one process does not compute again what a rank computed from the same rows alone (losses: "
-        f"{'; '.join(losses)}). Either the script computes something else on several ranks, or it "
-        "depends on something that is in no weight, buffer, batch or random generator of torch",
-    )
-
-
-def _draws_otherwise(step: ObservedStep, analysis: AnalysisOfScript) -> Unknown | None:
-    """Why a difference may lie in the random numbers: one process may not draw for each row what
-    its rank drew. Then another order of the rows gives it another gradient.
-    """
-    oracle, ranks = step.oracle, range(step.record.world_size)
-    if oracle is None or not any(step.record.step(r, step.number).draws for r in ranks):
-        return None
-    if not (oracle.missed or analysis.order_matters):
-        return None
-    missed = ", ".join(oracle.missed)
-    return Unknown(
-        UnknownBecause.CANNOT_REPLAY,
-        "one process cannot draw for each row the random numbers that its rank drew"
-        + (f" ({missed})" if missed else ": the ranks' rows in another order give another gradient")
-        + ". Turn off what is random, such as drop path; --no-dropout turns off torch's dropout",
-    )
-
-
-def _left_over(own: Mapping[str, Tensor | None], alone: Mapping[str, Tensor | None]) -> float:
-    """What no multiple of ``alone`` explains of ``own``, relative to ``own``; 1 without any."""
-    pairs = [
-        (one.double().reshape(-1), other.double().reshape(-1))
-        for name, one in own.items()
-        if one is not None and (other := alone.get(name)) is not None
-    ]
-    if not pairs:
-        return 1.0
-    product = sum(float(one @ other) for one, other in pairs)
-    squares = sum(float(other @ other) for _, other in pairs)
-    norm = sum(float(one @ one) for one, _ in pairs)
-    if not norm or not squares:
-        return 1.0
-    factor = product / squares
-    left = sum(float((one - factor * other).square().sum()) for one, other in pairs)
-    return float((left / norm) ** 0.5)
-
-
-def _against_an_idle_plant(step: ObservedStep) -> Unknown | None:
-    """Nothing is shown if a planted fault never did its damage."""
-    ranks = range(step.record.world_size)
-    fired = [step.record.step(rank, step.number).planted for rank in ranks]
-    if any(count is None or count > 0 for count in fired):
-        return None
-    return Unknown(
-        UnknownBecause.PLANTED_FAULT_NEVER_FIRED,
-        "a fault was planted, but the script never reached the place where it does its damage",
-    )
-
-
 def _subject(script: Script, step: ObservedStep) -> str:
     optimizers = " + ".join(step.record.step(0, step.number).optimizers)
     return f"{script.name}, step {step.number + 1} of {script.steps} ({optimizers})"
-
-
-def _against_the_names(step: ObservedStep) -> Unknown | None:
-    """Nothing can be compared if the optimizer's parameters are in no module that was called."""
-    recorded = step.record.step(0, step.number)
-    if recorded.unnamed and not step.weights():
-        return Unknown(
-            UnknownBecause.NOTHING_TO_COMPARE,
-            f"no parameter of the optimizer ({', '.join(recorded.optimizers)}) is one of a module "
-            "that the script calls, as with ZeRO and with FSDP of the first version: their "
-            "gradients are not seen",
-        )
-    return None

@@ -39,7 +39,7 @@ class Oracle:
     """``command``: trains in one process. ``at``: the folder to run it in.
     ``log``: the file for what it prints. ``record``: of the ranks. ``told``: what its
     processes are told. ``deadline``: the seconds that one answer may take. ``arrangement``: the one
-    to begin with.
+    to begin with. ``in_blocks``: as in ``Query``, may be changed.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Oracle:
         self._answered_since_start = 0
         self.arrangement = arrangement
         self.missed: dict[str, int] = {}
+        self.in_blocks = False
 
     def close(self) -> None:
         """End the script. What it has answered stays known."""
@@ -81,7 +82,7 @@ class Oracle:
 
         ``nudge``: as in ``Query``. Raises CannotReplay.
         """
-        key = (group, tuple(rows), nudge)
+        key = (group, tuple(rows), nudge, self.in_blocks)
         if key not in self._answers:
             self._answers[key] = self._computed(group, rows, nudge)
         return self._answers[key]
@@ -92,7 +93,7 @@ class Oracle:
         for _ in range(3):
             micro_batches = self._arranged(group, rows)
             self._number += 1
-            query = Query(self._number, group, micro_batches, nudge=nudge)
+            query = Query(self._number, group, micro_batches, nudge=nudge, in_blocks=self.in_blocks)
             answer = self._ask(query)
             found = tuple(len(step.losses) for step in answer.steps)
             wanted = self._wanted(group, len(micro_batches))

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ddp_equivalence.observed_scripts.recorded_step import digests_of_micro_batches
+
 if TYPE_CHECKING:
-    from ddp_equivalence.observed_scripts.in_script.watch import StepInProgress
+    from ddp_equivalence.observed_scripts.in_script.step_in_progress import StepInProgress
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Query:
     after the other on what was read once. ``micro_batches``: for each micro-batch, the pieces whose
     rows are joined. ``weights_of``: the rank whose weights and buffers are put in place. ``nudge``:
     the number of the pattern by which weights are moved one eps up or down; 0 for none.
+    ``in_blocks``: how random numbers lie, see ``RankGenerators.use``.
     """
 
     number: int
@@ -36,6 +39,7 @@ class Query:
     micro_batches: tuple[tuple[Piece, ...], ...]
     weights_of: int = 0
     nudge: int = 0
+    in_blocks: bool = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -62,7 +66,12 @@ class Query:
             for pieces in raw["micro_batches"]
         )
         return cls(
-            raw["number"], tuple(raw["steps"]), micro_batches, raw["weights_of"], raw["nudge"]
+            raw["number"],
+            tuple(raw["steps"]),
+            micro_batches,
+            raw["weights_of"],
+            raw["nudge"],
+            raw["in_blocks"],
         )
 
 
@@ -72,7 +81,8 @@ class AnswerOfStep:
     ``before_clip/``, and those that the optimizer was given below ``held/``. ``losses``: where
     each backward pass began. ``without_gradient``: parameters of the optimizer that had none.
     ``unnamed``: how many of its parameters are in no module that was called. ``counts``: the rows
-    that each call of a trained module was given.
+    that each call of a trained module was given. ``read``: for each micro-batch, digests of the
+    tensors of its first call.
     """
 
     number: int
@@ -81,6 +91,7 @@ class AnswerOfStep:
     without_gradient: tuple[str, ...]
     unnamed: int = 0
     counts: tuple[int, ...] = ()
+    read: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def of(cls, seen: StepInProgress, number: int, file: Path) -> AnswerOfStep:
@@ -97,7 +108,8 @@ class AnswerOfStep:
         save_file({name: g.contiguous() for name, g in tensors.items()}, file)
         missing = tuple(name for name, g in seen.held.items() if g is None)
         counts = tuple(call.count for call in seen.calls)
-        return cls(number, str(file), tuple(seen.losses), missing, seen.unnamed, counts)
+        read = digests_of_micro_batches(seen.calls, seen.call_rows)
+        return cls(number, str(file), tuple(seen.losses), missing, seen.unnamed, counts, read)
 
     def gradients(self, kind: str) -> dict[str, Tensor | None]:
         """The gradients by name; None for a parameter without one."""
@@ -137,6 +149,7 @@ class Answer:
                 tuple(one["without_gradient"]),
                 one["unnamed"],
                 tuple(one["counts"]),
+                tuple(map(tuple, one["read"])),
             )
             for one in raw["steps"]
         )

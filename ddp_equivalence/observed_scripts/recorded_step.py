@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.observed_scripts.rows import Rows
 
 
@@ -72,7 +73,7 @@ class RecordedStep:
     line that called the optimizer, and ``backward_at`` those that called backward. ``autocast``:
     the dtypes of the autocast regions in which a module was called. ``planted``: how often a
     planted fault had fired until then; None if none was planted. ``batch_norm``: a trained module
-    that was called normalises by the statistics of its batch.
+    that was called normalises by the statistics of its batch. ``read``: as in ``AnswerOfStep``.
     """
 
     number: int
@@ -94,6 +95,7 @@ class RecordedStep:
     planted: int | None = None
     batch_norm: bool = False
     loaders: tuple[int, ...] = ()
+    read: tuple[tuple[str, ...], ...] = ()
 
     def to_json(self) -> str:
         """As text."""
@@ -119,9 +121,26 @@ class RecordedStep:
         raw["clips"] = tuple(
             SeenClip(**{**clip, "place": Place(**clip["place"])}) for clip in raw["clips"]
         )
+        raw["read"] = tuple(map(tuple, raw["read"]))
         raw["stepped_at"] = Place(**raw["stepped_at"])
         raw["backward_at"] = tuple(Place(**place) for place in raw["backward_at"])
         return cls(**raw)
+
+
+def digests_of_micro_batches(
+    calls: Sequence[SeenCall], rows: Sequence[Rows]
+) -> tuple[tuple[str, ...], ...]:
+    """For each micro-batch, digests of the tensors with rows that its first call was given.
+
+    What later calls are given may depend on what is computed.
+    """
+    first: dict[int, Rows] = {}
+    for call, given in zip(calls, rows, strict=True):
+        first.setdefault(call.backwards, given)
+    return tuple(
+        tuple(digest({path: tensor}) for path, tensor in one.tensors.items() if one.has_rows(path))
+        for _, one in sorted(first.items())
+    )
 
 
 def rank_folder(folder: str | Path, rank: int) -> Path:

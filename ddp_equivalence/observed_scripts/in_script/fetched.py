@@ -16,13 +16,15 @@ MOST_AHEAD = 64
 """So many batches of a loader are kept before the model was trained with one of them."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fetched:
-    """A batch of a loader. ``digests``: of its tensors. ``generator``: its state afterwards."""
+    """A batch of a loader. ``digests``: of its tensors. ``generator``: the state of torch's
+    generator when the script got the batch; None if it has not got it yet.
+    """
 
     rows: Rows
     digests: frozenset[str]
-    generator: Tensor
+    generator: Tensor | None = None
 
 
 class FetchedBatches:
@@ -34,6 +36,7 @@ class FetchedBatches:
         self.training: set[int] = set()
         self.of_step: list[tuple[int, int]] = []
         self._batches: dict[int, list[Fetched | None]] = {}
+        self._given: dict[int, int] = {}
         self._used: dict[int, int] = {}
         self._since_call: list[int] = []
         self._evaluated: dict[int, int] = {}
@@ -51,9 +54,16 @@ class FetchedBatches:
         """Keep a batch until the model has been trained with it, or many others have come."""
         digests = frozenset(digest(tensor) for tensor in rows.tensors.values() if tensor.ndim)
         batches = self._batches.setdefault(loader, [])
-        batches.append(Fetched(rows, digests, torch.get_rng_state()))
+        batches.append(Fetched(rows, digests))
         if len(batches) > MOST_AHEAD and loader not in self.training:
             batches[-1 - MOST_AHEAD] = None  # such as one of an evaluation
+
+    def give(self, loader: int) -> None:
+        """The script gets the first batch of a loader that it has not got yet."""
+        number = self._given.get(loader, 0)
+        self._given[loader] = number + 1
+        if (batch := self._batches[loader][number]) is not None:
+            batch.generator = torch.get_rng_state()
         self._since_call.append(loader)
 
     def trained_with(self, arguments: Any) -> None:
@@ -86,10 +96,10 @@ class FetchedBatches:
     # --- what is asked
 
     def step_ends(self) -> None:
-        """Where no batch was recognised in a call, the step used all that were fetched."""
+        """Where no batch was recognised in a call, the step used all that the script has got."""
         if not self._matched:
             for loader in self.training:
-                self._use(loader, len(self._batches[loader]))
+                self._use(loader, self._given.get(loader, 0))
 
     @property
     def used(self) -> tuple[tuple[int, int], ...]:

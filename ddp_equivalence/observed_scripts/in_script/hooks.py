@@ -117,12 +117,48 @@ def _watch_loaders(watch: Watch) -> None:
 
     @counts_as_torch
     def watched(self: DataLoader[Any]) -> Any:
-        iterator = iterate(self)
         if get_worker_info() is not None or not watch.is_on():
-            return iterator
+            return iterate(self)
+        with watch.loader_begins():
+            iterator = iterate(self)
         return _WatchedIterator(iterator, watch.batches_of(self, iterator))
 
     DataLoader.__iter__ = watched  # type: ignore[method-assign]
+    for loader in _subclasses(DataLoader):
+        _watch_own_iteration(loader, watch)
+
+    @classmethod  # type: ignore[misc]
+    def watch_subclass(cls: type[DataLoader[Any]], **named: Any) -> None:
+        super(DataLoader, cls).__init_subclass__(**named)
+        _watch_own_iteration(cls, watch)
+
+    DataLoader.__init_subclass__ = watch_subclass  # type: ignore[method-assign,assignment]
+
+
+def _watch_own_iteration(loader: type[DataLoader[Any]], watch: Watch) -> None:
+    """Let ``watch`` know when a loader hands on what a loader inside it has yielded, such as one of
+    accelerate, which is a batch ahead.
+    """
+    iterate: Any = loader.__iter__
+    if iterate is DataLoader.__iter__ or hasattr(iterate, "hands_on"):
+        return
+
+    @counts_as_torch
+    @functools.wraps(iterate)
+    def watched(self: DataLoader[Any]) -> Any:
+        iterator = iterate(self)
+        if get_worker_info() is not None or not watch.is_on():
+            return iterator
+        return _WatchedIterator(iterator, watch.handed_on(iterator))
+
+    watched.hands_on = True  # type: ignore[attr-defined]
+    loader.__iter__ = watched  # type: ignore[method-assign]
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
 
 
 def _watch_backward(watch: Watch) -> None:

@@ -80,10 +80,11 @@ def _empty(tensor: Tensor, rows: int) -> Tensor:
 
 
 def _drops(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    """True if an attention drops something."""
+    """True if a dropout, or an attention, drops something."""
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | dict(named)
-    return float(given.get("dropout_p") or 0.0) > 0.0
+    probability = given.get("dropout_p", given.get("p"))
+    return float(probability or 0.0) > 0.0 and given.get("train") is not False
 
 
 class RankGenerators(TorchDispatchMode):
@@ -98,10 +99,16 @@ class RankGenerators(TorchDispatchMode):
         self.counts = True
         self._sources: list[tuple[Source, torch.Generator]] = []
         self._on = False
+        self._in_blocks = False
 
-    def use(self, sources: Sequence[Source], draws: bool) -> None:
-        """Draw from these from now on. ``draws``: the script draws random numbers at all."""
-        self._sources = []
+    def use(self, sources: Sequence[Source], draws: bool, in_blocks: bool = False) -> None:
+        """Draw from these from now on. ``draws``: the script draws random numbers at all.
+
+        ``in_blocks``: where a result has several entries for each row of the batch, such as one
+        for each of its crops, the first entries of all rows come first, and then the second ones.
+        Otherwise those of one row stand together.
+        """
+        self._sources, self._in_blocks = [], in_blocks
         if not draws or any(source.state is None for source in sources):
             return
         if len(sources) == 1 and sources[0].rows is None:
@@ -143,7 +150,8 @@ class RankGenerators(TorchDispatchMode):
             return func(*args, **named)
         if func in DRAW_NOTHING or named.get("generator") is not None:
             return func(*args, **named)
-        if "scaled_dot_product" in str(func) and not _drops(func, args, named):
+        may_drop = "dropout" in str(func) or "scaled_dot_product" in str(func)
+        if may_drop and not _drops(func, args, named):
             return func(*args, **named)
         drawn = self._drawn(func, args, named)
         if drawn is not None:
@@ -178,16 +186,14 @@ class RankGenerators(TorchDispatchMode):
             each = self._each(args[0].shape)
             if not each or any(source.rows is not None for source, _ in self._sources):
                 return None
-            sizes = [source.taken * each for source, _ in self._sources]
             options = {k: v for k, v in named.items() if k not in ("pin_memory",) and v is not None}
-            return torch.cat(
-                [
-                    LIKE[func](part, *args[1:], **draw)
-                    for part, (_, draw) in zip(
-                        args[0].split(sizes), self._with_generators(options), strict=True
-                    )
-                ]
-            )
+            parts = [
+                LIKE[func](part, *args[1:], **draw)
+                for part, (_, draw) in zip(
+                    self._parts(args[0], each), self._with_generators(options), strict=True
+                )
+            ]
+            return self._joined(parts, each)
         return None
 
     def _each(self, shape: Sequence[int]) -> int:
@@ -198,13 +204,28 @@ class RankGenerators(TorchDispatchMode):
     def _with_generators(self, named: Mapping[str, Any]) -> list[tuple[Source, dict[str, Any]]]:
         return [(source, {**named, "generator": one}) for source, one in self._sources]
 
+    def _parts(self, tensor: Tensor, each: int) -> list[Tensor]:
+        """The rows of every source, of a tensor with those of all."""
+        by_row = tensor.reshape(*self._split(len(tensor), each), *tensor.shape[1:])
+        parts = by_row.split([source.taken for source, _ in self._sources], self._dim_of_rows)
+        return [part.reshape(-1, *tensor.shape[1:]) for part in parts]
+
     def _joined(self, parts: Sequence[Tensor], each: int) -> Tensor:
+        """One tensor of what was drawn for each source, of which some rows may not be taken."""
         taken = []
         for part, (source, _) in zip(parts, self._sources, strict=True):
-            if source.rows is None:
-                taken.append(part)
-            else:
-                by_row = part.reshape(source.count, each, *part.shape[1:])
-                rows = by_row[list(source.rows)]
-                taken.append(rows.reshape(len(source.rows) * each, *part.shape[1:]))
-        return torch.cat(taken)
+            by_row = part.reshape(*self._split(len(part), each), *part.shape[1:])
+            if source.rows is not None:
+                rows = torch.tensor(source.rows, dtype=torch.long)
+                by_row = by_row.index_select(self._dim_of_rows, rows)
+            taken.append(by_row)
+        joined = torch.cat(taken, self._dim_of_rows)
+        return joined.reshape(-1, *joined.shape[2:])
+
+    @property
+    def _dim_of_rows(self) -> int:
+        return 1 if self._in_blocks else 0
+
+    def _split(self, length: int, each: int) -> tuple[int, int]:
+        rows = length // each
+        return (each, rows) if self._in_blocks else (rows, each)

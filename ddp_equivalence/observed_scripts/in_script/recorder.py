@@ -19,9 +19,11 @@ from ddp_equivalence.observed_scripts.in_script.closer_look import CloserLook
 from ddp_equivalence.observed_scripts.in_script.fetched import FetchedBatches, digest
 from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors, unwrapped
-from ddp_equivalence.observed_scripts.in_script.watch import Event, StepInProgress, Watch, whole
+from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
+from ddp_equivalence.observed_scripts.in_script.watch import Watch, whole
 from ddp_equivalence.observed_scripts.recorded_step import (
     RecordedStep,
+    digests_of_micro_batches,
     rank_folder,
     write_step,
     write_whole,
@@ -140,7 +142,12 @@ class Recorder(Watch):
             rows = rows_of(batch)
             kept = replace(rows, tensors={path: whole(t) for path, t in rows.tensors.items()})
             self._fetched.add(number, kept)
+            self.was_read(number)
             yield batch
+
+    def given(self, loader: int) -> None:
+        """Note it, with the state of the generator."""
+        self._fetched.give(loader)
 
     def fed(self, name: str, arguments: Any, named: Any) -> tuple[Any, Any]:
         """Note which batches the module is called with; look closer, if that is wanted."""
@@ -196,7 +203,8 @@ class Recorder(Watch):
         for place, fetched in enumerate(self._fetched.batches_of_step()):
             counts.append(fetched.rows.count)
             _add(tensors, lists, f"batch/{place}", fetched.rows)
-            tensors[Event("batch", number=place).name(0)] = fetched.generator
+            if fetched.generator is not None:
+                tensors[Event("batch", number=place).name(0)] = fetched.generator
         for number, rows in enumerate(seen.call_rows):
             _add(tensors, lists, f"call/{number}", rows)
         tensors |= seen.generators
@@ -219,6 +227,7 @@ class Recorder(Watch):
             backward_at=tuple(seen.backward_at),
             autocast=tuple(sorted(seen.autocast)),
             batch_norm=seen.batch_norm,
+            read=digests_of_micro_batches(seen.calls, seen.call_rows),
             planted=None if self.planted is None else self.planted.fired,
         )
         write_step(self._folder, step, tensors, lists)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import count
@@ -21,7 +23,8 @@ from ddp_equivalence.comparison.low_precision import NudgedInside
 from ddp_equivalence.comparison.nudges import nudge_each
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors
 from ddp_equivalence.observed_scripts.in_script.rank_generators import RankGenerators, Source
-from ddp_equivalence.observed_scripts.in_script.watch import Event, StepInProgress, Watch
+from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
+from ddp_equivalence.observed_scripts.in_script.watch import Watch
 from ddp_equivalence.observed_scripts.query import Answer, AnswerOfStep, Piece, Query
 from ddp_equivalence.observed_scripts.question_line import QuestionLine
 from ddp_equivalence.observed_scripts.recorded_step import StepReader, in_float64, rank_folder
@@ -42,6 +45,7 @@ class Replayer(Watch):
         self._answers: list[AnswerOfStep] = []
         self._complete = False
         self._generators = RankGenerators()
+        self._not_given: dict[int, deque[tuple[Query, list[Source]]]] = {}
         self._nudged_inside: NudgedInside | None = None
 
     # --- queries
@@ -131,7 +135,19 @@ class Replayer(Watch):
             if ended and (native is None or not self._is_fed(number)):
                 return
             self.goes_on()  # the script goes on reading as long as there are questions
-            yield self._batch(number, native)
+            batch = self._batch(number, native)
+            self.was_read(number)
+            yield batch
+
+    def given(self, loader: int) -> None:
+        """Draw from here on what the ranks drew when they had got this batch."""
+        if waiting := self._not_given.get(loader):
+            query, sources = waiting.popleft()
+            self._generators.use(sources, self._draws(query), query.in_blocks)
+
+    def loader_begins(self) -> AbstractContextManager[None]:
+        """The seed that torch draws for a loader makes no rows."""
+        return self._generators.off()
 
     def _is_fed(self, loader: int) -> bool:
         if self._told.feed != "loader":
@@ -169,11 +185,11 @@ class Replayer(Watch):
             parts.append((self._reader(piece.rank, step).rows(f"batch/{place}/"), piece.rows))
         rows = self._cast(joined(parts))
         batch = put_into(rows, native)
-        states = []
+        sources = []
         for piece in pieces:
             step, place = self._recorded_batches(piece, query, loader)[piece.micro_batch]
-            states.append(self._source(piece, step, Event("batch", number=place).name(0)))
-        self._generators.use(states, self._draws(query))
+            sources.append(self._source(piece, step, Event("batch", number=place).name(0)))
+        self._not_given.setdefault(loader, deque()).append((query, sources))
         return batch
 
     def _recorded_batches(self, piece: Piece, query: Query, loader: int) -> list[tuple[int, int]]:
@@ -227,7 +243,7 @@ class Replayer(Watch):
         pieces = query.micro_batches[event.passes % len(query.micro_batches)]
         sources = [self._source(one, number, event.name(one.micro_batch)) for one in pieces]
         self._generators.counts = True
-        self._generators.use(sources, draws=True)
+        self._generators.use(sources, True, query.in_blocks)
 
     def _source(self, piece: Piece, step: int, event: str) -> Source:
         record = self._reader(piece.rank, step)

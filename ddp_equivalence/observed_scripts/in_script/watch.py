@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,57 +15,9 @@ from ddp_equivalence.faults.plant import PlantedFault
 from ddp_equivalence.measurement.further_calls import Lines
 from ddp_equivalence.observed_scripts.in_script.hooks import place_of_caller
 from ddp_equivalence.observed_scripts.in_script.names import ModuleNames, named_tensors
-from ddp_equivalence.observed_scripts.recorded_step import Place, SeenCall, SeenClip, in_float64
-from ddp_equivalence.observed_scripts.rows import Rows, rows_of
-
-
-@dataclass(frozen=True)
-class Event:
-    """``number``: how many events of this kind there were before, after so many backward passes.
-
-    ``passes``: those of a whole step; a replay may make others than a rank.
-    """
-
-    kind: str
-    passes: int = 0
-    number: int = 0
-
-    def name(self, passes: int) -> str:
-        """Its name in the record, where a rank has made so many backward passes before it."""
-        return f"generator/{self.kind}/{passes}/{self.number}"
-
-
-@dataclass
-class StepInProgress:
-    """What has happened since the last step of an optimizer.
-
-    ``own``: this process's own gradients, before any reduction, without a loss scale, summed over
-    the backward passes; ``own_of_each``: the same of each backward pass. ``call_rows``: what each
-    of ``calls`` was given. ``weights``: digests of the tensors of every module at its first call;
-    ``states``: the tensors, on rank 0. ``generators``: states of torch's generator, by the event
-    before which they were taken.
-    """
-
-    own: dict[str, Tensor] = field(default_factory=dict)
-    own_of_each: list[dict[str, Tensor]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    calls: list[SeenCall] = field(default_factory=list)
-    call_rows: list[Rows] = field(default_factory=list)
-    events: Counter[tuple[str, int]] = field(default_factory=Counter)
-    clips: list[SeenClip] = field(default_factory=list)
-    weights: dict[str, str] = field(default_factory=dict)
-    states: dict[str, Tensor] = field(default_factory=dict)
-    entered: set[str] = field(default_factory=set)
-    generators: dict[str, Tensor] = field(default_factory=dict)
-    before_clip: dict[str, Tensor | None] | None = None
-    backward_at: list[Place] = field(default_factory=list)
-    draws: bool = False
-    held: dict[str, Tensor | None] = field(default_factory=dict)
-    optimizers: list[str] = field(default_factory=list)
-    unnamed: int = 0
-    stepped_at: Place = field(default_factory=Place)
-    autocast: set[str] = field(default_factory=set)
-    batch_norm: bool = False
+from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
+from ddp_equivalence.observed_scripts.recorded_step import SeenCall, SeenClip, in_float64
+from ddp_equivalence.observed_scripts.rows import rows_of
 
 
 class Watch:
@@ -94,6 +45,7 @@ class Watch:
         self._loader_numbers: dict[int, int] = {}
         self._loaders: list[Any] = []
         self._scale_of_backward = 1.0
+        self._read_inside: list[list[int]] = []
 
     def is_on(self) -> bool:
         """False in a process that loads data."""
@@ -121,6 +73,13 @@ class Watch:
         """The batches that the loader is to yield."""
         raise NotImplementedError
 
+    def given(self, loader: int) -> None:
+        """The script gets the next batch of this loader, which may have been read before."""
+
+    def loader_begins(self) -> AbstractContextManager[None]:
+        """Around the start of an iteration, in which torch draws a seed for the loader."""
+        return nullcontext()
+
     def ends_step(self) -> None:
         """An optimizer is about to step."""
         raise NotImplementedError
@@ -130,6 +89,28 @@ class Watch:
         self.now = StepInProgress()
 
     # --- events
+
+    def handed_on(self, iterator: Any) -> Iterator[Any]:
+        """What a loader yields that hands on the batches of a loader inside it."""
+        inside: list[int] = []
+        while True:
+            self._read_inside.append(inside)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._read_inside.pop()
+            for loader in dict.fromkeys(inside):
+                self.given(loader)
+            yield batch
+
+    def was_read(self, loader: int) -> None:
+        """A loader has read a batch."""
+        if self._read_inside:
+            self._read_inside[-1].append(loader)
+        else:
+            self.given(loader)
 
     def before_call(self, module: nn.Module, arguments: Any, named: Any) -> tuple[Any, Any]:
         """The script calls a module."""

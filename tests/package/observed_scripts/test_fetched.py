@@ -23,10 +23,12 @@ def batch(number: int) -> Tensor:
     return torch.full((2, 3), float(number))
 
 
-def fetch(fetched: FetchedBatches, loader: int, number: int) -> Tensor:
-    """The loader yields a batch."""
+def fetch(fetched: FetchedBatches, loader: int, number: int, given: bool = True) -> Tensor:
+    """The loader reads a batch, and the script gets it."""
     fetched.reads_on(loader)
     fetched.add(loader, rows_of(batch(number)))
+    if given:
+        fetched.give(loader)
     return batch(number)
 
 
@@ -47,9 +49,21 @@ def test_a_batch_is_of_the_step_in_which_a_module_is_trained_with_it(
 def test_a_batch_that_is_not_recognised_is_of_the_step_that_follows(
     fetched: FetchedBatches,
 ) -> None:
-    fetched.trained_with(fetch(fetched, TRAINING, 1) * 2)
+    fetched.trained_with(fetch(fetched, TRAINING, 1) + 0.5)
     fetched.step_ends()
     assert fetched.used == ((0, 0),)
+
+
+def test_a_batch_that_the_script_has_not_got_yet_is_of_no_step(fetched: FetchedBatches) -> None:
+    """A loader of accelerate is a batch ahead, so that it knows which is the last one."""
+    fetch(fetched, TRAINING, 1, given=False)
+    fetch(fetched, TRAINING, 2, given=False)
+    fetched.give(TRAINING)
+    fetched.trained_with(batch(1) + 0.5)  # not recognised
+    fetched.step_ends()
+    assert fetched.used == ((0, 0),)
+    first = fetched.batches_of_step()[0]
+    assert first.generator is not None
 
 
 def test_an_evaluation_is_not_training_even_on_the_same_rows(fetched: FetchedBatches) -> None:

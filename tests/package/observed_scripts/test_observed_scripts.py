@@ -75,6 +75,16 @@ def test_a_broken_script_is_different_and_its_line_is_named(
         found.assert_equivalent()
 
 
+def test_a_loader_may_be_a_batch_ahead_of_the_noise_that_the_script_adds() -> None:
+    found = observed("classifier.py", "ahead", "noise")
+    assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 3
+
+
+def test_a_row_may_have_several_entries_that_are_dropped_by_themselves() -> None:
+    found = observed("classifier.py", "crops")
+    assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 3
+
+
 def test_an_evaluation_of_the_same_rows_on_one_rank_is_not_taken_for_training() -> None:
     """Its loader is then the first on rank 0, and the other ranks do not have it."""
     found = observed("classifier.py", "evaluates", steps=2)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
@@ -54,6 +56,61 @@ def test_one_process_drops_for_each_row_what_its_rank_dropped() -> None:
         generators.use([Source(states[0], 3, None), Source(states[1], 3, None)], draws=True)
         torch.randperm(5)
         assert sum(generators.missed.values()) == 1  # it draws no rows
+    finally:
+        generators.forget()
+        generators.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("rows", [None, (1,)], ids=["all rows", "some rows"])
+def test_entries_of_a_row_may_stand_in_blocks(rows: tuple[int, ...] | None) -> None:
+    """Such as the crops of an image: the first crops of all images, then the second ones."""
+    drop = nn.Dropout(0.5)
+    states, masks = zip(
+        *(drawn_by(seed, lambda: drop(torch.ones(2 * 2, 40))) for seed in (1, 2)), strict=True
+    )
+    generators = RankGenerators()
+    generators.use([Source(states[0], 2, None), Source(states[1], 2, rows)], True, in_blocks=True)
+    first, second = (mask.reshape(2, 2, 40) for mask in masks)
+    second = second if rows is None else second[:, list(rows)]
+    wanted = torch.cat([first, second], dim=1).reshape(-1, 40)
+    try:
+        assert torch.equal(drop(torch.ones(len(wanted), 40)), wanted)
+    finally:
+        generators.forget()
+        generators.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def test_what_is_drawn_like_a_tensor_may_stand_in_blocks_too() -> None:
+    probability = torch.rand(2 * 4, 3)
+    of_rank = probability.reshape(2, 4, 3).split(2, dim=1)
+    states, masks = zip(
+        *(
+            drawn_by(seed, partial(torch.bernoulli, of_rank[seed - 1].reshape(4, 3)))
+            for seed in (1, 2)
+        ),
+        strict=True,
+    )
+    generators = RankGenerators()
+    generators.use([Source(state, 2, None) for state in states], True, in_blocks=True)
+    try:
+        wanted = torch.cat([mask.reshape(2, 2, 3) for mask in masks], dim=1).reshape(-1, 3)
+        assert torch.equal(torch.bernoulli(probability), wanted)
+    finally:
+        generators.forget()
+        generators.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def test_what_a_script_does_not_draw_is_not_missed() -> None:
+    generators = RankGenerators()
+    state = torch.get_rng_state()
+    generators.use([Source(state, 3, None), Source(state, 3, None)], draws=True)
+    try:
+        with torch.inference_mode():  # then torch does not take a dropout apart
+            nn.functional.dropout(torch.ones(5), 0.1, training=False)
+        assert generators.missed == {}
+        with torch.inference_mode():
+            nn.functional.dropout(torch.ones(5), 0.1, training=True)
+        assert generators.missed == {"aten.dropout.default": 1}
     finally:
         generators.forget()
         generators.__exit__(None, None, None)  # type: ignore[no-untyped-call]

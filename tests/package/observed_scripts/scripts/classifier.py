@@ -18,6 +18,18 @@ class Standardised(nn.Linear):
         return nn.functional.linear(inputs, weight.to(inputs.dtype), self.bias)
 
 
+class Ahead(DataLoader):
+    """Reads the next batch before it yields one, to know which is the last."""
+
+    def __iter__(self):
+        batches = super().__iter__()
+        batch = next(batches)
+        for following in batches:
+            yield batch
+            batch = following
+        yield batch
+
+
 def evaluate(net, loader):
     net.eval()
     with torch.no_grad():
@@ -36,13 +48,18 @@ def train(options):
     sampler = DistributedSampler(data)
     if "same_rows" in options:
         sampler = DistributedSampler(data, num_replicas=2, rank=0)
-    loader = DataLoader(data, batch_size=6, sampler=sampler)
+    kind = Ahead if "ahead" in options else DataLoader
+    loader = kind(data, batch_size=6, sampler=sampler)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     if "evaluates" in options and dist.get_rank() == 0:
         evaluate(net, DataLoader(data, batch_size=6, sampler=sampler))
     torch.manual_seed(dist.get_rank())
     for inputs, labels in loader:
         optimizer.zero_grad()
+        if "noise" in options:
+            inputs = inputs + 0.1 * torch.randn(inputs.shape)
+        if "crops" in options:
+            inputs, labels = torch.cat([inputs, inputs * 0.5]), torch.cat([labels, labels])
         output = net(inputs) if "raw" in options else model(inputs)
         loss = cross_entropy(output, labels, reduction="sum" if "sum" in options else "mean")
         if "times" in options:

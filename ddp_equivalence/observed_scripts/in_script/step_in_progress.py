@@ -1,0 +1,60 @@
+"""What one process of an observed script has done since the last step of its optimizers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ddp_equivalence.observed_scripts.recorded_step import Place, SeenCall, SeenClip
+from ddp_equivalence.observed_scripts.rows import Rows
+
+
+@dataclass(frozen=True)
+class Event:
+    """``number``: how many events of this kind there were before, after so many backward passes.
+
+    ``passes``: those of a whole step; a replay may make others than a rank.
+    """
+
+    kind: str
+    passes: int = 0
+    number: int = 0
+
+    def name(self, passes: int) -> str:
+        """Its name in the record, where a rank has made so many backward passes before it."""
+        return f"generator/{self.kind}/{passes}/{self.number}"
+
+
+@dataclass
+class StepInProgress:
+    """What has happened since the last step of an optimizer.
+
+    ``own``: this process's own gradients, before any reduction, without a loss scale, summed over
+    the backward passes; ``own_of_each``: the same of each backward pass. ``call_rows``: what each
+    of ``calls`` was given. ``weights``: digests of the tensors of every module at its first call;
+    ``states``: the tensors, on rank 0. ``generators``: states of torch's generator, by the event
+    before which they were taken.
+    """
+
+    own: dict[str, Tensor] = field(default_factory=dict)
+    own_of_each: list[dict[str, Tensor]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    calls: list[SeenCall] = field(default_factory=list)
+    call_rows: list[Rows] = field(default_factory=list)
+    events: Counter[tuple[str, int]] = field(default_factory=Counter)
+    clips: list[SeenClip] = field(default_factory=list)
+    weights: dict[str, str] = field(default_factory=dict)
+    states: dict[str, Tensor] = field(default_factory=dict)
+    entered: set[str] = field(default_factory=set)
+    generators: dict[str, Tensor] = field(default_factory=dict)
+    before_clip: dict[str, Tensor | None] | None = None
+    backward_at: list[Place] = field(default_factory=list)
+    draws: bool = False
+    held: dict[str, Tensor | None] = field(default_factory=dict)
+    optimizers: list[str] = field(default_factory=list)
+    unnamed: int = 0
+    stepped_at: Place = field(default_factory=Place)
+    autocast: set[str] = field(default_factory=set)
+    batch_norm: bool = False

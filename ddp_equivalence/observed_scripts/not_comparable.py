@@ -1,0 +1,130 @@
+"""Why a difference between the ranks and one process may show nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
+from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
+from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, ObservedStep
+from ddp_equivalence.observed_scripts.oracle import CannotReplay
+
+FAITHFUL = 1e-6
+"""A rank's own gradient is that of its rows, up to a factor, if no more than this is left over. In
+a lower precision this many times as much may be: """
+FAITHFUL_IN_LOW_PRECISION = 0.05
+
+
+def reads_otherwise(step: ObservedStep) -> Unknown | None:
+    """Why a difference may lie in the replay: a rank's model was called with other values than in
+    one process, which was given the rows of that rank alone.
+    """
+    for rank, rows in enumerate(step.rows_by_rank):
+        try:
+            alone = step.answer(rows).read
+        except CannotReplay:
+            return None
+        of_rank = step.record.step(rank, step.number).read
+        if not of_rank or len(alone) % len(of_rank):
+            continue  # the micro-batches are joined
+        if alone != of_rank * (len(alone) // len(of_rank)):
+            return Unknown(
+                UnknownBecause.CANNOT_REPLAY,
+                f"one process was given the rows of rank {rank} alone, and called its model with "
+                "other values than that rank. Either the script changes its rows by rank, or at "
+                "random in a way that torch's own generator does not decide",
+            )
+    return None
+
+
+def unfaithful(step: ObservedStep) -> Unknown | None:
+    """Why a difference may lie in the replay: on no rank do its rows alone give, in one process,
+    the loss or a multiple of the gradient that the rank itself computed.
+    """
+    losses = []
+    for rank, rows in enumerate(step.rows_by_rank):
+        own = step.gradients(rank, OWN)
+        try:
+            alone = step.answer(rows)
+        except CannotReplay:
+            return None
+        found = {step.short(name): one for name, one in alone.gradients(BEFORE_CLIP).items()}
+        recorded = step.record.step(rank, step.number)
+        loss, of_rank = sum(alone.losses), sum(recorded.losses)
+        in_float64 = all(one.dtype is torch.float64 for one in found.values() if one is not None)
+        most = FAITHFUL if in_float64 else FAITHFUL_IN_LOW_PRECISION
+        if abs(loss - of_rank) <= most * abs(of_rank) or _left_over(own, found) <= most:
+            return None
+        losses.append(f"{text_of(of_rank, '.6g')} on rank {rank}, {text_of(loss, '.6g')} alone")
+    return Unknown(
+        UnknownBecause.CANNOT_REPLAY,
+        "one process does not compute again what a rank computed from the same rows alone (losses: "
+        f"{'; '.join(losses)}). Either the script computes something else on several ranks, or it "
+        "depends on something that is in no weight, buffer, batch or random generator of torch",
+    )
+
+
+def draws_otherwise(step: ObservedStep, analysis: AnalysisOfScript) -> Unknown | None:
+    """Why a difference may lie in the random numbers: one process may not draw for each row what
+    its rank drew. Then another order of the rows gives it another gradient.
+    """
+    oracle, ranks = step.oracle, range(step.record.world_size)
+    if oracle is None or not any(step.record.step(r, step.number).draws for r in ranks):
+        return None
+    if not (oracle.missed or analysis.order_matters):
+        return None
+    missed = ", ".join(oracle.missed)
+    return Unknown(
+        UnknownBecause.CANNOT_REPLAY,
+        "one process cannot draw for each row the random numbers that its rank drew"
+        + (f" ({missed})" if missed else ": the ranks' rows in another order give another gradient")
+        + ". Turn off what is random, such as drop path; --no-dropout turns off torch's dropout",
+    )
+
+
+def _left_over(own: Mapping[str, Tensor | None], alone: Mapping[str, Tensor | None]) -> float:
+    """What no multiple of ``alone`` explains of ``own``, relative to ``own``; 1 without any."""
+    pairs = [
+        (one.double().reshape(-1), other.double().reshape(-1))
+        for name, one in own.items()
+        if one is not None and (other := alone.get(name)) is not None
+    ]
+    if not pairs:
+        return 1.0
+    product = sum(float(one @ other) for one, other in pairs)
+    squares = sum(float(other @ other) for _, other in pairs)
+    norm = sum(float(one @ one) for one, _ in pairs)
+    if not norm or not squares:
+        return 1.0
+    factor = product / squares
+    left = sum(float((one - factor * other).square().sum()) for one, other in pairs)
+    return float((left / norm) ** 0.5)
+
+
+def against_an_idle_plant(step: ObservedStep) -> Unknown | None:
+    """Nothing is shown if a planted fault never did its damage."""
+    ranks = range(step.record.world_size)
+    fired = [step.record.step(rank, step.number).planted for rank in ranks]
+    if any(count is None or count > 0 for count in fired):
+        return None
+    return Unknown(
+        UnknownBecause.PLANTED_FAULT_NEVER_FIRED,
+        "a fault was planted, but the script never reached the place where it does its damage",
+    )
+
+
+def against_the_names(step: ObservedStep) -> Unknown | None:
+    """Nothing can be compared if the optimizer's parameters are in no module that was called."""
+    recorded = step.record.step(0, step.number)
+    if recorded.unnamed and not step.weights():
+        return Unknown(
+            UnknownBecause.NOTHING_TO_COMPARE,
+            f"no parameter of the optimizer ({', '.join(recorded.optimizers)}) is one of a module "
+            "that the script calls, as with ZeRO and with FSDP of the first version: their "
+            "gradients are not seen",
+        )
+    return None
