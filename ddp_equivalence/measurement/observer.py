@@ -184,11 +184,11 @@ class Observer:
         accumulate = torch.autograd.backward
 
         @counts_as_torch
-        def observed(tensors: Any, *arguments: Any, **named: Any) -> Any:
-            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        def observed(*arguments: Any, **named: Any) -> Any:
+            roots = _roots(arguments, named)
             if self._inside:  # activation checkpointing calls backward inside backward
                 self._calls.events.cuts.backward(roots)
-                return differentiate(tensors, *arguments, **named)
+                return differentiate(*arguments, **named)
             loss = _sum_of_scalars(roots)
             for wrapper in self._wrappers:
                 wrapper.backward_begins()
@@ -202,7 +202,7 @@ class Observer:
             )
             try:
                 with self._calls.backward(roots, loss, own):
-                    result = differentiate(tensors, *arguments, **named)
+                    result = differentiate(*arguments, **named)
             finally:
                 self._inside = False
             self.backwards.append(
@@ -220,6 +220,12 @@ class Observer:
             return result
 
         return observed
+
+
+def _roots(arguments: Sequence[Any], named: Mapping[str, Any]) -> list[Tensor]:
+    """What ``torch.autograd.backward`` or ``grad`` is to differentiate."""
+    given = arguments[0] if arguments else named.get("tensors", named.get("outputs"))
+    return [given] if isinstance(given, Tensor) else list(given or ())
 
 
 def _sum_of_scalars(roots: Sequence[Tensor]) -> float | None:

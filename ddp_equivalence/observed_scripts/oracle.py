@@ -11,7 +11,6 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ddp_equivalence.observed_scripts.launch import Running
@@ -19,8 +18,8 @@ from ddp_equivalence.observed_scripts.query import Answer, Piece, Query
 from ddp_equivalence.observed_scripts.record import Record, Row, pieces_of
 from ddp_equivalence.observed_scripts.told import Told
 
-FILLER = -1
-"""The number of a query whose answer counts for nothing."""
+MOST_TURNS = 12
+"""So many steps of other optimizers are waited for, where several take turns."""
 
 SIDE_BY_SIDE, ONE_AFTER_THE_OTHER, AT_ONCE = "side by side", "one after the other", "at once"
 
@@ -182,8 +181,7 @@ class Oracle:
     # --- the process
 
     def _ask(self, query: Query) -> Answer:
-        sent = False
-        restarts = 0
+        restarts = others = 0
         started = time.monotonic()
         while True:
             line = self._line(started)
@@ -194,17 +192,23 @@ class Oracle:
                         "the script ended in one process before it had computed a step"
                     )
                 self._stop()
-                sent = False
                 continue
             kind, _, text = line.partition(" ")
             if kind == "next":
-                self._send(replace(query, number=FILLER) if sent else query)
-                sent = True
+                self._send(query)
             elif kind == "answer":
                 answer = Answer.from_json(json.loads(text))
                 self._answered_since_start += 1
-                if answer.number == query.number:
+                is_answer = answer.number == query.number
+                if is_answer and not answer.of_other_parameters:
                     return answer
+                answer.delete()
+                others += is_answer
+                if others > MOST_TURNS:
+                    raise CannotReplay(
+                        "the optimizer that stepped on the ranks did not step in one process: "
+                        f"{others} times, one stepped that has other parameters"
+                    )
 
     def _line(self, started: float) -> str | None:
         """The next line of the script; None if it has ended."""

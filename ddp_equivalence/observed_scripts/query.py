@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,7 +82,8 @@ class AnswerOfStep:
     each backward pass began. ``without_gradient``: parameters of the optimizer that had none.
     ``unnamed``: how many of its parameters are in no module that was called. ``counts``: the rows
     that each call of a trained module was given. ``read``: for each micro-batch, digests of the
-    tensors of its first call.
+    tensors of its first call. ``of_other_parameters``: the optimizer that stepped has none of the
+    parameters of the one that stepped in the record, such as where two optimizers take turns.
     """
 
     number: int
@@ -92,10 +93,15 @@ class AnswerOfStep:
     unnamed: int = 0
     counts: tuple[int, ...] = ()
     read: tuple[tuple[str, ...], ...] = ()
+    of_other_parameters: bool = False
 
     @classmethod
-    def of(cls, seen: StepInProgress, number: int, file: Path) -> AnswerOfStep:
-        """Write the gradients of a step that is complete."""
+    def of(
+        cls, seen: StepInProgress, number: int, file: Path, recorded: Collection[str]
+    ) -> AnswerOfStep:
+        """Write the gradients of a step that is complete. ``recorded``: the parameters that the
+        optimizer had in the record.
+        """
         from safetensors.torch import save_file
 
         before = seen.held if seen.before_clip is None else seen.before_clip
@@ -109,7 +115,9 @@ class AnswerOfStep:
         missing = tuple(name for name, g in seen.held.items() if g is None)
         counts = tuple(call.count for call in seen.calls)
         read = digests_of_micro_batches(seen.calls, seen.call_rows)
-        return cls(number, str(file), tuple(seen.losses), missing, seen.unnamed, counts, read)
+        others = bool(recorded) and bool(seen.held) and seen.held.keys().isdisjoint(recorded)
+        losses = tuple(seen.losses)
+        return cls(number, str(file), losses, missing, seen.unnamed, counts, read, others)
 
     def gradients(self, kind: str) -> dict[str, Tensor | None]:
         """The gradients by name; None for a parameter without one."""
@@ -134,6 +142,16 @@ class Answer:
     steps: tuple[AnswerOfStep, ...]
     missed: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def of_other_parameters(self) -> bool:
+        """It is another optimizer's turn."""
+        return any(step.of_other_parameters for step in self.steps)
+
+    def delete(self) -> None:
+        """Delete the files, which nobody needs."""
+        for step in self.steps:
+            Path(step.file).unlink(missing_ok=True)
+
     def to_json(self) -> str:
         """As text."""
         return json.dumps(asdict(self))
@@ -150,6 +168,7 @@ class Answer:
                 one["unnamed"],
                 tuple(one["counts"]),
                 tuple(map(tuple, one["read"])),
+                one["of_other_parameters"],
             )
             for one in raw["steps"]
         )

@@ -25,7 +25,7 @@ class QuestionLine:
         """Wait for the next query; None if there is none any more.
 
         A loader that reads ahead asks before it has answered the query before. If there is no
-        other one yet, it is given the same again, and the answer counts for nothing.
+        other one yet, it is given the same again; of several answers the first one counts.
         """
         self._send(f"next {self.answered}")
         text = self._read()

@@ -165,14 +165,14 @@ def _watch_backward(watch: Watch) -> None:
     backward = torch.autograd.backward
 
     @counts_as_torch
-    def watched(tensors: Any, *arguments: Any, **named: Any) -> Any:
+    def watched(*arguments: Any, **named: Any) -> Any:
         if getattr(_inside, "backward", False) or not watch.is_on():
-            return backward(tensors, *arguments, **named)
-        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        watch.before_backward(roots)
+            return backward(*arguments, **named)
+        tensors = arguments[0] if arguments else named["tensors"]
+        watch.before_backward([tensors] if isinstance(tensors, Tensor) else list(tensors))
         _inside.backward = True
         try:
-            return backward(tensors, *arguments, **named)
+            return backward(*arguments, **named)
         finally:
             _inside.backward = False
             watch.after_backward()

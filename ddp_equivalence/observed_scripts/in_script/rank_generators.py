@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten: Any = torch.ops.aten
@@ -87,8 +88,20 @@ def _drops(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
     return float(probability or 0.0) > 0.0 and given.get("train") is not False
 
 
+def _copied(result: Any) -> Any:
+    return pytree.tree_map(lambda one: one.clone() if isinstance(one, Tensor) else one, result)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
+    return all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        for a, b in pairs
+    )
+
+
 class RankGenerators(TorchDispatchMode):
-    """``missed``: how often each operation drew numbers of its own, because it draws no rows.
+    """``missed``: how often each operation, which draws no rows, drew what not every rank drew.
 
     ``counts``: whether that is counted now.
     """
@@ -148,17 +161,32 @@ class RankGenerators(TorchDispatchMode):
         named = dict(kwargs or {})
         if not self._sources or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **named)
-        if func in DRAW_NOTHING or named.get("generator") is not None:
+        if func in DRAW_NOTHING or "out" in named or named.get("generator") is not None:
             return func(*args, **named)
         may_drop = "dropout" in str(func) or "scaled_dot_product" in str(func)
         if may_drop and not _drops(func, args, named):
             return func(*args, **named)
         drawn = self._drawn(func, args, named)
-        if drawn is not None:
-            return drawn
-        if self.counts:
+        return self._drawn_by_each(func, args, named) if drawn is None else drawn
+
+    def _drawn_by_each(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """What the first rank drew, where no rows are drawn: right if every rank drew the same.
+
+        The generators of all ranks move on.
+        """
+        kept = torch.get_rng_state()
+        results = []
+        for _, generator in self._sources:
+            torch.set_rng_state(generator.get_state())
+            results.append(_copied(func(*args, **named)))
+            generator.set_state(torch.get_rng_state())
+        torch.set_rng_state(kept)
+        if self.counts and not all(_equal(results[0], one) for one in results):
             self.missed[str(func)] = self.missed.get(str(func), 0) + 1
-        return func(*args, **named)
+        if func._schema.is_mutable:
+            args[0].copy_(results[0])
+            return args[0]
+        return results[0]
 
     def _drawn(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         if func in IN_PLACE:

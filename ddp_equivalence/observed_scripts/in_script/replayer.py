@@ -73,14 +73,15 @@ class Replayer(Watch):
     def ends_step(self) -> None:
         """Answer, when all optimizers have stepped that stepped in the record."""
         query, number = self._now
-        wanted = len(self._reader(query.ranks[0], number).step.optimizers)
-        if len(self.now.optimizers) < wanted:
+        record = self._reader(query.ranks[0], number)
+        if len(self.now.optimizers) < len(record.step.optimizers):
             return
         if self._nudged_inside is not None:
             self._nudged_inside.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._nudged_inside = None
-        at = self._line.folder / f"{query.number}-{number}.safetensors"
-        self._answers.append(AnswerOfStep.of(self.now, number, at))
+        at = self._line.folder / f"{self._done}-{number}.safetensors"
+        parameters = {*record.gradient_names("held/"), *record.step.without_gradient}
+        self._answers.append(AnswerOfStep.of(self.now, number, at, parameters))
         self._complete = True
         if len(self._answers) == len(query.steps):
             self._line.answer(Answer(query.number, tuple(self._answers), self._generators.missed))

@@ -105,6 +105,13 @@ def test_the_optimizer_that_steps_second_is_judged_by_itself() -> None:
     assert found.verdict.subject == "adversarial.py, step 2 of 4 (Adam)"
 
 
+def test_each_step_is_compared_with_one_of_the_same_optimizer() -> None:
+    """One optimizer steps after every other batch, and the other one between."""
+    found = observed("adversarial.py", "turns", "double", steps=4)
+    assert [verdict.outcome for verdict in found.verdicts] == ["same", "different"] * 2
+    assert found.cause == "sum_not_mean"
+
+
 def test_a_gradient_that_is_zero_shows_nothing() -> None:
     found = observed("classifier.py", "zero", steps=1)
     assert found.verdict.unknown_because is UnknownBecause.REFERENCE_IS_ZERO

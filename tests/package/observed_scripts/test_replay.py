@@ -100,6 +100,30 @@ def test_what_is_drawn_like_a_tensor_may_stand_in_blocks_too() -> None:
         generators.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
+def test_what_every_rank_drew_alike_is_drawn_again_though_it_is_no_rows() -> None:
+    """Such as a number that decides whether a layer is skipped."""
+    drop = nn.Dropout(0.5)
+
+    def draw() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.rand([]), drop(torch.ones(3, 40))
+
+    state, (number, mask) = drawn_by(1, draw)
+    other, (_, other_mask) = drawn_by(2, draw)
+    generators = RankGenerators()
+    try:
+        generators.use([Source(state, 3, None), Source(state, 3, None)], draws=True)
+        assert torch.rand([]) == number
+        assert torch.equal(drop(torch.ones(6, 40)), torch.cat([mask, mask]))
+        assert generators.missed == {}
+        generators.use([Source(state, 3, None), Source(other, 3, None)], draws=True)
+        torch.rand([])
+        assert generators.missed == {"aten.rand.default": 1}
+        assert torch.equal(drop(torch.ones(6, 40)), torch.cat([mask, other_mask]))
+    finally:
+        generators.forget()
+        generators.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
 def test_what_a_script_does_not_draw_is_not_missed() -> None:
     generators = RankGenerators()
     state = torch.get_rng_state()
@@ -108,9 +132,6 @@ def test_what_a_script_does_not_draw_is_not_missed() -> None:
         with torch.inference_mode():  # then torch does not take a dropout apart
             nn.functional.dropout(torch.ones(5), 0.1, training=False)
         assert generators.missed == {}
-        with torch.inference_mode():
-            nn.functional.dropout(torch.ones(5), 0.1, training=True)
-        assert generators.missed == {"aten.dropout.default": 1}
     finally:
         generators.forget()
         generators.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -26,18 +26,21 @@ def train(options):
     of_generator = torch.optim.Adam(generator.parameters(), lr=0.01)
     of_judge = torch.optim.Adam(judge.parameters(), lr=0.01)
     torch.manual_seed(dist.get_rank())
-    for (real,) in loader:
+    for number, (real,) in enumerate(loader):
+        turns = (0, 1) if "turns" not in options else (number % 2,)
         made = generator(torch.randn(4 if "fixed" in options else len(real), 3))
-        of_judge.zero_grad()
-        given = torch.cat([real, made.detach()])
-        labels = torch.cat([torch.ones(len(real), 1), torch.zeros(len(made), 1)])
-        binary_cross_entropy_with_logits(judge(given), labels).backward()
-        of_judge.step()
-        of_generator.zero_grad()
-        wanted = torch.ones(len(made), 1)
-        loss = binary_cross_entropy_with_logits(judge(made), wanted)
-        (loss * 2 if "double" in options and dist.get_world_size() > 1 else loss).backward()
-        of_generator.step()
+        if 0 in turns:
+            of_judge.zero_grad()
+            given = torch.cat([real, made.detach()])
+            labels = torch.cat([torch.ones(len(real), 1), torch.zeros(len(made), 1)])
+            binary_cross_entropy_with_logits(judge(given), labels).backward()
+            of_judge.step()
+        if 1 in turns:
+            of_generator.zero_grad()
+            wanted = torch.ones(len(made), 1)
+            loss = binary_cross_entropy_with_logits(judge(made), wanted)
+            (loss * 2 if "double" in options and dist.get_world_size() > 1 else loss).backward()
+            of_generator.step()
 
 
 if __name__ == "__main__":
