@@ -144,6 +144,17 @@ class Comparison:
         """The parameter nearest to its limit, or furthest beyond it."""
         return max(self.parameters, key=_how_wrong, default=None)
 
+    @property
+    def only_rounding(self) -> tuple[ParameterComparison, ...]:
+        """The parameters whose true gradient is zero except for rounding."""
+        return tuple(one for one in self.parameters if one.limit.only_rounding)
+
+    @property
+    def worst_with_a_gradient(self) -> ParameterComparison | None:
+        """As ``worst``, among the parameters whose true gradient is more than rounding."""
+        others = [one for one in self.parameters if not one.limit.only_rounding]
+        return max(others, key=_how_wrong, default=None)
+
 
 def _how_wrong(parameter: ParameterComparison) -> tuple[float, float]:
     """How far beyond its limit the parameter is, and how large the error is.

@@ -223,20 +223,29 @@ class _Observation:
         if self.has_looked_closer:
             return {}  # once is enough: the steps of a script are made by the same lines
         self.has_looked_closer = True
-        return observations_of_second_run(step, verdict, self._run_again)
 
-    def _run_again(self, look_at: LookAt, number: int) -> Record | None:
+        def run_again(look_at: LookAt, number: int) -> Record | None:
+            return self._run_again(look_at, number, step.oracle)
+
+        return observations_of_second_run(step, verdict, run_again)
+
+    def _run_again(self, look_at: LookAt, number: int, oracle: Oracle | None) -> Record | None:
         """A record of one step that is watched closely; None if the script does not get so far."""
         first = self.options.from_step + number
         show("the ranks train again, and are watched")
-        try:
-            return self.recording.again(
-                "closer", first_step=first, steps=1, look_at=look_at, float64=self.float64
-            )
-        except ScriptFailed as error:
-            why = str(error).splitlines()
-            self.notes.append(f"the ranks could not be watched a second time: {why[0]}")
-            return None
+        why = ""
+        for name in ("closer", "closer_again"):
+            try:
+                return self.recording.again(
+                    name, first_step=first, steps=1, look_at=look_at, float64=self.float64
+                )
+            except ScriptFailed as error:
+                why = str(error).splitlines()[-1]
+            if oracle is None or "address already in use" not in why:
+                break
+            oracle.pause()  # the one process listens at the port that the script always takes
+        self.notes.append(f"the ranks could not be watched a second time: {why.strip()}")
+        return None
 
 
 def show(what: str) -> None:

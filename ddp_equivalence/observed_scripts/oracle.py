@@ -74,6 +74,10 @@ class Oracle:
         self._stop()
         self._listener.close()
 
+    def pause(self) -> None:
+        """End the script until the next question, so that it takes no port."""
+        self._stop()
+
     # --- questions
 
     def answer(self, group: tuple[int, ...], rows: Sequence[Row], nudge: int = 0) -> Answer:

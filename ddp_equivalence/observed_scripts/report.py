@@ -60,9 +60,23 @@ def _table(observed: Observed) -> Iterator[Line]:
         zip(observed.verdicts, observed.facts, strict=True), start=1
     ):
         optimizer = " + ".join(facts.optimizers)
+        worst = verdict.comparison.worst_with_a_gradient if verdict.comparison else None
+        error, limit = (worst.error, worst.limit.relative) if worst else (None, None)
         yield Line(
             f"  {number:>4}  {optimizer[:14]:<14}  {facts.rows:>4}  {facts.micro_batches:>13}  "
-            f"{text_of(facts.loss, '.4g'):<9}  {_number(verdict.error)}  {_number(verdict.limit)}"
+            f"{text_of(facts.loss, '.4g'):<9}  {_number(error)}  {_number(limit)}"
+        )
+
+
+def _only_rounding(observed: Observed) -> Iterator[str]:
+    """What the table leaves out."""
+    compared = [one.comparison for one in observed.verdicts if one.comparison is not None]
+    names = dict.fromkeys(one.name for found in compared for one in found.only_rounding)
+    if names and observed.outcome == "same":
+        such_as = f", such as {next(iter(names))}" if len(names) > 1 else f", {next(iter(names))}"
+        yield (
+            f"the gradient of {len(names)} {plural(len(names), 'parameter')}{such_as}, is zero "
+            "except for rounding; the errors above are those of the others"
         )
 
 
@@ -85,7 +99,7 @@ def _how(observed: Observed) -> Iterator[Line]:
     clips = [one.clips for one in observed.facts if one.clips]
     if clips:
         yield from labelled("Clipping:    ", f"{clips[0]} (in step 1)")
-    for note in observed.notes:
+    for note in (*_only_rounding(observed), *observed.notes):
         yield from labelled("Note:        ", note)
     yield from labelled("Ranks:       ", shlex.join(observed.command))
     yield from labelled("One process: ", shlex.join(observed.one_process))

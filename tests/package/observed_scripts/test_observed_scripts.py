@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import sys
 from pathlib import Path
 
@@ -124,6 +125,16 @@ def test_a_script_that_does_not_take_the_rows_that_it_is_given_shows_nothing() -
     found = observed("adversarial.py", "fixed")
     assert found.verdict.unknown_because is UnknownBecause.CANNOT_REPLAY
     assert "with 16 rows in one process, and with 24 on all ranks" in found.verdict.reason
+
+
+def test_a_script_that_always_takes_the_same_port_is_watched_too() -> None:
+    """The one process, which still runs then, has to leave the port to the ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = observed("fixed_port.py", str(port), steps=1)
+    assert found.cause == "sum_not_mean"
+    assert source_of_fault(found).startswith("(model(rows).square().mean() * world_size)")
 
 
 def test_a_planted_fault_is_found_in_a_script() -> None:
