@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ddp_equivalence.case.batch_tree import map_tensors
+from ddp_equivalence.case.batch_tree import leaves_of, map_tensors
 from ddp_equivalence.observed_scripts.recorded_step import in_float64
 
 
 def batch_in_float64(batch: Any) -> Any:
-    """The batch with its floats in float64."""
+    """The batch with its floats in float64; the same object if they all are already."""
+    tensors = (leaf for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor))
+    if all(in_float64(tensor) is tensor for tensor in tensors):
+        return batch
     return map_tensors(in_float64, batch)
 
 

@@ -26,6 +26,14 @@ from ddp_equivalence.ranks.torch_frames import counts_as_torch
 if TYPE_CHECKING:
     from ddp_equivalence.observed_scripts.in_script.watch import Watch
 
+HAND_ON = (
+    ("accelerate.data_loader", "DataLoaderShard"),
+    ("accelerate.data_loader", "DataLoaderDispatcher"),
+)
+"""Classes that hand on what a DataLoader inside them yields, without being one themselves. Those of
+accelerate read a batch ahead, to know which is the last.
+"""
+
 _inside = threading.local()
 
 
@@ -133,26 +141,34 @@ def _watch_loaders(watch: Watch) -> None:
         _watch_own_iteration(cls, watch)
 
     DataLoader.__init_subclass__ = watch_subclass  # type: ignore[method-assign,assignment]
+    initialise = DataLoader.__init__
+
+    @functools.wraps(initialise)
+    def initialised(self: DataLoader[Any], *arguments: Any, **named: Any) -> None:
+        for module, name in HAND_ON:  # a library that was imported by now may be making one
+            if module in sys.modules:
+                _watch_own_iteration(getattr(sys.modules[module], name), watch)
+        initialise(self, *arguments, **named)
+
+    DataLoader.__init__ = initialised  # type: ignore[method-assign]
 
 
-def _watch_own_iteration(loader: type[DataLoader[Any]], watch: Watch) -> None:
-    """Let ``watch`` know when a loader hands on what a loader inside it has yielded, such as one of
-    accelerate, which is a batch ahead.
-    """
+def _watch_own_iteration(loader: type[Any], watch: Watch) -> None:
+    """Let ``watch`` know when a loader hands on what a loader inside it has yielded."""
     iterate: Any = loader.__iter__
     if iterate is DataLoader.__iter__ or hasattr(iterate, "hands_on"):
         return
 
     @counts_as_torch
     @functools.wraps(iterate)
-    def watched(self: DataLoader[Any]) -> Any:
+    def watched(self: Any) -> Any:
         iterator = iterate(self)
         if get_worker_info() is not None or not watch.is_on():
             return iterator
         return _WatchedIterator(iterator, watch.handed_on(iterator))
 
     watched.hands_on = True  # type: ignore[attr-defined]
-    loader.__iter__ = watched  # type: ignore[method-assign]
+    loader.__iter__ = watched
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:

@@ -13,6 +13,7 @@ from torch.utils.data import get_worker_info
 
 from ddp_equivalence.faults.plant import PlantedFault
 from ddp_equivalence.measurement.further_calls import Lines
+from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
 from ddp_equivalence.observed_scripts.in_script.hooks import place_of_caller
 from ddp_equivalence.observed_scripts.in_script.names import ModuleNames, named_tensors
 from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
@@ -118,6 +119,7 @@ class Watch:
             return arguments, named
         if self.float64:
             _to_float64(module)
+            arguments, named = batch_in_float64((arguments, named))
         self.goes_on()
         name = self.names.of(module)
         self._hook_parameters(name)

@@ -60,6 +60,7 @@ def train(options):
             inputs = inputs + 0.1 * torch.randn(inputs.shape)
         if "crops" in options:
             inputs, labels = torch.cat([inputs, inputs * 0.5]), torch.cat([labels, labels])
+        inputs = inputs.to(torch.float32)
         output = net(inputs) if "raw" in options else model(inputs)
         loss = cross_entropy(output, labels, reduction="sum" if "sum" in options else "mean")
         if "times" in options:
