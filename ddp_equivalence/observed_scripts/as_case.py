@@ -6,6 +6,7 @@ So the comparison and the diagnosis of ``check`` need to know nothing of scripts
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.observed_scripts.oracle import CannotReplay, Oracle
 from ddp_equivalence.observed_scripts.query import AnswerOfStep
 from ddp_equivalence.observed_scripts.record import Record, Row
+from ddp_equivalence.observed_scripts.rows import Part, joined
 
 Kind = Literal["before_clip", "held", "own"]
 BEFORE_CLIP: Kind = "before_clip"
@@ -25,6 +27,9 @@ HELD: Kind = "held"
 OWN: Kind = "own"
 """Gradients of a rank: before they are clipped, as the optimizer gets them, or its own, before any
 reduction."""
+
+MOST_LABELS = 1 << 20
+"""Tensors with more elements than this are not looked at as labels."""
 
 ROWS = "rows"
 """The leaf of the batch: the numbers of the rows in an observed step."""
@@ -90,6 +95,24 @@ class ObservedStep:
                 found[f"{number}/{path}"] = digest({path: tensor})
         return found
 
+    def labels(self) -> dict[str, Tensor]:
+        """The whole numbers and truth values that the ranks read with their rows, such as labels
+        and masks: a loss may divide by their count. ``[rows, ...]``, padded where ranks differ.
+        """
+        parts: list[Part] = [(rows, None) for rows in self.record.read(self.group)]
+        try:
+            together = joined(parts)
+        except ValueError:
+            return {}
+        return {
+            re.sub(r"[^\w]+", ".", path).strip(".") or "inputs": tensor
+            for path, tensor in together.tensors.items()
+            if together.has_rows(path)
+            and len(tensor) == len(self.rows)
+            and tensor.numel() <= MOST_LABELS
+            and not (tensor.is_floating_point() or tensor.is_complex())
+        }
+
     def weights(self) -> dict[str, Tensor]:
         """The weights of the parameters that are compared, at the beginning of the step."""
         reader = self.record.reader(0, self.number)
@@ -115,7 +138,7 @@ def as_case(step: ObservedStep, kind: Kind, layout: str) -> Case:
         return model
 
     def batch(generator: torch.Generator) -> dict[str, Tensor]:
-        return {ROWS: torch.arange(len(step.rows))}
+        return {ROWS: torch.arange(len(step.rows)), **step.labels()}
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         rows = tuple(batch[ROWS].tolist())

@@ -24,7 +24,11 @@ from ddp_equivalence.observed_scripts.as_case import ObservedStep
 from ddp_equivalence.observed_scripts.export import export
 from ddp_equivalence.observed_scripts.judged_step import judge
 from ddp_equivalence.observed_scripts.looked_at_closer import observations_of_second_run
-from ddp_equivalence.observed_scripts.measured_step import Script, name_of_script
+from ddp_equivalence.observed_scripts.measured_step import (
+    SECONDS_TO_EXPLAIN,
+    Script,
+    name_of_script,
+)
 from ddp_equivalence.observed_scripts.observed import Observed
 from ddp_equivalence.observed_scripts.one_process import in_one_process, processes_in
 from ddp_equivalence.observed_scripts.options import Command, ObserveOptions, Options, words_of
@@ -114,7 +118,7 @@ class _Observation:
         recorded = time.monotonic()
         show("one process trains")
         alone = self.in_one_process(record)
-        script = self._script(record)
+        script = self._script(record, recorded - started)
         self.has_explained = self.has_looked_closer = False
         verdicts = self._judged(script, record, alone, SIDE_BY_SIDE)
         if self.options.flat is not None and all(one.outcome == "same" for one in verdicts):
@@ -151,7 +155,7 @@ class _Observation:
                 return self.command
             raise
 
-    def _script(self, record: Record) -> Script:
+    def _script(self, record: Record, seconds: float) -> Script:
         main = record.runs[0]["main"]
         return Script(
             name=name_of_script(self.command, main),
@@ -159,6 +163,7 @@ class _Observation:
             float64=self.float64,
             on_cpu=bool(self.options.as_cpu),
             steps=len(record.steps),
+            seconds=max(SECONDS_TO_EXPLAIN, seconds),
             repeat=f"ddp-equivalence observe {self._options_again()}-- {shlex.join(self.command)}",
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ddp_equivalence.observed_scripts.query import Piece
 from ddp_equivalence.observed_scripts.recorded_step import RecordedStep, StepReader, rank_folder
+from ddp_equivalence.observed_scripts.rows import Rows
 from ddp_equivalence.observed_scripts.told import Feed
 
 
@@ -85,24 +86,36 @@ class Record:
 
     def counts(self, rank: int, group: Sequence[int]) -> tuple[int, ...]:
         """The number of rows in each micro-batch of a rank."""
+        found = []
+        for number, place in self._micro_batches(rank, group):
+            step = self.step(rank, number)
+            of_loader = self.feed == "loader"
+            found.append(step.batch_counts[place] if of_loader else step.calls[place].count)
+        return tuple(found)
+
+    def read(self, group: Sequence[int]) -> list[Rows]:
+        """What the ranks read in a group of steps, in the order of ``rows``."""
+        kind = "batch" if self.feed == "loader" else "call"
+        return [
+            self.reader(rank, number).rows(f"{kind}/{place}/")
+            for rank in range(self.world_size)
+            for number, place in self._micro_batches(rank, group)
+        ]
+
+    def _micro_batches(self, rank: int, group: Sequence[int]) -> list[tuple[int, int]]:
+        """For each micro-batch of a rank, the step and the place there of its batch, from the first
+        loader; where there is no loader, of the first call of its module.
+        """
         if self.feed == "loader":
             first = self.step(0, group[0]).batches[0][0]
-            return tuple(
-                count
+            return [
+                (number, place)
                 for number in group
-                for (loader, _), count in zip(
-                    self.step(rank, number).batches,
-                    self.step(rank, number).batch_counts,
-                    strict=True,
-                )
+                for place, (loader, _) in enumerate(self.step(rank, number).batches)
                 if loader == first
-            )
-        calls = self.step(rank, group[0]).calls
-        micro_batches = sorted({call.backwards for call in calls})
-        return tuple(
-            next(call.count for call in calls if call.backwards == number)
-            for number in micro_batches
-        )
+            ]
+        backwards = [call.backwards for call in self.step(rank, group[0]).calls]
+        return [(group[0], backwards.index(one)) for one in sorted(set(backwards))]
 
     def ragged_and_drawn(self) -> bool:
         """True if random numbers are drawn in a step in which ranks have padded their rows to
