@@ -18,6 +18,7 @@ from ddp_equivalence.measurement.observation import RowsRead
 from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.observed_scripts.in_script.real_files import with_real_files
 from ddp_equivalence.observed_scripts.told import LookAt
+from ddp_equivalence.ranks.missed_waits import watch_handles
 
 FILE = "observation.pickle"
 """It is read by the process that has started the script, and deleted with the record."""
@@ -54,6 +55,7 @@ class CloserLook:
         observer = Observer(module, rows, declared, ElementSample(sizes, stride))  # type: ignore[arg-type]
         rows.observer = observer
         self._observer = observer
+        watch_handles()  # so that the observer is told of collectives
         self._open.enter_context(observer.watching(sys._getframe(1)))
         for ddp, lines in wrapped:
             off_at = None if ddp.require_backward_grad_sync else no_sync_at
