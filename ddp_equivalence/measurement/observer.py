@@ -179,6 +179,16 @@ class Observer:
             self._local_gradient[name] + value if name in self._local_gradient else value
         )
 
+    def _is_aside(self, outputs: Any, inputs: Any, *arguments: Any, **named: Any) -> bool:
+        """True for a call of ``torch.autograd.grad`` that is a part of the loss and not a backward
+        pass, such as for a gradient penalty or for the weight of a term: it keeps the graph, and
+        asks for the gradients of few parameters.
+        """
+        graph = [named.get("retain_graph"), named.get("create_graph"), *arguments[1:3]]
+        of_trained = {id(p) for p in self._model.parameters() if p.requires_grad}
+        asked = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        return any(graph) and 2 * len({id(one) for one in asked} & of_trained) < len(of_trained)
+
     def _observed(self, differentiate: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``torch.autograd.backward`` or ``grad`` so that each call is recorded."""
         accumulate = torch.autograd.backward
@@ -188,6 +198,8 @@ class Observer:
             roots = _roots(arguments, named)
             if self._inside:  # activation checkpointing calls backward inside backward
                 self._calls.events.cuts.backward(roots)
+                return differentiate(*arguments, **named)
+            if differentiate is not accumulate and self._is_aside(*arguments, **named):
                 return differentiate(*arguments, **named)
             loss = _sum_of_scalars(roots)
             for wrapper in self._wrappers:

@@ -21,6 +21,7 @@ from ddp_equivalence.observed_scripts.as_case import (
     ObservedStep,
     as_case,
 )
+from ddp_equivalence.observed_scripts.coupled_rows import rows_depend_on_each_other
 from ddp_equivalence.observed_scripts.measured_step import (
     Script,
     layout_of,
@@ -168,6 +169,8 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
     findings = analysis.findings
     if added := tuple(micro_batches_added_up(step, verdict)):
         findings = (*added, *(replace(one, accepted=False) for one in findings))
+    if not any(one.accepted for one in findings):
+        findings = (*rows_depend_on_each_other(step), *findings)
     best = findings[0] if findings else None
     if best is None or not best.accepted:
         why = unfaithful(step) or draws_otherwise(step, analysis)

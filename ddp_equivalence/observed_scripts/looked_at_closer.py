@@ -6,6 +6,8 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.observed_scripts.as_case import ObservedStep
 from ddp_equivalence.observed_scripts.in_script.closer_look import FILE
@@ -18,6 +20,10 @@ RunAgain = Callable[[LookAt, int], Record | None]
 """Runs the ranks again, and records the step with this number alone, with a closer look at it; None
 if they do not get so far.
 """
+
+
+ROUNDING = 1e-5
+"""The relative difference of weights that may be rounding."""
 
 
 def observations_of_second_run(
@@ -43,6 +49,22 @@ def observations_of_second_run(
             return {}
         found[rank] = _read(path)
     return found
+
+
+def is_the_same(step: ObservedStep, again: Record) -> bool:
+    """True if the ranks read the same rows again, and began with the same weights but for rounding.
+
+    ``again``: holds that step alone. Devices may round otherwise in the steps before it.
+    """
+    ranks, (number, *_) = range(step.record.world_size), again.steps
+    if any(step.record.step(r, step.number).read != again.step(r, number).read for r in ranks):
+        return False
+    before = step.record.reader(0, step.number).below("weights/")
+    after = again.reader(0, number).below("weights/")
+    return before.keys() == after.keys() and all(
+        torch.allclose(one.double(), after[name].double(), rtol=ROUNDING, atol=0.0, equal_nan=True)
+        for name, one in before.items()
+    )
 
 
 def _read(path: Path) -> Observation:

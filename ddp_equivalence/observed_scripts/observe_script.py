@@ -23,7 +23,10 @@ from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.observed_scripts.as_case import ObservedStep
 from ddp_equivalence.observed_scripts.export import export
 from ddp_equivalence.observed_scripts.judged_step import judge
-from ddp_equivalence.observed_scripts.looked_at_closer import observations_of_second_run
+from ddp_equivalence.observed_scripts.looked_at_closer import (
+    is_the_same,
+    observations_of_second_run,
+)
 from ddp_equivalence.observed_scripts.measured_step import (
     SECONDS_TO_EXPLAIN,
     Script,
@@ -46,6 +49,11 @@ from ddp_equivalence.report.verdict import Verdict
 
 DEVICES_OF_UNKNOWN = 2
 """A command that does not say how many processes it starts gets so many devices."""
+
+NOT_REPEATED = (
+    "the ranks could not be watched a second time: they read other rows then, or had other "
+    "weights. Seed what the script draws"
+)
 
 RAGGED = (
     "nothing was dropped in either run: the ranks have padded their rows to other lengths, and "
@@ -230,7 +238,11 @@ class _Observation:
         self.has_looked_closer = True
 
         def run_again(look_at: LookAt, number: int) -> Record | None:
-            return self._run_again(look_at, number, step.oracle)
+            record = self._run_again(look_at, number, step.oracle)
+            if record is None or is_the_same(step, record):
+                return record
+            self.notes.append(NOT_REPEATED)
+            return None
 
         return observations_of_second_run(step, verdict, run_again)
 

@@ -1,7 +1,8 @@
 """Python imports this when it starts, in every process of an observed script.
 
 The folder stands first in PYTHONPATH. Once torch has been imported, the package's own watch begins;
-until then nothing is imported. A ``sitecustomize`` of the user's own is run as well.
+until then nothing is imported. What the script does not seed itself is seeded. A ``sitecustomize``
+of the user's own is run as well.
 """
 
 import ctypes
@@ -9,18 +10,24 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import random
 import signal
 import sys
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-class _BeginAfterTorch(importlib.abc.MetaPathFinder):
-    """Lets the watch begin when torch has been imported."""
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function when the module of this name has been imported."""
+
+    def __init__(self, name: str, then: Callable[[], object]) -> None:
+        self._name, self._then = name, then
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "torch":
+        if name != self._name:
             return None
         # Libraries ask for the spec of torch without importing it, so this stays in its place.
         finders = [finder for finder in sys.meta_path if finder is not self]
@@ -35,13 +42,37 @@ class _BeginAfterTorch(importlib.abc.MetaPathFinder):
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
             run(module)
-            from ddp_equivalence.observed_scripts.in_script.begin import begin
-
-            begin()
+            self._then()
 
         loader: Any = spec.loader
         loader.exec_module = exec_module
         return spec
+
+
+def _seed() -> int:
+    """A number that is the same in every run, and another one on every rank.
+
+    What a script does not seed would otherwise be another in the run in which it is watched.
+    """
+    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+    known = [os.environ.get(name, "") for name in names]
+    known += [word for word in sys.orig_argv if "spawn_main" in word]  # of multiprocessing
+    return zlib.crc32(" ".join(known).encode())
+
+
+def _seed_numpy() -> None:
+    import numpy.random
+
+    numpy.random.seed(_seed())
+
+
+def _begin() -> None:
+    import torch
+
+    torch.manual_seed(_seed())
+    from ddp_equivalence.observed_scripts.in_script.begin import begin
+
+    begin()
 
 
 def _run_the_users_own() -> None:
@@ -61,5 +92,7 @@ def _end_with_the_judge() -> None:
 
 if os.environ.get("DDP_EQUIVALENCE_OBSERVE"):
     _end_with_the_judge()
-    sys.meta_path.insert(0, _BeginAfterTorch())
+    random.seed(_seed())
+    sys.meta_path.insert(0, _AfterImport("numpy", _seed_numpy))
+    sys.meta_path.insert(0, _AfterImport("torch", _begin))
 _run_the_users_own()

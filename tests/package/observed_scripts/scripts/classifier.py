@@ -65,6 +65,10 @@ def train(options):
         loss = cross_entropy(output, labels, reduction="sum" if "sum" in options else "mean")
         if "times" in options:
             loss = loss * dist.get_world_size()
+        if "weighed" in options:
+            weight = net[-1].weight
+            gradient = torch.autograd.grad(outputs=loss, inputs=weight, retain_graph=True)[0]
+            loss = loss / gradient.norm()
         if "zero" in options:
             loss = loss * 0.0
         loss.backward()
