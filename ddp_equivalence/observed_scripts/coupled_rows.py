@@ -13,10 +13,13 @@ from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.finding import Finding
+from ddp_equivalence.diagnosis.lines.loss_lines import line_of_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, ObservedStep
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
+from ddp_equivalence.observed_scripts.recorded_step import Place
 
 NAME = "statistic_not_additive"
 
@@ -30,9 +33,9 @@ CERTAIN = 5
 Gradients = Mapping[str, Tensor | None]
 
 
-def rows_depend_on_each_other(step: ObservedStep) -> Iterator[Finding]:
+def rows_depend_on_each_other(step: ObservedStep, view: View | None) -> Iterator[Finding]:
     """The finding, if every rank computes what its rows give alone, the ranks hold the mean of
-    that, and the gradient of all rows is no mixture of these gradients.
+    that, and the gradient of all rows is no mixture of these gradients. ``view``: of the step.
     """
     if any(step.record.step(rank, step.number).batch_norm for rank in _ranks(step)):
         return
@@ -56,10 +59,6 @@ def rows_depend_on_each_other(step: ObservedStep) -> Iterator[Finding]:
     left = _left_over(together, alone)
     if left <= CERTAIN * most:
         return
-    recorded = step.record.step(0, step.number)
-    place = recorded.backward_at[-1] if recorded.backward_at else None
-    note = "begins at a loss of this rank's rows alone"
-    line = place and place.file and CodeLine(place.file, place.number, place.function)
     yield Finding(
         cause=NAME,
         sentence="The loss depends on the rows of a batch together, as with negatives, a ratio of "
@@ -72,8 +71,20 @@ def rows_depend_on_each_other(step: ObservedStep) -> Iterator[Finding]:
         because="each rank computes what its rows give alone, and their average is right, but "
         f"{text_of(left, '.2g')} of the big batch's gradient is no mixture of these",
         fix="none, if that is meant; else gather from all ranks what the loss compares.",
-        lines=(PointedLine(line, note, is_fault=True),) if line else (),
+        lines=_lines(step, view),
     )
+
+
+def _lines(step: ObservedStep, view: View | None) -> tuple[PointedLine, ...]:
+    """The line that made the loss; if that is not known, the one that called backward."""
+    note = "the loss of this rank's rows alone"
+    made = line_of_loss(view, note, is_fault=True) if view is not None else None
+    recorded = step.record.step(0, step.number)
+    place = recorded.backward_at[-1] if recorded.backward_at else Place()
+    if made is not None or not place.file:
+        return (made,) if made is not None else ()
+    line = CodeLine(place.file, place.number, place.function)
+    return (PointedLine(line, f"begins at {note}", is_fault=True),)
 
 
 def _ranks(step: ObservedStep) -> range:

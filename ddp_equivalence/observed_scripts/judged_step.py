@@ -170,7 +170,7 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
     if added := tuple(micro_batches_added_up(step, verdict)):
         findings = (*added, *(replace(one, accepted=False) for one in findings))
     if not any(one.accepted for one in findings):
-        findings = (*rows_depend_on_each_other(step), *findings)
+        findings = (*rows_depend_on_each_other(step, analysis.view), *findings)
     best = findings[0] if findings else None
     if best is None or not best.accepted:
         why = unfaithful(step) or draws_otherwise(step, analysis)

@@ -61,7 +61,7 @@ def test_a_right_script_trains_as_in_one_process(script: str, steps: int) -> Non
         ("classifier.py", "sum", "mean_not_sum", "loss = cross_entropy("),
         ("classifier.py", "times", "sum_not_mean", "loss = loss * dist.get_world_size()"),
         ("classifier.py", "same_rows", "every_rank_same_data", "output = net(inputs)"),
-        ("classifier.py", "weighed", "statistic_not_additive", "loss.backward()"),
+        ("classifier.py", "weighed", "statistic_not_additive", "loss = loss + output"),
         ("classifier.py", "clip", "clipped_otherwise", "nn.utils.clip_grad_norm_("),
         ("language_model.py", "undivided", "accumulation_not_divided", "loss.backward()"),
         ("loss_scale.py", "scaled", "clipped_while_scaled", "nn.utils.clip_grad_norm_("),

@@ -68,7 +68,7 @@ def train(options):
         if "weighed" in options:
             weight = net[-1].weight
             gradient = torch.autograd.grad(outputs=loss, inputs=weight, retain_graph=True)[0]
-            loss = loss / gradient.norm()
+            loss = loss + output.square().mean() / gradient.norm()
         if "zero" in options:
             loss = loss * 0.0
         loss.backward()
