@@ -61,9 +61,14 @@ class CallWatch:
     ``sample``: the elements of each gradient that are kept. The caller says when the model is
     called, when backward runs and when a step begins. ``further`` records where examples, weights
     and losses come from. ``backwards``: the calls of backward that have begun in this step.
+    ``inside_model``: also follow the lines of the model's own forward pass, in which a script may
+    compute its loss.
     """
 
-    def __init__(self, model: nn.Module, sample: ElementSample[str]) -> None:
+    def __init__(
+        self, model: nn.Module, sample: ElementSample[str], inside_model: bool = False
+    ) -> None:
+        self._inside_model = inside_model
         self.step = 0
         self.calls: list[Call] = []
         self._model = model
@@ -127,7 +132,7 @@ class CallWatch:
         chosen_at = line_that_named(module, frame)
         self._record(Kind.FORWARD, frame, what=type(module).__name__, chosen_at=chosen_at)
         before = self._tracer.paused
-        self._tracer.paused = True
+        self._tracer.paused = before or not self._inside_model
 
         def ended() -> None:
             self._tracer.paused = before

@@ -41,7 +41,8 @@ from ddp_equivalence.ranks.torch_frames import counts_as_torch
 
 class Observer:
     """``lookup``: recognises examples in the model's inputs. ``declared``: the rows that the step
-    says it reads. ``sample``: the elements of each gradient that are kept.
+    says it reads. ``sample``: the elements of each gradient that are kept. ``inside_model``: as in
+    ``CallWatch``.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Observer:
         lookup: ExampleLookup,
         declared: DeclaredRows,
         sample: ElementSample[str],
+        inside_model: bool = False,
     ) -> None:
         self._model = model
         self._sample = sample
@@ -61,7 +63,7 @@ class Observer:
         self._wrappers: list[WrapperObserver] = []
         self._clipped: list[float] = []
         self._inside = False
-        self._calls = CallWatch(model, sample)
+        self._calls = CallWatch(model, sample, inside_model)
         self._modules = ModuleWatch(model, self._calls.now, self._calls.events.cuts.off_at)
         self._step = 0
 

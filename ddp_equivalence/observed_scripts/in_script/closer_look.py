@@ -52,7 +52,8 @@ class CloserLook:
         sizes, stride = self._look_at.sizes, self._look_at.stride
         rows = _RowsOfCalls(self._look_at.rows[self._rank])
         declared = DeclaredRows([()])
-        observer = Observer(module, rows, declared, ElementSample(sizes, stride))  # type: ignore[arg-type]
+        kept = ElementSample(sizes, stride)
+        observer = Observer(module, rows, declared, kept, inside_model=True)  # type: ignore[arg-type]
         rows.observer = observer
         self._observer = observer
         watch_handles()  # so that the observer is told of collectives
