@@ -128,3 +128,34 @@ def without_weight(model: Any, rows: Rows, rank: Rank) -> None:
 
 def test_a_backward_that_adds_zeros_changes_nothing() -> None:
     assert recorded(without_weight, Kind.CHANGE) == []
+
+
+def weighed_by_a_gradient(model: Any, rows: Rows, rank: Rank) -> None:
+    ddp = DistributedDataParallel(model)
+    loss = mean_loss(ddp, rows)
+    weight = next(model.parameters())
+    penalty = torch.autograd.grad(outputs=loss, inputs=weight, retain_graph=True)[0].square().mean()
+    torch.autograd.backward(tensors=rank.world_size * loss + 0 * penalty)
+
+
+def test_a_gradient_that_is_a_part_of_the_loss_is_no_backward_pass() -> None:
+    verdict = judged(weighed_by_a_gradient)
+    assert verdict.cause == "sum_not_mean"
+    assert {len(seen.backwards) for seen in verdict.observed.values()} == {1}
+
+
+def gradients_by_hand(model: Any, rows: Rows, rank: Rank) -> None:
+    parameters = list(model.parameters())
+    for one, gradient in zip(
+        parameters,
+        torch.autograd.grad(mean_loss(model, rows), parameters, retain_graph=True),
+        strict=True,
+    ):
+        dist.all_reduce(gradient)
+        one.grad = gradient
+
+
+def test_the_gradients_of_all_parameters_are_a_backward_pass() -> None:
+    verdict = judged(gradients_by_hand)
+    assert verdict.cause == "sum_not_mean"
+    assert {len(seen.backwards) for seen in verdict.observed.values()} == {1}
