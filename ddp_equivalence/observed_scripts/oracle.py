@@ -22,11 +22,16 @@ MOST_TURNS = 12
 """So many steps of other optimizers are waited for, where several take turns."""
 
 SIDE_BY_SIDE, ONE_AFTER_THE_OTHER, AT_ONCE = "side by side", "one after the other", "at once"
+JOINED_AND_REPEATED = "joined and repeated"
 
 Arrangement = str
 """How one process takes the micro-batches of several ranks: each joined with those of the other
 ranks; one after the other, if the script divides its micro-batches among the ranks; or all at once,
 without accumulation.
+
+If the ranks' micro-batches have different numbers of rows, a script that divides them among the
+ranks gets them joined, each several times: one after the other they would count equally, as they do
+on the ranks, where one process has equal ones.
 """
 
 
@@ -115,11 +120,13 @@ class Oracle:
         """Raises CannotReplay if all rows were asked for, and the model was called with others."""
         if sorted(map(repr, rows)) != sorted(map(repr, self._record.rows(group))):
             return
+        joined = self._arrangement_of(group) == JOINED_AND_REPEATED
+        times = self._record.world_size if joined else 1
         for number, step in zip(group, answer.steps, strict=True):
             ranks = range(self._record.world_size)
             calls = [call for r in ranks for call in self._record.step(r, number).calls]
             wanted, found = sum(call.count for call in calls), sum(step.counts)
-            if wanted != found:
+            if wanted * times != found:
                 raise CannotReplay(
                     f"the script called its model with {found} rows in one process, and with "
                     f"{wanted} on all ranks together: it does not take the rows that it is given"
@@ -162,25 +169,25 @@ class Oracle:
             for rank in range(self._record.world_size)
             for number, count in enumerate(self._record.counts(rank, group))
         }
+        arrangement, each = self._arrangement_of(group), self._micro_batches(group)
         units: dict[object, list[Row]] = defaultdict(list)
         for row in rows:
-            units[
-                {
-                    SIDE_BY_SIDE: row.micro_batch,
-                    ONE_AFTER_THE_OTHER: (row.micro_batch, row.rank),
-                    AT_ONCE: 0,
-                }[self.arrangement]
-            ].append(row)
-        each = self._micro_batches(group)
-        wanted = {
-            SIDE_BY_SIDE: each,
-            ONE_AFTER_THE_OTHER: each * self._record.world_size,
-            AT_ONCE: 1,
-        }[self.arrangement]
+            one_by_one = row.micro_batch, row.rank
+            unit = {ONE_AFTER_THE_OTHER: one_by_one, AT_ONCE: 0}.get(arrangement, row.micro_batch)
+            units[unit].append(row)
+        wanted = {SIDE_BY_SIDE: each, AT_ONCE: 1}.get(arrangement, each * self._record.world_size)
         taken = [pieces_of(of_unit, counts) for _, of_unit in sorted(units.items(), key=_in_order)]
         if wanted % len(taken):
             taken = [pieces_of(rows, counts)]
         return tuple(taken * (wanted // len(taken)))
+
+    def _arrangement_of(self, group: tuple[int, ...]) -> Arrangement:
+        """The arrangement for a group of steps."""
+        if self.arrangement != ONE_AFTER_THE_OTHER:
+            return self.arrangement
+        ranks = range(self._record.world_size)
+        counts = {count for rank in ranks for count in self._record.counts(rank, group)}
+        return ONE_AFTER_THE_OTHER if len(counts) == 1 else JOINED_AND_REPEATED
 
     # --- the process
 

@@ -31,7 +31,8 @@ def train(options):
     for _ in range(8):
         optimizer.zero_grad()
         for number in range(micro_batches):
-            tokens = torch.randint(0, 11, (3, 6))
+            rows = 2 if "uneven" in options and dist.get_rank() == 0 else 3
+            tokens = torch.randint(0, 11, (rows, 6))
             model.require_backward_grad_sync = number == micro_batches - 1 or "sync" in options
             loss = model(tokens[:, :-1], tokens[:, 1:]) / divisor
             loss.backward()
