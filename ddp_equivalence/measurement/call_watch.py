@@ -10,7 +10,6 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +17,6 @@ from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.measurement.calls import (
     Call,
     CodeLine,
-    CollectiveCall,
     Contents,
     GradientChange,
     Kind,
@@ -29,7 +27,7 @@ from ddp_equivalence.measurement.code_lines import (
     line_that_named,
     lines_of,
 )
-from ddp_equivalence.measurement.collective_contents import contents_of, dtype_of
+from ddp_equivalence.measurement.collective_contents import collective_call
 from ddp_equivalence.measurement.further_calls import FurtherCalls, Lines
 from ddp_equivalence.measurement.gradient_changes import changed_by_hooks, merged
 from ddp_equivalence.measurement.gradient_watch import GradientWatch
@@ -39,13 +37,12 @@ from ddp_equivalence.measurement.local_tensors import LocalTensors
 from ddp_equivalence.measurement.loss_terms import LossTerms
 from ddp_equivalence.measurement.loss_watch import LossWatch
 from ddp_equivalence.measurement.module_watch import ModuleWatch
-from ddp_equivalence.measurement.parts_of_gradients import parts_of
 from ddp_equivalence.measurement.sharding import parameters_of, ranks_of
 from ddp_equivalence.measurement.shuffles import randperm_recorded, shuffle_handlers
 from ddp_equivalence.measurement.state_log import StateLog
 from ddp_equivalence.measurement.synchronisation_watch import SynchronisationWatch
 from ddp_equivalence.measurement.temporary_results import TemporaryResults
-from ddp_equivalence.measurement.torch_calls import TorchCalls
+from ddp_equivalence.measurement.torch_calls import TorchCalls, facts_of_hook
 from ddp_equivalence.measurement.trace import Trace
 from ddp_equivalence.ranks.collectives import issued_so_far
 from ddp_equivalence.ranks.issued_collectives import Issued, listening, some_are_pending
@@ -147,6 +144,10 @@ class CallWatch:
         if off_at is not None:
             self._append_if_recorded(Kind.SYNCHRONISATION, off_at, value=0.0)
 
+    def was_hooked(self, hook: Any, state: object, at: Lines) -> None:
+        """These lines gave a wrapper a communication hook."""
+        self._append_if_recorded(Kind.HOOK, at, **facts_of_hook(hook, state))
+
     @contextmanager
     def backward(
         self, roots: Sequence[Tensor], loss: float | None, own: Mapping[str, Tensor]
@@ -194,29 +195,13 @@ class CallWatch:
     def _on_issue(self, issued: Issued, frame: FrameType) -> None:
         if not self._is_recorded():
             return
-        gradients = self._gradients.gradients
         self._note_changes(frame, by_value=True)
-        contents, names, factor = contents_of(
-            issued.tensors, gradients, self._gradients.parameters, dict(self._model.named_buffers())
-        )
-        collective = CollectiveCall(
-            op=issued.op,
-            reduce_op=issued.reduce_op,
-            ranks=issued.ranks,
-            elements=sum(one.numel() for one in issued.tensors if one.is_floating_point()),
-            contents=contents,
-            names=names,
-            factor=factor,
-            asynchronous=issued.asynchronous,
-            dtype=dtype_of(issued.tensors),
-            parts_of=parts_of(issued, gradients) if contents is Contents.OTHER else (),
-            loses_gradient=torch.is_grad_enabled()
-            and any(one.requires_grad and not one.is_leaf for one in issued.tensors),
-        )
+        named = self._gradients.gradients, self._gradients.parameters
+        collective = collective_call(issued, *named, dict(self._model.named_buffers()))
         self.further.parameters_go_out()
-        if contents is Contents.GRADIENTS:
-            self._gradients.accept_these(names, pending=True)
-            issued.names = names
+        if collective.contents is Contents.GRADIENTS:
+            self._gradients.accept_these(collective.names, pending=True)
+            issued.names = collective.names
         way = {"made_at": self.further.origin_of(issued.tensors), "callers": callers_of(frame)}
         self._record(Kind.COLLECTIVE, frame, collective=collective, **way)
         issued.call = len(self.calls) - 1

@@ -7,15 +7,41 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ddp_equivalence.measurement.calls import Contents
+from ddp_equivalence.measurement.calls import CollectiveCall, Contents
 from ddp_equivalence.measurement.gradient_watch import SAME_FACTOR, matching_segments
+from ddp_equivalence.measurement.parts_of_gradients import parts_of
 from ddp_equivalence.measurement.plain_tensors import NotPlain, plain
+from ddp_equivalence.ranks.issued_collectives import Issued
 
 MOST_ELEMENTS = 20_000_000
 """Larger tensors are not compared with gradients and parameters."""
 
 Found = tuple[Contents, tuple[str, ...], float]
 """What the tensors are, of which parameters, and how many times that."""
+
+
+def collective_call(
+    issued: Issued,
+    gradients: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+) -> CollectiveCall:
+    """What is recorded of a collective. The rest: as in ``contents_of``."""
+    contents, names, factor = contents_of(issued.tensors, gradients, parameters, buffers)
+    return CollectiveCall(
+        op=issued.op,
+        reduce_op=issued.reduce_op,
+        ranks=issued.ranks,
+        elements=sum(one.numel() for one in issued.tensors if one.is_floating_point()),
+        contents=contents,
+        names=names,
+        factor=factor,
+        asynchronous=issued.asynchronous,
+        dtype=dtype_of(issued.tensors),
+        parts_of=parts_of(issued, gradients) if contents is Contents.OTHER else (),
+        loses_gradient=torch.is_grad_enabled()
+        and any(one.requires_grad and not one.is_leaf for one in issued.tensors),
+    )
 
 
 def contents_of(

@@ -126,6 +126,10 @@ class Observer:
         self._calls.was_wrapped(ddp, lines, off_at)
         self._wrappers.append(WrapperObserver(ddp, self._names, self._calls))
 
+    def was_hooked(self, hook: Any, state: object, lines: Lines) -> None:
+        """These lines gave a wrapper a communication hook, before the model was watched."""
+        self._calls.was_hooked(hook, state, lines)
+
     def found(
         self,
         gradients: Mapping[GradientKey, Tensor | None],

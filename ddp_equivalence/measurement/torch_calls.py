@@ -130,17 +130,7 @@ class TorchCalls:
 
     def _on_hook(self, frame: FrameType) -> None:
         hook = frame.f_locals.get("hook", frame.f_locals.get("comm_hook_type"))
-        name = getattr(hook, "__name__", str(hook))
-        state = frame.f_locals.get("state")
-        numbers = _numbers_of(owner_of_numbers(hook, state))
-        self._record(
-            Kind.HOOK,
-            frame,
-            what=name,
-            made_at=beginning_of(hook),
-            numbers=numbers,
-            hook_state=state_of_hook(hook, state),
-        )
+        self._record(Kind.HOOK, frame, **facts_of_hook(hook, frame.f_locals.get("state")))
 
     def _on_sharding(self, frame: FrameType) -> None:
         module = frame.f_locals.get("module")
@@ -171,6 +161,16 @@ class TorchCalls:
         if not isinstance(parameters, Sequence):
             return ()
         return tuple(self._names[id(one)] for one in parameters if id(one) in self._names)
+
+
+def facts_of_hook(hook: Any, state: object) -> dict[str, Any]:
+    """What is recorded of a communication hook, as the fields of a ``Call``."""
+    return {
+        "what": getattr(hook, "__name__", str(hook)),
+        "made_at": beginning_of(hook),
+        "numbers": _numbers_of(owner_of_numbers(hook, state)),
+        "hook_state": state_of_hook(hook, state),
+    }
 
 
 def _of_optimizer(optimizer: Any) -> list[Tensor]:

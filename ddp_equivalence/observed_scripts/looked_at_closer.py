@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from ddp_equivalence.measurement.observation import Observation
-from ddp_equivalence.observed_scripts.as_case import ObservedStep
+from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
+from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, ObservedStep
 from ddp_equivalence.observed_scripts.in_script.closer_look import FILE
 from ddp_equivalence.observed_scripts.record import Record
 from ddp_equivalence.observed_scripts.recorded_step import rank_folder
@@ -35,10 +36,16 @@ def observations_of_second_run(
     """
     held = step.record.reader(0, step.number).gradient_names("held/")
     modules = {name.partition(":")[0] for name in held}
-    if len(modules) != 1 or verdict.analysis is None or len(step.group) != 1:
+    if not isinstance(verdict.analysis, AnalysisOfScript):
+        return {}
+    if len(modules) != 1 or len(step.group) != 1:
         return {}
     sample = verdict.analysis.sample_of_step(0)
-    look_at = LookAt(modules.pop(), dict(sample.sizes), dict(sample.stride), _rows(step))
+    recorded = step.record.step(0, step.number)
+    before_clip = recorded.clips and verdict.analysis.kind == BEFORE_CLIP
+    clipped_after = len(recorded.losses) if before_clip else 0
+    sizes, stride = dict(sample.sizes), dict(sample.stride)
+    look_at = LookAt(modules.pop(), sizes, stride, _rows(step), clipped_after)
     record = run_again(look_at, step.number)
     if record is None:
         return {}

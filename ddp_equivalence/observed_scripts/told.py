@@ -24,13 +24,16 @@ class LookAt:
 
     ``module``: the name of the module whose gradients are compared. ``sizes``, ``stride``: the
     elements of each parameter that are kept, see ``ElementSample``. ``rows``: for each rank, the
-    number of the first row of each of its micro-batches, and how many there are.
+    number of the first row of each of its micro-batches, and how many there are. ``clipped_after``:
+    the number of backward passes after which gradients are clipped, where those are compared that
+    are not clipped yet; 0 if they are never clipped.
     """
 
     module: str
     sizes: Mapping[str, int]
     stride: Mapping[str, int]
     rows: Sequence[Sequence[tuple[int, int]]]
+    clipped_after: int = 0
 
 
 @dataclass(frozen=True)

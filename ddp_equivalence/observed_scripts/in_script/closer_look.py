@@ -16,6 +16,7 @@ from ddp_equivalence.measurement.declared_rows import DeclaredRows
 from ddp_equivalence.measurement.further_calls import Lines
 from ddp_equivalence.measurement.observation import RowsRead
 from ddp_equivalence.measurement.observer import Observer
+from ddp_equivalence.observed_scripts.in_script.hooks import Hooked
 from ddp_equivalence.observed_scripts.in_script.real_files import with_real_files
 from ddp_equivalence.observed_scripts.told import LookAt
 from ddp_equivalence.ranks.missed_waits import watch_handles
@@ -43,11 +44,12 @@ class CloserLook:
         module: nn.Module,
         wrapped: list[tuple[DistributedDataParallel, Lines]],
         no_sync_at: Lines | None,
+        hooked: list[Hooked],
     ) -> None:
         """Watch from here on. The user's functions that are running now are followed too.
 
         ``wrapped``: the DDP wrappers of the module, with the lines that made them. ``no_sync_at``:
-        the last lines that called no_sync.
+        the last lines that called no_sync. ``hooked``: the communication hooks of all wrappers.
         """
         sizes, stride = self._look_at.sizes, self._look_at.stride
         rows = _RowsOfCalls(self._look_at.rows[self._rank])
@@ -61,6 +63,9 @@ class CloserLook:
         for ddp, lines in wrapped:
             off_at = None if ddp.require_backward_grad_sync else no_sync_at
             observer.was_wrapped(ddp, lines, off_at)
+            for one in hooked:
+                if one.ddp is ddp:
+                    observer.was_hooked(one.hook, one.state, one.lines)
 
     def end(self, gradients: Mapping[str, Tensor | None], folder: Path) -> None:
         """Stop watching, and write what was seen. ``gradients``: those that are compared."""

@@ -10,6 +10,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, get_worker_info
 
 from ddp_equivalence.measurement.code_lines import lines_of
+from ddp_equivalence.measurement.further_calls import Lines
 from ddp_equivalence.observed_scripts.in_script.real_files import real_file
 from ddp_equivalence.observed_scripts.recorded_step import Place
 from ddp_equivalence.ranks.torch_frames import counts_as_torch
@@ -35,6 +37,16 @@ accelerate read a batch ahead, to know which is the last.
 """
 
 _inside = threading.local()
+
+
+@dataclass(frozen=True)
+class Hooked:
+    """A communication hook with which ``ddp`` reduces. ``lines``: registered it."""
+
+    ddp: DistributedDataParallel
+    state: object
+    hook: Callable[..., Any]
+    lines: Lines
 
 
 def place_of_caller() -> Place:
@@ -72,6 +84,15 @@ def _watch_wrappers(watch: Watch) -> None:
         return no_sync(self)
 
     DistributedDataParallel.no_sync = unsynchronised  # type: ignore[method-assign]
+    register = DistributedDataParallel.register_comm_hook
+
+    @counts_as_torch
+    @functools.wraps(register)
+    def registered(self: Any, state: object, hook: Callable[..., Any]) -> Any:
+        watch.hooked.append(Hooked(self, state, hook, lines_of(sys._getframe(1))))
+        return register(self, state, hook)
+
+    DistributedDataParallel.register_comm_hook = registered  # type: ignore[method-assign]
 
 
 def _watch_modules(watch: Watch) -> None:

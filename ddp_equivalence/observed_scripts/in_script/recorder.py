@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,24 +50,35 @@ class Recorder(Watch):
         self._fetched = FetchedBatches()
         self._earlier_steps = 0
         self._closer_look: CloserLook | None = None
+        self._has_looked = False
 
     # --- steps
 
     def ends_step(self) -> None:
         """Write the step; again, if another optimizer steps with the same gradients."""
         self._complete = self.now
-        if self._closer_look is not None and self._told.look_at is not None:
-            module = self._told.look_at.module
-            before = self.now.held if self.now.before_clip is None else self.now.before_clip
-            gradients = {
-                name.removeprefix(f"{module}:"): gradient
-                for name, gradient in before.items()
-                if name in self.now.held
-            }
-            self._closer_look.end(gradients, self._folder)
-            self._closer_look = None
+        self._end_closer_look(self.now.held)
         if self._earlier_steps >= self._told.first_step:
             self._write(self.now)
+
+    def before_clip(self) -> None:
+        """Keep the gradients; what happens to them from here on is not looked at closely."""
+        super().before_clip()
+        look_at = self._told.look_at
+        if look_at is not None and len(self.now.losses) >= look_at.clipped_after > 0:
+            self._end_closer_look(self.now.before_clip or {})
+
+    def _end_closer_look(self, gradients: Mapping[str, Tensor | None]) -> None:
+        if self._closer_look is None or self._told.look_at is None:
+            return
+        prefix = f"{self._told.look_at.module}:"
+        of_module = {
+            name.removeprefix(prefix): gradient
+            for name, gradient in gradients.items()
+            if name.startswith(prefix)
+        }
+        self._closer_look.end(of_module, self._folder)
+        self._closer_look, self._has_looked = None, True
 
     def goes_on(self) -> None:
         """Begin the next step; end the process when all have been written."""
@@ -163,12 +174,14 @@ class Recorder(Watch):
         look_at = self._told.look_at
         if look_at is None or look_at.module != name or self._closer_look is not None:
             return
+        if self._has_looked:
+            return
         if self._earlier_steps != self._told.first_step or self._complete is not None:
             return
         module = self.names.modules[name]
         self._closer_look = CloserLook(look_at, _rank())
         wrapped = [(ddp, lines) for ddp, lines in self.wrapped if unwrapped(ddp) is module]
-        self._closer_look.begin(module, wrapped, self.no_sync_at)
+        self._closer_look.begin(module, wrapped, self.no_sync_at, self.hooked)
 
     def enters(self, name: str, module: nn.Module) -> None:
         """Keep what the module holds; the other ranks keep digests, to tell whether it is equal."""

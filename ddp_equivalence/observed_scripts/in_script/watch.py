@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 from ddp_equivalence.faults.plant import PlantedFault
 from ddp_equivalence.measurement.further_calls import Lines
 from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
-from ddp_equivalence.observed_scripts.in_script.hooks import place_of_caller
+from ddp_equivalence.observed_scripts.in_script.hooks import Hooked, place_of_caller
 from ddp_equivalence.observed_scripts.in_script.names import ModuleNames, named_tensors
 from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
 from ddp_equivalence.observed_scripts.recorded_step import SeenCall, SeenClip, in_float64
@@ -27,7 +27,8 @@ class Watch:
     ``loss_scale``: the last one by which a loss was multiplied; ``gradients_are_scaled``: they
     still are. ``steps_seen``: the calls of an optimizer's step. ``wrapped``: the DDP wrappers that
     were made, with the lines that made them. ``no_sync_at``: the last lines that called the no_sync
-    of one. ``planted``: the fault that is planted here.
+    of one. ``hooked``: the communication hooks of wrappers. ``planted``: the fault that is planted
+    here.
     """
 
     float64 = False
@@ -40,6 +41,7 @@ class Watch:
         self.planted: PlantedFault | None = None
         self.wrapped: list[tuple[Any, Lines]] = []
         self.no_sync_at: Lines | None = None
+        self.hooked: list[Hooked] = []
         self._hooked: set[int] = set()
         self._of_this_backward: dict[str, Tensor] = {}
         self._last_state: Tensor | None = None
@@ -172,6 +174,7 @@ class Watch:
         values = [float(root.detach()) for root in roots if root.numel() == 1]
         loss = sum(values) / self._scale_of_backward if values else math.nan
         self.now.losses.append(loss)
+        self.now.before_clip = None  # what was clipped until now is a part of the gradient
         self.now.backward_at.append(place_of_caller())
         self._of_this_backward = {}
 

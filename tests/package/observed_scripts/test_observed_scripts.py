@@ -62,6 +62,7 @@ def test_a_right_script_trains_as_in_one_process(script: str, steps: int) -> Non
         ("classifier.py", "times", "sum_not_mean", "loss = loss * dist.get_world_size()"),
         ("classifier.py", "same_rows", "every_rank_same_data", "output = net(inputs)"),
         ("classifier.py", "weighed", "statistic_not_additive", "loss = loss + output"),
+        ("classifier.py", "stale", "stale_gradient_added", "loss.backward()"),
         ("classifier.py", "clip", "clipped_otherwise", "nn.utils.clip_grad_norm_("),
         ("language_model.py", "undivided", "accumulation_not_divided", "loss.backward()"),
         ("language_model.py", "uneven", "uneven_shards_weighted_equally", "loss = model("),

@@ -55,7 +55,8 @@ def train(options):
         evaluate(net, DataLoader(data, batch_size=6, sampler=sampler))
     torch.manual_seed(dist.get_rank())
     for inputs, labels in loader:
-        optimizer.zero_grad()
+        if "stale" not in options or dist.get_rank() == 0:
+            optimizer.zero_grad()
         if "noise" in options:
             inputs = inputs + 0.1 * torch.randn(inputs.shape)
         if "crops" in options:
