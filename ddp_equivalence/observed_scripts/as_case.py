@@ -21,12 +21,13 @@ from ddp_equivalence.observed_scripts.query import AnswerOfStep
 from ddp_equivalence.observed_scripts.record import Record, Row
 from ddp_equivalence.observed_scripts.rows import Part, joined
 
-Kind = Literal["before_clip", "held", "own"]
+Kind = Literal["before_clip", "held", "own", "stale"]
 BEFORE_CLIP: Kind = "before_clip"
 HELD: Kind = "held"
 OWN: Kind = "own"
-"""Gradients of a rank: before they are clipped, as the optimizer gets them, or its own, before any
-reduction."""
+STALE: Kind = "stale"
+"""Gradients of a rank: before they are clipped, as the optimizer gets them, its own, before any
+reduction, or those that were there before the step went backward."""
 
 MOST_LABELS = 1 << 20
 """Tensors with more elements than this are not looked at as labels."""

@@ -6,9 +6,8 @@ of norms, a statistic of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
@@ -18,19 +17,14 @@ from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, ObservedStep
+from ddp_equivalence.observed_scripts.gradient_sums import distance, left_over, rounding_of
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
 from ddp_equivalence.observed_scripts.recorded_step import Place
 
 NAME = "statistic_not_additive"
 
-ROUNDING = 1e-6
-"""What may be off in float64, relative to the norm. In a lower precision: """
-ROUNDING_IN_LOW_PRECISION = 1e-3
-
 CERTAIN = 5
 """So many times the rounding must the big batch's gradient leave unexplained."""
-
-Gradients = Mapping[str, Tensor | None]
 
 
 def rows_depend_on_each_other(step: ObservedStep, view: View | None) -> Iterator[Finding]:
@@ -44,19 +38,18 @@ def rows_depend_on_each_other(step: ObservedStep, view: View | None) -> Iterator
         together = _alone(step, step.everything)
     except CannotReplay:
         return
-    in_float64 = all(g.dtype is torch.float64 for g in together.values() if g is not None)
-    most = ROUNDING if in_float64 else ROUNDING_IN_LOW_PRECISION
+    most = rounding_of(together)
     own = [step.gradients(rank, OWN) for rank in _ranks(step)]
     if any(
-        _distance([(1.0, mine), (-1.0, its)]) > most for mine, its in zip(own, alone, strict=True)
+        distance([(1.0, mine), (-1.0, its)]) > most for mine, its in zip(own, alone, strict=True)
     ):
         return
     weight = -1.0 / len(own)
     for rank in _ranks(step):
         held = step.gradients(rank, BEFORE_CLIP)
-        if _distance([(1.0, held), *((weight, mine) for mine in own)]) > most:
+        if distance([(1.0, held), *((weight, mine) for mine in own)]) > most:
             return
-    left = _left_over(together, alone)
+    left = left_over(together, alone)
     if left <= CERTAIN * most:
         return
     yield Finding(
@@ -94,39 +87,3 @@ def _ranks(step: ObservedStep) -> range:
 def _alone(step: ObservedStep, rows: tuple[int, ...]) -> dict[str, Tensor | None]:
     found = step.answer(rows).gradients(BEFORE_CLIP)
     return {step.short(name): gradient for name, gradient in found.items()}
-
-
-def _distance(terms: list[tuple[float, Gradients]]) -> float:
-    """The norm of the weighted sum, relative to that of the first term."""
-    square = norm = 0.0
-    for name in dict.fromkeys(name for _, gradients in terms for name in gradients):
-        weighted = [
-            weight * one.double() for weight, of in terms if (one := of.get(name)) is not None
-        ]
-        if weighted:
-            square += float(torch.stack(weighted).sum(0).square().sum())
-        first = terms[0][1].get(name)
-        norm += 0.0 if first is None else float(first.double().square().sum())
-    return float((square / norm) ** 0.5) if norm else float(square > 0)
-
-
-def _left_over(together: Gradients, parts: list[dict[str, Tensor | None]]) -> float:
-    """What no mixture of the parts explains, relative to the norm of the whole."""
-    all_of_them = [together, *parts]
-    products = torch.zeros(len(all_of_them), len(all_of_them), dtype=torch.float64)
-    for name in dict.fromkeys(name for one in all_of_them for name in one):
-        gradients = [one.get(name) for one in all_of_them]
-        shape = next((one.shape for one in gradients if one is not None), None)
-        if shape is None:
-            continue
-        rows = torch.stack(
-            [
-                torch.zeros(shape, dtype=torch.float64) if one is None else one.double()
-                for one in gradients
-            ]
-        ).reshape(len(gradients), -1)
-        products += rows @ rows.T
-    of_parts, with_whole = products[1:, 1:], products[1:, 0]
-    weights = torch.linalg.lstsq(of_parts, with_whole.unsqueeze(1)).solution.squeeze(1)
-    left = products[0, 0] - 2 * weights @ with_whole + weights @ of_parts @ weights
-    return float((left.clamp(min=0) / products[0, 0]).sqrt()) if products[0, 0] > 0 else 0.0

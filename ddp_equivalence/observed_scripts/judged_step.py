@@ -42,6 +42,7 @@ from ddp_equivalence.observed_scripts.seen_without_reference import (
     clipped_otherwise,
     faults_seen,
     micro_batches_added_up,
+    stale_gradients,
 )
 from ddp_equivalence.reference import big_batch
 from ddp_equivalence.report.render import render, render_full
@@ -167,7 +168,7 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
         seen = observations(step, analysis.sample_of_step(0), held)
     analysis.observed = seen
     findings = analysis.findings
-    if added := tuple(micro_batches_added_up(step, verdict)):
+    if added := (*micro_batches_added_up(step, verdict), *stale_gradients(step)):
         findings = (*added, *(replace(one, accepted=False) for one in findings))
     if not any(one.accepted for one in findings):
         findings = (*rows_depend_on_each_other(step, analysis.view), *findings)

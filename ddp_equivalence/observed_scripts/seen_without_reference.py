@@ -7,7 +7,7 @@ multiplied by a loss scale, and ranks that read the same rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -15,7 +15,8 @@ from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.measurement.calls import CodeLine
-from ddp_equivalence.observed_scripts.as_case import ObservedStep
+from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, STALE, ObservedStep
+from ddp_equivalence.observed_scripts.gradient_sums import distance, rounding_of
 from ddp_equivalence.observed_scripts.oracle import ONE_AFTER_THE_OTHER
 from ddp_equivalence.observed_scripts.recorded_step import Place
 from ddp_equivalence.report.verdict import Verdict
@@ -189,6 +190,45 @@ def micro_batches_added_up(step: ObservedStep, verdict: Verdict) -> Iterator[Fin
             missing="",
         ),
     )
+
+
+def stale_gradients(step: ObservedStep) -> Iterator[Finding]:
+    """Ranks went backward without having cleared the gradients of a step before, and the ranks
+    hold the mean of these and of their own gradients.
+    """
+    ranks = range(step.record.world_size)
+    own = [step.gradients(rank, OWN) for rank in ranks]
+    stale = [step.gradients(rank, STALE) for rank in ranks]
+    late = [rank for rank in ranks if any(one is not None for one in stale[rank].values())]
+    if not late:
+        return
+    weight = -1.0 / len(ranks)
+    for rank in ranks:
+        held = step.gradients(rank, BEFORE_CLIP)
+        terms = [(1.0, held), *((weight, one) for one in (*own, *stale))]
+        if distance(terms) > rounding_of(held):
+            return
+    where = "on every rank" if len(late) == len(ranks) else f"on {_ranks_text(late)}"
+    recorded = step.record.step(late[0], step.number)
+    yield Finding(
+        cause="stale_gradient_added",
+        sentence="gradients of a step before are still there when the step goes backward",
+        look_at="optimizer.zero_grad(), which every rank calls before each step",
+        unexplained=None,
+        accepted=True,
+        headline="gradients of a step before are added",
+        because=f"{where}, .grad is not zero when the step first goes backward",
+        fix="call optimizer.zero_grad() in every step, on every rank.",
+        lines=_lines(
+            recorded.backward_at[0] if recorded.backward_at else Place(),
+            f"adds to gradients that are there already {where}",
+            missing="",
+        ),
+    )
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _lines(place: Place, note: str, missing: str) -> tuple[PointedLine, ...]:

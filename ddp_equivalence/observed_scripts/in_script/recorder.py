@@ -207,6 +207,7 @@ class Recorder(Watch):
             ("held", seen.held),
             ("before_clip", seen.before_clip or {}),
             ("own", seen.own),
+            ("stale", {name: one for name, one in seen.stale.items() if name in seen.held}),
         ):
             tensors |= {f"{kind}/{name}": g for name, g in gradients.items() if g is not None}
         if len(seen.own_of_each) > 1:

@@ -34,7 +34,8 @@ class StepInProgress:
     ``own``: this process's own gradients, before any reduction, without a loss scale, summed over
     the backward passes; ``own_of_each``: the same of each backward pass. ``call_rows``: what each
     of ``calls`` was given. ``weights``: digests of the tensors of every module at its first call;
-    ``states``: the tensors, on rank 0. ``generators``: states of torch's generator, by the event
+    ``states``: the tensors, on rank 0. ``stale``: gradients that were there before the first
+    backward pass. ``generators``: states of torch's generator, by the event
     before which they were taken.
     """
 
@@ -50,6 +51,7 @@ class StepInProgress:
     entered: set[str] = field(default_factory=set)
     generators: dict[str, Tensor] = field(default_factory=dict)
     before_clip: dict[str, Tensor | None] | None = None
+    stale: dict[str, Tensor] = field(default_factory=dict)
     backward_at: list[Place] = field(default_factory=list)
     draws: bool = False
     held: dict[str, Tensor | None] = field(default_factory=dict)

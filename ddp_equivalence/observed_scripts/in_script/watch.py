@@ -171,6 +171,12 @@ class Watch:
         self.goes_on()
         self.note_draws()
         self._scale_of_backward = self.loss_scale if self.gradients_are_scaled else 1.0
+        if not self.now.losses:
+            self.now.stale = {
+                name: whole(parameter.grad)
+                for name, parameter in self.names.live_parameters()
+                if parameter.grad is not None and bool(parameter.grad.any())
+            }
         values = [float(root.detach()) for root in roots if root.numel() == 1]
         loss = sum(values) / self._scale_of_backward if values else math.nan
         self.now.losses.append(loss)
