@@ -171,7 +171,7 @@ class _Observation:
             float64=self.float64,
             on_cpu=bool(self.options.as_cpu),
             steps=len(record.steps),
-            seconds=max(SECONDS_TO_EXPLAIN, seconds),
+            seconds=max(SECONDS_TO_EXPLAIN, round(seconds)),
             repeat=f"ddp-equivalence observe {self._options_again()}-- {shlex.join(self.command)}",
         )
 
@@ -238,31 +238,32 @@ class _Observation:
         self.has_looked_closer = True
 
         def run_again(look_at: LookAt, number: int) -> Record | None:
-            record = self._run_again(look_at, number, step.oracle)
-            if record is None or is_the_same(step, record):
+            assert step.oracle is not None
+            try:
+                record = self._run_again(look_at, number, step.oracle)
+            except ScriptFailed as error:
+                why = str(error).splitlines()[-1].strip()
+                self.notes.append(f"the ranks could not be watched a second time: {why}")
+                return None
+            if is_the_same(step, record):
                 return record
             self.notes.append(NOT_REPEATED)
             return None
 
         return observations_of_second_run(step, verdict, run_again)
 
-    def _run_again(self, look_at: LookAt, number: int, oracle: Oracle | None) -> Record | None:
-        """A record of one step that is watched closely; None if the script does not get so far."""
-        first = self.options.from_step + number
+    def _run_again(self, look_at: LookAt, number: int, oracle: Oracle) -> Record:
+        """A record of one step that is watched closely. Raises ScriptFailed."""
         show("the ranks train again, and are watched")
-        why = ""
-        for name in ("closer", "closer_again"):
-            try:
-                return self.recording.again(
-                    name, first_step=first, steps=1, look_at=look_at, float64=self.float64
-                )
-            except ScriptFailed as error:
-                why = str(error).splitlines()[-1]
-            if oracle is None or "address already in use" not in why:
-                break
-            oracle.pause()  # the one process listens at the port that the script always takes
-        self.notes.append(f"the ranks could not be watched a second time: {why.strip()}")
-        return None
+        first_step = self.options.from_step + number
+        told = {"first_step": first_step, "steps": 1, "look_at": look_at, "float64": self.float64}
+        try:
+            return self.recording.again("closer", **told)
+        except ScriptFailed as error:
+            if "address already in use" not in str(error):
+                raise
+        with oracle.paused():  # the one process listens at the port that the script always takes
+            return self.recording.again("closer_again", **told)
 
 
 def show(what: str) -> None:

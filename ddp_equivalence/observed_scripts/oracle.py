@@ -10,7 +10,8 @@ import select
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ddp_equivalence.observed_scripts.launch import Running
@@ -79,9 +80,18 @@ class Oracle:
         self._stop()
         self._listener.close()
 
-    def pause(self) -> None:
-        """End the script until the next question, so that it takes no port."""
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The script does not run inside the block, and takes no port. Then it starts again, and
+        this waits until it asks for rows: who asks it something later loses no time by that.
+        """
         self._stop()
+        try:
+            yield
+        finally:
+            with suppress(CannotReplay):
+                line = self._line(time.monotonic())
+                self._buffer = (b"" if line is None else f"{line}\n".encode()) + self._buffer
 
     # --- questions
 
