@@ -79,8 +79,10 @@ class Replayer(Watch):
         if self._nudged_inside is not None:
             self._nudged_inside.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._nudged_inside = None
-        at = self._line.folder / f"{self._done}-{number}.safetensors"
+        # The script may be started several times, and be asked the same more than once.
+        name = f"{query.number}-{os.getpid()}-{self._done}-{number}.safetensors"
         parameters = {*record.gradient_names("held/"), *record.step.without_gradient}
+        at = self._line.folder / name
         self._answers.append(AnswerOfStep.of(self.now, number, at, parameters))
         self._complete = True
         if len(self._answers) == len(query.steps):

@@ -109,6 +109,12 @@ def test_the_optimizer_that_steps_second_is_judged_by_itself() -> None:
     assert found.verdict.subject == "adversarial.py, step 2 of 4 (Adam)"
 
 
+def test_answers_stay_when_the_script_has_to_be_started_again() -> None:
+    """It makes eight steps, and is asked for more than that."""
+    found = observed("classifier.py", "weighed", "short", steps=1)
+    assert found.cause == "statistic_not_additive"
+
+
 def test_each_step_is_compared_with_one_of_the_same_optimizer() -> None:
     """One optimizer steps after every other batch, and the other one between."""
     found = observed("adversarial.py", "turns", "double", steps=4)
