@@ -20,6 +20,7 @@ from typing import Unpack
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.measurement.observation import Observation
+from ddp_equivalence.observed_scripts.arrangements import AT_ONCE, SIDE_BY_SIDE, Arrangement
 from ddp_equivalence.observed_scripts.as_case import ObservedStep
 from ddp_equivalence.observed_scripts.export import export
 from ddp_equivalence.observed_scripts.judged_step import judge
@@ -35,7 +36,7 @@ from ddp_equivalence.observed_scripts.measured_step import (
 from ddp_equivalence.observed_scripts.observed import Observed
 from ddp_equivalence.observed_scripts.one_process import in_one_process, processes_in
 from ddp_equivalence.observed_scripts.options import Command, ObserveOptions, Options, words_of
-from ddp_equivalence.observed_scripts.oracle import AT_ONCE, SIDE_BY_SIDE, Arrangement, Oracle
+from ddp_equivalence.observed_scripts.oracle import Oracle
 from ddp_equivalence.observed_scripts.plan import plan_lines
 from ddp_equivalence.observed_scripts.record import Record
 from ddp_equivalence.observed_scripts.recording import Recording, ScriptFailed, working_folder

@@ -9,31 +9,30 @@ import json
 import select
 import socket
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ddp_equivalence.observed_scripts.arrangements import (
+    AT_ONCE,
+    JOINED_AND_REPEATED,
+    ONE_AFTER_THE_OTHER,
+    SIDE_BY_SIDE,
+    Arrangement,
+    arranged,
+    arrangement_of,
+    most_micro_batches,
+)
 from ddp_equivalence.observed_scripts.launch import Running
-from ddp_equivalence.observed_scripts.query import Answer, Piece, Query
-from ddp_equivalence.observed_scripts.record import Record, Row, pieces_of
+from ddp_equivalence.observed_scripts.query import Answer, Query
+from ddp_equivalence.observed_scripts.record import Record, Row
 from ddp_equivalence.observed_scripts.told import Told
 
 MOST_TURNS = 12
 """So many steps of other optimizers are waited for, where several take turns."""
 
-SIDE_BY_SIDE, ONE_AFTER_THE_OTHER, AT_ONCE = "side by side", "one after the other", "at once"
-JOINED_AND_REPEATED = "joined and repeated"
-
-Arrangement = str
-"""How one process takes the micro-batches of several ranks: each joined with those of the other
-ranks; one after the other, if the script divides its micro-batches among the ranks; or all at once,
-without accumulation.
-
-If the ranks' micro-batches have different numbers of rows, a script that divides them among the
-ranks gets them joined, each several times: one after the other they would count equally, as they do
-on the ranks, where one process has equal ones.
-"""
+MOST_BYTES = 4 << 30
+"""More than this of answers is not kept; the script is asked again."""
 
 
 class CannotReplay(Exception):
@@ -103,13 +102,21 @@ class Oracle:
         key = (group, tuple(rows), nudge, self.in_blocks)
         if key not in self._answers:
             self._answers[key] = self._computed(group, rows, nudge)
+            while (
+                len(self._answers) > 2 and sum(a.bytes for a in self._answers.values()) > MOST_BYTES
+            ):
+                self._answers.pop(next(iter(self._answers))).delete()
         return self._answers[key]
+
+    def _forget_the_oldest(self) -> None:
+        while len(self._answers) > 2 and sum(a.bytes for a in self._answers.values()) > MOST_BYTES:
+            self._answers.pop(next(iter(self._answers))).delete()
 
     def _computed(self, group: tuple[int, ...], rows: Sequence[Row], nudge: int) -> Answer:
         if self._closed:
             raise CannotReplay("the script has been ended")
         for _ in range(3):
-            micro_batches = self._arranged(group, rows)
+            micro_batches = arranged(self._record, self.arrangement, group, rows)
             self._number += 1
             query = Query(self._number, group, micro_batches, nudge=nudge, in_blocks=self.in_blocks)
             answer = self._ask(query)
@@ -130,7 +137,7 @@ class Oracle:
         """Raises CannotReplay if all rows were asked for, and the model was called with others."""
         if sorted(map(repr, rows)) != sorted(map(repr, self._record.rows(group))):
             return
-        joined = self._arrangement_of(group) == JOINED_AND_REPEATED
+        joined = arrangement_of(self._record, self.arrangement, group) == JOINED_AND_REPEATED
         times = self._record.world_size if joined else 1
         for number, step in zip(group, answer.steps, strict=True):
             ranks = range(self._record.world_size)
@@ -146,7 +153,7 @@ class Oracle:
         """The backward passes that each step of a group should have."""
         if len(group) == 1:
             per_step = len(self._record.step(0, group[0]).losses)
-            known = max(1, self._micro_batches(group))
+            known = max(1, most_micro_batches(self._record, group))
             return (micro_batches * max(1, per_step // known),)
         return tuple(len(self._record.step(0, number).losses) for number in group)
 
@@ -166,38 +173,6 @@ class Oracle:
             return False
         self._stop()
         return True
-
-    def _micro_batches(self, group: tuple[int, ...]) -> int:
-        return max(len(self._record.counts(r, group)) for r in range(self._record.world_size))
-
-    def _arranged(
-        self, group: tuple[int, ...], rows: Sequence[Row]
-    ) -> tuple[tuple[Piece, ...], ...]:
-        """The micro-batches in which the script is given the rows."""
-        counts = {
-            (rank, number): count
-            for rank in range(self._record.world_size)
-            for number, count in enumerate(self._record.counts(rank, group))
-        }
-        arrangement, each = self._arrangement_of(group), self._micro_batches(group)
-        units: dict[object, list[Row]] = defaultdict(list)
-        for row in rows:
-            one_by_one = row.micro_batch, row.rank
-            unit = {ONE_AFTER_THE_OTHER: one_by_one, AT_ONCE: 0}.get(arrangement, row.micro_batch)
-            units[unit].append(row)
-        wanted = {SIDE_BY_SIDE: each, AT_ONCE: 1}.get(arrangement, each * self._record.world_size)
-        taken = [pieces_of(of_unit, counts) for _, of_unit in sorted(units.items(), key=_in_order)]
-        if wanted % len(taken):
-            taken = [pieces_of(rows, counts)]
-        return tuple(taken * (wanted // len(taken)))
-
-    def _arrangement_of(self, group: tuple[int, ...]) -> Arrangement:
-        """The arrangement for a group of steps."""
-        if self.arrangement != ONE_AFTER_THE_OTHER:
-            return self.arrangement
-        ranks = range(self._record.world_size)
-        counts = {count for rank in ranks for count in self._record.counts(rank, group)}
-        return ONE_AFTER_THE_OTHER if len(counts) == 1 else JOINED_AND_REPEATED
 
     # --- the process
 
@@ -287,12 +262,6 @@ class Oracle:
             self._running.end()
             self._running = None
         self._buffer = b""
-
-
-def _in_order(item: tuple[object, object]) -> tuple[int, ...]:
-    """Micro-batches in their order, and in each the ranks in theirs."""
-    key = item[0]
-    return key if isinstance(key, tuple) else (int(key),)  # type: ignore[call-overload]
 
 
 def _times(count: int) -> str:

@@ -104,10 +104,10 @@ class AnswerOfStep:
         """
         from safetensors.torch import save_file
 
-        before = seen.held if seen.before_clip is None else seen.before_clip
+        before = seen.before_clip or {}  # without clipping, they are the same
         tensors = {f"held/{name}": g for name, g in seen.held.items() if g is not None}
         tensors |= {
-            f"before_clip/{name}": g.clone()
+            f"before_clip/{name}": g
             for name, g in before.items()
             if g is not None and name in seen.held
         }
@@ -124,10 +124,12 @@ class AnswerOfStep:
         from safetensors import safe_open
 
         with safe_open(self.file, framework="pt") as opened:
+            kinds = {key.partition("/")[0] for key in opened.keys()}  # noqa: SIM118  (no dict)
+            prefix = f"{kind if kind in kinds else 'held'}/"
             found: dict[str, Tensor | None] = {
-                key.removeprefix(f"{kind}/"): opened.get_tensor(key)
-                for key in opened.keys()  # noqa: SIM118  (it is no dict)
-                if key.startswith(f"{kind}/")
+                key.removeprefix(prefix): opened.get_tensor(key)
+                for key in opened.keys()  # noqa: SIM118
+                if key.startswith(prefix)
             }
         return found | dict.fromkeys(self.without_gradient)
 
@@ -146,6 +148,11 @@ class Answer:
     def of_other_parameters(self) -> bool:
         """It is another optimizer's turn."""
         return any(step.of_other_parameters for step in self.steps)
+
+    @property
+    def bytes(self) -> int:
+        """How much the files hold."""
+        return sum(Path(step.file).stat().st_size for step in self.steps)
 
     def delete(self) -> None:
         """Delete the files, which nobody needs."""

@@ -15,9 +15,9 @@ from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.observed_scripts.arrangements import ONE_AFTER_THE_OTHER
 from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, STALE, ObservedStep
 from ddp_equivalence.observed_scripts.gradient_sums import distance, rounding_of
-from ddp_equivalence.observed_scripts.oracle import ONE_AFTER_THE_OTHER
 from ddp_equivalence.observed_scripts.recorded_step import Place
 from ddp_equivalence.report.verdict import Verdict
 
