@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ddp_equivalence.observed_scripts.recorded_step import digests_of_micro_batches
+from ddp_equivalence.observed_scripts.tensor_file import write_tensors
 
 if TYPE_CHECKING:
     from ddp_equivalence.observed_scripts.in_script.step_in_progress import StepInProgress
@@ -102,8 +103,6 @@ class AnswerOfStep:
         """Write the gradients of a step that is complete. ``recorded``: the parameters that the
         optimizer had in the record.
         """
-        from safetensors.torch import save_file
-
         before = seen.before_clip or {}  # without clipping, they are the same
         tensors = {f"held/{name}": g for name, g in seen.held.items() if g is not None}
         tensors |= {
@@ -111,7 +110,7 @@ class AnswerOfStep:
             for name, g in before.items()
             if g is not None and name in seen.held
         }
-        save_file({name: g.contiguous() for name, g in tensors.items()}, file)
+        write_tensors(file, tensors)
         missing = tuple(name for name, g in seen.held.items() if g is None)
         counts = tuple(call.count for call in seen.calls)
         read = digests_of_micro_batches(seen.calls, seen.call_rows)

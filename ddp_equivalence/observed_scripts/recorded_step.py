@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.observed_scripts.rows import Rows
+from ddp_equivalence.observed_scripts.tensor_file import write_tensors
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,7 @@ def write_step(
     folder: Path, step: RecordedStep, tensors: Mapping[str, Tensor], lists: Mapping[str, Any]
 ) -> None:
     """Write a step. The JSON file is written last, so that where it lies the step is complete."""
-    from safetensors.torch import save_file
-
-    save_file({name: _plain(tensor) for name, tensor in tensors.items()}, tensor_file(folder, step))
+    write_tensors(tensor_file(folder, step), tensors)
     (folder / f"step{step.number}.lists.json").write_text(json.dumps(lists))
     write_whole(folder / f"step{step.number}.json", step.to_json())
 
@@ -169,10 +168,6 @@ def write_whole(path: Path, text: str) -> None:
 def tensor_file(folder: Path, step: RecordedStep) -> Path:
     """The file with the tensors of a step."""
     return folder / f"step{step.number}.safetensors"
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu").contiguous()
 
 
 class StepReader:

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from ddp_equivalence.observed_scripts.in_script.closer_look import CloserLook
 from ddp_equivalence.observed_scripts.in_script.fetched import FetchedBatches, digest
 from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import whole
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors, unwrapped
 from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
-from ddp_equivalence.observed_scripts.in_script.watch import Watch, whole
+from ddp_equivalence.observed_scripts.in_script.watch import Watch
 from ddp_equivalence.observed_scripts.recorded_step import (
     RecordedStep,
     digests_of_micro_batches,

@@ -15,6 +15,7 @@ from ddp_equivalence.faults.plant import PlantedFault
 from ddp_equivalence.measurement.further_calls import Lines
 from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
 from ddp_equivalence.observed_scripts.in_script.hooks import Hooked, place_of_caller
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import kept, whole
 from ddp_equivalence.observed_scripts.in_script.names import ModuleNames, named_tensors
 from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
 from ddp_equivalence.observed_scripts.recorded_step import SeenCall, SeenClip, in_float64
@@ -186,19 +187,20 @@ class Watch:
 
     def after_backward(self) -> None:
         """A backward pass has ended."""
-        own = {name: g / self._scale_of_backward for name, g in self._of_this_backward.items()}
-        self._of_this_backward = {}
+        own, self._of_this_backward = self._of_this_backward, {}
+        if self._scale_of_backward != 1.0:
+            own = {name: gradient.div_(self._scale_of_backward) for name, gradient in own.items()}
         self.now.own_of_each.append(own)
         for name, gradient in own.items():
             before = self.now.own.get(name)
-            self.now.own[name] = gradient if before is None else before + gradient
+            self.now.own[name] = gradient if before is None else kept(before + gradient)
 
     def before_clip(self) -> None:
         """Gradients are about to be clipped."""
         if self.now.before_clip is None:
             scale = self.loss_scale if self.gradients_are_scaled else 1.0
             self.now.before_clip = {
-                name: None if p.grad is None else whole(p.grad) / scale
+                name: None if p.grad is None else whole(p.grad, divided_by=scale)
                 for name, p in self.names.live_parameters()
                 if p.requires_grad
             }
@@ -229,7 +231,7 @@ class Watch:
                 elif parameter.grad is None:
                     self.now.held[name] = None
                 else:
-                    self.now.held[name] = whole(parameter.grad) / scale
+                    self.now.held[name] = whole(parameter.grad, divided_by=scale)
         self.now.optimizers.append(type(optimizer).__name__)
         self.now.stepped_at = place_of_caller()
         self.ends_step()
@@ -249,22 +251,13 @@ class Watch:
     def _own(self, name: str, gradient: Tensor) -> None:
         value = whole(gradient)
         before = self._of_this_backward.get(name)
-        self._of_this_backward[name] = value if before is None else before + value
+        self._of_this_backward[name] = value if before is None else kept(before + value)
 
 
 def _is_batch_norm(module: nn.Module) -> bool:
     """True for one that normalises by the rows of this process alone."""
     kind = nn.modules.batchnorm._BatchNorm
     return isinstance(module, kind) and module.training and not isinstance(module, nn.SyncBatchNorm)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """A copy on the CPU: dense, without a graph; of a sharded tensor, all of it."""
-    tensor = tensor.detach()
-    gather = getattr(tensor, "full_tensor", None)
-    tensor = tensor if gather is None else gather()
-    tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-    return tensor.to("cpu", copy=True)
 
 
 def _to_float64(module: nn.Module) -> None:

@@ -1,0 +1,48 @@
+"""What is written tensor by tensor is read by the safetensors library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import LARGE, kept, whole
+from ddp_equivalence.observed_scripts.tensor_file import DTYPES, write_tensors
+
+
+def test_the_library_reads_every_dtype_and_shape(tmp_path: Path) -> None:
+    tensors = {f"numbers/{dtype}": torch.arange(7).to(dtype) for dtype in DTYPES}
+    tensors |= {
+        "scalar": torch.tensor(3.5),
+        "nothing": torch.empty(0, 4),
+        "turned": torch.arange(6.0).reshape(2, 3).T,
+        "not a number": torch.tensor([float("nan"), float("inf"), -0.0]),
+    }
+    write_tensors(tmp_path / "file.safetensors", tensors)
+    found = load_file(tmp_path / "file.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        same = found[name].contiguous().reshape(-1).view(torch.uint8)
+        assert torch.equal(same, tensor.contiguous().reshape(-1).view(torch.uint8)), name
+
+
+def test_a_dtype_that_the_format_lacks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"z has the dtype torch\.complex128"):
+        write_tensors(tmp_path / "file", {"z": torch.zeros(2, dtype=torch.complex128)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_copy_is_a_copy_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    tensor = torch.randn(3, LARGE // 2).to(dtype)
+    copy = kept(tensor)
+    before = tensor.clone()
+    tensor.zero_()
+    assert torch.equal(copy, before)
+    assert torch.equal(whole(copy, divided_by=2.0), before / 2)
+    assert list(tmp_path.iterdir()) == []
