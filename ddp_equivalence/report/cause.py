@@ -133,8 +133,8 @@ def _known(verdict: Verdict) -> Iterator[str]:
 
 
 def _not_finite(verdict: Verdict, comparison: Comparison) -> Iterator[str]:
-    ratios = [rank.ratio for parameter in comparison.parameters for rank in parameter.by_rank]
-    if all(map(isfinite, ratios)):
+    distances = [rank.distance for parameter in comparison.parameters for rank in parameter.by_rank]
+    if all(map(isfinite, distances)):
         return
     ranks = [
         rank

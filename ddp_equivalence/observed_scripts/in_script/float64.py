@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
 from ddp_equivalence.case.batch_tree import leaves_of, map_tensors
 from ddp_equivalence.observed_scripts.recorded_step import in_float64
+from ddp_equivalence.ranks.torch_frames import counts_as_torch
 
 
 def batch_in_float64(batch: Any) -> Any:
@@ -19,9 +22,20 @@ def batch_in_float64(batch: Any) -> Any:
     return map_tensors(in_float64, batch)
 
 
+RANKS = 2
+"""So many ranks are assumed on this machine, if the launcher does not say how many there are."""
+
+BYTES_PER_ELEMENT = 8 * 3
+"""What training takes in float64: the weight, its gradient, and its place in DDP's bucket."""
+
+
 def compute_in_float64() -> None:
-    """New tensors are in float64, and so is a model before it is wrapped."""
+    """New tensors are in float64, and so is a model before it is wrapped.
+
+    A model that does not fit into the memory in float64 makes the script end with a MemoryError.
+    """
     torch.set_default_dtype(torch.float64)
+    _require_memory()
     from torch.nn.parallel import DistributedDataParallel
 
     initialise = DistributedDataParallel.__init__
@@ -30,3 +44,22 @@ def compute_in_float64() -> None:
         initialise(self, module.double(), *arguments, **named)
 
     DistributedDataParallel.__init__ = wrapped  # type: ignore[method-assign]
+
+
+def _require_memory() -> None:
+    """Raise MemoryError as soon as the parameters that were made do not fit on all ranks."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or RANKS)
+    most = psutil.virtual_memory().available / (ranks * BYTES_PER_ELEMENT)
+    register = nn.Module.register_parameter
+    made = 0
+
+    @counts_as_torch
+    def registered(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        nonlocal made
+        register(self, name, param)
+        if param is not None and param.device.type == "cpu":
+            made += param.numel()
+            if made > most:
+                raise MemoryError(f"{made:,} parameters do not fit into the memory in float64")
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign]

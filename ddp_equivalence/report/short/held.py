@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from math import isfinite, isnan
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.comparison.digits import text_of
@@ -122,7 +122,7 @@ def _not_finite(comparison: Comparison) -> list[int]:
             error.rank
             for parameter in comparison.parameters
             for error in parameter.by_rank
-            if 0 not in parameter.shape and (not isfinite(error.ratio) or isnan(error.factor))
+            if 0 not in parameter.shape and not isfinite(error.distance)
         }
     )
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from ddp_equivalence import Verdict, check
 from ddp_equivalence.case import settings
@@ -299,3 +301,28 @@ def test_the_line_that_defines_a_step_is_found(step: Any, text: str) -> None:
 
 def test_a_strategy_of_the_catalogue_is_defined_nowhere() -> None:
     assert defined_at("ddp_mean") is None
+
+
+class WithIdleParameter(nn.Module):
+    """The gradient of one of its parameters is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+        self.idle = nn.Parameter(torch.ones(2))
+
+    def forward(self, rows: torch.Tensor) -> Any:
+        return self.linear(rows) + 0 * self.idle.sum()
+
+
+def pushes_the_idle_parameter(model: Any, shard: Any, rank: Any) -> None:
+    right_step(model, shard, rank)
+    model.idle.grad += 1e-3
+
+
+def test_what_stands_beside_a_gradient_of_zero_is_not_called_infinite() -> None:
+    verdict = check(own_case(model=WithIdleParameter), pushes_the_idle_parameter)
+    assert verdict.outcome == "different"
+    assert verdict.error == float("inf")  # relative to zero
+    assert "not finite" not in verdict.full_report()
+    assert "not finite" not in str(verdict)

@@ -1,0 +1,53 @@
+"""Trains a model of so many million parameters on two ranks, and prints how long each step took.
+
+python wide_model.py MILLIONS STEPS [bfloat16] --nprocs N
+"""
+
+import os
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+WIDTH = 1024
+
+
+class Layer(nn.Linear):
+    def forward(self, rows):
+        return rows + 0.1 * super().forward(rows)
+
+
+def train(rank, world_size, store, millions, steps, dtype):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or default)
+    net = nn.Sequential(*(Layer(WIDTH, WIDTH, bias=False) for _ in range(millions)))
+    torch.set_default_dtype(default)
+    model = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    torch.manual_seed(rank)
+    for _ in range(steps):
+        begun = time.perf_counter()
+        rows = torch.randn(32, WIDTH, dtype=dtype)
+        optimizer.zero_grad(set_to_none=True)
+        model(rows).float().square().mean().backward()
+        optimizer.step()
+        if rank == 0:
+            print(f"seconds of a step: {time.perf_counter() - begun:.6f}", flush=True)
+
+
+if __name__ == "__main__":
+    number = int(sys.argv[sys.argv.index("--nprocs") + 1])
+    dtype = torch.bfloat16 if "bfloat16" in sys.argv else None
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        given = (number, store, int(sys.argv[1]), int(sys.argv[2]), dtype)
+        mp.start_processes(train, given, number, start_method="fork")
