@@ -112,9 +112,8 @@ def main() -> None:
     command = script(arguments.millions, "bfloat16")
     for name, one in (("alone", command), ("observed", observed(command, "--steps", "1"))):
         gib, seconds = memory_of(one)
-        print(
-            f"{arguments.millions} million bfloat16, 2 ranks, {name}: {gib:.1f} GiB, {seconds:.0f} s"
-        )
+        what = f"{arguments.millions} million bfloat16, 2 ranks, {name}"
+        print(f"{what}: {gib:.1f} GiB, {seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,15 @@ WIDTH = 1024
 
 
 class Layer(nn.Linear):
+    """Adds a little to what it is given, so that many layers keep its size."""
+
     def forward(self, rows):
+        """The rows, with a little added."""
         return rows + 0.1 * super().forward(rows)
 
 
 def train(rank, world_size, store, millions, steps, dtype):
+    """What each rank does."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
