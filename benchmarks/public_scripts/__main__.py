@@ -91,15 +91,19 @@ def observe(script: dict[str, Any], folder: Path) -> Result:
 def markdown(results: list[Result]) -> str:
     """The table of docs/observe.md."""
     rows = [
-        "| script | commit | verdict | cause | line | seconds |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| script | commit | what it is | verdict | cause | line | seconds |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for one in results:
         repository, commit = one.script["repository"], one.script["commit"]
         path = one.script["files"][0]["path"]
-        link = f"[{repository} {path}](https://github.com/{repository}/blob/{commit}/{path})"
+        name = f"{repository.rpartition('/')[2]} {path.rpartition('/')[2]}"
+        link = f"[{name}](https://github.com/{repository}/blob/{commit}/{path})"
         line = f"`{one.line}`" if one.line else ""
-        cells = (link, commit[:7], one.outcome, one.cause, line, f"{one.seconds:.0f}")
+        because = [step["unknown_because"] for step in one.found.get("steps", [])]
+        cause = f"`{one.cause}`" if one.cause else next(filter(None, because), "")
+        seconds = f"{one.seconds:.0f}"
+        cells = (link, commit[:7], one.script["kind"], one.outcome, cause, line, seconds)
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
