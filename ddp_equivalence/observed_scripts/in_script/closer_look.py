@@ -6,6 +6,7 @@ import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.measurement.declared_rows import DeclaredRows
 from ddp_equivalence.measurement.further_calls import Lines
-from ddp_equivalence.measurement.observation import RowsRead
+from ddp_equivalence.measurement.observation import Observation, RowsRead
 from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.observed_scripts.in_script.hooks import Hooked
 from ddp_equivalence.observed_scripts.in_script.real_files import with_real_files
@@ -67,12 +68,31 @@ class CloserLook:
                 if one.ddp is ddp:
                     observer.was_hooked(one.hook, one.state, one.lines)
 
-    def end(self, gradients: Mapping[str, Tensor | None], folder: Path) -> None:
-        """Stop watching, and write what was seen. ``gradients``: those that are compared."""
+    def end(
+        self, gradients: Mapping[str, Tensor | None], scales: Sequence[float], folder: Path
+    ) -> None:
+        """Stop watching, and write what was seen. ``gradients``: those that are compared, without
+        a loss scale. ``scales``: the loss scale of each backward pass.
+        """
         assert self._observer is not None
         self._open.close()
         found = self._observer.found({(0, name): one for name, one in gradients.items()}, None)
-        (folder / FILE).write_bytes(pickle.dumps(with_real_files(found)))
+        (folder / FILE).write_bytes(pickle.dumps(with_real_files(_unscaled(found, scales))))
+
+
+def _unscaled(found: Observation, scales: Sequence[float]) -> Observation:
+    """Losses and own gradients as they are without the loss scale."""
+    if len(found.backwards) != len(scales):
+        return found
+    backwards = tuple(
+        replace(
+            one,
+            loss=None if one.loss is None else one.loss / scale,
+            gradient=None if one.gradient is None else one.gradient / scale,
+        )
+        for one, scale in zip(found.backwards, scales, strict=True)
+    )
+    return replace(found, backwards=backwards)
 
 
 class _RowsOfCalls:

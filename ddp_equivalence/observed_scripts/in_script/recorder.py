@@ -78,7 +78,7 @@ class Recorder(Watch):
             for name, gradient in gradients.items()
             if name.startswith(prefix)
         }
-        self._closer_look.end(of_module, self._folder)
+        self._closer_look.end(of_module, self.now.scales, self._folder)
         self._closer_look, self._has_looked = None, True
 
     def goes_on(self) -> None:

@@ -34,14 +34,15 @@ class StepInProgress:
     ``own``: this process's own gradients, before any reduction, without a loss scale, summed over
     the backward passes; ``own_of_each``: the same of each backward pass. ``call_rows``: what each
     of ``calls`` was given. ``weights``: digests of the tensors of every module at its first call;
-    ``states``: the tensors, on rank 0. ``stale``: gradients that were there before the first
-    backward pass. ``generators``: states of torch's generator, by the event
-    before which they were taken.
+    ``states``: the tensors, on rank 0. ``scales``: the loss scale of each backward pass. ``stale``:
+    gradients that were there before the first one. ``generators``: states of torch's generator, by
+    the event before which they were taken.
     """
 
     own: dict[str, Tensor] = field(default_factory=dict)
     own_of_each: list[dict[str, Tensor]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
     calls: list[SeenCall] = field(default_factory=list)
     call_rows: list[Rows] = field(default_factory=list)
     events: Counter[tuple[str, int]] = field(default_factory=Counter)

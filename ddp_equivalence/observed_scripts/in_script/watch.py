@@ -181,6 +181,7 @@ class Watch:
         values = [float(root.detach()) for root in roots if root.numel() == 1]
         loss = sum(values) / self._scale_of_backward if values else math.nan
         self.now.losses.append(loss)
+        self.now.scales.append(self._scale_of_backward)
         self.now.before_clip = None  # what was clipped until now is a part of the gradient
         self.now.backward_at.append(place_of_caller())
         self._of_this_backward = {}

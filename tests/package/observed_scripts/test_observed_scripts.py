@@ -66,6 +66,7 @@ def test_a_right_script_trains_as_in_one_process(script: str, steps: int) -> Non
         ("classifier.py", "clip", "clipped_otherwise", "nn.utils.clip_grad_norm_("),
         ("language_model.py", "undivided", "accumulation_not_divided", "loss.backward()"),
         ("language_model.py", "uneven", "uneven_shards_weighted_equally", "loss = model("),
+        ("loss_scale.py", "times", "sum_not_mean", "loss = loss * dist.get_world_size()"),
         ("loss_scale.py", "scaled", "clipped_while_scaled", "nn.utils.clip_grad_norm_("),
     ],
 )

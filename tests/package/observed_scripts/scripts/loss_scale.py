@@ -2,6 +2,7 @@
 
 import start
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +26,10 @@ def train(options):
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for inputs, targets in read_ahead(loader):
         optimizer.zero_grad()
-        scaler.scale(mse_loss(model(inputs), targets)).backward()
+        loss = mse_loss(model(inputs), targets)
+        if "times" in options:
+            loss = loss * dist.get_world_size()
+        scaler.scale(loss).backward()
         if "scaled" not in options:
             scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
