@@ -25,7 +25,9 @@ import psutil
 PROGRAMS = Path(__file__).parent / "observed_programs"
 
 STEPS = 12
-"""The steps that the script makes. The last three are recorded."""
+"""The steps that the script makes. The three before the last one are recorded, and compared with
+the same three of the script alone.
+"""
 
 GIB = 1 << 30
 

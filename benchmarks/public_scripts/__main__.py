@@ -10,82 +10,11 @@ The packages that scripts.toml names must be installed. Exit code 0: every verdi
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import shlex
-import subprocess
 import sys
-import tempfile
-import time
-import tomllib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-HERE = Path(__file__).parent
-
-
-@dataclass(frozen=True)
-class Result:
-    """``found``: what the command wrote as JSON; empty if it wrote nothing."""
-
-    script: dict[str, Any]
-    found: dict[str, Any]
-    report: str
-    seconds: float
-
-    @property
-    def outcome(self) -> str:
-        """The verdict."""
-        return self.found.get("outcome") or ("unknown" if "unknown:" in self.report else "none")
-
-    @property
-    def cause(self) -> str:
-        """The name of the cause; "" without one."""
-        return self.found.get("cause") or ""
-
-    @property
-    def line(self) -> str:
-        """The line that the report marks, as ``file:number  source``; "" without one."""
-        for step in self.found.get("steps", []):
-            for one in step["lines"]:
-                if one["is_fault"]:
-                    path = Path(one["file"])
-                    source = path.read_text().splitlines()[one["line"] - 1].strip()
-                    return f"{path.name}:{one['line']}  {source}"
-        return ""
-
-    @property
-    def surprise(self) -> str:
-        """What is not as expected; "" if everything is."""
-        if self.outcome != self.script["expected"]:
-            return f"{self.outcome}, expected {self.script['expected']}"
-        if self.outcome == "different" and self.cause != self.script["cause"]:
-            return f"cause {self.cause or 'none'}, expected {self.script['cause'] or 'none'}"
-        if self.outcome == "different" and self.script["line"] not in self.line:
-            return f"line {self.line or 'none'}, expected {self.script['line']}"
-        return ""
-
-
-def observe(script: dict[str, Any], folder: Path) -> Result:
-    """Run the command on one script."""
-    started = time.monotonic()
-    at = folder / script["name"] / script["cwd"]
-    words = shlex.split(" ".join(script["command"].split()))
-    options = ["--as-cpu"] if script["as_cpu"] else []
-    options += shlex.split(script.get("options", ""))
-    with tempfile.TemporaryDirectory() as results:
-        path = Path(results) / "results.json"
-        run = subprocess.run(
-            ["ddp-equivalence", "observe", "--json", str(path), *options, "--", *words],
-            cwd=at,
-            env={**os.environ, **script.get("environment", {})},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        found = json.loads(path.read_text()) if path.exists() else {}
-    return Result(script, found, run.stdout + run.stderr, time.monotonic() - started)
+from fetch import scripts
+from observed_script import Result, observe
 
 
 def markdown(results: list[Result]) -> str:
@@ -116,11 +45,8 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
     parser.add_argument("--reports", action="store_true", help="print every report")
     arguments = parser.parse_args()
-    scripts = tomllib.loads((HERE / "scripts.toml").read_text())["script"]
-    if arguments.only:
-        scripts = [one for one in scripts if one["name"] in arguments.only]
     results = []
-    for script in scripts:
+    for script in scripts(arguments.only or ()):
         one = observe(script, arguments.folder)
         results.append(one)
         end = f"NOT AS EXPECTED: {one.surprise}" if one.surprise else "as expected"

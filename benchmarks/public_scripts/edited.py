@@ -10,7 +10,6 @@ same way (``shared``) may be the same. Exit code 0: none is missed.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import shutil
 import sys
 import tempfile
@@ -18,18 +17,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from fetch import scripts
+from observed_script import observe
+
 HERE = Path(__file__).parent
-
-
-def _runner() -> Any:
-    """The module that observes a script, which lies beside this file."""
-    spec = importlib.util.spec_from_file_location("public_scripts", HERE / "__main__.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["public_scripts"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def broken(edit: dict[str, Any], folder: Path, copies: Path) -> None:
@@ -54,16 +45,14 @@ def main() -> int:
     parser.add_argument("--reports", action="store_true", help="print every report")
     arguments = parser.parse_args()
     edits = tomllib.loads((HERE / "edits.toml").read_text())["edit"]
-    scripts = tomllib.loads((HERE / "scripts.toml").read_text())["script"]
-    by_name = {script["name"]: script for script in scripts}
+    by_name = {script["name"]: script for script in scripts()}
     if arguments.only:
         edits = [one for one in edits if one["name"] in arguments.only]
-    runner = _runner()
     missed = lines = 0
     for edit in edits:
         with tempfile.TemporaryDirectory() as copies:
             broken(edit, arguments.folder, Path(copies))
-            found = runner.observe(by_name[edit["script"]], Path(copies))
+            found = observe(by_name[edit["script"]], Path(copies))
             line = found.line
         is_missed = found.outcome in ("same", "none") and not edit.get("shared", False)
         missed += is_missed

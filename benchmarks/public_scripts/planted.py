@@ -9,13 +9,11 @@ ten must be named. Exit code 0: they are.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
-import tomllib
 from pathlib import Path
-from typing import Any
 
-HERE = Path(__file__).parent
+from fetch import scripts
+from observed_script import observe
 
 SCRIPTS = ("nanogpt", "mingpt_ddp", "imagenet_spawn_squeezenet", "fabric_mnist", "accelerate_nlp")
 
@@ -41,17 +39,6 @@ NAMED = 0.9
 """At least this part of the faults must be named."""
 
 
-def _runner() -> Any:
-    """The module that observes a script, which lies beside this file."""
-    spec = importlib.util.spec_from_file_location("public_scripts", HERE / "__main__.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["public_scripts"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def main() -> int:
     """Observe every script with every fault, and print what was found."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -60,15 +47,13 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", metavar="NAME", default=FAULTS)
     parser.add_argument("--reports", action="store_true", help="print every report")
     arguments = parser.parse_args()
-    scripts = tomllib.loads((HERE / "scripts.toml").read_text())["script"]
-    by_name = {script["name"]: script for script in scripts}
-    runner = _runner()
+    by_name = {script["name"]: script for script in scripts()}
     caught = named = count = 0
     for name in arguments.scripts:
         for fault in arguments.faults:
             more = f"--steps {STEPS} --plant {fault}"
             options = f"{by_name[name].get('options', '')} {more}"
-            found = runner.observe({**by_name[name], "options": options}, arguments.folder)
+            found = observe({**by_name[name], "options": options}, arguments.folder)
             count += 1
             is_caught, is_named = found.outcome == "different", found.cause == fault
             caught += is_caught

@@ -196,8 +196,12 @@ class CallWatch:
         if not self._is_recorded():
             return
         self._note_changes(frame, by_value=True)
-        named = self._gradients.gradients, self._gradients.parameters
-        collective = collective_call(issued, *named, dict(self._model.named_buffers()))
+        collective = collective_call(
+            issued,
+            self._gradients.gradients,
+            self._gradients.parameters,
+            dict(self._model.named_buffers()),
+        )
         self.further.parameters_go_out()
         if collective.contents is Contents.GRADIENTS:
             self._gradients.accept_these(collective.names, pending=True)

@@ -192,7 +192,8 @@ class Observer:
         """
         graph = [named.get("retain_graph"), named.get("create_graph"), *arguments[1:3]]
         of_trained = {id(p) for p in self._model.parameters() if p.requires_grad}
-        asked = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        several = inputs.values() if isinstance(inputs, Mapping) else inputs
+        asked = [inputs] if isinstance(inputs, Tensor) else list(several)
         return any(graph) and 2 * len({id(one) for one in asked} & of_trained) < len(of_trained)
 
     def _observed(self, differentiate: Callable[..., Any]) -> Callable[..., Any]:

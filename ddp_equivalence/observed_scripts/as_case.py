@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -32,8 +32,10 @@ reduction, or those that were there before the step went backward."""
 MOST_LABELS = 1 << 20
 """Tensors with more elements than this are not looked at as labels."""
 
-ROWS = "rows"
-"""The leaf of the batch: the numbers of the rows in an observed step."""
+ROWS = "rows of the step"
+"""The leaf of the batch: the numbers of the rows in an observed step. No label has spaces in its
+name.
+"""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,10 @@ class ObservedStep:
         """The whole numbers and truth values that the ranks read with their rows, such as labels
         and masks: a loss may divide by their count. ``[rows, ...]``, padded where ranks differ.
         """
-        parts: list[Part] = [(rows, None) for rows in self.record.read(self.group)]
+        parts: list[Part] = [
+            (replace(rows, tensors=_whole_numbers(rows.tensors)), None)
+            for rows in self.record.read(self.group)
+        ]
         try:
             together = joined(parts)
         except ValueError:
@@ -111,7 +116,6 @@ class ObservedStep:
             if together.has_rows(path)
             and len(tensor) == len(self.rows)
             and tensor.numel() <= MOST_LABELS
-            and not (tensor.is_floating_point() or tensor.is_complex())
         }
 
     def weights(self) -> dict[str, Tensor]:
@@ -124,6 +128,14 @@ class ObservedStep:
             if number <= self.number:
                 found |= {name: weights[name] for name in names if name in weights}
         return {self.short(name): found[name] for name in names if name in found}
+
+
+def _whole_numbers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        path: tensor
+        for path, tensor in tensors.items()
+        if not (tensor.is_floating_point() or tensor.is_complex())
+    }
 
 
 def as_case(step: ObservedStep, kind: Kind, layout: str) -> Case:
@@ -139,7 +151,7 @@ def as_case(step: ObservedStep, kind: Kind, layout: str) -> Case:
         return model
 
     def batch(generator: torch.Generator) -> dict[str, Tensor]:
-        return {ROWS: torch.arange(len(step.rows)), **step.labels()}
+        return {**step.labels(), ROWS: torch.arange(len(step.rows))}
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         rows = tuple(batch[ROWS].tolist())

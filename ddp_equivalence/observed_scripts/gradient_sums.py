@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-ROUNDING = 1e-6
-"""What may be off in float64, relative to the norm. In a lower precision: """
+from ddp_equivalence.diagnosis.residual import NEGLIGIBLE
+
 ROUNDING_IN_LOW_PRECISION = 1e-3
+"""What may be off below float64, relative to the norm: thousands of eps of float32. Gradients in
+bfloat16 and float16 round more than this, so that nothing is said of them.
+"""
 
 Gradients = Mapping[str, Tensor | None]
 
@@ -17,7 +20,7 @@ Gradients = Mapping[str, Tensor | None]
 def rounding_of(gradients: Gradients) -> float:
     """What may be off where gradients of this precision are compared, relative to the norm."""
     dtypes = {gradient.dtype for gradient in gradients.values() if gradient is not None}
-    return ROUNDING if dtypes <= {torch.float64} else ROUNDING_IN_LOW_PRECISION
+    return NEGLIGIBLE if dtypes <= {torch.float64} else ROUNDING_IN_LOW_PRECISION
 
 
 def distance(terms: Sequence[tuple[float, Gradients]]) -> float:
@@ -35,7 +38,9 @@ def distance(terms: Sequence[tuple[float, Gradients]]) -> float:
 
 
 def left_over(together: Gradients, parts: Sequence[Gradients]) -> float:
-    """What no mixture of the parts explains, relative to the norm of the whole."""
+    """What no mixture of the parts explains, relative to the norm of the whole; 1 if that is zero,
+    which shows nothing.
+    """
     all_of_them = [together, *parts]
     products = torch.zeros(len(all_of_them), len(all_of_them), dtype=torch.float64)
     for name in dict.fromkeys(name for one in all_of_them for name in one):
@@ -53,4 +58,4 @@ def left_over(together: Gradients, parts: Sequence[Gradients]) -> float:
     of_parts, with_whole = products[1:, 1:], products[1:, 0]
     weights = torch.linalg.lstsq(of_parts, with_whole.unsqueeze(1)).solution.squeeze(1)
     left = products[0, 0] - 2 * weights @ with_whole + weights @ of_parts @ weights
-    return float((left.clamp(min=0) / products[0, 0]).sqrt()) if products[0, 0] > 0 else 0.0
+    return float((left.clamp(min=0) / products[0, 0]).sqrt()) if products[0, 0] > 0 else 1.0

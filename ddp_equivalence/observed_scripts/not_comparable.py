@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
 from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, ObservedStep
+from ddp_equivalence.observed_scripts.gradient_sums import left_over
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
 
 FAITHFUL = 1e-6
@@ -57,7 +55,7 @@ def unfaithful(step: ObservedStep) -> Unknown | None:
         loss, of_rank = sum(alone.losses), sum(recorded.losses)
         in_float64 = all(one.dtype is torch.float64 for one in found.values() if one is not None)
         most = FAITHFUL if in_float64 else FAITHFUL_IN_LOW_PRECISION
-        if abs(loss - of_rank) <= most * abs(of_rank) or _left_over(own, found) <= most:
+        if abs(loss - of_rank) <= most * abs(of_rank) or left_over(own, [found]) <= most:
             return None
         losses.append(f"{text_of(of_rank, '.6g')} on rank {rank}, {text_of(loss, '.6g')} alone")
     return Unknown(
@@ -84,25 +82,6 @@ def draws_otherwise(step: ObservedStep, analysis: AnalysisOfScript) -> Unknown |
         + (f" ({missed})" if missed else ": the ranks' rows in another order give another gradient")
         + ". Turn off what is random, such as drop path; --no-dropout turns off torch's dropout",
     )
-
-
-def _left_over(own: Mapping[str, Tensor | None], alone: Mapping[str, Tensor | None]) -> float:
-    """What no multiple of ``alone`` explains of ``own``, relative to ``own``; 1 without any."""
-    pairs = [
-        (one.double().reshape(-1), other.double().reshape(-1))
-        for name, one in own.items()
-        if one is not None and (other := alone.get(name)) is not None
-    ]
-    if not pairs:
-        return 1.0
-    product = sum(float(one @ other) for one, other in pairs)
-    squares = sum(float(other @ other) for _, other in pairs)
-    norm = sum(float(one @ one) for one, _ in pairs)
-    if not norm or not squares:
-        return 1.0
-    factor = product / squares
-    left = sum(float((one - factor * other).square().sum()) for one, other in pairs)
-    return float((left / norm) ** 0.5)
 
 
 def against_an_idle_plant(step: ObservedStep) -> Unknown | None:

@@ -20,7 +20,13 @@ from typing import Unpack
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.measurement.observation import Observation
-from ddp_equivalence.observed_scripts.arrangements import AT_ONCE, SIDE_BY_SIDE, Arrangement
+from ddp_equivalence.observed_scripts.arrangements import (
+    AT_ONCE,
+    JOINED_AND_REPEATED,
+    ONE_AFTER_THE_OTHER,
+    SIDE_BY_SIDE,
+    Arrangement,
+)
 from ddp_equivalence.observed_scripts.as_case import ObservedStep
 from ddp_equivalence.observed_scripts.export import export
 from ddp_equivalence.observed_scripts.judged_step import judge
@@ -282,7 +288,12 @@ def _steps(record: Record, oracle: Oracle | None) -> Iterator[ObservedStep]:
 
 def _notes(oracle: Oracle) -> Iterator[str]:
     """What a reader must know of how the replay was done."""
-    if oracle.arrangement not in (SIDE_BY_SIDE, AT_ONCE):
-        yield f"in one process the script takes the micro-batches {oracle.arrangement}"
+    if ONE_AFTER_THE_OTHER in oracle.arrangements:
+        yield "in one process the script takes the micro-batches one after the other"
+    if JOINED_AND_REPEATED in oracle.arrangements:
+        yield (
+            "the ranks have micro-batches of different sizes: one process, which makes more of "
+            "them, takes those of all ranks joined, and each as often as there are ranks"
+        )
     for operation, count in oracle.missed.items():
         yield f"{operation} drew other numbers than the ranks, {count} times"

@@ -43,7 +43,8 @@ class Oracle:
     """``command``: trains in one process. ``at``: the folder to run it in.
     ``log``: the file for what it prints. ``record``: of the ranks. ``told``: what its
     processes are told. ``deadline``: the seconds that one answer may take. ``arrangement``: the one
-    to begin with. ``in_blocks``: as in ``Query``, may be changed.
+    to begin with; ``arrangements``: those of all answers. ``in_blocks``: as in ``Query``, may be
+    changed.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Oracle:
         self.arrangement = arrangement
         self.missed: dict[str, int] = {}
         self.in_blocks = False
+        self.arrangements: set[Arrangement] = set()
 
     def close(self) -> None:
         """End the script. What it has answered stays known."""
@@ -102,10 +104,7 @@ class Oracle:
         key = (group, tuple(rows), nudge, self.in_blocks)
         if key not in self._answers:
             self._answers[key] = self._computed(group, rows, nudge)
-            while (
-                len(self._answers) > 2 and sum(a.bytes for a in self._answers.values()) > MOST_BYTES
-            ):
-                self._answers.pop(next(iter(self._answers))).delete()
+            self._forget_the_oldest()
         return self._answers[key]
 
     def _forget_the_oldest(self) -> None:
@@ -125,6 +124,7 @@ class Oracle:
             if found == wanted:
                 self._require_rows(group, rows, answer)
                 self.missed |= answer.missed
+                self.arrangements.add(arrangement_of(self._record, self.arrangement, group))
                 return answer
             if not self._other_arrangement(found, group):
                 break

@@ -73,9 +73,10 @@ def _only_rounding(observed: Observed) -> Iterator[str]:
     compared = [one.comparison for one in observed.verdicts if one.comparison is not None]
     names = dict.fromkeys(one.name for found in compared for one in found.only_rounding)
     if names and observed.outcome == "same":
-        such_as = f", such as {next(iter(names))}" if len(names) > 1 else f", {next(iter(names))}"
+        such_as = "such as " if len(names) > 1 else ""
         yield (
-            f"the gradient of {len(names)} {plural(len(names), 'parameter')}{such_as}, is zero "
+            f"the gradient of {len(names)} {plural(len(names), 'parameter')}, "
+            f"{such_as}{next(iter(names))}, is zero "
             "except for rounding; the errors above are those of the others"
         )
 

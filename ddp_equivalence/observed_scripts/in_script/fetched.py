@@ -61,6 +61,8 @@ class FetchedBatches:
     def give(self, loader: int) -> None:
         """The script gets the first batch of a loader that it has not got yet."""
         number = self._given.get(loader, 0)
+        if number == len(self._batches[loader]):
+            return  # the one around it gives a batch more than once
         self._given[loader] = number + 1
         if (batch := self._batches[loader][number]) is not None:
             batch.generator = torch.get_rng_state()

@@ -13,6 +13,12 @@ from ddp_equivalence.case.batch_tree import leaves_of, map_tensors
 from ddp_equivalence.observed_scripts.recorded_step import in_float64
 from ddp_equivalence.ranks.torch_frames import counts_as_torch
 
+RANKS = 2
+"""So many ranks are assumed on this machine, if the launcher does not say how many there are."""
+
+BYTES_PER_ELEMENT = 8 * 3
+"""What training takes in float64: the weight, its gradient, and its place in DDP's bucket."""
+
 
 def batch_in_float64(batch: Any) -> Any:
     """The batch with its floats in float64; the same object if they all are already."""
@@ -22,20 +28,13 @@ def batch_in_float64(batch: Any) -> Any:
     return map_tensors(in_float64, batch)
 
 
-RANKS = 2
-"""So many ranks are assumed on this machine, if the launcher does not say how many there are."""
-
-BYTES_PER_ELEMENT = 8 * 3
-"""What training takes in float64: the weight, its gradient, and its place in DDP's bucket."""
-
-
 def compute_in_float64() -> None:
     """New tensors are in float64, and so is a model before it is wrapped.
 
     A model that does not fit into the memory in float64 makes the script end with a MemoryError.
     """
     torch.set_default_dtype(torch.float64)
-    _require_memory()
+    require_memory()
     from torch.nn.parallel import DistributedDataParallel
 
     initialise = DistributedDataParallel.__init__
@@ -46,7 +45,7 @@ def compute_in_float64() -> None:
     DistributedDataParallel.__init__ = wrapped  # type: ignore[method-assign]
 
 
-def _require_memory() -> None:
+def require_memory() -> None:
     """Raise MemoryError as soon as the parameters that were made do not fit on all ranks."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or RANKS)
     most = psutil.virtual_memory().available / (ranks * BYTES_PER_ELEMENT)

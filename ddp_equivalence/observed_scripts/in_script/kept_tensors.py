@@ -25,12 +25,17 @@ def whole(tensor: Tensor, divided_by: float = 1.0) -> Tensor:
 
 def kept(tensor: Tensor) -> Tensor:
     """A copy of a dense tensor on the CPU; a large one lies in a file that has no name any more."""
-    if tensor.numel() * tensor.element_size() < LARGE:
-        return tensor.to("cpu", copy=True)
-    descriptor, path = tempfile.mkstemp(prefix="observed-")
-    os.close(descriptor)
-    try:
-        flat = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype)
-    finally:
-        os.unlink(path)
-    return flat.view(tensor.shape).copy_(tensor)
+    size = tensor.numel() * tensor.element_size()
+    if size >= LARGE and hasattr(os, "posix_fallocate"):
+        descriptor, path = tempfile.mkstemp(prefix="observed-")
+        try:
+            # Without room on the disk, writing to the memory of the file would kill the process.
+            os.posix_fallocate(descriptor, 0, size)
+            flat = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+        except OSError:
+            return tensor.to("cpu", copy=True)
+        finally:
+            os.close(descriptor)
+            os.unlink(path)
+        return flat.view(tensor.shape).copy_(tensor)
+    return tensor.to("cpu", copy=True)

@@ -174,6 +174,9 @@ class RankGenerators(TorchDispatchMode):
 
         The generators of all ranks move on.
         """
+        if func._schema.is_mutable and func not in IN_PLACE:
+            self._note_missed(func)  # it is not known what it writes to
+            return func(*args, **named)
         kept = torch.get_rng_state()
         results = []
         for _, generator in self._sources:
@@ -181,12 +184,16 @@ class RankGenerators(TorchDispatchMode):
             results.append(_copied(func(*args, **named)))
             generator.set_state(torch.get_rng_state())
         torch.set_rng_state(kept)
-        if self.counts and not all(_equal(results[0], one) for one in results):
-            self.missed[str(func)] = self.missed.get(str(func), 0) + 1
+        if not all(_equal(results[0], one) for one in results):
+            self._note_missed(func)
         if func._schema.is_mutable:
             args[0].copy_(results[0])
             return args[0]
         return results[0]
+
+    def _note_missed(self, func: Any) -> None:
+        if self.counts:
+            self.missed[str(func)] = self.missed.get(str(func), 0) + 1
 
     def _drawn(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         if func in IN_PLACE:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,16 @@ class Recorder(Watch):
         self._end_closer_look(self.now.held)
         if self._earlier_steps >= self._told.first_step:
             self._write(self.now)
+
+    def before_backward(self, roots: Sequence[Tensor]) -> None:
+        """Keep the gradients that are there before the step has gone backward."""
+        super().before_backward(roots)
+        if len(self.now.losses) == 1:
+            self.now.stale = {
+                name: whole(parameter.grad)
+                for name, parameter in self.names.live_parameters()
+                if parameter.grad is not None and bool(parameter.grad.any())
+            }
 
     def before_clip(self) -> None:
         """Keep the gradients; what happens to them from here on is not looked at closely."""
@@ -173,9 +183,9 @@ class Recorder(Watch):
 
     def _look_closer(self, name: str) -> None:
         look_at = self._told.look_at
-        if look_at is None or look_at.module != name or self._closer_look is not None:
+        if look_at is None or look_at.module != name:
             return
-        if self._has_looked:
+        if self._closer_look is not None or self._has_looked:
             return
         if self._earlier_steps != self._told.first_step or self._complete is not None:
             return

@@ -43,13 +43,12 @@ class Watch:
         self.wrapped: list[tuple[Any, Lines]] = []
         self.no_sync_at: Lines | None = None
         self.hooked: list[Hooked] = []
-        self._hooked: set[int] = set()
         self._of_this_backward: dict[str, Tensor] = {}
         self._last_state: Tensor | None = None
         self._loader_numbers: dict[int, int] = {}
         self._loaders: list[Any] = []
         self._scale_of_backward = 1.0
-        self._read_inside: list[list[int]] = []
+        self._read_inside: list[dict[int, None]] = []
 
     def is_on(self) -> bool:
         """False in a process that loads data."""
@@ -96,7 +95,7 @@ class Watch:
 
     def handed_on(self, iterator: Any) -> Iterator[Any]:
         """What a loader yields that hands on the batches of a loader inside it."""
-        inside: list[int] = []
+        inside: dict[int, None] = {}
         while True:
             self._read_inside.append(inside)
             try:
@@ -105,14 +104,14 @@ class Watch:
                 return
             finally:
                 self._read_inside.pop()
-            for loader in dict.fromkeys(inside):
+            for loader in inside:
                 self.given(loader)
             yield batch
 
     def was_read(self, loader: int) -> None:
         """A loader has read a batch."""
         if self._read_inside:
-            self._read_inside[-1].append(loader)
+            self._read_inside[-1][loader] = None
         else:
             self.given(loader)
 
@@ -172,12 +171,6 @@ class Watch:
         self.goes_on()
         self.note_draws()
         self._scale_of_backward = self.loss_scale if self.gradients_are_scaled else 1.0
-        if not self.now.losses:
-            self.now.stale = {
-                name: whole(parameter.grad)
-                for name, parameter in self.names.live_parameters()
-                if parameter.grad is not None and bool(parameter.grad.any())
-            }
         values = [float(root.detach()) for root in roots if root.numel() == 1]
         loss = sum(values) / self._scale_of_backward if values else math.nan
         self.now.losses.append(loss)
