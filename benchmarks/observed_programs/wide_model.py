@@ -1,6 +1,9 @@
 """Trains a model of so many million parameters on two ranks, and prints how long each step took.
 
-python wide_model.py MILLIONS STEPS [bfloat16] --nprocs N
+python wide_model.py MILLIONS STEPS [bfloat16] [copies] --nprocs N
+
+With ``copies``, each step also copies the weights and, twice, the gradients, and writes them to a
+file: that is the least that recording it takes.
 """
 
 import os
@@ -11,6 +14,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,8 +29,8 @@ class Layer(nn.Linear):
         return rows + 0.1 * super().forward(rows)
 
 
-def train(rank, world_size, store, millions, steps, dtype):
-    """What each rank does."""
+def train(rank, world_size, store, millions, steps, dtype, copies):
+    """What each rank does. ``copies``: the file for copies of each step, if there is one."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
@@ -42,7 +46,11 @@ def train(rank, world_size, store, millions, steps, dtype):
         begun = time.perf_counter()
         rows = torch.randn(32, WIDTH, dtype=dtype)
         optimizer.zero_grad(set_to_none=True)
+        kept = [p.detach().clone() for p in net.parameters()] if copies and rank == 0 else []
         model(rows).float().square().mean().backward()
+        if copies:
+            kept += [p.grad.clone() for _ in range(2) for p in net.parameters()]
+            save_file({str(n): one for n, one in enumerate(kept)}, f"{copies}-{rank}")
         optimizer.step()
         if rank == 0:
             print(f"seconds of a step: {time.perf_counter() - begun:.6f}", flush=True)
@@ -53,5 +61,6 @@ if __name__ == "__main__":
     dtype = torch.bfloat16 if "bfloat16" in sys.argv else None
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        given = (number, store, int(sys.argv[1]), int(sys.argv[2]), dtype)
+        copies = os.path.join(folder, "copies") if "copies" in sys.argv else ""
+        given = (number, store, int(sys.argv[1]), int(sys.argv[2]), dtype, copies)
         mp.start_processes(train, given, number, start_method="fork")

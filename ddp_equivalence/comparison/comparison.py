@@ -141,19 +141,18 @@ class Comparison:
 
     @property
     def worst(self) -> ParameterComparison | None:
-        """The parameter nearest to its limit, or furthest beyond it."""
-        return max(self.parameters, key=_how_wrong, default=None)
+        """The parameter nearest to its limit, or furthest beyond it.
+
+        One whose true gradient is zero except for rounding, and which is within its limit, is only
+        taken if there is no other: its error relative to that gradient says nothing.
+        """
+        telling = [one for one in self.parameters if not (one.limit.only_rounding and one.same)]
+        return max(telling or self.parameters, key=_how_wrong, default=None)
 
     @property
     def only_rounding(self) -> tuple[ParameterComparison, ...]:
         """The parameters whose true gradient is zero except for rounding."""
         return tuple(one for one in self.parameters if one.limit.only_rounding)
-
-    @property
-    def worst_with_a_gradient(self) -> ParameterComparison | None:
-        """As ``worst``, among the parameters whose true gradient is more than rounding."""
-        others = [one for one in self.parameters if not one.limit.only_rounding]
-        return max(others, key=_how_wrong, default=None)
 
 
 def _how_wrong(parameter: ParameterComparison) -> tuple[float, float]:

@@ -60,11 +60,9 @@ def _table(observed: Observed) -> Iterator[Line]:
         zip(observed.verdicts, observed.facts, strict=True), start=1
     ):
         optimizer = " + ".join(facts.optimizers)
-        worst = verdict.comparison.worst_with_a_gradient if verdict.comparison else None
-        error, limit = (worst.error, worst.limit.relative) if worst else (None, None)
         yield Line(
             f"  {number:>4}  {optimizer[:14]:<14}  {facts.rows:>4}  {facts.micro_batches:>13}  "
-            f"{text_of(facts.loss, '.4g'):<9}  {_number(error)}  {_number(limit)}"
+            f"{text_of(facts.loss, '.4g'):<9}  {_number(verdict.error)}  {_number(verdict.limit)}"
         )
 
 
@@ -85,6 +83,17 @@ def _number(value: float | None) -> str:
     return "-" if value is None else text_of(value, ".1e")
 
 
+def _limits(observed: Observed) -> Iterator[str]:
+    """Where the limits in the table come from."""
+    for verdict in observed.verdicts:
+        worst = verdict.comparison.worst if verdict.comparison is not None else None
+        if worst is None:
+            continue
+        reason, floor = worst.limit.reason, worst.limit.floor
+        measured = f" ({floor:.0e})" if floor and "error of one device" in reason else ""
+        yield f"{reason}{measured}"
+
+
 def _guarantee(observed: Observed) -> str:
     return (
         "For these steps, from the weights that the ranks had, on the rows that they really read, "
@@ -97,6 +106,8 @@ def _how(observed: Observed) -> Iterator[Line]:
     precision = "float64" if observed.float64 else "the script's own precision"
     cpu = ", its CUDA devices were the CPU" if observed.on_cpu else ""
     yield from labelled("Precision:   ", f"{precision}{cpu}")
+    if (limits := dict.fromkeys(_limits(observed))) and observed.outcome == "same":
+        yield from labelled("Limit:       ", "; ".join(limits))
     clips = [one.clips for one in observed.facts if one.clips]
     if clips:
         yield from labelled("Clipping:    ", f"{clips[0]} (in step 1)")

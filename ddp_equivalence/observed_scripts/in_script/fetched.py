@@ -158,5 +158,6 @@ def digest(tensor: Tensor) -> str:
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     if flat.layout is not torch.strided or flat.is_quantized:
         return ""
-    kind = str(flat.dtype).encode()
-    return hashlib.blake2b(kind + flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:32]
+    found = hashlib.sha256(str(flat.dtype).encode())  # most processors have instructions for it
+    found.update(flat.view(torch.uint8).numpy().data)
+    return found.hexdigest()[:32]

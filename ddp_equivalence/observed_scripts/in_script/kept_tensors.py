@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 
 import torch
 from torch import Tensor
 
 LARGE = 1 << 20
-"""The bytes from which on a copy lies in a file. The system takes its memory back when it needs it,
-so that the copies of a large model do not have to fit into the memory beside it."""
+"""The bytes from which on a copy may lie in a file. The system takes its memory back when it needs
+it, so that the copies of a large model do not have to fit into the memory beside it."""
+
+MOST_IN_MEMORY = 1 << 30
+"""So many bytes of large copies lie in memory, which takes half the time, before files are used."""
+
+_in_memory = 0
+"""The bytes of the large copies that are in memory now."""
 
 
 def whole(tensor: Tensor, divided_by: float = 1.0) -> Tensor:
@@ -24,18 +31,35 @@ def whole(tensor: Tensor, divided_by: float = 1.0) -> Tensor:
 
 
 def kept(tensor: Tensor) -> Tensor:
-    """A copy of a dense tensor on the CPU; a large one lies in a file that has no name any more."""
+    """A copy of a dense tensor on the CPU; a large one may lie in a file without a name."""
     size = tensor.numel() * tensor.element_size()
-    if size >= LARGE and hasattr(os, "posix_fallocate"):
-        descriptor, path = tempfile.mkstemp(prefix="observed-")
-        try:
-            # Without room on the disk, writing to the memory of the file would kill the process.
-            os.posix_fallocate(descriptor, 0, size)
-            flat = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype)
-        except OSError:
-            return tensor.to("cpu", copy=True)
-        finally:
-            os.close(descriptor)
-            os.unlink(path)
-        return flat.view(tensor.shape).copy_(tensor)
-    return tensor.to("cpu", copy=True)
+    if size < LARGE:
+        return tensor.to("cpu", copy=True)
+    if _in_memory + size > MOST_IN_MEMORY and (copy := _in_a_file(tensor, size)) is not None:
+        return copy
+    copy = tensor.to("cpu", copy=True)
+    _count(size)
+    weakref.finalize(copy, _count, -size)
+    return copy
+
+
+def _count(size: int) -> None:
+    global _in_memory
+    _in_memory += size
+
+
+def _in_a_file(tensor: Tensor, size: int) -> Tensor | None:
+    """None if the disk has no room for it."""
+    if not hasattr(os, "posix_fallocate"):
+        return None
+    descriptor, path = tempfile.mkstemp(prefix="observed-")
+    try:
+        # Without room on the disk, writing to the memory of the file would kill the process.
+        os.posix_fallocate(descriptor, 0, size)
+        flat = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+        os.unlink(path)
+    return flat.view(tensor.shape).copy_(tensor)

@@ -196,10 +196,12 @@ class Recorder(Watch):
 
     def enters(self, name: str, module: nn.Module) -> None:
         """Keep what the module holds; the other ranks keep digests, to tell whether it is equal."""
+        is_first = _rank() == 0
         for inner, tensor in named_tensors(module):
-            value = whole(tensor)
+            is_plain = not is_first and not hasattr(tensor, "full_tensor")
+            value = tensor if is_plain else whole(tensor)
             self.now.weights[f"{name}:{inner}"] = digest(value)
-            if _rank() == 0:
+            if is_first:
                 self.now.states[f"{name}:{inner}"] = value
 
     def draws_like_the_record(self, event: Event) -> None:

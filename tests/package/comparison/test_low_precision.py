@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -145,6 +146,11 @@ def test_a_gradient_that_is_zero_except_for_rounding_in_float32_is_known() -> No
     bias = next(one for one in comparison.parameters if one.key[1] == "key.bias")
     assert bias.norm > 0
     assert bias.limit.only_rounding
+    assert comparison.worst is not None
+    assert comparison.worst is not bias  # its error relative to that gradient says nothing
+    beyond = replace(bias, by_rank=(replace(bias.worst, error=1e9, within=False),))
+    assert replace(comparison, parameters=(beyond, comparison.worst)).worst is beyond
+    assert replace(comparison, parameters=(bias,)).worst is bias
 
 
 def test_a_model_in_float64_keeps_its_limits() -> None:

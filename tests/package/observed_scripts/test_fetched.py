@@ -66,6 +66,15 @@ def test_a_batch_that_the_script_has_not_got_yet_is_of_no_step(fetched: FetchedB
     assert first.generator is not None
 
 
+def test_a_batch_may_be_given_again(fetched: FetchedBatches) -> None:
+    """Such as by a loader that yields each batch of the one inside it twice."""
+    rows = fetch(fetched, TRAINING, 1)
+    fetched.give(TRAINING)
+    fetched.trained_with(rows)
+    fetched.step_ends()
+    assert fetched.used == ((0, 0),)
+
+
 def test_an_evaluation_is_not_training_even_on_the_same_rows(fetched: FetchedBatches) -> None:
     for number in (1, 2):
         fetched.evaluated_with(fetch(fetched, OTHER, number))

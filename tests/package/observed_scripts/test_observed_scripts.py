@@ -63,6 +63,8 @@ def test_a_right_script_trains_as_in_one_process(script: str, steps: int) -> Non
         ("classifier.py", "same_rows", "every_rank_same_data", "output = net(inputs)"),
         ("classifier.py", "weighed", "statistic_not_additive", "loss = loss + output"),
         ("classifier.py", "stale", "stale_gradient_added", "loss.backward()"),
+        ("classifier.py", "hook", "low_precision_reduce", "model.register_comm_hook("),
+        ("classifier.py", "ignored", "token_counts_weighted_equally", "loss = cross_entropy("),
         ("classifier.py", "clip", "clipped_otherwise", "nn.utils.clip_grad_norm_("),
         ("language_model.py", "undivided", "accumulation_not_divided", "loss.backward()"),
         ("language_model.py", "uneven", "uneven_shards_weighted_equally", "loss = model("),
@@ -135,6 +137,12 @@ def test_a_script_that_does_not_take_the_rows_that_it_is_given_shows_nothing() -
     found = observed("adversarial.py", "fixed")
     assert found.verdict.unknown_because is UnknownBecause.CANNOT_REPLAY
     assert "with 16 rows in one process, and with 24 on all ranks" in found.verdict.reason
+
+
+def test_a_script_that_changes_its_rows_by_rank_shows_nothing() -> None:
+    found = observed("classifier.py", "by_rank", steps=1)
+    assert found.verdict.unknown_because is UnknownBecause.CANNOT_REPLAY
+    assert "called its model with other values than that rank" in found.verdict.reason
 
 
 def test_a_script_that_always_takes_the_same_port_is_watched_too() -> None:

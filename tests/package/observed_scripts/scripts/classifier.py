@@ -4,6 +4,7 @@ import start
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -43,8 +44,12 @@ def train(options):
     last = Standardised if "standardised" in options else nn.Linear
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), last(16, 4))
     model = net if "unwrapped" in options else DistributedDataParallel(net)
+    if "hook" in options and dist.get_world_size() > 1:
+        model.register_comm_hook(None, fp16_compress_hook)
     torch.manual_seed(1)
     data = TensorDataset(torch.randn(96, 8), torch.randint(0, 4, (96,)))
+    if "ignored" in options:
+        data.tensors[1][:30] = -100  # cross_entropy leaves these out
     sampler = DistributedSampler(data)
     if "same_rows" in options:
         sampler = DistributedSampler(data, num_replicas=2, rank=0)
@@ -63,7 +68,9 @@ def train(options):
             inputs = inputs + 0.1 * torch.randn(inputs.shape)
         if "crops" in options:
             inputs, labels = torch.cat([inputs, inputs * 0.5]), torch.cat([labels, labels])
-        inputs = inputs.to(torch.float32)
+        if "by_rank" in options:
+            inputs = inputs + dist.get_rank()
+        inputs = inputs.to(torch.float32)  # a script's own cast, which observe turns back
         output = net(inputs) if "raw" in options else model(inputs)
         loss = cross_entropy(output, labels, reduction="sum" if "sum" in options else "mean")
         if "times" in options:
