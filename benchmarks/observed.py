@@ -30,12 +30,19 @@ STEPS = 12
 the same three of the script alone.
 """
 
+ROWS = 32
+"""The rows of a rank in a step where time is measured."""
+
+FEW = 2
+"""The steps and the rows where memory is measured, which depends on neither."""
+
 GIB = 1 << 30
 
 
-def script(millions: int, *words: str) -> list[str]:
+def script(millions: int, *words: str, steps: int = STEPS, rows: int = ROWS) -> list[str]:
     """The command that trains on two ranks."""
-    return [sys.executable, "wide_model.py", str(millions), str(STEPS), *words, "--nprocs", "2"]
+    numbers = map(str, (millions, steps, rows))
+    return [sys.executable, "wide_model.py", *numbers, *words, "--nprocs", "2"]
 
 
 def observed(command: list[str], *options: str) -> list[str]:
@@ -117,7 +124,7 @@ def main() -> None:
     if not arguments.memory:
         compare_times(arguments.millions, arguments.repeats)
         return
-    command = script(arguments.millions, "bfloat16")
+    command = script(arguments.millions, "bfloat16", steps=FEW, rows=FEW)
     for name, one in (("alone", command), ("observed", observed(command, "--steps", "1"))):
         gib, seconds = memory_of(one)
         what = f"{arguments.millions} million bfloat16, 2 ranks, {name}"

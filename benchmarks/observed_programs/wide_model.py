@@ -1,6 +1,6 @@
 """Trains a model of so many million parameters on two ranks, and prints how long each step took.
 
-python wide_model.py MILLIONS STEPS [bfloat16] [copies] --nprocs N
+python wide_model.py MILLIONS STEPS ROWS [bfloat16] [copies] --nprocs N
 
 With ``copies``, each step also copies the weights and, twice, the gradients, and writes them to a
 file: that is the least that recording it takes.
@@ -29,11 +29,12 @@ class Layer(nn.Linear):
         return rows + 0.1 * super().forward(rows)
 
 
-def train(rank, world_size, store, millions, steps, dtype, copies):
+def train(rank, world_size, store, numbers, dtype, copies):
     """What each rank does. ``copies``: the file for copies of each step, if there is one."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    millions, steps, rows_of_step = numbers
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype or default)
@@ -44,7 +45,7 @@ def train(rank, world_size, store, millions, steps, dtype, copies):
     torch.manual_seed(rank)
     for _ in range(steps):
         begun = time.perf_counter()
-        rows = torch.randn(32, WIDTH, dtype=dtype)
+        rows = torch.randn(rows_of_step, WIDTH, dtype=dtype)
         optimizer.zero_grad(set_to_none=True)
         kept = [p.detach().clone() for p in net.parameters()] if copies and rank == 0 else []
         model(rows).float().square().mean().backward()
@@ -62,5 +63,5 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         copies = os.path.join(folder, "copies") if "copies" in sys.argv else ""
-        given = (number, store, int(sys.argv[1]), int(sys.argv[2]), dtype, copies)
+        given = (number, store, tuple(map(int, sys.argv[1:4])), dtype, copies)
         mp.start_processes(train, given, number, start_method="fork")

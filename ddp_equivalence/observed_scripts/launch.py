@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -39,10 +41,15 @@ RANK_PREFIX = re.compile(r"^\[(rank)?\d+\]:( |$)")
 
 
 class Running:
-    """The command while it runs. ``log``: the file with all that it prints."""
+    """The command while it runs. ``log``: the file with all that it prints.
+
+    Its temporary files have a folder of their own: it is ended at some step, and cannot delete
+    them itself.
+    """
 
     def __init__(self, command: Sequence[str], told: Told, at: Path, log: Path) -> None:
         self.command, self.log = tuple(command), log
+        self._temporary = tempfile.mkdtemp(prefix="obs")  # the paths of sockets must be short
         self._settings = log.with_suffix(".told.json")
         told.write(self._settings)
         self._output = log.open("wb")
@@ -50,13 +57,14 @@ class Running:
             self._process = subprocess.Popen(
                 self.command,
                 cwd=at,
-                env=_environment(self._settings),
+                env={**_environment(self._settings), "TMPDIR": self._temporary},
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         except OSError as error:
+            shutil.rmtree(self._temporary)
             right = f"a command that can be started; {error.strerror}: {self.command[0]}"
             raise BadCase("command", " ".join(self.command), right) from error
         finally:
@@ -85,6 +93,7 @@ class Running:
         if self._process.poll() is None:  # such as a program that clears its environment
             self._process.kill()
         self._process.wait()
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def last_words(printed: str) -> str:

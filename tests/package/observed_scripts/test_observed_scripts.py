@@ -201,6 +201,16 @@ def test_the_command_prints_the_report_and_writes_json(
     assert found["steps"][0]["lines"][0]["file"].endswith("classifier.py")
 
 
+def test_no_temporary_file_of_a_script_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ended at a step, before it deletes what it has made."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert observed("classifier.py", steps=1).outcome == "same"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_a_script_writes_stays_out_of_the_users_folder(tmp_path: Path) -> None:
     (tmp_path / "weights.pt").write_text("the user's own")
     shutil.copy(SCRIPTS / "start.py", tmp_path)
