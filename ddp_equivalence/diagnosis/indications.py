@@ -97,3 +97,22 @@ def every_loss_is_the_big_batch_loss(view: View) -> bool:
     return all(losses_close(value, big_batch_loss) for value, _ in pairs) and not all(
         losses_close(own, big_batch_loss) for _, own in pairs
     )
+
+
+def mean_loss_is_the_big_batch_loss(view: View) -> bool:
+    """True if the ranks' losses are not those of their own examples alone, and their mean is the
+    loss of the whole batch.
+
+    Every rank goes backward once. A rank whose examples were not recognised has its share of them.
+    """
+    if view.world_size == 1 or not view.observed.covers_every_rank:
+        return False
+    backwards = [view.observed.backwards(rank) for rank in range(view.world_size)]
+    begun_at = [calls[0].loss for calls in backwards if len(calls) == 1]
+    losses = [loss for loss in begun_at if loss is not None and loss == loss]
+    if len(losses) != view.world_size:
+        return False
+    if not losses_close(sum(losses) / len(losses), view.examples.big_batch_loss):
+        return False
+    own = [view.examples.loss(examples) for examples in view.parts.examples_by_rank]
+    return not any(map(losses_close, losses, own))

@@ -7,12 +7,16 @@ from typing import Any
 from ddp_equivalence.faults.changed_ddp import after_ddp_init
 from ddp_equivalence.faults.fault import Fault, RecordFiring
 
+FLAG = "require_backward_grad_sync"
+
 
 def switch_sync_off(record_firing: RecordFiring) -> Any:
-    """Switch synchronisation off as soon as DDP is made."""
+    """Switch synchronisation off as soon as DDP is made; a script cannot switch it on again."""
 
     def change(ddp: Any) -> None:
-        ddp.require_backward_grad_sync = False
+        kind = type(ddp)
+        stays_off = {FLAG: property(lambda self: False, lambda self, value: None)}
+        ddp.__class__ = type(kind.__name__, (kind,), {**stays_off, "__module__": kind.__module__})
         record_firing()
 
     return after_ddp_init(change)

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.causes import clipped_while_scaled
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.observed_scripts.arrangements import ONE_AFTER_THE_OTHER
-from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, STALE, ObservedStep
+from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, STALE, Kind, ObservedStep
 from ddp_equivalence.observed_scripts.gradient_sums import distance, rounding_of
 from ddp_equivalence.observed_scripts.recorded_step import Place
 from ddp_equivalence.report.verdict import Verdict
@@ -24,7 +25,6 @@ from ddp_equivalence.report.verdict import Verdict
 SAME_FACTOR = 1e-6
 """Gradients are multiples of others if they are off by less than this."""
 
-CLIPPED_WHILE_SCALED = "clipped_while_scaled"
 CLIPPED_OTHERWISE = "clipped_otherwise"
 SAME_DATA = "every_rank_same_data"
 ADDED_UP = "accumulation_not_divided"
@@ -93,7 +93,7 @@ def _clipped_while_scaled(step: ObservedStep) -> Iterator[Finding]:
             limit = text_of(clip.limit, ".3g")
             really = text_of(clip.limit / clip.scale, ".2g")
             yield Finding(
-                cause=CLIPPED_WHILE_SCALED,
+                cause=clipped_while_scaled.NAME,
                 sentence="gradients are clipped while they are still multiplied by the loss scale",
                 look_at="the call of clip_grad_norm_: scaler.unscale_(optimizer) goes before it",
                 unexplained=None,
@@ -172,6 +172,8 @@ def micro_batches_added_up(step: ObservedStep, verdict: Verdict) -> Iterator[Fin
         if error.ratio > 0
     ):
         return
+    if not _holds_the_mean_of_own(step):
+        return  # the reduction is wrong, too
     recorded = step.record.step(0, step.number)
     passes = len(recorded.losses)
     all_passes = passes * ranks
@@ -192,22 +194,27 @@ def micro_batches_added_up(step: ObservedStep, verdict: Verdict) -> Iterator[Fin
     )
 
 
+def _holds_the_mean_of_own(step: ObservedStep, more: Kind | None = None) -> bool:
+    """True if every rank holds the mean of what the ranks computed. ``more``: a kind of gradients
+    that is added to each rank's own.
+    """
+    ranks = range(step.record.world_size)
+    kinds = (OWN, more) if more else (OWN,)
+    computed = [step.gradients(rank, kind) for rank in ranks for kind in kinds]
+    terms = [(-1.0 / len(ranks), one) for one in computed]
+    held = [step.gradients(rank, BEFORE_CLIP) for rank in ranks]
+    return all(distance([(1.0, one), *terms]) <= rounding_of(one) for one in held)
+
+
 def stale_gradients(step: ObservedStep) -> Iterator[Finding]:
     """Ranks went backward without having cleared the gradients of a step before, and the ranks
     hold the mean of these and of their own gradients.
     """
     ranks = range(step.record.world_size)
-    own = [step.gradients(rank, OWN) for rank in ranks]
     stale = [step.gradients(rank, STALE) for rank in ranks]
     late = [rank for rank in ranks if any(one is not None for one in stale[rank].values())]
-    if not late:
+    if not late or not _holds_the_mean_of_own(step, STALE):
         return
-    weight = -1.0 / len(ranks)
-    for rank in ranks:
-        held = step.gradients(rank, BEFORE_CLIP)
-        terms = [(1.0, held), *((weight, one) for one in (*own, *stale))]
-        if distance(terms) > rounding_of(held):
-            return
     where = "on every rank" if len(late) == len(ranks) else f"on {_ranks_text(late)}"
     recorded = step.record.step(late[0], step.number)
     yield Finding(

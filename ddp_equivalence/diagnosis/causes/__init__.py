@@ -14,6 +14,7 @@ from ddp_equivalence.diagnosis.causes import (
     clipped_before_reduce,
     clipped_per_micro_batch,
     clipped_per_parameter,
+    clipped_while_scaled,
     contrastive_local_negatives,
     divided_by_another_count,
     divided_by_local_world_size,
@@ -102,6 +103,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     clipped_before_reduce.HYPOTHESIS,
     clipped_per_micro_batch.HYPOTHESIS,
     clipped_per_parameter.HYPOTHESIS,
+    clipped_while_scaled.HYPOTHESIS,
     scaler_differs_between_ranks.HYPOTHESIS,
     # Only some parameters are wrong.
     parameter_frozen_on_one_rank.HYPOTHESIS,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, WrongFactor
+from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Words, WrongFactor
 from ddp_equivalence.diagnosis.indications import (
     every_loss_is_the_big_batch_loss,
     indication_if,
     losses_of_backwards,
+    mean_loss_is_the_big_batch_loss,
 )
 from ddp_equivalence.diagnosis.lines.source_tree import is_in_class
 from ddp_equivalence.diagnosis.lines.words_of_lines import counted
@@ -35,12 +36,44 @@ def factors(view: View) -> Sequence[WrongFactor]:
 
 def indication(view: View) -> Indication | None:
     """Compares the losses at which backward began with the loss of the whole batch."""
+    if _compares_own_rows(view):
+        because = (
+            "backward began at losses whose mean is that of the whole batch, and which are not "
+            "those of the ranks' own examples alone"
+        )
+        return Indication(True, because, conclusive=True)
     if losses_of_backwards(view) is None:
         return None
     return indication_if(
         every_loss_is_the_big_batch_loss(view),
         "backward began at the loss of the whole batch on every rank",
         "backward did not begin at the loss of the whole batch",
+    )
+
+
+def _compares_own_rows(view: View) -> bool:
+    """True if each rank computes the loss of its own examples against the outputs of all ranks,
+    which a collective brought that passes no gradient on.
+
+    What the ranks then hold cannot be predicted: the loss of the case is one number for all
+    examples. It is a sum over the examples of a part that every rank computes of its own, so the
+    mean of the ranks' losses is right.
+    """
+    calls = (call for rank in view.observed.by_rank for call in view.observed.calls.of(rank))
+    if any(call.collective and call.in_backward for call in calls):
+        return False  # such as by the gather of torch.distributed.nn.functional
+    return bool(_gathers(view)) and mean_loss_is_the_big_batch_loss(view)
+
+
+def words(view: View) -> Words | None:
+    """Each rank may compute a part of the loss only."""
+    if not _compares_own_rows(view):
+        return None
+    return Words(
+        "Every rank computes the loss of its own examples against the outputs of all ranks, and "
+        "what it gathered from the others carries no gradient: an output gets the gradient of its "
+        "own rank's loss only.",
+        "gathered outputs carry no gradient",
     )
 
 
@@ -58,6 +91,8 @@ def lines(view: View) -> Sequence[PointedLine]:
             pointed.append(place.pointed(note, is_fault=True))
     backward = view.observed.calls.backwards[-1:]
     note = "begins at the loss of the whole batch on every rank"
+    if _compares_own_rows(view):
+        note = "begins at the loss of this rank's examples against all ranks' outputs"
     at_loss = [place.pointed(note, is_fault=not pointed) for place in backward]
     own = [] if losing else _own_backwards(view)
     if own:
@@ -130,4 +165,5 @@ HYPOTHESIS = Hypothesis(
     headline="gathered outputs carry no gradient",
     lines=lines,
     fix=fix,
+    words=words,
 )

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +32,25 @@ def each_parameter(model: nn.Module, shard: Shard, rank: Rank) -> None:
     loss(ddp, shard).backward()
     for parameter in model.parameters():
         clip_grad_norm_(parameter, MAX_NORM)
+
+
+def scaled(begins: str = "", ends: str = "", max_norm: float = 1.0) -> Any:
+    """A step with a loss scale. ``begins``, ``ends``: what stands before and after the clipping."""
+
+    def step(model: nn.Module, shard: Shard, rank: Rank) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+        ddp = DistributedDataParallel(model)
+        scaler.scale(loss(ddp, shard)).backward()
+        if begins == "unscales":
+            scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), max_norm)
+        if ends == "unscales":
+            scaler.unscale_(optimizer)
+        elif ends == "steps":
+            scaler.step(optimizer)
+
+    return step
 
 
 def each_layer_before_reducing(model: nn.Module, shard: Shard, rank: Rank) -> None:
@@ -122,6 +142,33 @@ def test_a_clipping_in_the_loop_over_micro_batches_is_named(step: Any) -> None:
     ], verdict
     assert "called 3 times" in finding.because
     assert finding.fix.startswith("clip once")
+
+
+@pytest.mark.parametrize(
+    ("ends", "detail"),
+    [
+        ("unscales", "clipping to 1 limited the real norm to 1.5e-05"),
+        ("steps", "clipping to 1 limited the real norm to 1.5e-05"),
+        ("", "limited the real norm to 1.5e-05, and nothing unscaled the gradients"),
+    ],
+)
+def test_a_clipping_of_scaled_gradients_is_named(ends: str, detail: str) -> None:
+    verdict = different(case_of(), scaled(ends=ends))
+    finding = first_finding(verdict)
+    assert finding.cause == "clipped_while_scaled", verdict
+    assert finding.detail.endswith(detail), verdict
+    assert faulty_lines(verdict) == ["clip_grad_norm_(model.parameters(), max_norm)"], verdict
+    assert finding.fix == "call scaler.unscale_(optimizer) before clip_grad_norm_."
+
+
+def test_a_clipping_of_scaled_gradients_without_effect_is_not_named() -> None:
+    step = scaled(ends="", max_norm=1e9)
+    assert accepted(different(case_of(), step)) == {"gradient_scaled_not_unscaled"}
+
+
+def test_a_clipping_after_the_gradients_are_unscaled_is_not_named() -> None:
+    step = scaled(begins="unscales", max_norm=MAX_NORM)
+    assert accepted(different(case_of(), step)) == set()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -69,11 +70,12 @@ def test_an_earlier_backward_over_a_part_is_stale_and_no_padding(step: Step, lay
     assert "backward was called 2 times in this step" in report_of(verdict)
 
 
-def gathered(own: Tensor, world_size: int) -> Tensor:
-    """What all ranks hold; only the own part carries a gradient."""
+def gathered(own: Tensor, world_size: int, keeps_own: bool = True) -> Tensor:
+    """What all ranks hold; only the own part carries a gradient, or nothing does."""
     parts = [torch.zeros_like(own) for _ in range(world_size)]
     dist.all_gather(parts, own.detach())
-    parts[dist.get_rank()] = own
+    if keeps_own:
+        parts[dist.get_rank()] = own
     return torch.cat(parts)
 
 
@@ -107,6 +109,49 @@ def test_outputs_gathered_without_a_gradient_are_not_averaged_twice(
 ) -> None:
     verdict = check(case(layout, loss=loss), step)
     assert verdict.causes == ("gather_without_gradient",), verdict
+
+
+def matches(outputs: Tensor, others: Tensor, first: int = 0) -> Tensor:
+    """Each of the outputs must be more like its own other one than like all others."""
+    return F.cross_entropy(outputs @ others.T, torch.arange(len(outputs)) + first)
+
+
+def of_pairs(model: nn.Module, batch: Any) -> Tensor:
+    return matches(model(batch["rows"]), model(batch["rows"] + 0.5))
+
+
+def matches_own_rows(keeps_own: bool, with_gradient: bool = False, times: float = 1.0) -> Step:
+    """Each rank's own rows are matched with those of all ranks."""
+
+    def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+        ddp = DistributedDataParallel(model)
+        rows = shard["rows"]
+        outputs, others = ddp(torch.cat([rows, rows + 0.5])).chunk(2)
+        if with_gradient:
+            everybody = torch.cat(list(all_gather(others)))
+        else:
+            everybody = gathered(others, rank.world_size, keeps_own)
+        (times * matches(outputs, everybody, first=len(rows) * int(rank))).backward()
+
+    return step
+
+
+@pytest.mark.parametrize("layout", ["1x2", "1x4"])
+@pytest.mark.parametrize("keeps_own", [True, False])
+def test_own_rows_against_outputs_gathered_without_a_gradient_are_named(
+    keeps_own: bool, layout: str
+) -> None:
+    verdict = check(case(layout, loss=of_pairs), matches_own_rows(keeps_own))
+    assert verdict.causes == ("gather_without_gradient",), verdict
+    assert "Seen happening; its numbers cannot be predicted." in report_of(verdict)
+
+
+def test_a_gather_that_passes_the_gradient_on_is_not_named() -> None:
+    assert check(case(loss=of_pairs), matches_own_rows(True, with_gradient=True)).outcome == "same"
+    twice = matches_own_rows(True, with_gradient=True, times=2.0)
+    verdict = check(case(loss=of_pairs), twice)
+    assert verdict.outcome == "different"
+    assert "gather_without_gradient" not in verdict.causes, verdict
 
 
 def adds_up_halves(model: nn.Module, shard: Any, rank: Rank) -> None:

@@ -160,6 +160,14 @@ def test_a_planted_fault_is_found_in_a_script() -> None:
     assert (found.outcome, found.cause) == ("different", "sum_not_mean")
 
 
+def test_a_fault_of_the_reduction_is_not_taken_for_one_of_micro_batches() -> None:
+    """The script divides its micro-batches among two ranks, so that a sum of them is twice the mean
+    in one process, too.
+    """
+    found = observed("language_model.py", plant="averaged_twice", steps=1)
+    assert (found.outcome, found.cause) == ("different", "averaged_twice")
+
+
 def test_a_planted_fault_that_never_fires_shows_nothing() -> None:
     found = observed("classifier.py", "unwrapped", plant="sum_not_mean", steps=1)
     assert found.verdict.unknown_because is UnknownBecause.PLANTED_FAULT_NEVER_FIRED
