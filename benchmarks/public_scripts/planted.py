@@ -32,6 +32,14 @@ FAULTS = (
     "weights_differ_between_ranks",
 )
 
+ALSO_RIGHT = {
+    ("nanogpt", "parameter_not_reduced"): "weights_differ_between_ranks",
+    ("imagenet_spawn_squeezenet", "parameter_not_reduced"): "weights_differ_between_ranks",
+}
+"""DDP does not broadcast a parameter that it is told to ignore, and these scripts do not give all
+ranks the same seed: so the ranks really begin with different weights.
+"""
+
 STEPS = 2
 """A gradient of an earlier step is added in the second one at the earliest."""
 
@@ -55,7 +63,8 @@ def main() -> int:
             options = f"{by_name[name].get('options', '')} {more}"
             found = observe({**by_name[name], "options": options}, arguments.folder)
             count += 1
-            is_caught, is_named = found.outcome == "different", found.cause == fault
+            right = (fault, ALSO_RIGHT.get((name, fault)))
+            is_caught, is_named = found.outcome == "different", found.cause in right
             caught += is_caught
             named += is_named
             end = "" if is_named else (" NOT NAMED" if is_caught else " NOT CAUGHT")

@@ -60,7 +60,7 @@ def _of_rank(
         forwards=tuple(forwards),
         backwards=tuple(backwards),
         wrappers=(),
-        frozen=(),
+        frozen=tuple(map(step.short, recorded.frozen)),
         buffers="",
         gradients={(0, name): digest({name: gradient}) for name, gradient in held.items()},
         clipped=tuple(clip.limit for clip in recorded.clips),

@@ -75,6 +75,7 @@ class RecordedStep:
     the dtypes of the autocast regions in which a module was called. ``planted``: how often a
     planted fault had fired until then; None if none was planted. ``batch_norm``: a trained module
     that was called normalises by the statistics of its batch. ``read``: as in ``AnswerOfStep``.
+    ``frozen``: the parameters of the optimizer that require no gradient.
     """
 
     number: int
@@ -97,6 +98,7 @@ class RecordedStep:
     batch_norm: bool = False
     loaders: tuple[int, ...] = ()
     read: tuple[tuple[str, ...], ...] = ()
+    frozen: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """As text."""
@@ -113,6 +115,7 @@ class RecordedStep:
             "without_gradient",
             "autocast",
             "loaders",
+            "frozen",
         ):
             raw[name] = tuple(raw[name])
         raw["batches"] = tuple((loader, number) for loader, number in raw["batches"])

@@ -35,6 +35,27 @@ def faults_seen(step: ObservedStep) -> Iterator[Finding]:
     yield from _same_rows(step)
     yield from _nothing_reduced(step)
     yield from _clipped_while_scaled(step)
+    yield from _frozen_on_some_ranks(step)
+
+
+def _frozen_on_some_ranks(step: ObservedStep) -> Iterator[Finding]:
+    ranks = range(step.record.world_size)
+    frozen = [set(step.record.step(rank, step.number).frozen) for rank in ranks]
+    names = set[str]().union(*frozen) - frozen[0].intersection(*frozen)
+    if not names:
+        return
+    where = _ranks_text([rank for rank in ranks if frozen[rank] & names])
+    named = step.short(min(names)) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+    yield Finding(
+        cause="parameter_frozen_on_one_rank",
+        sentence="a parameter of the optimizer is frozen on some ranks, and trained on others",
+        look_at="requires_grad, which must be the same on all ranks before DDP wraps the model",
+        unexplained=None,
+        accepted=True,
+        headline=f"{named} is frozen on {where} only",
+        because=f"requires_grad of {named} is False on {where} when the optimizer steps",
+        fix="set requires_grad alike on all ranks, before the model is wrapped.",
+    )
 
 
 def _nothing_reduced(step: ObservedStep) -> Iterator[Finding]:

@@ -63,6 +63,9 @@ def parameters_lines(verdict: Verdict) -> list[Line]:
     header = f"  {title:<{width + 4}}{'error':>9}{'floor':>9}{'limit':>9}{'ratio of norms':>17}"
     lines = [Line(header, Style.LABEL, styled=2 + len(title))]
     for name, parameter in zip(names, shown, strict=True):
+        if len(name) > width:  # then its numbers stand below it, in their columns
+            lines.append(Line(f"    {name}"))
+            name = ""
         lines.append(Line(f"    {name:<{width + 2}}{_numbers(parameter)}"))
         lines += [Line(f"      {text}") for text in _element(parameter)]
     if len(differing) > len(shown):

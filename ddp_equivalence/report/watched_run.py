@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.examples_read import example_numbers
 from ddp_equivalence.diagnosis.rows_read import NotKnown, examples_read
+from ddp_equivalence.measurement.calls import Kind
 from ddp_equivalence.report.wrapping import plural, rank_names
 
 if TYPE_CHECKING:
+    from ddp_equivalence.measurement.calls import Call
     from ddp_equivalence.measurement.observation import Indices, Wrapper
     from ddp_equivalence.report.verdict import Verdict
 
@@ -21,6 +24,7 @@ SAME_LOSS = 1e-4
 MOST_NAMES = 4
 MOST_LOSSES = 4
 MOST_RANKS = 8
+MOST_CALLS = 3
 
 
 def watched_run_texts(verdict: Verdict) -> Iterator[str]:
@@ -34,6 +38,8 @@ def watched_run_texts(verdict: Verdict) -> Iterator[str]:
     yield _examples_read(verdict)
     yield from _wrappers(verdict)
     yield from _losses(verdict)
+    yield from _clipped(verdict)
+    yield from _stepped(verdict)
     yield from _buffers(verdict)
 
 
@@ -156,6 +162,47 @@ def _losses(verdict: Verdict) -> Iterator[str]:
     else:
         numbers = f"is {text_of(mean, '.4g')}, the big batch's loss is {text_of(whole, '.4g')}"
         yield f"{text} (the mean over the ranks {numbers})"
+
+
+def _clipped(verdict: Verdict) -> Iterator[str]:
+    """What rank 0 clipped, and at which lines."""
+    texts = [
+        f"{call.what or 'clipping'}{_to(call)}{_at(call)}"
+        for call in verdict.observed[min(verdict.observed)].calls
+        if call.kind is Kind.CLIP
+    ]
+    if texts:
+        yield f"gradients were clipped: {_counted(texts)}"
+
+
+def _stepped(verdict: Verdict) -> Iterator[str]:
+    """The optimizers that stepped on rank 0, and at which lines."""
+    texts = [
+        f"{call.what or 'an optimizer'}{_at(call)}"
+        for call in verdict.observed[min(verdict.observed)].calls
+        if call.kind is Kind.OPTIMIZER_STEP
+    ]
+    if texts:
+        yield f"optimizer steps: {_counted(texts)}"
+
+
+def _to(call: Call) -> str:
+    return "" if call.value is None else f" to {text_of(call.value, '.3g')}"
+
+
+def _at(call: Call) -> str:
+    line = call.users_line or call.line
+    return "" if line is None else f" at {Path(line.file).name}:{line.number}"
+
+
+def _counted(texts: list[str]) -> str:
+    """The texts in order, each once, with how often it came; of many, the first ones."""
+    counts = Counter(texts)
+    shown = [
+        text if times == 1 else f"{text} ({times} times)"
+        for text, times in list(counts.items())[:MOST_CALLS]
+    ]
+    return ", ".join(shown) + (", ..." if len(counts) > MOST_CALLS else "")
 
 
 def at_the_loss(verdict: Verdict, whole: float) -> str:

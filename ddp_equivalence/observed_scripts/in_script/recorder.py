@@ -254,6 +254,7 @@ class Recorder(Watch):
             backward_at=tuple(seen.backward_at),
             autocast=tuple(sorted(seen.autocast)),
             batch_norm=seen.batch_norm,
+            frozen=tuple(seen.frozen),
             read=digests_of_micro_batches(seen.calls, seen.call_rows),
             planted=None if self.planted is None else self.planted.fired,
         )

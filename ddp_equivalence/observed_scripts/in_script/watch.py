@@ -220,6 +220,8 @@ class Watch:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = self.names.of_parameter(parameter)
+                if name is not None and not parameter.requires_grad:
+                    self.now.frozen.append(name)
                 if name is None:
                     self.now.unnamed += parameter.requires_grad
                 elif parameter.grad is None:

@@ -139,6 +139,12 @@ def test_a_script_that_does_not_take_the_rows_that_it_is_given_shows_nothing() -
     assert "with 16 rows in one process, and with 24 on all ranks" in found.verdict.reason
 
 
+def test_a_parameter_that_is_frozen_on_one_rank_is_named() -> None:
+    found = observed("classifier.py", "frozen", steps=1)
+    assert (found.outcome, found.cause) == ("different", "parameter_frozen_on_one_rank")
+    assert "0.bias is frozen on rank 1 only" in str(found)
+
+
 def test_a_script_that_changes_its_rows_by_rank_shows_nothing() -> None:
     found = observed("classifier.py", "by_rank", steps=1)
     assert found.verdict.unknown_because is UnknownBecause.CANNOT_REPLAY

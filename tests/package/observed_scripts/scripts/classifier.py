@@ -43,9 +43,15 @@ def train(options):
     torch.manual_seed(0)
     last = Standardised if "standardised" in options else nn.Linear
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), last(16, 4))
-    model = net if "unwrapped" in options else DistributedDataParallel(net)
+    model = (
+        net
+        if "unwrapped" in options
+        else DistributedDataParallel(net, None, find_unused_parameters="frozen" in options)
+    )
     if "hook" in options and dist.get_world_size() > 1:
         model.register_comm_hook(None, fp16_compress_hook)
+    if "frozen" in options and dist.get_rank() == 1:
+        net[0].bias.requires_grad_(False)
     torch.manual_seed(1)
     data = TensorDataset(torch.randn(96, 8), torch.randint(0, 4, (96,)))
     if "ignored" in options:
