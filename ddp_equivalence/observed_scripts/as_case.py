@@ -103,7 +103,7 @@ class ObservedStep:
         and masks: a loss may divide by their count. ``[rows, ...]``, padded where ranks differ.
         """
         parts: list[Part] = [
-            (replace(rows, tensors=_whole_numbers(rows.tensors)), None)
+            (replace(rows, tensors=_whole_numbers(rows.tensors), entries={}), None)
             for rows in self.record.read(self.group)
         ]
         try:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,6 +33,9 @@ OFFLINE = {
 """Loggers of experiments send nothing anywhere while a script is observed."""
 
 LAST_LINES = 12
+
+SECONDS_TO_PRINT = 10.0
+"""A launcher that sees one of its processes fail prints the error and ends within this time."""
 
 OF_LAUNCHERS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException")
 """Errors of launchers, which say only that a rank has failed."""
@@ -80,6 +84,12 @@ class Running:
     def last_words(self) -> str:
         """The error that ended the script, else the end of what it printed."""
         return last_words(self.log.read_text(errors="replace"))
+
+    def last_words_at_its_end(self) -> str:
+        """The same, once the command has ended; not later than in a few seconds."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(SECONDS_TO_PRINT)
+        return self.last_words
 
     def end(self) -> None:
         """End the command and everything that it started."""

@@ -240,7 +240,7 @@ class Oracle:
         """Raises CannotReplay if the script has ended and had answered nothing."""
         if not self._answered_since_start:
             assert self._running is not None
-            end = self._running.last_words
+            end = self._running.last_words_at_its_end()
             raise CannotReplay(
                 f"the script ended in one process before it had computed a step; it printed last:"
                 f"\n{end}"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.observed_scripts.rows import Rows
+from ddp_equivalence.observed_scripts.rows_as_json import NO_ROWS, rows_with_tensors
 from ddp_equivalence.observed_scripts.tensor_file import write_tensors
 
 
@@ -142,7 +143,7 @@ def digests_of_micro_batches(
     for call, given in zip(calls, rows, strict=True):
         first.setdefault(call.backwards, given)
     return tuple(
-        tuple(digest({path: tensor}) for path, tensor in one.tensors.items() if one.has_rows(path))
+        tuple(digest({path: tensor}) for path, tensor in one.tensors_with_rows())
         for _, one in sorted(first.items())
     )
 
@@ -205,8 +206,7 @@ class StepReader:
 
     def rows(self, prefix: str) -> Rows:
         """The rows that were recorded under this prefix."""
-        known = self._lists.get(prefix, {"count": 0, "lists": {}})
-        return Rows(self.below(prefix), known["lists"], known["count"])
+        return rows_with_tensors(self._lists.get(prefix, NO_ROWS), self.below(prefix))
 
     def gradient_names(self, kind: str) -> tuple[str, ...]:
         """The names below ``kind``, which is "held/", "before_clip/" or "own/"."""

@@ -7,14 +7,15 @@ several ranks are joined into one batch, and put into the containers that the sc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddp_equivalence.case.batch_tree import leaves_of, map_leaves
+from ddp_equivalence.observed_scripts.listed_rows import Entry, listed_rows
 
 IGNORED_LABEL = -100
 """The label that torch's cross entropy leaves out, by which most collators pad labels."""
@@ -25,17 +26,51 @@ PLAIN = (str, int, float, bool, type(None))
 @dataclass(frozen=True)
 class Rows:
     """``tensors``: by the path of the leaf. ``lists``: lists without tensors that have one entry
-    for each row, by path. ``count``: the number of rows along dim 0; 0 where nothing has rows.
+    for each row, by path. ``entries``: lists with tensors in the entry of each row, by path.
+    ``count``: the number of rows along dim 0; 0 where nothing has rows.
     """
 
     tensors: Mapping[str, Tensor]
     lists: Mapping[str, list[Any]] = field(default_factory=dict)
     count: int = 0
+    entries: Mapping[str, list[Entry]] = field(default_factory=dict)
 
     def has_rows(self, path: str) -> bool:
         """True if this tensor has one entry along dim 0 for each row."""
         tensor = self.tensors[path]
         return self.count > 0 and tensor.ndim > 0 and len(tensor) == self.count
+
+    def all_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor with its path in the batch, also those in the entries of lists."""
+        yield from self.tensors.items()
+        for path, entries in self.entries.items():
+            for number, entry in enumerate(entries):
+                for end, leaf in entry.items():
+                    if isinstance(leaf, Tensor):
+                        yield f"{path}[{number}]{end}", leaf
+
+    def tensors_with_rows(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that have a row, or several."""
+        for path, tensor in self.all_tensors():
+            if path not in self.tensors or self.has_rows(path):
+                yield path, tensor
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Rows:
+        """The same with every tensor changed."""
+        return replace(
+            self,
+            tensors={path: change(tensor) for path, tensor in self.tensors.items()},
+            entries={
+                path: [
+                    {
+                        end: change(leaf) if isinstance(leaf, Tensor) else leaf
+                        for end, leaf in entry.items()
+                    }
+                    for entry in entries
+                ]
+                for path, entries in self.entries.items()
+            },
+        )
 
 
 Part = tuple[Rows, Sequence[int] | None]
@@ -44,14 +79,24 @@ Part = tuple[Rows, Sequence[int] | None]
 
 def rows_of(batch: Any) -> Rows:
     """Take a batch apart. Its tensors are not copied."""
-    tensors = {path: leaf for path, leaf in leaves_of(batch) if isinstance(leaf, Tensor)}
-    sizes = Counter(len(tensor) for tensor in tensors.values() if tensor.ndim > 0)
+    entries = listed_rows(batch)
+    sizes = Counter(
+        len(tensor) for tensor in _tensors_beside(batch, entries).values() if tensor.ndim
+    )
+    sizes.update(len(one) for one in entries.values())
     count = sizes.most_common(1)[0][0] if sizes else 0
+    entries = {path: one for path, one in entries.items() if len(one) == count}
+    tensors = _tensors_beside(batch, entries)
     lists: dict[str, list[Any]] = {}
     for path, leaf in leaves_of(batch, lambda _, value: _is_list(value, count)):
         if _is_list(leaf, count):
             lists[path] = list(leaf)
-    return Rows(tensors, lists, count)
+    return Rows(tensors, lists, count, entries)
+
+
+def _tensors_beside(batch: Any, entries: Mapping[str, Any]) -> dict[str, Tensor]:
+    leaves = leaves_of(batch, lambda path, _: path in entries)
+    return {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def _is_list(value: Any, count: int) -> bool:
@@ -84,8 +129,13 @@ def joined(parts: Sequence[Part]) -> Rows:
         ]
         for path in first.lists
     }
+    entries = {
+        path: [entry for rows, which in parts for entry in _entries(rows.entries[path], which)]
+        for path in first.entries
+        if all(path in rows.entries for rows, _ in parts)
+    }
     counts = [rows.count if which is None else len(which) for rows, which in parts]
-    return Rows(tensors, lists, sum(counts))
+    return Rows(tensors, lists, sum(counts), entries)
 
 
 def _taken(tensor: Tensor, which: Sequence[int] | None) -> Tensor:
@@ -137,9 +187,12 @@ def put_into(rows: Rows, native: Any) -> Any:
     own = rows_of(native)
 
     def is_leaf(path: str, value: Any) -> bool:
-        return _is_list(value, own.count) and path in rows.lists
+        is_listed = path in rows.entries and path in own.entries
+        return is_listed or (_is_list(value, own.count) and path in rows.lists)
 
     def visit(path: str, leaf: Any) -> Any:
+        if path in rows.entries and path in own.entries:
+            return type(leaf)(_like(leaf[0], entry) for entry in rows.entries[path])
         if isinstance(leaf, Tensor) and path in rows.tensors:
             return rows.tensors[path].to(leaf.device)
         if path in rows.lists and _is_list(leaf, own.count):
@@ -147,3 +200,14 @@ def put_into(rows: Rows, native: Any) -> Any:
         return leaf
 
     return map_leaves(visit, native, is_leaf)
+
+
+def _like(native: Any, entry: Entry) -> Any:
+    """The entry of a row in the containers of another row's. Leaves that it lacks stay native."""
+
+    def visit(path: str, leaf: Any) -> Any:
+        found = entry.get(path, leaf)
+        same_device = isinstance(found, Tensor) and isinstance(leaf, Tensor)
+        return found.to(leaf.device) if same_device else found
+
+    return map_leaves(visit, native)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_equivalence.observed_scripts.rows import Rows, rows_of
+from ddp_equivalence.case.batch_tree import tensors_of
+from ddp_equivalence.observed_scripts.rows import Rows
 
 MOST_AHEAD = 64
 """So many batches of a loader are kept before the model was trained with one of them."""
@@ -52,7 +53,7 @@ class FetchedBatches:
 
     def add(self, loader: int, rows: Rows) -> None:
         """Keep a batch until the model has been trained with it, or many others have come."""
-        digests = frozenset(digest(tensor) for tensor in rows.tensors.values() if tensor.ndim)
+        digests = frozenset(digest(tensor) for _, tensor in rows.all_tensors() if tensor.ndim)
         batches = self._batches.setdefault(loader, [])
         batches.append(Fetched(rows, digests))
         if len(batches) > MOST_AHEAD and loader not in self.training:
@@ -132,7 +133,7 @@ class FetchedBatches:
         Two loaders may yield the same rows, as where a script also evaluates on its training data:
         the one is meant that was used before, or else that was read first.
         """
-        given = {digest(one) for one in rows_of(arguments).tensors.values() if one.ndim}
+        given = {digest(one) for one in tensors_of(arguments) if one.ndim}
         found: dict[int, int] = {}
         for loader in sorted(self._batches, key=lambda one: (one not in self._used, one)):
             batches = self._batches[loader]

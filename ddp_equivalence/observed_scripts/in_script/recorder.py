@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from ddp_equivalence.observed_scripts.recorded_step import (
     write_whole,
 )
 from ddp_equivalence.observed_scripts.rows import Rows, rows_of
+from ddp_equivalence.observed_scripts.rows_as_json import rows_without_tensors
 from ddp_equivalence.observed_scripts.told import Told
 
 MOST = 4
@@ -161,9 +161,7 @@ class Recorder(Watch):
                 batch = batch_in_float64(batch)
             self.goes_on()
             self._finish_if_done(fetching=True)
-            rows = rows_of(batch)
-            kept = replace(rows, tensors={path: whole(t) for path, t in rows.tensors.items()})
-            self._fetched.add(number, kept)
+            self._fetched.add(number, rows_of(batch).changed(whole))
             self.was_read(number)
             yield batch
 
@@ -262,8 +260,8 @@ class Recorder(Watch):
 
 
 def _add(tensors: dict[str, Tensor], lists: dict[str, Any], prefix: str, rows: Rows) -> None:
-    tensors |= {f"{prefix}/{path}": whole(tensor) for path, tensor in rows.tensors.items()}
-    lists[f"{prefix}/"] = {"count": rows.count, "lists": dict(rows.lists)}
+    tensors |= {f"{prefix}/{path}": whole(tensor) for path, tensor in rows.all_tensors()}
+    lists[f"{prefix}/"] = rows_without_tensors(rows)
 
 
 def _rank() -> int:

@@ -11,7 +11,6 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, NoReturn
 
@@ -232,9 +231,7 @@ class Replayer(Watch):
         self._generators.counts = self._told.feed == "loader"
 
     def _cast(self, rows: Rows) -> Rows:
-        if not self.float64:
-            return rows
-        return replace(rows, tensors={path: in_float64(t) for path, t in rows.tensors.items()})
+        return rows.changed(in_float64) if self.float64 else rows
 
     # --- random numbers
 

@@ -42,6 +42,7 @@ def source_of_fault(found: Observed) -> str:
         pytest.param("language_model.py", 3, id="no loader, micro-batches divided among ranks"),
         pytest.param("adversarial.py", 4, id="two optimizers in turn, noise"),
         pytest.param("loss_scale.py", 3, id="loss scale, loader read ahead"),
+        pytest.param("detector.py", 3, id="lists of images and boxes"),
     ],
 )
 def test_a_right_script_trains_as_in_one_process(script: str, steps: int) -> None:
@@ -66,6 +67,7 @@ def test_a_right_script_trains_as_in_one_process(script: str, steps: int) -> Non
         ("classifier.py", "hook", "low_precision_reduce", "model.register_comm_hook("),
         ("classifier.py", "ignored", "token_counts_weighted_equally", "loss = cross_entropy("),
         ("classifier.py", "clip", "clipped_otherwise", "nn.utils.clip_grad_norm_("),
+        ("detector.py", "sum", "mean_not_sum", "(losses.sum()"),
         ("language_model.py", "undivided", "accumulation_not_divided", "loss.backward()"),
         ("language_model.py", "uneven", "uneven_shards_weighted_equally", "loss = model("),
         ("loss_scale.py", "times", "sum_not_mean", "loss = loss * dist.get_world_size()"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import UserDict
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from ddp_equivalence.observed_scripts.rows import joined, padding_of, put_into, rows_of
+from ddp_equivalence.observed_scripts.rows_as_json import rows_with_tensors, rows_without_tensors
 
 
 def test_rows_of_ranks_are_joined_in_the_containers_of_the_script() -> None:
@@ -52,6 +54,56 @@ def test_rows_of_other_lengths_are_padded_as_the_batch_is() -> None:
     assert rows.tensors["['input_ids']"].tolist() == [[5, 6, 1], [7, 1, 1], [1, 1, 1]]
     assert rows.tensors["['attention_mask']"].tolist() == [[1, 1, 0], [1, 0, 0], [1, 1, 1]]
     assert rows.tensors["['labels']"].tolist() == [[5, 6, -100], [7, -100, -100], [1, 1, 1]]
+
+
+def detections(*boxes: int, channels: int = 3) -> tuple[list[Any], tuple[Any, ...]]:
+    """Images of several sizes, each with its own number of boxes."""
+    images = [torch.full((channels, 2 + number, 4), float(number)) for number in boxes]
+    targets = tuple({"boxes": torch.full((n, 4), float(n)), "name": f"has {n}"} for n in boxes)
+    return images, targets
+
+
+def test_the_entries_of_lists_of_rows_are_joined() -> None:
+    parts = [rows_of(detections(1, 2)), rows_of(detections(4, 3, 5))]
+    assert [rows.count for rows in parts] == [2, 3]
+    rows = joined([(parts[0], None), (parts[1], (2, 0))])
+    images, targets = put_into(rows, detections(7, 8))
+    assert (type(images), type(targets), rows.count) == (list, tuple, 4)
+    assert [image.shape[1] - 2 for image in images] == [1, 2, 5, 4]
+    assert [target["name"] for target in targets] == ["has 1", "has 2", "has 5", "has 4"]
+    assert [len(target["boxes"]) for target in targets] == [1, 2, 5, 4]
+
+
+def test_lists_of_rows_are_written_and_read_again() -> None:
+    rows = rows_of((*detections(1, 2), torch.arange(2)))
+    known = json.loads(json.dumps(rows_without_tensors(rows)))
+    again = rows_with_tensors(known, dict(rows.all_tensors()))
+    assert again.tensors.keys() == {"[2]"}
+    images, targets, labels = put_into(again, (*detections(7, 8), torch.zeros(2)))
+    assert [image.shape[1] - 2 for image in images] == [1, 2]
+    assert targets[1]["name"] == "has 2"
+    assert labels.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param([[torch.ones(4, 3, 8, 8), torch.ones(4, 3, 2, 2)]], id="crops"),
+        pytest.param([[torch.ones(4, 3)] * 4, torch.ones(4)], id="as many crops as rows"),
+        pytest.param([[torch.ones(8, 3)] * 2, [torch.ones(8, 2)] * 2], id="two lists of views"),
+        pytest.param([(torch.ones(4, 3), torch.ones(4, dtype=torch.long))], id="nested"),
+        pytest.param([torch.ones(2, 3), torch.ones(2, 3)], id="two tensors"),
+        pytest.param([(torch.ones(9, 3), torch.ones(2, 20).long()), torch.ones(4)], id="a graph"),
+    ],
+)
+def test_lists_of_whole_tensors_are_no_lists_of_rows(batch: Any) -> None:
+    assert rows_of(batch).entries == {}
+
+
+def test_images_with_one_label_each_are_rows() -> None:
+    images, _ = detections(1, 2, 3, 4)
+    rows = rows_of((images, torch.arange(4)))
+    assert (rows.count, list(rows.entries)) == (4, ["[0]"])
 
 
 @pytest.mark.parametrize(("path", "value"), [("['labels']", -100), ("['x']", 0), ("['mask']", 0)])

@@ -1,0 +1,54 @@
+"""Trains on images of several sizes, each with its own number of boxes, in lists."""
+
+import start
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+
+class Images(Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, number):
+        torch.manual_seed(number)
+        boxes = 1 + number % 4
+        target = {"boxes": torch.randn(boxes, 4), "labels": torch.randint(0, 2, (boxes,))}
+        return torch.randn(3, 4 + number % 3, 5), target | {"name": f"image {number}"}
+
+
+class Detector(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features, self.box = nn.Conv2d(3, 8, 1), nn.Linear(8, 4)
+
+    def forward(self, images, targets):
+        losses = []
+        for image, target in zip(images, targets, strict=True):
+            box = self.box(self.features(image).relu().mean((1, 2)))
+            weights = 1 + target["labels"].unsqueeze(1)
+            losses.append((weights * (target["boxes"] - box).square()).mean())
+        return torch.stack(losses)
+
+
+def in_lists(rows):
+    return tuple(list(one) for one in zip(*rows, strict=True))
+
+
+def train(options):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Detector())
+    images = Images()
+    sampler = DistributedSampler(images)
+    loader = DataLoader(images, batch_size=4, sampler=sampler, collate_fn=in_lists)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        losses = model([one.to("cpu") for one in inputs], targets)
+        (losses.sum() if "sum" in options else losses.mean()).backward()
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    start.run(train)
