@@ -15,7 +15,13 @@ from pathlib import Path
 from fetch import scripts
 from observed_script import observe
 
-SCRIPTS = ("nanogpt", "mingpt_ddp", "imagenet_spawn_squeezenet", "fabric_mnist", "accelerate_nlp")
+SCRIPTS = (
+    "nanogpt",
+    "mingpt_ddp",
+    "imagenet_spawn_squeezenet",
+    "fabric_mnist",
+    "accelerate_autoregressive",
+)
 
 FAULTS = (
     "averaged_twice",
