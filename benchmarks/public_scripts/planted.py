@@ -41,9 +41,12 @@ FAULTS = (
 ALSO_RIGHT = {
     ("nanogpt", "parameter_not_reduced"): "weights_differ_between_ranks",
     ("imagenet_spawn_squeezenet", "parameter_not_reduced"): "weights_differ_between_ranks",
+    ("nanogpt", "gradient_scaled_not_unscaled"): "clipped_while_scaled",
+    ("mingpt_ddp", "gradient_scaled_not_unscaled"): "clipped_while_scaled",
 }
-"""DDP does not broadcast a parameter that it is told to ignore, and these scripts do not give all
-ranks the same seed: so the ranks really begin with different weights.
+"""DDP does not broadcast a parameter that it is told to ignore, and the first two scripts do not
+give all ranks the same seed: so the ranks really begin with different weights. The other two clip
+their gradients, so that these are clipped while the scale is still in them.
 """
 
 STEPS = 2

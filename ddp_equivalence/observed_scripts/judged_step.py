@@ -9,6 +9,7 @@ import torch
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.diagnosis import vacuity
+from ddp_equivalence.diagnosis.causes import clipped_while_scaled
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
@@ -65,7 +66,9 @@ def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) ->
     if verdict.outcome == "same" and any(one.clips for one in records):
         clipped = _compared(script, step, HELD)
         if clipped.outcome == "different":
-            verdict, faults = clipped, (clipped_otherwise(step), *faults)
+            seen_scaled = any(one.cause == clipped_while_scaled.NAME for one in faults)
+            otherwise = () if seen_scaled else (clipped_otherwise(step),)
+            verdict, faults = clipped, (*otherwise, *faults)
     if verdict.outcome == "different" and look_closer is not None:
         verdict = _explained(step, verdict, look_closer)
     return _with_faults(verdict, faults)

@@ -176,6 +176,11 @@ def test_a_fault_of_the_reduction_is_not_taken_for_one_of_micro_batches() -> Non
     assert (found.outcome, found.cause) == ("different", "averaged_twice")
 
 
+def test_a_scale_that_only_the_ranks_have_is_clipped_with_the_gradients() -> None:
+    found = observed("classifier.py", plant="gradient_scaled_not_unscaled", steps=1)
+    assert (found.outcome, found.cause) == ("different", "clipped_while_scaled")
+
+
 def test_a_planted_fault_that_never_fires_shows_nothing() -> None:
     found = observed("classifier.py", "unwrapped", plant="sum_not_mean", steps=1)
     assert found.verdict.unknown_because is UnknownBecause.PLANTED_FAULT_NEVER_FIRED
