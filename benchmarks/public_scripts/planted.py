@@ -43,9 +43,10 @@ ALSO_RIGHT = {
     ("imagenet_spawn_squeezenet", "parameter_not_reduced"): "weights_differ_between_ranks",
     ("nanogpt", "gradient_scaled_not_unscaled"): "clipped_while_scaled",
     ("mingpt_ddp", "gradient_scaled_not_unscaled"): "clipped_while_scaled",
+    ("accelerate_autoregressive", "gradient_scaled_not_unscaled"): "clipped_while_scaled",
 }
 """DDP does not broadcast a parameter that it is told to ignore, and the first two scripts do not
-give all ranks the same seed: so the ranks really begin with different weights. The other two clip
+give all ranks the same seed: so the ranks really begin with different weights. The other three clip
 their gradients, so that these are clipped while the scale is still in them.
 """
 
