@@ -1,6 +1,6 @@
 """Observe right public scripts with other sizes and seeds: none of them must be called different.
 
-    python benchmarks/public_scripts/varied.py FOLDER [--trials 10] [--scripts NAME ...]
+    python benchmarks/public_scripts/varied.py FOLDER [--trials 10] [--seed 0] [--scripts NAME ...]
 
 ``FOLDER`` is what fetch.py and prepare.py have laid out. In each trial the arguments of size are
 drawn anew, and so is the first step that is recorded, before which each script has trained with
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 
 from fetch import scripts
@@ -65,12 +66,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="what fetch.py and prepare.py have laid out")
     parser.add_argument("--trials", type=int, default=10)
-    parser.add_argument("--scripts", nargs="+", metavar="NAME", default=tuple(SIZES))
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--scripts", nargs="+", choices=SIZES, default=tuple(SIZES))
     arguments = parser.parse_args()
-    wrong = 0
+    found_so_often: Counter[str] = Counter()
     for script in scripts(arguments.scripts):
         for trial in range(arguments.trials):
-            drawn = random.Random(f"{script['name']} {trial}")
+            drawn = random.Random(f"{arguments.seed} {script['name']} {trial}")
             sizes = [
                 word.format(drawn.choice(values)) for word, values in SIZES[script["name"]].items()
             ]
@@ -79,7 +81,7 @@ def main() -> int:
             command = f"{script['command']} {' '.join(sizes)}"
             found = observe({**script, "options": options, "command": command}, arguments.folder)
             is_same = found.outcome == "same"
-            wrong += not is_same
+            found_so_often[found.outcome] += 1
             print(
                 f"{script['name']}, {' '.join(sizes)},{options}: {found.outcome}, "
                 f"{found.seconds:.0f} s{'' if is_same else ' NOT THE SAME'}",
@@ -87,8 +89,8 @@ def main() -> int:
             )
             if not is_same:
                 print(found.report, flush=True)
-    print(f"{wrong} not the same")
-    return 1 if wrong else 0
+    print(", ".join(f"{count} {outcome}" for outcome, count in found_so_often.most_common()))
+    return 0 if set(found_so_often) == {"same"} else 1
 
 
 if __name__ == "__main__":

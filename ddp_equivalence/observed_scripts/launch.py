@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import shutil
@@ -34,6 +35,10 @@ OFFLINE = {
 
 LAST_LINES = 12
 
+LONGEST = 40
+"""A temporary folder with a longer path leaves too little for the socket of a multiprocessing
+manager: the path of a socket has at most 107 bytes on Linux, and 103 on macOS."""
+
 SECONDS_TO_PRINT = 10.0
 """A launcher that sees one of its processes fail prints the error and ends within this time."""
 
@@ -53,10 +58,10 @@ class Running:
 
     def __init__(self, command: Sequence[str], told: Told, at: Path, log: Path) -> None:
         self.command, self.log = tuple(command), log
-        self._temporary = tempfile.mkdtemp(prefix="obs")  # the paths of sockets must be short
         self._settings = log.with_suffix(".told.json")
         told.write(self._settings)
         self._output = log.open("wb")
+        self._temporary = tempfile.mkdtemp(prefix="obs", dir=_short_folder())
         try:
             self._process = subprocess.Popen(
                 self.command,
@@ -68,7 +73,7 @@ class Running:
                 start_new_session=True,
             )
         except OSError as error:
-            shutil.rmtree(self._temporary)
+            shutil.rmtree(self._temporary, ignore_errors=True)
             right = f"a command that can be started; {error.strerror}: {self.command[0]}"
             raise BadCase("command", " ".join(self.command), right) from error
         finally:
@@ -139,6 +144,12 @@ def _told_by(settings: Path) -> list[psutil.Process]:
     return found
 
 
+def _short_folder() -> str | None:
+    """Where temporary files go; None for the usual place, if paths of sockets are short there."""
+    is_long = len(os.fsencode(tempfile.gettempdir())) > LONGEST
+    return "/tmp" if is_long and os.access("/tmp", os.W_OK) else None
+
+
 def _environment(settings: Path) -> dict[str, str]:
     environment = dict(os.environ)
     paths = [str(STARTUP), environment.get("PYTHONPATH", ""), str(PACKAGE)]
@@ -150,6 +161,9 @@ def _environment(settings: Path) -> dict[str, str]:
     own = os.path.dirname(sys.executable)
     environment["PATH"] = os.pathsep.join((own, environment.get("PATH", os.defpath)))
     environment["PYTHONUNBUFFERED"] = "1"
+    # What was compiled stays for the next start, as without this command.
+    compiled = f"torchinductor_{getpass.getuser()}"
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), compiled))
     environment[VARIABLE] = str(settings)
     environment[STARTED_BY] = str(os.getpid())
     return environment

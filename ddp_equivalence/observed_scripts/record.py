@@ -132,7 +132,7 @@ class Record:
         shapes: dict[str, set[tuple[int, ...]]] = {}
         for rank in range(self.world_size):
             for number in group:
-                for name, shape in self.reader(rank, number).shapes(prefix).items():
+                for name, shape in self.reader(rank, number).shapes_of_whole(prefix).items():
                     shapes.setdefault(name, set()).add(shape[1:])
         return any(len(found) > 1 for found in shapes.values())
 

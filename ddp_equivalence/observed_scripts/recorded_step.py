@@ -76,7 +76,8 @@ class RecordedStep:
     the dtypes of the autocast regions in which a module was called. ``planted``: how often a
     planted fault had fired until then; None if none was planted. ``batch_norm``: a trained module
     that was called normalises by the statistics of its batch. ``read``: as in ``AnswerOfStep``.
-    ``frozen``: the parameters of the optimizer that require no gradient.
+    ``frozen``: the parameters of the optimizer that require no gradient, and the lines that have
+    frozen them.
     """
 
     number: int
@@ -99,7 +100,7 @@ class RecordedStep:
     batch_norm: bool = False
     loaders: tuple[int, ...] = ()
     read: tuple[tuple[str, ...], ...] = ()
-    frozen: tuple[str, ...] = ()
+    frozen: Mapping[str, Place] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """As text."""
@@ -116,7 +117,6 @@ class RecordedStep:
             "without_gradient",
             "autocast",
             "loaders",
-            "frozen",
         ):
             raw[name] = tuple(raw[name])
         raw["batches"] = tuple((loader, number) for loader, number in raw["batches"])
@@ -126,6 +126,7 @@ class RecordedStep:
         raw["clips"] = tuple(
             SeenClip(**{**clip, "place": Place(**clip["place"])}) for clip in raw["clips"]
         )
+        raw["frozen"] = {name: Place(**place) for name, place in raw["frozen"].items()}
         raw["read"] = tuple(map(tuple, raw["read"]))
         raw["stepped_at"] = Place(**raw["stepped_at"])
         raw["backward_at"] = tuple(Place(**place) for place in raw["backward_at"])
@@ -202,6 +203,21 @@ class StepReader:
             key.removeprefix(prefix): tuple(self._file.get_slice(key).get_shape())
             for key in sorted(self._keys)
             if key.startswith(prefix)
+        }
+
+    def shapes_of_whole(self, prefix: str) -> dict[str, tuple[int, ...]]:
+        """The same, without the tensors in the entries of lists."""
+        listed = tuple(
+            f"{place}{path}["
+            for place, known in self._lists.items()
+            if place.startswith(prefix)
+            for path in known["entries"]
+        )
+        shapes = self.shapes(prefix)
+        return {
+            name: shape
+            for name, shape in shapes.items()
+            if not f"{prefix}{name}".startswith(listed)
         }
 
     def rows(self, prefix: str) -> Rows:

@@ -7,7 +7,7 @@ several ranks are joined into one batch, and put into the containers that the sc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.case.batch_tree import leaves_of, map_leaves
-from ddp_equivalence.observed_scripts.listed_rows import Entry, listed_rows
+from ddp_equivalence.observed_scripts.listed_rows import TOP, Entry, listed_rows
 
 IGNORED_LABEL = -100
 """The label that torch's cross entropy leaves out, by which most collators pad labels."""
@@ -77,9 +77,9 @@ Part = tuple[Rows, Sequence[int] | None]
 """Rows of one rank, and which of them are taken; None for all."""
 
 
-def rows_of(batch: Any) -> Rows:
-    """Take a batch apart. Its tensors are not copied."""
-    entries = listed_rows(batch)
+def rows_of(batch: Any, top: Collection[str] = TOP) -> Rows:
+    """Take a batch apart. Its tensors are not copied. ``top``: as for ``listed_rows``."""
+    entries = listed_rows(batch, top)
     sizes = Counter(
         len(tensor) for tensor in _tensors_beside(batch, entries).values() if tensor.ndim
     )
@@ -110,10 +110,14 @@ def _is_list(value: Any, count: int) -> bool:
 def joined(parts: Sequence[Part]) -> Rows:
     """The rows of all parts, one after the other.
 
-    A tensor without rows is that of the first part. Where ranks have padded their rows to other
-    lengths, the rows are padded to the longest, with what the batch itself is padded with.
+    Where ranks have padded their rows to other lengths, the rows are padded to the longest, with
+    what the batch itself is padded with. Raises ValueError where it is not known what one process
+    would have: where the parts hold other lists of rows, or other tensors that have no rows.
     """
     first = parts[0][0]
+    for rows, _ in parts:
+        if rows.entries.keys() != first.entries.keys():
+            raise ValueError(f"ranks have lists of rows at other places: {_places(rows, first)}")
     tensors = {}
     for path in first.tensors:
         if not all(path in rows.tensors for rows, _ in parts):
@@ -122,7 +126,10 @@ def joined(parts: Sequence[Part]) -> Rows:
             taken = [_taken(rows.tensors[path], which) for rows, which in parts]
             tensors[path] = torch.cat(_padded_alike(taken, path, [rows for rows, _ in parts]))
         else:
-            tensors[path] = first.tensors[path]
+            whole = first.tensors[path]
+            if whole.ndim and not all(_equal(rows.tensors[path], whole) for rows, _ in parts):
+                raise ValueError(f"{path or 'the batch'} has no rows, and differs between ranks")
+            tensors[path] = whole
     lists = {
         path: [
             entry for rows, which in parts for entry in _entries(rows.lists.get(path, []), which)
@@ -132,7 +139,6 @@ def joined(parts: Sequence[Part]) -> Rows:
     entries = {
         path: [entry for rows, which in parts for entry in _entries(rows.entries[path], which)]
         for path in first.entries
-        if all(path in rows.entries for rows, _ in parts)
     }
     counts = [rows.count if which is None else len(which) for rows, which in parts]
     return Rows(tensors, lists, sum(counts), entries)
@@ -162,36 +168,48 @@ def _padded_alike(tensors: list[Tensor], path: str, parts: Sequence[Rows]) -> li
 
 
 def padding_of(path: str, parts: Sequence[Rows]) -> float:
-    """What a leaf is padded with: the value that it has where a mask of its shape is zero.
+    """What a leaf is padded with: the value that it has where a mask of its shape marks padding.
 
     Without such a mask, labels are padded with -100 and everything else with 0.
     """
     if "mask" in path:
-        return 0
+        return _mark_of_padding([rows.tensors[path] for rows in parts])
     seen: Counter[float] = Counter()
     for rows in parts:
         tensor = rows.tensors[path]
         for other, mask in rows.tensors.items():
             if "mask" in other and mask.shape == tensor.shape:
-                seen.update(tensor[mask == 0].reshape(-1).tolist())
+                padding = _mark_of_padding([mask])
+                seen.update(tensor[mask == padding].reshape(-1).tolist())
     if seen:
         return seen.most_common(1)[0][0]
     return IGNORED_LABEL if "label" in path else 0
 
 
-def put_into(rows: Rows, native: Any) -> Any:
+def _mark_of_padding(masks: Sequence[Tensor]) -> int:
+    """What a mask has where rows are padded: 0, or True in one that begins with False everywhere,
+    as a key_padding_mask does.
+    """
+    begins = [mask.reshape(len(mask), -1)[:, 0] for mask in masks if mask.numel()]
+    are_bool = all(mask.dtype is torch.bool for mask in masks)
+    return int(are_bool and bool(begins) and not any(bool(one.any()) for one in begins))
+
+
+def put_into(rows: Rows, native: Any, top: Collection[str] = TOP) -> Any:
     """The containers of ``native``, a batch that the script made, with these rows in them.
 
-    Leaves that are no rows stay those of ``native``.
+    Leaves that are no rows stay those of ``native``. Raises ValueError where it holds other lists
+    of rows.
     """
-    own = rows_of(native)
+    own = rows_of(native, top)
+    if own.entries.keys() != rows.entries.keys():
+        raise ValueError(f"one process has lists of rows at other places: {_places(own, rows)}")
 
     def is_leaf(path: str, value: Any) -> bool:
-        is_listed = path in rows.entries and path in own.entries
-        return is_listed or (_is_list(value, own.count) and path in rows.lists)
+        return path in rows.entries or (_is_list(value, own.count) and path in rows.lists)
 
     def visit(path: str, leaf: Any) -> Any:
-        if path in rows.entries and path in own.entries:
+        if path in rows.entries:
             return type(leaf)(_like(leaf[0], entry) for entry in rows.entries[path])
         if isinstance(leaf, Tensor) and path in rows.tensors:
             return rows.tensors[path].to(leaf.device)
@@ -202,11 +220,25 @@ def put_into(rows: Rows, native: Any) -> Any:
     return map_leaves(visit, native, is_leaf)
 
 
+def _places(one: Rows, other: Rows) -> str:
+    return ", ".join(sorted(one.entries.keys() ^ other.entries.keys()))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
 def _like(native: Any, entry: Entry) -> Any:
-    """The entry of a row in the containers of another row's. Leaves that it lacks stay native."""
+    """The entry of a row in the containers of another row's.
+
+    Raises ValueError if it has other leaves.
+    """
+    lacking = {path for path, _ in leaves_of(native)} ^ entry.keys()
+    if lacking:
+        raise ValueError(f"the rows of a list have other parts: {', '.join(sorted(lacking))}")
 
     def visit(path: str, leaf: Any) -> Any:
-        found = entry.get(path, leaf)
+        found = entry[path]
         same_device = isinstance(found, Tensor) and isinstance(leaf, Tensor)
         return found.to(leaf.device) if same_device else found
 

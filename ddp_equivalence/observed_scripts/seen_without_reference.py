@@ -41,10 +41,14 @@ def faults_seen(step: ObservedStep) -> Iterator[Finding]:
 def _frozen_on_some_ranks(step: ObservedStep) -> Iterator[Finding]:
     ranks = range(step.record.world_size)
     frozen = [set(step.record.step(rank, step.number).frozen) for rank in ranks]
+    held = [step.record.reader(rank, step.number).gradient_names("held/") for rank in ranks]
     names = set[str]().union(*frozen) - frozen[0].intersection(*frozen)
+    names &= set[str]().union(*held)  # a parameter without a gradient is trained nowhere
     if not names:
         return
-    where = _ranks_text([rank for rank in ranks if frozen[rank] & names])
+    late = [rank for rank in ranks if frozen[rank] & names]
+    where = _ranks_text(late)
+    place = step.record.step(late[0], step.number).frozen[min(frozen[late[0]] & names)]
     named = step.short(min(names)) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
     yield Finding(
         cause="parameter_frozen_on_one_rank",
@@ -55,6 +59,7 @@ def _frozen_on_some_ranks(step: ObservedStep) -> Iterator[Finding]:
         headline=f"{named} is frozen on {where} only",
         because=f"requires_grad of {named} is False on {where} when the optimizer steps",
         fix="set requires_grad alike on all ranks, before the model is wrapped.",
+        lines=_lines(place, f"freezes {named} on {where} only", missing=""),
     )
 
 
@@ -193,7 +198,7 @@ def micro_batches_added_up(step: ObservedStep, verdict: Verdict) -> Iterator[Fin
         if error.ratio > 0
     ):
         return
-    if not _holds_the_mean_of_own(step):
+    if _knows_own(step) and not _holds_the_mean_of_own(step):
         return  # the reduction is wrong, too
     recorded = step.record.step(0, step.number)
     passes = len(recorded.losses)
@@ -225,6 +230,13 @@ def _holds_the_mean_of_own(step: ObservedStep, more: Kind | None = None) -> bool
     terms = [(-1.0 / len(ranks), one) for one in computed]
     held = [step.gradients(rank, BEFORE_CLIP) for rank in ranks]
     return all(distance([(1.0, one), *terms]) <= rounding_of(one) for one in held)
+
+
+def _knows_own(step: ObservedStep) -> bool:
+    """False where ranks' own gradients are not seen, such as those of sharded parameters."""
+    return all(
+        None not in step.gradients(rank, OWN).values() for rank in range(step.record.world_size)
+    )
 
 
 def stale_gradients(step: ObservedStep) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -165,25 +165,36 @@ def _losses(verdict: Verdict) -> Iterator[str]:
 
 
 def _clipped(verdict: Verdict) -> Iterator[str]:
-    """What rank 0 clipped, and at which lines."""
-    texts = [
-        f"{call.what or 'clipping'}{_to(call)}{_at(call)}"
-        for call in verdict.observed[min(verdict.observed)].calls
-        if call.kind is Kind.CLIP
-    ]
-    if texts:
-        yield f"gradients were clipped: {_counted(texts)}"
+    """What the ranks clipped, and at which lines."""
+
+    def text(call: Call) -> str:
+        return f"{call.what or 'clipping'}{_to(call)}{_at(call)}"
+
+    yield from _by_rank(verdict, "gradients were clipped", Kind.CLIP, text)
 
 
 def _stepped(verdict: Verdict) -> Iterator[str]:
-    """The optimizers that stepped on rank 0, and at which lines."""
-    texts = [
-        f"{call.what or 'an optimizer'}{_at(call)}"
-        for call in verdict.observed[min(verdict.observed)].calls
-        if call.kind is Kind.OPTIMIZER_STEP
-    ]
-    if texts:
-        yield f"optimizer steps: {_counted(texts)}"
+    """The optimizers that stepped, and at which lines."""
+
+    def text(call: Call) -> str:
+        return f"{call.what or 'an optimizer'}{_at(call)}"
+
+    yield from _by_rank(verdict, "optimizer steps", Kind.OPTIMIZER_STEP, text)
+
+
+def _by_rank(verdict: Verdict, what: str, kind: Kind, text: Callable[[Call], str]) -> Iterator[str]:
+    """The calls of a kind: once if those of all ranks are the same, else of each rank."""
+    texts = {
+        rank: _counted([text(call) for call in seen.calls if call.kind is kind]) or "none"
+        for rank, seen in sorted(verdict.observed.items())
+    }
+    if set(texts.values()) == {"none"}:
+        return
+    if len(set(texts.values())) == 1:
+        yield f"{what}: {next(iter(texts.values()))}"
+        return
+    shown = list(texts.items())[:MOST_RANKS]
+    yield f"{what}: {'; '.join(f'rank {rank}: {one}' for rank, one in shown)}"
 
 
 def _to(call: Call) -> str:

@@ -15,6 +15,9 @@ from ddp_equivalence.measurement.calls import Call, Kind
 
 NAME = "clipped_while_scaled"
 
+EQUAL = 1e-3
+"""Factors whose relative difference is smaller are equal."""
+
 
 @dataclass(frozen=True)
 class _ScaledClip:
@@ -52,13 +55,19 @@ def _clip_of_scaled(view: View) -> _ScaledClip | None:
     for call in view.observed.calls.of(0) if view.observed.by_rank else ():
         if call.kind is Kind.SCALE:
             scale = call.value
-        elif call.kind is Kind.UNSCALE:
+        elif call.kind is Kind.UNSCALE or (scale is not None and _divides_by(call, scale)):
             scale = None
         elif scale not in (None, 1.0) and clips_norm(call):
             assert scale is not None
             assert call.value is not None
             return _ScaledClip(call, call.value, scale)
     return None
+
+
+def _divides_by(call: Call, scale: float) -> bool:
+    """True if this call takes the scale out of gradients by hand."""
+    factor = call.change.factor if call.change is not None else None
+    return factor is not None and abs(factor * scale - 1) < EQUAL
 
 
 def indication(view: View) -> Indication | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import torch
+
+from ddp_equivalence.diagnosis.clipping import gradients_by_backward
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Words, WrongFactor
 from ddp_equivalence.diagnosis.indications import (
     every_loss_is_the_big_batch_loss,
@@ -15,6 +18,7 @@ from ddp_equivalence.diagnosis.indications import (
 from ddp_equivalence.diagnosis.lines.source_tree import is_in_class
 from ddp_equivalence.diagnosis.lines.words_of_lines import counted
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.residual import nearly_equal
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Contents, Kind
@@ -59,10 +63,36 @@ def _compares_own_rows(view: View) -> bool:
     examples. It is a sum over the examples of a part that every rank computes of its own, so the
     mean of the ranks' losses is right.
     """
-    calls = (call for rank in view.observed.by_rank for call in view.observed.calls.of(rank))
-    if any(call.collective and call.in_backward for call in calls):
-        return False  # such as by the gather of torch.distributed.nn.functional
-    return bool(_gathers(view)) and mean_loss_is_the_big_batch_loss(view)
+    brought = [call for place in _gathers(view) for call in place.calls if _brings_outputs(call)]
+    if not brought or any(map(_passes_on, _calls(view))):
+        return False
+    if every_loss_is_the_big_batch_loss(view) or not mean_loss_is_the_big_batch_loss(view):
+        return False
+    return _holds_the_mean(view)
+
+
+def _calls(view: View) -> Iterator[Call]:
+    return (call for rank in view.observed.by_rank for call in view.observed.calls.of(rank))
+
+
+def _brings_outputs(call: Call) -> bool:
+    """True for a gather, and for a sum of what requires a gradient; a count is summed, too."""
+    return _loses(call) or (call.collective is not None and "gather" in call.collective.op)
+
+
+def _passes_on(call: Call) -> bool:
+    """True for the backward pass of a gather of torch.distributed.nn.functional."""
+    collective = call.collective
+    return collective is not None and call.in_backward and collective.contents is Contents.OTHER
+
+
+def _holds_the_mean(view: View) -> bool:
+    """True if every rank holds the mean of what the ranks computed: nothing is wrong after that."""
+    gradients = gradients_by_backward(view)
+    if gradients is None or not view.measured.is_known:
+        return False
+    mean = torch.stack(gradients).sum(0).mean(0)
+    return all(nearly_equal(held, mean) for held in view.measured.by_rank)
 
 
 def words(view: View) -> Words | None:

@@ -156,9 +156,9 @@ class FetchedBatches:
 
 def digest(tensor: Tensor) -> str:
     """A digest of a tensor's values, whatever its shape."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    if flat.layout is not torch.strided or flat.is_quantized:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
         return ""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     found = hashlib.sha256(str(flat.dtype).encode())  # most processors have instructions for it
     found.update(flat.view(torch.uint8).numpy().data)
     return found.hexdigest()[:32]

@@ -6,6 +6,7 @@ import os
 import tempfile
 import weakref
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -13,8 +14,9 @@ LARGE = 1 << 20
 """The bytes from which on a copy may lie in a file. The system takes its memory back when it needs
 it, so that the copies of a large model do not have to fit into the memory beside it."""
 
-MOST_IN_MEMORY = 1 << 30
-"""So many bytes of large copies lie in memory, which takes half the time, before files are used."""
+MOST_IN_MEMORY = min(1 << 30, psutil.virtual_memory().total // 64)
+"""So many bytes of a process's large copies lie in memory, which takes half the time, before files
+are used. Several processes share a machine."""
 
 _in_memory = 0
 """The bytes of the large copies that are in memory now."""

@@ -196,7 +196,8 @@ class Recorder(Watch):
         """Keep what the module holds; the other ranks keep digests, to tell whether it is equal."""
         is_first = _rank() == 0
         for inner, tensor in named_tensors(module):
-            is_plain = not is_first and not hasattr(tensor, "full_tensor")
+            is_dense = tensor.layout is torch.strided and not hasattr(tensor, "full_tensor")
+            is_plain = is_dense and not is_first
             value = tensor if is_plain else whole(tensor)
             self.now.weights[f"{name}:{inner}"] = digest(value)
             if is_first:
@@ -252,7 +253,7 @@ class Recorder(Watch):
             backward_at=tuple(seen.backward_at),
             autocast=tuple(sorted(seen.autocast)),
             batch_norm=seen.batch_norm,
-            frozen=tuple(seen.frozen),
+            frozen=seen.frozen,
             read=digests_of_micro_batches(seen.calls, seen.call_rows),
             planted=None if self.planted is None else self.planted.fired,
         )

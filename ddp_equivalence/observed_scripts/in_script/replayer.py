@@ -23,6 +23,7 @@ from ddp_equivalence.observed_scripts.in_script.names import named_tensors
 from ddp_equivalence.observed_scripts.in_script.rank_generators import RankGenerators, Source
 from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
 from ddp_equivalence.observed_scripts.in_script.watch import Watch
+from ddp_equivalence.observed_scripts.listed_rows import TOP_OF_CALL
 from ddp_equivalence.observed_scripts.query import Answer, AnswerOfStep, Piece, Query
 from ddp_equivalence.observed_scripts.question_line import QuestionLine
 from ddp_equivalence.observed_scripts.recorded_step import StepReader, in_float64, rank_folder
@@ -222,7 +223,7 @@ class Replayer(Watch):
             if index >= len(calls):
                 return arguments, named
             parts.append((record.rows(f"call/{calls[index]}/"), piece.rows))
-        given = put_into(self._cast(joined(parts)), (arguments, named))
+        given = put_into(self._cast(joined(parts)), (arguments, named), TOP_OF_CALL)
         return given[0], given[1]
 
     def after_call(self) -> None:

@@ -58,7 +58,7 @@ class StepInProgress:
     held: dict[str, Tensor | None] = field(default_factory=dict)
     optimizers: list[str] = field(default_factory=list)
     unnamed: int = 0
-    frozen: list[str] = field(default_factory=list)
+    frozen: dict[str, Place] = field(default_factory=dict)
     stepped_at: Place = field(default_factory=Place)
     autocast: set[str] = field(default_factory=set)
     batch_norm: bool = False

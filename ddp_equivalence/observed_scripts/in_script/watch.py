@@ -14,12 +14,17 @@ from torch.utils.data import get_worker_info
 from ddp_equivalence.faults.plant import PlantedFault
 from ddp_equivalence.measurement.further_calls import Lines
 from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
+from ddp_equivalence.observed_scripts.in_script.frozen_parameters import FrozenParameters
 from ddp_equivalence.observed_scripts.in_script.hooks import Hooked, place_of_caller
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import kept, whole
 from ddp_equivalence.observed_scripts.in_script.names import ModuleNames, named_tensors
 from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
+from ddp_equivalence.observed_scripts.listed_rows import TOP_OF_CALL
 from ddp_equivalence.observed_scripts.recorded_step import SeenCall, SeenClip, in_float64
 from ddp_equivalence.observed_scripts.rows import rows_of
+
+LARGE_SCALE = 1024.0
+"""No reduction makes gradients so much larger or smaller than the ranks' own ones."""
 
 
 class Watch:
@@ -28,7 +33,8 @@ class Watch:
     ``loss_scale``: the last one by which a loss was multiplied; ``gradients_are_scaled``: they
     still are. ``steps_seen``: the calls of an optimizer's step. ``wrapped``: the DDP wrappers that
     were made, with the lines that made them. ``no_sync_at``: the last lines that called the no_sync
-    of one. ``hooked``: the communication hooks of wrappers. ``planted``: the fault that is planted
+    of one. ``hooked``: the communication hooks of wrappers. ``frozen``: the lines that have frozen
+    parameters. ``planted``: the fault that is planted
     here.
     """
 
@@ -43,11 +49,12 @@ class Watch:
         self.wrapped: list[tuple[Any, Lines]] = []
         self.no_sync_at: Lines | None = None
         self.hooked: list[Hooked] = []
+        self.frozen = FrozenParameters()
         self._of_this_backward: dict[str, Tensor] = {}
         self._last_state: Tensor | None = None
         self._loader_numbers: dict[int, int] = {}
         self._loaders: list[Any] = []
-        self._scale_of_backward = 1.0
+        self._scale_of_backward = self._scale_of_clip = 1.0
         self._read_inside: list[dict[int, None]] = []
 
     def is_on(self) -> bool:
@@ -130,8 +137,9 @@ class Watch:
             self.enters(name, module)
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
         if trained:
+            self.frozen.forget()
             arguments, named = self.fed(name, arguments, named)
-            rows = rows_of((arguments, named))
+            rows = rows_of((arguments, named), TOP_OF_CALL)
             backwards, place = len(self.now.losses), place_of_caller()
             self.now.calls.append(SeenCall(name, backwards, rows.count, place))
             self.now.call_rows.append(rows)
@@ -191,8 +199,8 @@ class Watch:
 
     def before_clip(self) -> None:
         """Gradients are about to be clipped."""
+        self._scale_of_clip = scale = self._scale_that_is_left()
         if self.now.before_clip is None:
-            scale = self.loss_scale if self.gradients_are_scaled else 1.0
             self.now.before_clip = {
                 name: None if p.grad is None else whole(p.grad, divided_by=scale)
                 for name, p in self.names.live_parameters()
@@ -204,10 +212,24 @@ class Watch:
         norm = math.nan
         if isinstance(result, Tensor) and result.numel() == 1:
             norm = float(whole(result))
+        scale, changed = self._scale_of_clip, norm > limit
+        self.now.clips.append(SeenClip(limit, norm, scale, changed, place_of_caller()))
+
+    def _scale_that_is_left(self) -> float:
+        """The loss scale that the gradients still have. A script may have divided by it by hand:
+        then they are not as much larger as the scale is than what was computed.
+        """
         scale = self.loss_scale if self.gradients_are_scaled else 1.0
-        self.now.clips.append(
-            SeenClip(limit, norm, scale, changed=norm > limit, place=place_of_caller())
-        )
+        if scale < LARGE_SCALE:
+            return scale
+        squares = {"held": 0.0, "own": 0.0}
+        for name, parameter in self.names.live_parameters():
+            own = self.now.own.get(name)
+            if parameter.grad is not None and own is not None:
+                squares["held"] += float(parameter.grad.detach().double().square().sum())
+                squares["own"] += float(own.double().square().sum())
+        divided = squares["own"] > 0 and squares["held"] < scale * squares["own"]
+        return 1.0 if divided else scale
 
     def optimizer_steps(self, optimizer: Any) -> None:
         """An optimizer is about to step, with the gradients that it is given now."""
@@ -221,7 +243,7 @@ class Watch:
             for parameter in group["params"]:
                 name = self.names.of_parameter(parameter)
                 if name is not None and not parameter.requires_grad:
-                    self.now.frozen.append(name)
+                    self.now.frozen[name] = self.frozen.place_of(parameter)
                 if name is None:
                     self.now.unnamed += parameter.requires_grad
                 elif parameter.grad is None:

@@ -44,6 +44,10 @@ def scaled(begins: str = "", ends: str = "", max_norm: float = 1.0) -> Any:
         scaler.scale(loss(ddp, shard)).backward()
         if begins == "unscales":
             scaler.unscale_(optimizer)
+        elif begins == "divides":
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= scaler.get_scale()
         clip_grad_norm_(model.parameters(), max_norm)
         if ends == "unscales":
             scaler.unscale_(optimizer)
@@ -166,8 +170,9 @@ def test_a_clipping_of_scaled_gradients_without_effect_is_not_named() -> None:
     assert accepted(different(case_of(), step)) == {"gradient_scaled_not_unscaled"}
 
 
-def test_a_clipping_after_the_gradients_are_unscaled_is_not_named() -> None:
-    step = scaled(begins="unscales", max_norm=MAX_NORM)
+@pytest.mark.parametrize("begins", ["unscales", "divides"])
+def test_a_clipping_after_the_gradients_are_unscaled_is_not_named(begins: str) -> None:
+    step = scaled(begins=begins, max_norm=MAX_NORM)
     assert accepted(different(case_of(), step)) == set()
 
 

@@ -147,11 +147,45 @@ def test_own_rows_against_outputs_gathered_without_a_gradient_are_named(
 
 
 def test_a_gather_that_passes_the_gradient_on_is_not_named() -> None:
+    """Something else is wrong, after the gradients have been computed."""
+
+    def step(model: nn.Module, shard: Any, rank: Rank) -> None:
+        matches_own_rows(True, with_gradient=True)(model, shard, rank)
+        spoil(model)
+
     assert check(case(loss=of_pairs), matches_own_rows(True, with_gradient=True)).outcome == "same"
-    twice = matches_own_rows(True, with_gradient=True, times=2.0)
-    verdict = check(case(loss=of_pairs), twice)
-    assert verdict.outcome == "different"
+    assert "gather_without_gradient" not in check(case(loss=of_pairs), step).causes
+
+
+def spoil(model: nn.Module) -> None:
+    """Change the gradients in a way that no cause predicts."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.01, 0.02)
+
+
+@pytest.mark.parametrize("is_spoilt", [True, False])
+def test_a_count_that_is_summed_in_the_forward_pass_is_no_gather(is_spoilt: bool) -> None:
+    """A loss is then not that of the rank's rows alone, and the mean of the losses is right."""
+
+    def by_the_count_of_all(model: nn.Module, shard: Any, rank: Rank) -> None:
+        ddp = DistributedDataParallel(model)
+        errors = (ddp(shard["rows"]) - shard["targets"]).square()
+        seen = torch.stack([errors.detach().sum(), torch.tensor(float(errors.numel()))])
+        dist.all_reduce(seen)
+        (errors.sum() * rank.world_size / seen[1]).backward()
+        if is_spoilt:
+            spoil(model)
+
+    uneven = case(loss=squares, shards="uneven")
+    verdict = check(uneven, by_the_count_of_all)
+    assert verdict.outcome == ("different" if is_spoilt else "same")
     assert "gather_without_gradient" not in verdict.causes, verdict
+
+
+def test_the_words_are_those_of_the_loss_of_the_whole_batch_where_every_rank_has_it() -> None:
+    text = report_of(check(case(loss=squares), puts_its_own_slice_back))
+    assert "begins at the loss of the whole batch on every rank" in text
 
 
 def adds_up_halves(model: nn.Module, shard: Any, rank: Rank) -> None:

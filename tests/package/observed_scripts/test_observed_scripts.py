@@ -94,6 +94,18 @@ def test_a_row_may_have_several_entries_that_are_dropped_by_themselves() -> None
     assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 3
 
 
+def test_a_script_may_divide_by_its_loss_scale_by_hand() -> None:
+    found = observed("loss_scale.py", "by_hand")
+    assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 3
+
+
+@pytest.mark.parametrize("word", ["named", "one", "uncollated"])
+def test_lists_of_rows_may_come_in_other_forms(word: str) -> None:
+    """A named argument, one row with its boxes, and dicts that the loader has not collated."""
+    found = observed("detector.py", word)
+    assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 3
+
+
 def test_an_evaluation_of_the_same_rows_on_one_rank_is_not_taken_for_training() -> None:
     """Its loader is then the first on rank 0, and the other ranks do not have it."""
     found = observed("classifier.py", "evaluates", steps=2)
@@ -145,6 +157,7 @@ def test_a_parameter_that_is_frozen_on_one_rank_is_named() -> None:
     found = observed("classifier.py", "frozen", steps=1)
     assert (found.outcome, found.cause) == ("different", "parameter_frozen_on_one_rank")
     assert "0.bias is frozen on rank 1 only" in str(found)
+    assert source_of_fault(found) == "net[0].bias.requires_grad_(False)"
 
 
 def test_a_script_that_changes_its_rows_by_rank_shows_nothing() -> None:

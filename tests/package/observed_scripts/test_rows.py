@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_equivalence.observed_scripts.listed_rows import TOP_OF_CALL
 from ddp_equivalence.observed_scripts.rows import joined, padding_of, put_into, rows_of
 from ddp_equivalence.observed_scripts.rows_as_json import rows_with_tensors, rows_without_tensors
 
@@ -94,10 +95,74 @@ def test_lists_of_rows_are_written_and_read_again() -> None:
         pytest.param([(torch.ones(4, 3), torch.ones(4, dtype=torch.long))], id="nested"),
         pytest.param([torch.ones(2, 3), torch.ones(2, 3)], id="two tensors"),
         pytest.param([(torch.ones(9, 3), torch.ones(2, 20).long()), torch.ones(4)], id="a graph"),
+        pytest.param(
+            {"x": [torch.ones(4, 2), torch.ones(6, 2)], "y": [torch.ones(4), torch.ones(6)]},
+            id="two tasks",
+        ),
+        pytest.param({"views": [torch.ones(8, 3)] * 2, "size": (224, 224)}, id="views and a size"),
+        pytest.param(
+            {"frames": [torch.ones(8, 3)] * 5, "times": torch.arange(5)}, id="frames and times"
+        ),
+        pytest.param([{"x": torch.ones(4, 2)}, {"x": torch.ones(4, 3)}], id="dicts of views"),
     ],
 )
 def test_lists_of_whole_tensors_are_no_lists_of_rows(batch: Any) -> None:
     assert rows_of(batch).entries == {}
+
+
+def test_a_batch_may_be_a_list_of_its_rows() -> None:
+    batch = [{"image": torch.ones(3, 5 + n, 7), "boxes": torch.ones(n, 4)} for n in (5, 2)]
+    rows = rows_of(batch)
+    assert (rows.count, list(rows.entries)) == (2, [""])
+    assert [len(one["boxes"]) for one in put_into(joined([(rows, (1,))]), batch)] == [2]
+
+
+def test_one_row_with_one_box_is_a_row() -> None:
+    assert rows_of(detections(1)).entries.keys() == {"[0]", "[1]"}
+
+
+@pytest.mark.parametrize("of_call", [([0], {}), ([0, 1], {}), ([0], {"targets": 1})])
+def test_the_arguments_of_a_call_are_no_list_of_rows(of_call: Any) -> None:
+    batch = detections(1, 2, 4, 3)
+    places, named = of_call
+    arguments = (tuple(batch[n] for n in places), {name: batch[n] for name, n in named.items()})
+    rows = rows_of(arguments, TOP_OF_CALL)
+    assert rows.entries.keys() <= {"[0][0]", "[0][1]", "[1]['targets']"}
+    assert len(rows.entries) == (2 if len(places) + len(named) == 2 else 0)
+
+
+def test_ranks_that_hold_other_lists_of_rows_are_not_joined() -> None:
+    listed, whole = rows_of(detections(1, 2)), rows_of(([torch.ones(3, 2, 4)] * 2, ({}, {})))
+    with pytest.raises(ValueError, match="lists of rows at other places"):
+        joined([(listed, None), (whole, None)])
+    with pytest.raises(ValueError, match="lists of rows at other places"):
+        put_into(listed, ([torch.ones(3, 2, 4)] * 2, ({}, {})))
+
+
+def test_rows_with_other_parts_than_those_of_the_one_process_are_not_put_into_its_batch() -> None:
+    images, targets = detections(1, 2)
+    for target in targets:
+        target["more"] = 1
+    with pytest.raises(ValueError, match=r"other parts: \['more'\]"):
+        put_into(rows_of((images, targets)), detections(3, 4))
+
+
+def test_a_tensor_without_rows_must_be_the_same_on_all_ranks() -> None:
+    first, second = ({"x": torch.ones(4, 2), "edges": torch.full((2, 9), n)} for n in (1.0, 2.0))
+    with pytest.raises(ValueError, match=r"\['edges'\] has no rows, and differs between ranks"):
+        joined([(rows_of(first), None), (rows_of(second), None)])
+
+
+def test_a_mask_of_padding_is_true_on_padding() -> None:
+    short, long = (
+        {
+            "x": torch.ones(2, length),
+            "padding_mask": torch.arange(length).expand(2, -1) >= length - 1,
+        }
+        for length in (3, 5)
+    )
+    rows = joined([(rows_of(short), None), (rows_of(long), None)])
+    assert rows.tensors["['padding_mask']"][0].tolist() == [False, False, True, True, True]
 
 
 def test_images_with_one_label_each_are_rows() -> None:

@@ -8,6 +8,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 class Images(Dataset):
+    def __init__(self, uncollated):
+        self.uncollated = uncollated
+
     def __len__(self):
         return 48
 
@@ -15,7 +18,10 @@ class Images(Dataset):
         torch.manual_seed(number)
         boxes = 1 + number % 4
         target = {"boxes": torch.randn(boxes, 4), "labels": torch.randint(0, 2, (boxes,))}
-        return torch.randn(3, 4 + number % 3, 5), target | {"name": f"image {number}"}
+        image = torch.randn(3, 4 + number % 3, 5)
+        if self.uncollated:
+            return target | {"image": image}
+        return image, target | {"name": f"image {number}"}
 
 
 class Detector(nn.Module):
@@ -39,13 +45,19 @@ def in_lists(rows):
 def train(options):
     torch.manual_seed(0)
     model = DistributedDataParallel(Detector())
-    images = Images()
+    images = Images("uncollated" in options)
     sampler = DistributedSampler(images)
-    loader = DataLoader(images, batch_size=4, sampler=sampler, collate_fn=in_lists)
+    size = 1 if "one" in options else 4
+    collate = list if "uncollated" in options else in_lists
+    loader = DataLoader(images, batch_size=size, sampler=sampler, collate_fn=collate)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for inputs, targets in loader:
+    for batch in loader:
+        if "uncollated" in options:
+            batch = [one["image"] for one in batch], batch
+        inputs, targets = [one.to("cpu") for one in batch[0]], batch[1]
         optimizer.zero_grad()
-        losses = model([one.to("cpu") for one in inputs], targets)
+        named = "named" in options
+        losses = model(inputs, targets=targets) if named else model(inputs, targets)
         (losses.sum() if "sum" in options else losses.mean()).backward()
         optimizer.step()
 

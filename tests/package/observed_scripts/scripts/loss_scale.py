@@ -30,9 +30,15 @@ def train(options):
         if "times" in options:
             loss = loss * dist.get_world_size()
         scaler.scale(loss).backward()
-        if "scaled" not in options:
+        if "by_hand" in options:
+            for parameter in model.parameters():
+                parameter.grad /= scaler.get_scale()
+        elif "scaled" not in options:
             scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if "by_hand" in options:
+            optimizer.step()
+            continue
         scaler.step(optimizer)
         scaler.update()
 
