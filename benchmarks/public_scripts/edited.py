@@ -48,22 +48,24 @@ def main() -> int:
     by_name = {script["name"]: script for script in scripts()}
     if arguments.only:
         edits = [one for one in edits if one["name"] in arguments.only]
-    missed = lines = 0
+    missed = marked = shown = 0
     for edit in edits:
         with tempfile.TemporaryDirectory() as copies:
             broken(edit, arguments.folder, Path(copies))
             found = observe(by_name[edit["script"]], Path(copies))
-            line = found.line
+            line, lines = found.line, found.lines  # of files in the copies
         is_missed = found.outcome in ("same", "none") and not edit.get("shared", False)
         missed += is_missed
-        shown = edit["fault_line"].strip() in line
-        lines += shown
+        fault = edit["fault_line"].strip()
+        is_marked, is_shown = fault in line, any(fault in one for one in lines)
+        marked, shown = marked + is_marked, shown + is_shown
         cause = f" [{found.cause}]" if found.cause else ""
-        end = "MISSED" if is_missed else ("line shown" if shown else f"line: {line or 'none'}")
+        where = "line marked" if is_marked else ("line shown" if is_shown else "not the line")
+        end = "MISSED" if is_missed else f"{where}: {line or 'none'}"
         print(f"{edit['name']}: {found.outcome}{cause}, {found.seconds:.0f} s, {end}", flush=True)
         if arguments.reports or is_missed:
             print(found.report, flush=True)
-    print(f"{len(edits) - missed} of {len(edits)} not missed, {lines} lines shown")
+    print(f"{len(edits) - missed} of {len(edits)} not missed, {marked} lines marked, {shown} shown")
     return 1 if missed else 0
 
 

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,22 @@ class Result:
     @property
     def line(self) -> str:
         """The line that the report marks, as ``file:number  source``; "" without one."""
+        return next((text for text, is_marked in self._lines if is_marked), "")
+
+    @property
+    def lines(self) -> list[str]:
+        """All lines that the report shows."""
+        return [text for text, _ in self._lines]
+
+    @cached_property
+    def _lines(self) -> list[tuple[str, bool]]:
+        found = []
         for step in self.found.get("steps", []):
             for one in step["lines"]:
-                if one["is_fault"]:
-                    path = Path(one["file"])
-                    source = path.read_text().splitlines()[one["line"] - 1].strip()
-                    return f"{path.name}:{one['line']}  {source}"
-        return ""
+                path = Path(one["file"])
+                source = path.read_text().splitlines()[one["line"] - 1].strip()
+                found.append((f"{path.name}:{one['line']}  {source}", one["is_fault"]))
+        return found
 
     @property
     def surprise(self) -> str:
