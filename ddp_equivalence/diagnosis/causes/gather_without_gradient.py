@@ -63,8 +63,8 @@ def _compares_own_rows(view: View) -> bool:
     examples. It is a sum over the examples of a part that every rank computes of its own, so the
     mean of the ranks' losses is right.
     """
-    brought = [call for place in _gathers(view) for call in place.calls if _brings_outputs(call)]
-    if not brought or any(map(_passes_on, _calls(view))):
+    gathered = [place for place in _gathers(view) if _is_gather(place)]
+    if not gathered or any(map(_passes_on, _calls(view))):
         return False
     if every_loss_is_the_big_batch_loss(view) or not mean_loss_is_the_big_batch_loss(view):
         return False
@@ -75,9 +75,9 @@ def _calls(view: View) -> Iterator[Call]:
     return (call for rank in view.observed.by_rank for call in view.observed.calls.of(rank))
 
 
-def _brings_outputs(call: Call) -> bool:
-    """True for a gather, and for a sum of what requires a gradient; a count is summed, too."""
-    return _loses(call) or (call.collective is not None and "gather" in call.collective.op)
+def _is_gather(place: Place) -> bool:
+    """True for a gather. A sum brings no rank the rows of another."""
+    return place.first.collective is not None and "gather" in place.first.collective.op
 
 
 def _passes_on(call: Call) -> bool:
@@ -110,6 +110,8 @@ def words(view: View) -> Words | None:
 def lines(view: View) -> Sequence[PointedLine]:
     """The collective in the forward pass, and the loss that is computed from what it returns."""
     gathers = _gathers(view)
+    if _compares_own_rows(view):
+        gathers = [place for place in gathers if _is_gather(place)]
     losing = [place for place in gathers if any(_loses(call) for call in place.calls)]
     pointed = []
     for place in (losing or gathers)[-1:]:
@@ -165,7 +167,13 @@ def _gathers(view: View) -> list[Place]:
             and (collective.elements > 1 or collective.loses_gradient)
         )
 
-    return view.observed.calls.places(Kind.COLLECTIVE, where=is_in_forward)
+    places = view.observed.calls.places(Kind.COLLECTIVE, where=is_in_forward)
+    # One element beside more of them is a loss, which is summed for a log.
+    return [place for place in places if _elements(place) > 1] or places
+
+
+def _elements(place: Place) -> int:
+    return 0 if place.first.collective is None else place.first.collective.elements
 
 
 def _loses(call: Call) -> bool:

@@ -16,7 +16,6 @@ from tests.diagnosis.whereabouts.reduction_steps import maximum_instead_of_sum
 
 GAINS = replace(CASE, batch=steps.weighted_rows, loss=steps.relative_gain_loss)
 PENALTY = replace(CASE, loss=steps.with_penalty)
-PAIRS = replace(CASE, model=steps.Scores, loss=steps.pair_loss, layout="1x2")
 HALVES = replace(GAINS, loss=steps.halves_loss)
 SPREAD = replace(GAINS, loss=steps.by_spread)
 
@@ -26,7 +25,6 @@ SPREAD = replace(GAINS, loss=steps.by_spread)
     [
         (GAINS, steps.largest_of_the_rank),
         (PENALTY, steps.penalty_in_every_term),
-        (PAIRS, steps.own_rows_only_on_the_way_back),
         (CASE, steps.summed_in_the_wrong_direction),
         (HALVES, steps.norm_of_a_micro_batch),
         (CASE, maximum_instead_of_sum),

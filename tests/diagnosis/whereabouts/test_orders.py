@@ -10,10 +10,12 @@ import pytest
 
 from ddp_equivalence import Case, check
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from tests.diagnosis.whereabouts import one_rank_steps
 from tests.diagnosis.whereabouts import order_steps as steps
 from tests.diagnosis.whereabouts.faulty import CASE, NEAR, distance, marked_line, where
 
 GUIDED = Case(model=steps.Guided, batch=CASE.batch, loss=steps.guided, layout="1x2")
+PAIRS = replace(CASE, model=one_rank_steps.Scores, loss=one_rank_steps.pair_loss, layout="1x2")
 MOMENT = replace(CASE, loss=steps.moment, layout="1x2")
 SUMMED = replace(CASE, layout="1x2")
 
@@ -65,6 +67,12 @@ def test_weights_that_are_put_back_are_not_blamed() -> None:
             "backward_after_reduction",
         ),
         (MOMENT, steps.moment_of_all, steps.MeanOfRanks, "gather_without_gradient"),
+        (
+            PAIRS,
+            one_rank_steps.own_rows_only_on_the_way_back,
+            one_rank_steps.own_rows_only_on_the_way_back,
+            "gather_without_gradient",
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
