@@ -7,35 +7,22 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from types import CodeType, FrameType
-from typing import Any
 
 from torch import Tensor, nn
 
 from ddp_equivalence.measurement.calls import CodeLine, Kind
-from ddp_equivalence.measurement.code_lines import beginning_of, callers_behind, is_users, lines_of
-from ddp_equivalence.measurement.data_functions import (
-    DATA_FUNCTIONS,
-    Described,
-    own_length,
-    own_sampler,
-)
+from ddp_equivalence.measurement.code_lines import callers_behind, lines_of
 from ddp_equivalence.measurement.graph_lines import GraphLines
 from ddp_equivalence.measurement.index_lists import IndexLists
 from ddp_equivalence.measurement.line_tracer import Handler
 from ddp_equivalence.measurement.plain_tensors import leaves_of
 from ddp_equivalence.measurement.random_modules import RANDOM_AND_COUPLING
+from ddp_equivalence.measurement.registering_calls import RegisteringCalls
 from ddp_equivalence.measurement.tensor_origins import TensorOrigins
 from ddp_equivalence.measurement.weight_watch import WeightWatch
 
 MOST_LINES = 5_000
 """Only so many different lines of the user's code are remembered."""
-
-REGISTERING_HOOKS: tuple[Any, ...] = (
-    Tensor.register_hook,
-    Tensor.register_post_accumulate_grad_hook,
-    nn.Module.register_full_backward_hook,
-    nn.Module.register_forward_hook,
-)
 
 Lines = tuple[CodeLine | None, CodeLine | None]
 
@@ -80,13 +67,9 @@ class FurtherCalls:
 
     def handlers(self) -> dict[CodeType, Handler]:
         """The functions of torch that are recorded when they are called."""
-        functions: dict[CodeType, Handler] = {
-            code: partial(self._on_data, describe) for code, describe in DATA_FUNCTIONS.items()
-        }
+        functions = RegisteringCalls(self._append, self._parameter_names).handlers()
         for code, is_active in RANDOM_AND_COUPLING.items():
             functions[code] = partial(self._on_module, is_active)
-        for registering in REGISTERING_HOOKS:
-            functions[registering.__code__] = self._on_hook
         return functions
 
     def values(self, frame: FrameType, line: CodeLine | None, returned: object) -> None:
@@ -139,13 +122,6 @@ class FurtherCalls:
     def _on_indices(self, line: CodeLine, name: str, numbers: tuple[int, ...]) -> None:
         self._append(Kind.INDICES, (line, line), what=name, examples=numbers)
 
-    def _on_data(self, describe: Callable[[FrameType], Described], frame: FrameType) -> None:
-        lines = lines_of(frame)
-        if lines[0] is not None:
-            kind, what, value = describe(frame)
-            made_at, length = own_sampler(frame), own_length(frame)
-            self._append(kind, lines, what=what, value=value, made_at=made_at, chosen_at=length)
-
     def _on_module(self, is_active: Callable[[FrameType], bool], frame: FrameType) -> None:
         module = frame.f_locals.get("self")
         key = self.step, id(module) if module is not None else hash(lines_of(frame))
@@ -155,31 +131,6 @@ class FurtherCalls:
         what = type(module).__name__ if module is not None else frame.f_code.co_name
         name = self._names.get(id(module), "")
         self._append(Kind.MODULE, lines_of(frame), what=what, names=(name,) if name else ())
-
-    def _on_hook(self, frame: FrameType) -> None:
-        owner = frame.f_locals["self"]
-        name = self._parameter_names.get(id(owner))
-        lines = lines_of(frame)
-        known = name is not None or isinstance(owner, nn.Module) or _is_of_user(frame)
-        if _is_called_again(frame):
-            return
-        if known and lines[0] is not None:  # the suite registers hooks of its own
-            self._append(
-                Kind.TENSOR_HOOK,
-                lines,
-                what=frame.f_code.co_name,
-                names=(name,) if name is not None else (),
-                made_at=beginning_of(frame.f_locals.get("hook")),
-            )
-
-
-def _is_of_user(frame: FrameType) -> bool:
-    return frame.f_back is not None and is_users(frame.f_back.f_code.co_filename)
-
-
-def _is_called_again(frame: FrameType) -> bool:
-    """True where a mode of the suite has called the function a second time."""
-    return frame.f_back is not None and frame.f_back.f_code.co_name == "__torch_function__"
 
 
 @lru_cache(maxsize=4096)

@@ -22,6 +22,7 @@ from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.measurement.call_watch import CallWatch
+from ddp_equivalence.measurement.calls import Call
 from ddp_equivalence.measurement.code_lines import lines_of
 from ddp_equivalence.measurement.declared_rows import DeclaredRows
 from ddp_equivalence.measurement.example_lookup import ExampleLookup
@@ -129,6 +130,10 @@ class Observer:
     def was_hooked(self, hook: Any, state: object, lines: Lines) -> None:
         """These lines gave a wrapper a communication hook, before the model was watched."""
         self._calls.was_hooked(hook, state, lines)
+
+    def was_set_up(self, calls: Sequence[Call]) -> None:
+        """These calls were made before the model was watched."""
+        self._calls.were_made_before(calls)
 
     def found(
         self,

@@ -33,6 +33,9 @@ OFFLINE = {
 }
 """Loggers of experiments send nothing anywhere while a script is observed."""
 
+FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "512"}
+"""Torch keeps so many collectives of a process that is watched."""
+
 LAST_LINES = 12
 
 LONGEST = 40
@@ -66,7 +69,7 @@ class Running:
             self._process = subprocess.Popen(
                 self.command,
                 cwd=at,
-                env={**_environment(self._settings), "TMPDIR": self._temporary},
+                env={**_environment(told, self._settings), "TMPDIR": self._temporary},
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
@@ -150,8 +153,10 @@ def _short_folder() -> str | None:
     return "/tmp" if is_long and os.access("/tmp", os.W_OK) else None
 
 
-def _environment(settings: Path) -> dict[str, str]:
+def _environment(told: Told, settings: Path) -> dict[str, str]:
     environment = dict(os.environ)
+    if told.look_at is not None:
+        environment = FLIGHT_RECORDER | environment
     paths = [str(STARTUP), environment.get("PYTHONPATH", ""), str(PACKAGE)]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     environment.setdefault("OMP_NUM_THREADS", "1")

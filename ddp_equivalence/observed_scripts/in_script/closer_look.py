@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence.comparison.element_sample import ElementSample
+from ddp_equivalence.measurement.calls import Call
 from ddp_equivalence.measurement.declared_rows import DeclaredRows
 from ddp_equivalence.measurement.further_calls import Lines
 from ddp_equivalence.measurement.observation import Observation, RowsRead
@@ -20,6 +21,10 @@ from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.observed_scripts.in_script.hooks import Hooked
 from ddp_equivalence.observed_scripts.in_script.real_files import with_real_files
 from ddp_equivalence.observed_scripts.told import LookAt
+from ddp_equivalence.ranks.collectives import (
+    new_collectives,
+    trust_recorder_that_has_entries,
+)
 from ddp_equivalence.ranks.missed_waits import watch_handles
 
 FILE = "observation.pickle"
@@ -46,11 +51,13 @@ class CloserLook:
         wrapped: list[tuple[DistributedDataParallel, Lines]],
         no_sync_at: Lines | None,
         hooked: list[Hooked],
+        set_up: Sequence[Call],
     ) -> None:
         """Watch from here on. The user's functions that are running now are followed too.
 
         ``wrapped``: the DDP wrappers of the module, with the lines that made them. ``no_sync_at``:
         the last lines that called no_sync. ``hooked``: the communication hooks of all wrappers.
+        ``set_up``: other calls that were made before.
         """
         sizes, stride = self._look_at.sizes, self._look_at.stride
         rows = _RowsOfCalls(self._look_at.rows[self._rank])
@@ -60,6 +67,9 @@ class CloserLook:
         rows.observer = observer
         self._observer = observer
         watch_handles()  # so that the observer is told of collectives
+        trust_recorder_that_has_entries()
+        new_collectives()  # those before are no evidence
+        observer.was_set_up(set_up)
         self._open.enter_context(observer.watching(sys._getframe(1)))
         for ddp, lines in wrapped:
             off_at = None if ddp.require_backward_grad_sync else no_sync_at
@@ -76,7 +86,9 @@ class CloserLook:
         """
         assert self._observer is not None
         self._open.close()
-        found = self._observer.found({(0, name): one for name, one in gradients.items()}, None)
+        found = self._observer.found(
+            {(0, name): one for name, one in gradients.items()}, new_collectives()
+        )
         (folder / FILE).write_bytes(pickle.dumps(with_real_files(_unscaled(found, scales))))
 
 

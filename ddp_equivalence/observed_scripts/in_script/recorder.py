@@ -19,6 +19,7 @@ from ddp_equivalence.observed_scripts.in_script.fetched import FetchedBatches, d
 from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import whole
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors, unwrapped
+from ddp_equivalence.observed_scripts.in_script.set_up_calls import SetUpCalls
 from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
 from ddp_equivalence.observed_scripts.in_script.watch import Watch
 from ddp_equivalence.observed_scripts.recorded_step import (
@@ -52,6 +53,9 @@ class Recorder(Watch):
         self._earlier_steps = 0
         self._closer_look: CloserLook | None = None
         self._has_looked = False
+        self._set_up = SetUpCalls()
+        if told.look_at is not None:
+            self._set_up.begin()
 
     # --- steps
 
@@ -190,7 +194,9 @@ class Recorder(Watch):
         module = self.names.modules[name]
         self._closer_look = CloserLook(look_at, _rank())
         wrapped = [(ddp, lines) for ddp, lines in self.wrapped if unwrapped(ddp) is module]
-        self._closer_look.begin(module, wrapped, self.no_sync_at, self.hooked)
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        set_up = self._set_up.end(names)
+        self._closer_look.begin(module, wrapped, self.no_sync_at, self.hooked, set_up)
 
     def enters(self, name: str, module: nn.Module) -> None:
         """Keep what the module holds; the other ranks keep digests, to tell whether it is equal."""

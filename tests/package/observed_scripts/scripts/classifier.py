@@ -43,10 +43,17 @@ def train(options):
     torch.manual_seed(0)
     last = Standardised if "standardised" in options else nn.Linear
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), last(16, 4))
+    if "clamped" in options:
+        for weight in net.parameters():
+            weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    group = groups[dist.get_rank()] if "group_of_one" in options else None
     model = (
         net
         if "unwrapped" in options
-        else DistributedDataParallel(net, None, find_unused_parameters="frozen" in options)
+        else DistributedDataParallel(
+            net, None, process_group=group, find_unused_parameters="frozen" in options
+        )
     )
     if "hook" in options and dist.get_world_size() > 1:
         model.register_comm_hook(None, fp16_compress_hook)
@@ -87,7 +94,11 @@ def train(options):
             loss = loss + output.square().mean() / gradient.norm()
         if "zero" in options:
             loss = loss * 0.0
-        loss.backward()
+        loss.backward(retain_graph="second" in options)
+        if "second" in options:
+            output.abs().mean().backward()
+        if "penalty" in options and dist.get_rank() == 0:
+            sum(0.01 * weight.square().sum() for weight in net.parameters()).backward()
         if "clip" in options:
             nn.utils.clip_grad_norm_(net.parameters(), 0.1 * (1 + dist.get_rank()))
         else:
