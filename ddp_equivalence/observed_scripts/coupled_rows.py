@@ -22,7 +22,7 @@ from ddp_equivalence.measurement.calls import CodeLine, Kind
 from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, ObservedStep
 from ddp_equivalence.observed_scripts.gradient_sums import distance, left_over, rounding_of
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
-from ddp_equivalence.observed_scripts.recorded_step import Place
+from ddp_equivalence.observed_scripts.places import Place
 
 NAME = "statistic_not_additive"
 CLIPPED_BEFORE_REDUCE = "clipped_before_reduce"
@@ -82,7 +82,7 @@ def _is_loss_additive(step: ObservedStep) -> bool:
     counts = [len(of_rank) for of_rank in rows]
     mean = sum(map(mul, of_ranks, counts)) / sum(counts)
     loss = sum(step.answer(step.everything).losses)
-    return abs(loss - mean) <= NEGLIGIBLE * abs(mean)
+    return bool(abs(loss - mean) <= NEGLIGIBLE * abs(mean))
 
 
 def _limited_by_hooks(
@@ -112,10 +112,11 @@ def _limited_by_hooks(
 
 def _is_limited(gradient: Tensor | None) -> bool:
     """True if more elements than by chance have exactly the size of the largest one."""
-    if gradient is None or gradient.numel() == 0:
+    if gradient is None or not gradient.any():
         return False
     sizes = gradient.abs()
-    return int((sizes == sizes.max()).sum()) > 1 + gradient.numel() // 1000 and bool(sizes.any())
+    equal = int((sizes == sizes.max()).sum())
+    return equal > 1 + gradient.numel() // 1000
 
 
 def _lines(step: ObservedStep, view: View | None) -> tuple[PointedLine, ...]:

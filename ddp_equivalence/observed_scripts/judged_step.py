@@ -23,6 +23,9 @@ from ddp_equivalence.observed_scripts.as_case import (
     as_case,
 )
 from ddp_equivalence.observed_scripts.coupled_rows import rows_depend_on_each_other
+from ddp_equivalence.observed_scripts.differences_between_ranks import (
+    tensors_differ_between_ranks,
+)
 from ddp_equivalence.observed_scripts.measured_step import (
     Script,
     layout_of,
@@ -173,6 +176,8 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
     findings = analysis.findings
     if added := (*micro_batches_added_up(step, verdict), *stale_gradients(step)):
         findings = (*added, *(replace(one, accepted=False) for one in findings))
+    if not any(one.accepted for one in findings):
+        findings = (*tensors_differ_between_ranks(step), *findings)
     if not any(one.accepted for one in findings):
         findings = (*rows_depend_on_each_other(step, analysis.view), *findings)
     best = findings[0] if findings else None

@@ -11,7 +11,7 @@ from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.measurement.calls import Call, CodeLine, Kind
 from ddp_equivalence.measurement.observation import Backward, Forward, Observation, RowsRead
 from ddp_equivalence.observed_scripts.as_case import ObservedStep
-from ddp_equivalence.observed_scripts.recorded_step import Place
+from ddp_equivalence.observed_scripts.places import Place
 
 
 def observations(
@@ -29,7 +29,8 @@ def _of_rank(
 ) -> Observation:
     reader = step.record.reader(rank, step.number)
     recorded = reader.step
-    weights = repr(sorted(recorded.weights.items()))
+    trained = {name: one for name, one in recorded.weights.items() if step.short(name) in held}
+    weights = repr(sorted(trained.items()))
     forwards: list[Forward] = []
     backwards: list[Backward] = []
     calls: list[Call] = []

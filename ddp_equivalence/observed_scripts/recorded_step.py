@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,21 +12,10 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison.digest import digest
+from ddp_equivalence.observed_scripts.places import EarlierPlaces, Place
 from ddp_equivalence.observed_scripts.rows import Rows
 from ddp_equivalence.observed_scripts.rows_as_json import NO_ROWS, rows_with_tensors
 from ddp_equivalence.observed_scripts.tensor_file import write_tensors
-
-
-@dataclass(frozen=True)
-class Place:
-    """A line of the user's code. ``file`` is empty where none is known."""
-
-    file: str = ""
-    number: int = 0
-    function: str = ""
-
-    def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.number}" if self.file else ""
 
 
 @dataclass(frozen=True)
@@ -77,7 +65,7 @@ class RecordedStep:
     planted fault had fired until then; None if none was planted. ``batch_norm``: a trained module
     that was called normalises by the statistics of its batch. ``read``: as in ``AnswerOfStep``.
     ``frozen``: the parameters of the optimizer that require no gradient, and the lines that have
-    frozen them.
+    frozen them. ``earlier``: lines that ran before.
     """
 
     number: int
@@ -101,6 +89,7 @@ class RecordedStep:
     loaders: tuple[int, ...] = ()
     read: tuple[tuple[str, ...], ...] = ()
     frozen: Mapping[str, Place] = field(default_factory=dict)
+    earlier: EarlierPlaces = field(default_factory=EarlierPlaces)
 
     def to_json(self) -> str:
         """As text."""
@@ -127,6 +116,7 @@ class RecordedStep:
             SeenClip(**{**clip, "place": Place(**clip["place"])}) for clip in raw["clips"]
         )
         raw["frozen"] = {name: Place(**place) for name, place in raw["frozen"].items()}
+        raw["earlier"] = EarlierPlaces.from_json(raw["earlier"])
         raw["read"] = tuple(map(tuple, raw["read"]))
         raw["stepped_at"] = Place(**raw["stepped_at"])
         raw["backward_at"] = tuple(Place(**place) for place in raw["backward_at"])

@@ -15,11 +15,15 @@ from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.causes import clipped_while_scaled
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
-from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.observed_scripts.arrangements import ONE_AFTER_THE_OTHER
 from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, STALE, Kind, ObservedStep
+from ddp_equivalence.observed_scripts.differences_between_ranks import (
+    differences_between_ranks,
+    lines_at,
+    ranks_text,
+)
 from ddp_equivalence.observed_scripts.gradient_sums import distance, rounding_of
-from ddp_equivalence.observed_scripts.recorded_step import Place
+from ddp_equivalence.observed_scripts.places import Place
 from ddp_equivalence.report.verdict import Verdict
 
 SAME_FACTOR = 1e-6
@@ -35,32 +39,7 @@ def faults_seen(step: ObservedStep) -> Iterator[Finding]:
     yield from _same_rows(step)
     yield from _nothing_reduced(step)
     yield from _clipped_while_scaled(step)
-    yield from _frozen_on_some_ranks(step)
-
-
-def _frozen_on_some_ranks(step: ObservedStep) -> Iterator[Finding]:
-    ranks = range(step.record.world_size)
-    frozen = [set(step.record.step(rank, step.number).frozen) for rank in ranks]
-    held = [step.record.reader(rank, step.number).gradient_names("held/") for rank in ranks]
-    names = set[str]().union(*frozen) - frozen[0].intersection(*frozen)
-    names &= set[str]().union(*held)  # a parameter without a gradient is trained nowhere
-    if not names:
-        return
-    late = [rank for rank in ranks if frozen[rank] & names]
-    where = _ranks_text(late)
-    place = step.record.step(late[0], step.number).frozen[min(frozen[late[0]] & names)]
-    named = step.short(min(names)) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-    yield Finding(
-        cause="parameter_frozen_on_one_rank",
-        sentence="a parameter of the optimizer is frozen on some ranks, and trained on others",
-        look_at="requires_grad, which must be the same on all ranks before DDP wraps the model",
-        unexplained=None,
-        accepted=True,
-        headline=f"{named} is frozen on {where} only",
-        because=f"requires_grad of {named} is False on {where} when the optimizer steps",
-        fix="set requires_grad alike on all ranks, before the model is wrapped.",
-        lines=_lines(place, f"freezes {named} on {where} only", missing=""),
-    )
+    yield from differences_between_ranks(step)
 
 
 def _nothing_reduced(step: ObservedStep) -> Iterator[Finding]:
@@ -102,7 +81,7 @@ def _nothing_reduced(step: ObservedStep) -> Iterator[Finding]:
         headline=f"every rank trains alone{more}",
         because="the optimizer of each rank gets the rank's own gradients, bit for bit",
         fix="wrap the model in DistributedDataParallel before it trains.",
-        lines=_lines(
+        lines=lines_at(
             place,
             "the optimizer gets this rank's own gradients",
             missing="an average over all ranks, as DistributedDataParallel makes it",
@@ -127,7 +106,7 @@ def _clipped_while_scaled(step: ObservedStep) -> Iterator[Finding]:
                 headline=f"gradients are clipped while they are scaled by {scale}",
                 because=f"clipping to {limit} limits the real norm to {really}",
                 fix="call scaler.unscale_(optimizer) before the gradients are clipped.",
-                lines=_lines(
+                lines=lines_at(
                     clip.place,
                     f"clips to {limit} what is scaled by {scale}: the norm is {really} afterwards",
                     missing="",
@@ -143,7 +122,12 @@ def _same_rows(step: ObservedStep) -> Iterator[Finding]:
     read = [step.digests_of_rows(rank) for rank in range(ranks)]
     if any(one != read[0] for one in read) or not read[0]:
         return
-    place = step.record.step(0, step.number).calls
+    recorded = step.record.step(0, step.number)
+    made = lines_at(recorded.earlier.loader, "its rows are the same on every rank")
+    called = [
+        lines_at(one.place, "is called with the same rows on every rank")
+        for one in recorded.calls[:1]
+    ]
     yield Finding(
         cause=SAME_DATA,
         sentence="all ranks read the same rows",
@@ -153,9 +137,7 @@ def _same_rows(step: ObservedStep) -> Iterator[Finding]:
         headline="every rank reads the same rows",
         because=f"the batches of {ranks} ranks are equal, element for element",
         fix="give the loader a DistributedSampler, or seed the data by rank.",
-        lines=_lines(place[0].place, "is called with the same rows on every rank", "")
-        if place
-        else (),
+        lines=made or (called[0] if called else ()),
     )
 
 
@@ -179,7 +161,7 @@ def clipped_otherwise(step: ObservedStep) -> Finding:
         headline="the gradients are right before they are clipped, and not afterwards",
         because="; ".join(sorted(texts)),
         fix="clip on every rank to the same limit, by the norm of the reduced gradients.",
-        lines=_lines(place, "; ".join(sorted(texts)), ""),
+        lines=lines_at(place, "; ".join(sorted(texts))),
     )
 
 
@@ -212,7 +194,7 @@ def micro_batches_added_up(step: ObservedStep, verdict: Verdict) -> Iterator[Fin
         headline="micro-batches are added up, so their number scales the gradient",
         because=f"a rank goes backward {passes} times in a step, one process {all_passes} times",
         fix="divide each loss by the number of micro-batches that this process has.",
-        lines=_lines(
+        lines=lines_at(
             recorded.backward_at[0] if recorded.backward_at else Place(),
             f"runs {passes} times in a step here, and {all_passes} times in one process",
             missing="",
@@ -248,8 +230,12 @@ def stale_gradients(step: ObservedStep) -> Iterator[Finding]:
     late = [rank for rank in ranks if any(one is not None for one in stale[rank].values())]
     if not late or not _holds_the_mean_of_own(step, STALE):
         return
-    where = "on every rank" if len(late) == len(ranks) else f"on {_ranks_text(late)}"
+    where = "on every rank" if len(late) == len(ranks) else f"on {ranks_text(late)}"
     recorded = step.record.step(late[0], step.number)
+    lines = _cleared_by_others(step, late) or lines_at(
+        recorded.backward_at[0] if recorded.backward_at else Place(),
+        f"adds to gradients that are there already {where}",
+    )
     yield Finding(
         cause="stale_gradient_added",
         sentence="gradients of a step before are still there when the step goes backward",
@@ -259,23 +245,20 @@ def stale_gradients(step: ObservedStep) -> Iterator[Finding]:
         headline="gradients of a step before are added",
         because=f"{where}, .grad is not zero when the step first goes backward",
         fix="call optimizer.zero_grad() in every step, on every rank.",
-        lines=_lines(
-            recorded.backward_at[0] if recorded.backward_at else Place(),
-            f"adds to gradients that are there already {where}",
-            missing="",
-        ),
+        lines=lines,
     )
 
 
-def _ranks_text(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _lines(place: Place, note: str, missing: str) -> tuple[PointedLine, ...]:
-    if not place.file:
+def _cleared_by_others(step: ObservedStep, late: Sequence[int]) -> tuple[PointedLine, ...]:
+    """The line that clears gradients, if the ranks that are ``late`` do not run any such line."""
+    cleared = {
+        rank: step.record.step(rank, step.number).earlier.cleared
+        for rank in range(step.record.world_size)
+    }
+    others = [rank for rank in cleared if rank not in late and str(cleared[rank])]
+    if not others or any(str(cleared[rank]) for rank in late):
         return ()
-    line = CodeLine(place.file, place.number, place.function)
-    return (PointedLine(line, note, is_fault=True, missing=missing),)
+    return lines_at(cleared[others[0]], f"clears gradients on {ranks_text(others)} only")
 
 
 def text_of_clips(step: ObservedStep) -> str:

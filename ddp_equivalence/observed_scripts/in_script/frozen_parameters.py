@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ddp_equivalence.observed_scripts.in_script.hooks import place_of_caller
-from ddp_equivalence.observed_scripts.recorded_step import Place
+from ddp_equivalence.observed_scripts.places import Place
 from ddp_equivalence.ranks.torch_frames import counts_as_torch
 
 FLAG, METHOD = "requires_grad", "requires_grad_"

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from ddp_equivalence.measurement.code_lines import lines_of
 from ddp_equivalence.measurement.further_calls import Lines
 from ddp_equivalence.observed_scripts.in_script.real_files import real_file
-from ddp_equivalence.observed_scripts.recorded_step import Place
+from ddp_equivalence.observed_scripts.places import Place
 from ddp_equivalence.ranks.torch_frames import counts_as_torch
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_equivalence.observed_scripts.in_script.closer_look import CloserLook
+from ddp_equivalence.observed_scripts.in_script.earlier_lines import EarlierLines
 from ddp_equivalence.observed_scripts.in_script.fetched import FetchedBatches, digest
 from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import whole
@@ -53,6 +54,7 @@ class Recorder(Watch):
         self._earlier_steps = 0
         self._closer_look: CloserLook | None = None
         self._has_looked = False
+        self._earlier_lines = EarlierLines()
         self._set_up = SetUpCalls()
         if told.look_at is not None:
             self._set_up.begin()
@@ -65,6 +67,7 @@ class Recorder(Watch):
         self._end_closer_look(self.now.held)
         if self._earlier_steps >= self._told.first_step:
             self._write(self.now)
+        self._earlier_lines.forget()
 
     def before_backward(self, roots: Sequence[Tensor]) -> None:
         """Keep the gradients that are there before the step has gone backward."""
@@ -240,6 +243,8 @@ class Recorder(Watch):
         for number, rows in enumerate(seen.call_rows):
             _add(tensors, lists, f"call/{number}", rows)
         tensors |= seen.generators
+        loaders = [self.loaders[loader] for loader in self._fetched.loaders]
+        loader = loaders[0] if loaders and counts else None
         step = RecordedStep(
             number=self._written,
             optimizers=tuple(seen.optimizers),
@@ -260,6 +265,7 @@ class Recorder(Watch):
             autocast=tuple(sorted(seen.autocast)),
             batch_norm=seen.batch_norm,
             frozen=seen.frozen,
+            earlier=self._earlier_lines.places(seen.optimizer, loader, self.names),
             read=digests_of_micro_batches(seen.calls, seen.call_rows),
             planted=None if self.planted is None else self.planted.fired,
         )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
-from ddp_equivalence.observed_scripts.recorded_step import Place, SeenCall, SeenClip
+from ddp_equivalence.observed_scripts.places import Place
+from ddp_equivalence.observed_scripts.recorded_step import SeenCall, SeenClip
 from ddp_equivalence.observed_scripts.rows import Rows
 
 
@@ -36,7 +38,7 @@ class StepInProgress:
     of ``calls`` was given. ``weights``: digests of the tensors of every module at its first call;
     ``states``: the tensors, on rank 0. ``scales``: the loss scale of each backward pass. ``stale``:
     gradients that were there before the first one. ``generators``: states of torch's generator, by
-    the event before which they were taken.
+    the event before which they were taken. ``optimizer``: the one that steps.
     """
 
     own: dict[str, Tensor] = field(default_factory=dict)
@@ -60,5 +62,6 @@ class StepInProgress:
     unnamed: int = 0
     frozen: dict[str, Place] = field(default_factory=dict)
     stepped_at: Place = field(default_factory=Place)
+    optimizer: Any = None
     autocast: set[str] = field(default_factory=set)
     batch_norm: bool = False

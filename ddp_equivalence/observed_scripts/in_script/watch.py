@@ -35,7 +35,7 @@ class Watch:
     were made, with the lines that made them. ``no_sync_at``: the last lines that called the no_sync
     of one. ``hooked``: the communication hooks of wrappers. ``frozen``: the lines that have frozen
     parameters. ``planted``: the fault that is planted
-    here.
+    here. ``loaders``: those over which the script has iterated, in the order of the first time.
     """
 
     float64 = False
@@ -53,7 +53,7 @@ class Watch:
         self._of_this_backward: dict[str, Tensor] = {}
         self._last_state: Tensor | None = None
         self._loader_numbers: dict[int, int] = {}
-        self._loaders: list[Any] = []
+        self.loaders: list[Any] = []
         self._scale_of_backward = self._scale_of_clip = 1.0
         self._read_inside: list[dict[int, None]] = []
 
@@ -251,14 +251,14 @@ class Watch:
                 else:
                     self.now.held[name] = whole(parameter.grad, divided_by=scale)
         self.now.optimizers.append(type(optimizer).__name__)
-        self.now.stepped_at = place_of_caller()
+        self.now.optimizer, self.now.stepped_at = optimizer, place_of_caller()
         self.ends_step()
 
     def number_of(self, loader: Any) -> int:
         """The number of a loader, in the order in which the script first iterated over them."""
         if id(loader) not in self._loader_numbers:
-            self._loader_numbers[id(loader)] = len(self._loaders)
-            self._loaders.append(loader)
+            self._loader_numbers[id(loader)] = len(self.loaders)
+            self.loaders.append(loader)
         return self._loader_numbers[id(loader)]
 
     def _hook_parameters(self, name: str) -> None:

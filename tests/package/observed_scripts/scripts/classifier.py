@@ -19,6 +19,19 @@ class Standardised(nn.Linear):
         return nn.functional.linear(inputs, weight.to(inputs.dtype), self.bias)
 
 
+class Centred(nn.Module):
+    """Takes the mean of its earlier inputs away, which is that of this rank's rows alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(4))
+
+    def forward(self, inputs):
+        centred = inputs - self.centre
+        self.centre = inputs.detach().mean(0)
+        return centred
+
+
 class Ahead(DataLoader):
     """Reads the next batch before it yields one, to know which is the last."""
 
@@ -68,7 +81,16 @@ def train(options):
         sampler = DistributedSampler(data, num_replicas=2, rank=0)
     kind = Ahead if "ahead" in options else DataLoader
     loader = kind(data, batch_size=6, sampler=sampler)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    trained = list(net.parameters())
+    if "left_out" in options and dist.get_rank() == 1:
+        trained.pop()
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    centred, teacher = Centred(), nn.Linear(8, 4)
+    torch.manual_seed(dist.get_rank())
+    if "teacher" in options:
+        teacher = nn.Linear(8, 4).requires_grad_(False)
+        if dist.get_rank() == 0:
+            teacher.load_state_dict(nn.Linear(8, 4).state_dict())
     if "evaluates" in options and dist.get_rank() == 0:
         evaluate(net, DataLoader(data, batch_size=6, sampler=sampler))
     torch.manual_seed(dist.get_rank())
@@ -85,6 +107,10 @@ def train(options):
             inputs = inputs + dist.get_rank()
         inputs = inputs.to(torch.float32)  # a script's own cast, which observe turns back
         output = net(inputs) if "raw" in options else model(inputs)
+        if "centred" in options:
+            output = centred(output).sin()
+        if "teacher" in options:
+            output = output * teacher(inputs)
         loss = cross_entropy(output, labels, reduction="sum" if "sum" in options else "mean")
         if "times" in options:
             loss = loss * dist.get_world_size()

@@ -1,0 +1,162 @@
+"""What a record shows the ranks to do differently that all of them must do alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ddp_equivalence.diagnosis.finding import Finding
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.measurement.calls import CodeLine
+from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, ObservedStep
+from ddp_equivalence.observed_scripts.gradient_sums import distance, rounding_of
+from ddp_equivalence.observed_scripts.oracle import CannotReplay
+from ddp_equivalence.observed_scripts.places import Place
+
+ONLY_ON_SOME = "parameter_frozen_on_one_rank"
+
+OF_BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers in which the ranks differ by design: training does not read them."""
+
+
+def differences_between_ranks(step: ObservedStep) -> Iterator[Finding]:
+    """The causes that were seen happening in this step."""
+    yield from _frozen_on_some_ranks(step)
+    yield from _left_out_on_some_ranks(step)
+
+
+def _frozen_on_some_ranks(step: ObservedStep) -> Iterator[Finding]:
+    ranks = range(step.record.world_size)
+    frozen = [set(step.record.step(rank, step.number).frozen) for rank in ranks]
+    held = [step.record.reader(rank, step.number).gradient_names("held/") for rank in ranks]
+    names = set[str]().union(*frozen) - frozen[0].intersection(*frozen)
+    names &= set[str]().union(*held)  # a parameter without a gradient is trained nowhere
+    if not names:
+        return
+    late = [rank for rank in ranks if frozen[rank] & names]
+    where = ranks_text(late)
+    place = step.record.step(late[0], step.number).frozen[min(frozen[late[0]] & names)]
+    named = _named(step, names)
+    yield Finding(
+        cause=ONLY_ON_SOME,
+        sentence="a parameter of the optimizer is frozen on some ranks, and trained on others",
+        look_at="requires_grad, which must be the same on all ranks before DDP wraps the model",
+        unexplained=None,
+        accepted=True,
+        headline=f"{named} is frozen on {where} only",
+        because=f"requires_grad of {named} is False on {where} when the optimizer steps",
+        fix="set requires_grad alike on all ranks, before the model is wrapped.",
+        lines=lines_at(place, f"freezes {named} on {where} only"),
+    )
+
+
+def _left_out_on_some_ranks(step: ObservedStep) -> Iterator[Finding]:
+    """The optimizers of some ranks do not have a parameter that those of others have."""
+    by_rank = [
+        set(step.record.reader(rank, step.number).gradient_names("held/"))
+        | set(step.record.step(rank, step.number).without_gradient)
+        for rank in range(step.record.world_size)
+    ]
+    names = set[str]().union(*by_rank) - by_rank[0].intersection(*by_rank)
+    if not names or not by_rank[0].intersection(*by_rank):
+        return
+    late = [rank for rank, of_rank in enumerate(by_rank) if names - of_rank]
+    where, named = ranks_text(late), _named(step, names)
+    place = step.record.step(late[0], step.number).earlier.optimizer
+    yield Finding(
+        cause=ONLY_ON_SOME,
+        sentence="a parameter is in the optimizer of some ranks, and in that of others it is not",
+        look_at="what the optimizer is given: the same parameters on all ranks",
+        unexplained=None,
+        accepted=True,
+        headline=f"the optimizer of {where} does not have {named}",
+        because=f"{named} is in the optimizer of other ranks",
+        fix="give the optimizer the same parameters on all ranks.",
+        lines=lines_at(place, f"makes the optimizer, on {where} without {named}"),
+    )
+
+
+def tensors_differ_between_ranks(step: ObservedStep) -> Iterator[Finding]:
+    """Ranks have other values in weights or buffers that are not trained, such as those of a
+    teacher, and a rank that has others than rank 0 computes what one process, which has those of
+    rank 0, does not compute from its rows.
+    """
+    recorded = [step.record.step(rank, step.number) for rank in range(step.record.world_size)]
+    trained = set(step.record.reader(0, step.number).gradient_names("held/"))
+    trained |= set(recorded[0].without_gradient)
+    first, buffers = recorded[0].weights, recorded[0].earlier.buffers
+    names = [
+        name
+        for name in first
+        if name not in trained
+        and not name.endswith(OF_BATCH_NORM)
+        and any(one.weights.get(name) != first[name] for one in recorded)
+    ]
+    apart = [
+        r for r, one in enumerate(recorded) if any(one.weights.get(n) != first[n] for n in names)
+    ]
+    if not names or not _computes_what_its_rows_give(step, 0):
+        return
+    if all(_computes_what_its_rows_give(step, rank) for rank in apart):
+        return
+    module = names[0].partition(":")[0]
+    of_module = [name for name in names if name.startswith(f"{module}:")]
+    are_buffers = all(name in buffers for name in of_module)
+    kind = "buffers" if are_buffers else "weights"
+    named = of_module[0].partition(":")[2]
+    headline = f"{named} of {module} differs between ranks"
+    if len(of_module) > 1:
+        headline = f"{len(of_module)} {kind} of {module} differ between ranks, such as {named}"
+    yield Finding(
+        cause=f"{kind}_differ_between_ranks",
+        sentence=f"{kind} that are not trained have other values on other ranks, and what the "
+        "ranks compute depends on them",
+        look_at=f"where {module} gets its {kind}: they must be the same on all ranks",
+        unexplained=None,
+        accepted=True,
+        headline=headline,
+        because=f"{ranks_text(apart)} computed what one process, which has the {kind} of rank 0, "
+        "does not compute from the same rows",
+        fix=f"give {module} the same {kind} on all ranks; broadcast or reduce what changes them.",
+        lines=lines_at(buffers[of_module[0]], f"gives {named} another value on each rank")
+        if are_buffers
+        else _loaded_on_some_ranks(step, module),
+    )
+
+
+def _loaded_on_some_ranks(step: ObservedStep, module: str) -> tuple[PointedLine, ...]:
+    """The line that loads the weights of a module, if only some ranks run it."""
+    ranks = range(step.record.world_size)
+    loaded = [step.record.step(rank, step.number).earlier.loaded.get(module) for rank in ranks]
+    on = [rank for rank in ranks if loaded[rank] is not None]
+    place = loaded[on[0]] if on else None
+    if place is None or len(on) == len(ranks):
+        return ()
+    return lines_at(place, f"loads the weights of {module} on {ranks_text(on)} only")
+
+
+def _computes_what_its_rows_give(step: ObservedStep, rank: int) -> bool:
+    own = step.gradients(rank, OWN)
+    try:
+        alone = step.answer(step.rows_by_rank[rank]).gradients(BEFORE_CLIP)
+    except CannotReplay:
+        return False
+    found = {step.short(name): one for name, one in alone.items()}
+    return distance([(1.0, own), (-1.0, found)]) <= rounding_of(own)
+
+
+def _named(step: ObservedStep, names: set[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return step.short(min(names)) + more
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks as text: ``rank 0``, ``ranks 0, 2``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def lines_at(place: Place, note: str, missing: str = "") -> tuple[PointedLine, ...]:
+    """The line to mark; () if none is known. ``missing``: what should follow it."""
+    if not place.file:
+        return ()
+    line = CodeLine(place.file, place.number, place.function)
+    return (PointedLine(line, note, is_fault=True, missing=missing),)

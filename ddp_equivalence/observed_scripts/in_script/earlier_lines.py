@@ -1,0 +1,80 @@
+"""Remembers which lines made the optimizer and the loader, loaded weights and cleared gradients."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader
+
+from ddp_equivalence.observed_scripts.in_script.buffer_lines import line_that_assigns
+from ddp_equivalence.observed_scripts.in_script.hooks import place_of_caller
+from ddp_equivalence.observed_scripts.in_script.names import ModuleNames, named_tensors
+from ddp_equivalence.observed_scripts.places import EarlierPlaces, Place
+from ddp_equivalence.ranks.torch_frames import counts_as_torch
+
+
+class EarlierLines:
+    """Watches from the beginning. ``cleared``: the line that called zero_grad last; ``forget`` it
+    when a step has ended.
+    """
+
+    def __init__(self) -> None:
+        self.cleared = Place()
+        self._made: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()
+        self._loaded: weakref.WeakKeyDictionary[nn.Module, Place] = weakref.WeakKeyDictionary()
+        after(Optimizer, "__init__", self._note_made)
+        after(DataLoader, "__init__", self._note_made)
+        after(nn.Module, "load_state_dict", self._note_loaded)
+        after(Optimizer, "zero_grad", self._note_cleared)
+        after(nn.Module, "zero_grad", self._note_cleared)
+
+    def forget(self) -> None:
+        """A step has ended: gradients that were cleared before belong to it."""
+        self.cleared = Place()
+
+    def places(self, optimizer: Any, loader: Any, names: ModuleNames) -> EarlierPlaces:
+        """What is known when this optimizer steps. ``loader``: None if the step read from none."""
+        return EarlierPlaces(
+            optimizer=self._made.get(optimizer, Place()),
+            loader=Place() if loader is None else self._made.get(loader, Place()),
+            cleared=self.cleared,
+            loaded={
+                name: self._loaded[module]
+                for name, module in names.modules.items()
+                if module in self._loaded
+            },
+            buffers={
+                f"{name}:{buffer}": line_that_assigns(module, buffer) or Place()
+                for name, module in names.modules.items()
+                for buffer, tensor in named_tensors(module)
+                if not isinstance(tensor, nn.Parameter)
+            },
+        )
+
+    def _note_made(self, made: Any) -> None:
+        self._made[made] = place_of_caller()
+
+    def _note_loaded(self, module: nn.Module) -> None:
+        self._loaded[module] = place_of_caller()
+
+    def _note_cleared(self, owner: Any) -> None:
+        self.cleared = place_of_caller()
+
+
+def after(kind: type[Any], name: str, then: Callable[[Any], None]) -> None:
+    """Let ``then`` be called with the object after each call of this method of a class."""
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    @counts_as_torch
+    def watched(self: Any, *arguments: Any, **named: Any) -> Any:
+        result = method(self, *arguments, **named)
+        then(self)
+        return result
+
+    setattr(kind, name, watched)
