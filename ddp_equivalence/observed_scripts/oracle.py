@@ -128,9 +128,13 @@ class Oracle:
                 return answer
             if not self._other_arrangement(found, group):
                 break
+        fewer = (
+            ". A rank may accumulate over fewer micro-batches at the end of an epoch than one "
+            "process does: another --from-step avoids that"
+        )
         raise CannotReplay(
             f"the script ran backward {_times(sum(found))} in one process, and "
-            f"{_times(sum(wanted))} were expected"
+            f"{_times(sum(wanted))} were expected{fewer if sum(found) > sum(wanted) else ''}"
         )
 
     def _require_rows(self, group: tuple[int, ...], rows: Sequence[Row], answer: Answer) -> None:
