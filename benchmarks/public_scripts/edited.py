@@ -22,9 +22,12 @@ from observed_script import observe
 
 HERE = Path(__file__).parent
 
+NEAR = 3
+"""A line that is marked no more lines away than this from an edited one is near it."""
+
 
 def broken(edit: dict[str, Any], folder: Path, copies: Path) -> None:
-    """Copy the script's folder, and make the edit in the copy.
+    """Copy the script's folder, and make the edit in the copy. The edit learns its ``new_lines``.
 
     Raises ValueError unless the text to replace occurs once.
     """
@@ -34,7 +37,20 @@ def broken(edit: dict[str, Any], folder: Path, copies: Path) -> None:
     text = path.read_text()
     if text.count(edit["old"]) != 1:
         raise ValueError(f"{edit['name']}: the text occurs {text.count(edit['old'])} times")
+    before, _, _ = text.partition(edit["old"])
+    first = before.count("\n") + 1
+    edit["new_lines"] = range(first, first + edit["new"].count("\n") + 1)
     path.write_text(text.replace(edit["old"], edit["new"]))
+
+
+def is_near(line: str, edit: dict[str, Any]) -> bool:
+    """True if the marked ``file:number  source`` is in the lines of the edit, or near them."""
+    file, _, rest = line.partition(":")
+    number, _, _ = rest.partition("  ")
+    if file != Path(edit["file"]).name or not number:
+        return False
+    lines = edit["new_lines"]
+    return bool(lines.start - NEAR <= int(number) < lines.stop + NEAR)
 
 
 def main() -> int:
@@ -48,7 +64,7 @@ def main() -> int:
     by_name = {script["name"]: script for script in scripts()}
     if arguments.only:
         edits = [one for one in edits if one["name"] in arguments.only]
-    missed = marked = shown = 0
+    missed = marked = near = shown = 0
     for edit in edits:
         with tempfile.TemporaryDirectory() as copies:
             broken(edit, arguments.folder, Path(copies))
@@ -58,14 +74,17 @@ def main() -> int:
         missed += is_missed
         fault = edit["fault_line"].strip()
         is_marked, is_shown = fault in line, any(fault in one for one in lines)
-        marked, shown = marked + is_marked, shown + is_shown
+        is_near_it = is_marked or is_near(line, edit)
+        marked, near, shown = marked + is_marked, near + is_near_it, shown + is_shown
         cause = f" [{found.cause}]" if found.cause else ""
-        where = "line marked" if is_marked else ("line shown" if is_shown else "not the line")
+        beside = "near line" if is_near_it else ("line shown" if is_shown else "not the line")
+        where = "line marked" if is_marked else beside
         end = "MISSED" if is_missed else f"{where}: {line or 'none'}"
         print(f"{edit['name']}: {found.outcome}{cause}, {found.seconds:.0f} s, {end}", flush=True)
         if arguments.reports or is_missed:
             print(found.report, flush=True)
-    print(f"{len(edits) - missed} of {len(edits)} not missed, {marked} lines marked, {shown} shown")
+    print(f"{len(edits) - missed} of {len(edits)} not missed; the marked line is the edited one in")
+    print(f"{marked}, in the edit or within {NEAR} lines of it in {near}; {shown} are shown")
     return 1 if missed else 0
 
 

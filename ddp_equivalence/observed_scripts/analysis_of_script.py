@@ -10,6 +10,7 @@ from ddp_equivalence.diagnosis.analysis import Analysis
 from ddp_equivalence.diagnosis.measured_view import with_measurement
 from ddp_equivalence.diagnosis.reference_draws import ReferenceDraws
 from ddp_equivalence.diagnosis.view import View
+from ddp_equivalence.diagnosis.whereabouts.beside_one_rank import BesideOneRank
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.observed_scripts.as_case import Kind
 
@@ -23,6 +24,10 @@ class AnalysisOfScript(Analysis):
     def __init__(self, request: Request, expected: Expected, kind: Kind) -> None:
         super().__init__(request, expected)
         self.kind = kind
+
+    def compare_with(self, one_process: BesideOneRank | None) -> None:
+        """Let the lines at which the ranks part from one process be among those that are shown."""
+        self._beside = one_process
 
     @property
     def order_matters(self) -> bool:

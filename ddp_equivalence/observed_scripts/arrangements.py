@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 
 from ddp_equivalence.observed_scripts.query import Piece
 from ddp_equivalence.observed_scripts.record import Record, Row, pieces_of
@@ -43,6 +44,20 @@ def arranged(
     if wanted % len(taken):
         taken = [pieces_of(rows, counts)]
     return tuple(taken * (wanted // len(taken)))
+
+
+def order_of(
+    record: Record, arrangement: Arrangement, group: tuple[int, ...], rows: Sequence[Row]
+) -> list[int]:
+    """The numbers of these rows in the order in which the script is given them."""
+    numbers: dict[tuple[int, int], dict[int | None, int]] = defaultdict(dict)
+    for number, row in enumerate(rows):
+        numbers[row.rank, row.micro_batch][row.row] = number
+    order: list[int] = []
+    for piece in chain.from_iterable(arranged(record, arrangement, group, rows)):
+        known = numbers[piece.rank, piece.micro_batch]
+        order += known.values() if piece.rows is None else [known[row] for row in piece.rows]
+    return order
 
 
 def arrangement_of(record: Record, arrangement: Arrangement, group: tuple[int, ...]) -> Arrangement:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,6 @@ from ddp_equivalence.diagnosis.causes import clipped_while_scaled
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.time_left import TimeLeft
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
-from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
 from ddp_equivalence.observed_scripts.as_case import (
     BEFORE_CLIP,
@@ -22,10 +21,12 @@ from ddp_equivalence.observed_scripts.as_case import (
     ObservedStep,
     as_case,
 )
+from ddp_equivalence.observed_scripts.beside_one_process import with_one_process
 from ddp_equivalence.observed_scripts.coupled_rows import rows_depend_on_each_other
 from ddp_equivalence.observed_scripts.differences_between_ranks import (
     tensors_differ_between_ranks,
 )
+from ddp_equivalence.observed_scripts.looked_at_closer import SecondRun
 from ddp_equivalence.observed_scripts.measured_step import (
     Script,
     layout_of,
@@ -53,8 +54,8 @@ from ddp_equivalence.report.render import render, render_full
 from ddp_equivalence.report.unknown_verdicts import unknown
 from ddp_equivalence.report.verdict import Verdict
 
-LookCloser = Callable[[ObservedStep, Verdict], Mapping[int, Observation]]
-"""Rank -> what is seen of it when it runs again and is watched; empty if it cannot be."""
+LookCloser = Callable[[ObservedStep, Verdict], SecondRun]
+"""What is seen of the ranks when they run again and are watched; empty if they cannot be."""
 
 
 def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) -> Verdict:
@@ -167,7 +168,8 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
     assert isinstance(analysis, AnalysisOfScript)
     if (why := reads_otherwise(step)) is not None:
         return unknown(verdict, why)
-    seen = look_closer(step, verdict)
+    second = look_closer(step, verdict)
+    seen = second.observations
     if not seen:
         ranks = range(step.record.world_size)
         held = {rank: step.gradients(rank, analysis.kind) for rank in ranks}
@@ -180,15 +182,16 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
         findings = (*tensors_differ_between_ranks(step), *findings)
     if not any(one.accepted for one in findings):
         findings = (*rows_depend_on_each_other(step, analysis.view), *findings)
-    best = findings[0] if findings else None
-    if best is None or not best.accepted:
+    best = findings[0] if findings and findings[0].accepted else None
+    if best is None:
         why = unfaithful(step) or draws_otherwise(step, analysis)
         if why is not None:
             return unknown(verdict, why)
+    findings = with_one_process(step, analysis, findings, second)
     return replace(
         verdict,
         observed=seen,
-        cause=best.cause if best is not None and best.accepted else None,
+        cause=None if best is None else best.cause,
         findings=findings,
     )
 

@@ -75,9 +75,10 @@ class Running:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:  # such as a word with a byte of 0
             shutil.rmtree(self._temporary, ignore_errors=True)
-            right = f"a command that can be started; {error.strerror}: {self.command[0]}"
+            why = getattr(error, "strerror", None) or str(error)
+            right = f"a command that can be started; {why}: {self.command[0]}"
             raise BadCase("command", " ".join(self.command), right) from error
         finally:
             self._output.close()

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 
 import torch
 
 from ddp_equivalence.measurement.observation import Observation
+from ddp_equivalence.measurement.operations import Operations
 from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
 from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, ObservedStep
-from ddp_equivalence.observed_scripts.in_script.closer_look import FILE
+from ddp_equivalence.observed_scripts.in_script.closer_look import FILE, OPERATIONS
 from ddp_equivalence.observed_scripts.record import Record
 from ddp_equivalence.observed_scripts.recorded_step import rank_folder
+from ddp_equivalence.observed_scripts.recording import ScriptFailed
 from ddp_equivalence.observed_scripts.told import LookAt
 from ddp_equivalence.report.verdict import Verdict
 
 RunAgain = Callable[[LookAt, int], Record | None]
 """Runs the ranks again, and records the step with this number alone, with a closer look at it; None
-if they do not get so far.
+if they do not repeat what they did. Raises ScriptFailed if they do not get so far.
 """
+
+MOST_ELEMENTS = 20_000_000
+"""Of weights and buffers. What is logged of operations holds all of their results in memory."""
 
 ROUNDING = 1e-5
 """The relative difference of weights that may be rounding: about a hundred eps of float32, after a
@@ -28,34 +35,63 @@ few steps. Weights with other seeds differ by much more.
 """
 
 
-def observations_of_second_run(
-    step: ObservedStep, verdict: Verdict, run_again: RunAgain
-) -> dict[int, Observation]:
-    """Rank -> what was seen of it; empty if the step cannot be watched, or was not reached again.
+@dataclass(frozen=True)
+class SecondRun:
+    """``observations``: rank -> what was seen of it. ``operations``: rank -> those that it ran.
+    ``module``: the name of the one that was watched. All are empty if the step cannot be watched,
+    or was not reached again; there are no operations of a large module.
+    """
 
-    A step is watched if the parameters of one module alone are compared.
+    observations: Mapping[int, Observation] = field(default_factory=dict)
+    operations: Mapping[int, Operations] = field(default_factory=dict)
+    module: str = ""
+
+
+def second_run(step: ObservedStep, verdict: Verdict, run_again: RunAgain) -> SecondRun:
+    """Watch the step, if the parameters of one module alone are compared.
+
+    Raises ScriptFailed if the script fails where it is watched, also if no operations are logged.
     """
     held = step.record.reader(0, step.number).gradient_names("held/")
     modules = {name.partition(":")[0] for name in held}
     if not isinstance(verdict.analysis, AnalysisOfScript):
-        return {}
+        return SecondRun()
     if len(modules) != 1 or len(step.group) != 1:
-        return {}
+        return SecondRun()
     sample = verdict.analysis.sample_of_step(0)
     recorded = step.record.step(0, step.number)
     before_clip = recorded.clips and verdict.analysis.kind == BEFORE_CLIP
     clipped_after = len(recorded.losses) if before_clip else 0
     sizes, stride = dict(sample.sizes), dict(sample.stride)
-    look_at = LookAt(modules.pop(), sizes, stride, _rows(step), clipped_after)
-    record = run_again(look_at, step.number)
+    module, small = modules.pop(), _elements(step) <= MOST_ELEMENTS
+    look_at = LookAt(module, sizes, stride, _rows(step), clipped_after, operations=small)
+    try:
+        record = run_again(look_at, step.number)
+    except ScriptFailed:
+        if not small:
+            raise
+        record = run_again(replace(look_at, operations=False), step.number)
     if record is None:
-        return {}
-    found = {}
+        return SecondRun()
+    observations, operations = {}, {}
     for rank in range(step.record.world_size):
-        path = rank_folder(record.folder, rank) / FILE
-        if not path.exists():
-            return {}
-        found[rank] = _read(path)
+        folder = rank_folder(record.folder, rank)
+        if not (folder / FILE).exists():
+            return SecondRun()
+        observations[rank] = _read(folder / FILE)
+        if (folder / OPERATIONS).exists():
+            operations[rank] = read_operations(folder / OPERATIONS)
+    return SecondRun(observations, operations, module)
+
+
+def _elements(step: ObservedStep) -> int:
+    return sum(map(prod, step.record.reader(0, step.number).shapes("weights/").values()))
+
+
+def read_operations(path: Path) -> Operations:
+    """What ``LoggedOperations`` wrote, a moment ago."""
+    found = pickle.loads(path.read_bytes())
+    assert isinstance(found, Operations)
     return found
 
 

@@ -12,14 +12,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
 from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.observed_scripts.arrangements import (
     AT_ONCE,
     JOINED_AND_REPEATED,
@@ -31,8 +30,9 @@ from ddp_equivalence.observed_scripts.as_case import ObservedStep
 from ddp_equivalence.observed_scripts.export import export
 from ddp_equivalence.observed_scripts.judged_step import judge
 from ddp_equivalence.observed_scripts.looked_at_closer import (
+    SecondRun,
     is_the_same,
-    observations_of_second_run,
+    second_run,
 )
 from ddp_equivalence.observed_scripts.measured_step import (
     SECONDS_TO_EXPLAIN,
@@ -129,7 +129,7 @@ class _Observation:
             self.notes.append(RAGGED)
             self.options = replace(self.options, dropout=False)
             self.recording = Recording(self.command, self.options, self.scratch)
-            record = self.recording.again("without_dropout", float64=self.float64)
+            record = self.recording.again(float64=self.float64)
         recorded = time.monotonic()
         show("one process trains")
         alone = self.in_one_process(record)
@@ -239,25 +239,25 @@ class _Observation:
         script = export(step, folder, headline_text(verdict), shlex.join(self.command), alone)
         self.notes.append(f"the step is in {folder}; python {script} compares what it holds")
 
-    def _look_closer(self, step: ObservedStep, verdict: Verdict) -> Mapping[int, Observation]:
+    def _look_closer(self, step: ObservedStep, verdict: Verdict) -> SecondRun:
         if self.has_looked_closer:
-            return {}  # once is enough: the steps of a script are made by the same lines
+            return SecondRun()  # once is enough: the steps of a script are made by the same lines
         self.has_looked_closer = True
 
         def run_again(look_at: LookAt, number: int) -> Record | None:
             assert step.oracle is not None
-            try:
-                record = self._run_again(look_at, number, step.oracle)
-            except ScriptFailed as error:
-                why = str(error).splitlines()[-1].strip()
-                self.notes.append(f"the ranks could not be watched a second time: {why}")
-                return None
+            record = self._run_again(look_at, number, step.oracle)
             if is_the_same(step, record):
                 return record
             self.notes.append(NOT_REPEATED)
             return None
 
-        return observations_of_second_run(step, verdict, run_again)
+        try:
+            return second_run(step, verdict, run_again)
+        except ScriptFailed as error:
+            why = str(error).splitlines()[-1].strip()
+            self.notes.append(f"the ranks could not be watched a second time: {why}")
+            return SecondRun()
 
     def _run_again(self, look_at: LookAt, number: int, oracle: Oracle) -> Record:
         """A record of one step that is watched closely. Raises ScriptFailed."""
@@ -265,12 +265,12 @@ class _Observation:
         first_step = self.options.from_step + number
         told = {"first_step": first_step, "steps": 1, "look_at": look_at, "float64": self.float64}
         try:
-            return self.recording.again("closer", **told)
+            return self.recording.again(**told)
         except ScriptFailed as error:
             if "address already in use" not in str(error):
                 raise
         with oracle.paused():  # the one process listens at the port that the script always takes
-            return self.recording.again("closer_again", **told)
+            return self.recording.again(**told)
 
 
 def show(what: str) -> None:

@@ -107,17 +107,28 @@ class Oracle:
             self._forget_the_oldest()
         return self._answers[key]
 
+    def logged(self, group: tuple[int, ...], rows: Sequence[Row], module: str) -> str:
+        """The file with the operations that the script runs for these rows, from the first call
+        of the module on. Raises CannotReplay.
+        """
+        self.answer(group, rows)  # so that it is known how the script takes them
+        return self._computed(group, rows, 0, module).operations
+
     def _forget_the_oldest(self) -> None:
         while len(self._answers) > 2 and sum(a.bytes for a in self._answers.values()) > MOST_BYTES:
             self._answers.pop(next(iter(self._answers))).delete()
 
-    def _computed(self, group: tuple[int, ...], rows: Sequence[Row], nudge: int) -> Answer:
+    def _computed(
+        self, group: tuple[int, ...], rows: Sequence[Row], nudge: int, logged: str = ""
+    ) -> Answer:
         if self._closed:
             raise CannotReplay("the script has been ended")
         for _ in range(3):
             micro_batches = arranged(self._record, self.arrangement, group, rows)
             self._number += 1
-            query = Query(self._number, group, micro_batches, nudge=nudge, in_blocks=self.in_blocks)
+            query = Query(
+                self._number, group, micro_batches, 0, nudge, self.in_blocks, logged=logged
+            )
             answer = self._ask(query)
             found = tuple(len(step.losses) for step in answer.steps)
             wanted = self._wanted(group, len(micro_batches))

@@ -32,7 +32,8 @@ class Query:
     after the other on what was read once. ``micro_batches``: for each micro-batch, the pieces whose
     rows are joined. ``weights_of``: the rank whose weights and buffers are put in place. ``nudge``:
     the number of the pattern by which weights are moved one eps up or down; 0 for none.
-    ``in_blocks``: how random numbers lie, see ``RankGenerators.use``.
+    ``in_blocks``: how random numbers lie, see ``RankGenerators.use``. ``logged``: the name of a
+    module; from its first call on, the operations of torch are logged. "" for none.
     """
 
     number: int
@@ -41,6 +42,7 @@ class Query:
     weights_of: int = 0
     nudge: int = 0
     in_blocks: bool = False
+    logged: str = ""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -73,6 +75,7 @@ class Query:
             raw["weights_of"],
             raw["nudge"],
             raw["in_blocks"],
+            raw["logged"],
         )
 
 
@@ -136,12 +139,14 @@ class AnswerOfStep:
 @dataclass(frozen=True)
 class Answer:
     """The answer to the query with this number. ``missed``: how often each random operation drew
-    other numbers than the ranks, because it does not draw by rows.
+    other numbers than the ranks, because it does not draw by rows. ``operations``: the file with
+    those that were logged; "" if none were.
     """
 
     number: int
     steps: tuple[AnswerOfStep, ...]
     missed: Mapping[str, int] = field(default_factory=dict)
+    operations: str = ""
 
     @property
     def of_other_parameters(self) -> bool:
@@ -178,4 +183,4 @@ class Answer:
             )
             for one in raw["steps"]
         )
-        return cls(raw["number"], steps, raw["missed"])
+        return cls(raw["number"], steps, raw["missed"], raw["operations"])

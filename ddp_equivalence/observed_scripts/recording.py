@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,25 +34,25 @@ class Recording:
         tries = {"auto": (True, False), "float64": (True,), "own": (False,)}
         why = ""
         for float64 in tries[self._options.precision]:
-            record, why = self._run("float64" if float64 else "own_precision", float64=float64)
+            record, why = self._run(float64=float64)
             if record.steps:
                 return record, float64
         raise ScriptFailed(why)
 
-    def again(self, name: str, **told: Any) -> Record:
-        """Another record, in a folder of this name. ``told``: fields of ``Told``.
+    def again(self, **told: Any) -> Record:
+        """Another record. ``told``: fields of ``Told``.
 
         Raises ScriptFailed.
         """
-        record, why = self._run(name, **told)
+        record, why = self._run(**told)
         if not record.steps:
             raise ScriptFailed(why)
         return record
 
-    def _run(self, name: str, **more: Any) -> tuple[Record, str]:
+    def _run(self, **more: Any) -> tuple[Record, str]:
         """The record, and why it is too short, if it is."""
-        options, folder = self._options, self._scratch / name
-        folder.mkdir()
+        options = self._options
+        folder = Path(tempfile.mkdtemp(prefix="ranks_", dir=self._scratch))
         at = working_folder(options, folder)
         told = Told(
             role="record",

@@ -26,7 +26,7 @@ class LookAt:
     elements of each parameter that are kept, see ``ElementSample``. ``rows``: for each rank, the
     number of the first row of each of its micro-batches, and how many there are. ``clipped_after``:
     the number of backward passes after which gradients are clipped, where those are compared that
-    are not clipped yet; 0 if they are never clipped.
+    are not clipped yet; 0 if they are never clipped. ``operations``: log those of torch, too.
     """
 
     module: str
@@ -34,6 +34,7 @@ class LookAt:
     stride: Mapping[str, int]
     rows: Sequence[Sequence[tuple[int, int]]]
     clipped_after: int = 0
+    operations: bool = False
 
 
 @dataclass(frozen=True)

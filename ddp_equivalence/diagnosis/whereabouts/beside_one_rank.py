@@ -103,7 +103,7 @@ def _beside_one_rank(view: View, request: Request) -> BesideOneRank | None:
         torch.finfo(_least_precise(view, runs.alone)).eps,
         float(view.expected.abs().max()),
     )
-    logs = _logs(runs, deal)
+    logs = logs_of(runs, deal)
     return BesideOneRank(True, 1.0, partings(logs), past_autograd=past_autograd(logs), deaf=deaf)
 
 
@@ -118,7 +118,7 @@ def _wrong_alone(runs: OneRank, factor: float | None) -> BesideOneRank:
     )
 
 
-def _logs(runs: OneRank, deal: Deal) -> TwoLogs:
+def logs_of(runs: OneRank, deal: Deal) -> TwoLogs:
     """The logs of both runs, with the parts that the ranks were seen to take of anything."""
     logs = TwoLogs(runs, deal)
     found = found_in(logs.values(), deal.selections)

@@ -75,7 +75,7 @@ def _with_partings(found: Whereabouts, beside: BesideOneRank, view: View) -> Whe
         return wrong_loss(found, beside, view)
     if _is_only_backward(beside):
         return _with_backward(found, beside, view)
-    pointed = _lines(beside.partings, view)
+    pointed = lines_of_partings(beside.partings, view)
     if not pointed:
         return replace(found, beside_one_rank=RIGHT_ALONE if beside.is_right_alone else WRONG_ALONE)
     found = _with_lines(found, beside, pointed, view)
@@ -153,7 +153,7 @@ def _before_reduction(parting: Parting) -> bool:
     return parting.operation.in_backward or parting.operation.differentiable
 
 
-def _lines(found: Sequence[Parting], view: View) -> tuple[PointedLine, ...]:
+def lines_of_partings(found: Sequence[Parting], view: View) -> tuple[PointedLine, ...]:
     """The lines of the partings. Those inside backward passes follow from others, if there are any,
     and have no line but that of the call of backward.
     """

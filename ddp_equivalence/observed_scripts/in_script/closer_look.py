@@ -19,6 +19,7 @@ from ddp_equivalence.measurement.further_calls import Lines
 from ddp_equivalence.measurement.observation import Observation, RowsRead
 from ddp_equivalence.measurement.observer import Observer
 from ddp_equivalence.observed_scripts.in_script.hooks import Hooked
+from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.real_files import with_real_files
 from ddp_equivalence.observed_scripts.told import LookAt
 from ddp_equivalence.ranks.collectives import (
@@ -28,7 +29,8 @@ from ddp_equivalence.ranks.collectives import (
 from ddp_equivalence.ranks.missed_waits import watch_handles
 
 FILE = "observation.pickle"
-"""It is read by the process that has started the script, and deleted with the record."""
+OPERATIONS = "operations.pickle"
+"""They are read by the process that has started the script, and deleted with the record."""
 
 
 class CloserLook:
@@ -38,6 +40,7 @@ class CloserLook:
         self._look_at = look_at
         self._rank = rank
         self._observer: Observer | None = None
+        self._operations: LoggedOperations | None = None
         self._open = ExitStack()
 
     @property
@@ -52,12 +55,14 @@ class CloserLook:
         no_sync_at: Lines | None,
         hooked: list[Hooked],
         set_up: Sequence[Call],
+        operations: LoggedOperations | None,
     ) -> None:
         """Watch from here on. The user's functions that are running now are followed too.
 
         ``wrapped``: the DDP wrappers of the module, with the lines that made them. ``no_sync_at``:
         the last lines that called no_sync. ``hooked``: the communication hooks of all wrappers.
-        ``set_up``: other calls that were made before.
+        ``set_up``: other calls that were made before. ``operations``: a log that has begun with
+        the step's first batch.
         """
         sizes, stride = self._look_at.sizes, self._look_at.stride
         rows = _RowsOfCalls(self._look_at.rows[self._rank])
@@ -77,6 +82,9 @@ class CloserLook:
             for one in hooked:
                 if one.ddp is ddp:
                     observer.was_hooked(one.hook, one.state, one.lines)
+        if self._look_at.operations:
+            self._operations = operations or LoggedOperations()
+        self._module = module
 
     def end(
         self, gradients: Mapping[str, Tensor | None], scales: Sequence[float], folder: Path
@@ -85,10 +93,13 @@ class CloserLook:
         a loss scale. ``scales``: the loss scale of each backward pass.
         """
         assert self._observer is not None
+        is_logged = self._operations is not None and self._operations.stop()
         self._open.close()
         found = self._observer.found(
             {(0, name): one for name, one in gradients.items()}, new_collectives()
         )
+        if self._operations is not None and is_logged:
+            self._operations.write(folder / OPERATIONS, self._module)
         (folder / FILE).write_bytes(pickle.dumps(with_real_files(_unscaled(found, scales))))
 
 

@@ -19,6 +19,7 @@ from ddp_equivalence.observed_scripts.in_script.earlier_lines import EarlierLine
 from ddp_equivalence.observed_scripts.in_script.fetched import FetchedBatches, digest
 from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import whole
+from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors, unwrapped
 from ddp_equivalence.observed_scripts.in_script.set_up_calls import SetUpCalls
 from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
@@ -54,9 +55,10 @@ class Recorder(Watch):
         self._earlier_steps = 0
         self._closer_look: CloserLook | None = None
         self._has_looked = False
+        self._operations: LoggedOperations | None = None
         self._earlier_lines = EarlierLines()
-        self._set_up = SetUpCalls()
-        if told.look_at is not None:
+        self._set_up = SetUpCalls() if told.look_at is not None else None
+        if self._set_up is not None:
             self._set_up.begin()
 
     # --- steps
@@ -174,6 +176,7 @@ class Recorder(Watch):
 
     def given(self, loader: int) -> None:
         """Note it, with the state of the generator."""
+        self._log_from_here()
         self._fetched.give(loader)
 
     def fed(self, name: str, arguments: Any, named: Any) -> tuple[Any, Any]:
@@ -188,18 +191,29 @@ class Recorder(Watch):
 
     def _look_closer(self, name: str) -> None:
         look_at = self._told.look_at
-        if look_at is None or look_at.module != name:
-            return
-        if self._closer_look is not None or self._has_looked:
-            return
-        if self._earlier_steps != self._told.first_step or self._complete is not None:
+        if look_at is None or look_at.module != name or not self._is_looked_at:
             return
         module = self.names.modules[name]
         self._closer_look = CloserLook(look_at, _rank())
         wrapped = [(ddp, lines) for ddp, lines in self.wrapped if unwrapped(ddp) is module]
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        set_up = self._set_up.end(names)
-        self._closer_look.begin(module, wrapped, self.no_sync_at, self.hooked, set_up)
+        set_up = [] if self._set_up is None else self._set_up.end(names)
+        before = (wrapped, self.no_sync_at, self.hooked, set_up, self._operations)
+        self._closer_look.begin(module, *before)
+
+    @property
+    def _is_looked_at(self) -> bool:
+        """The step in progress is to be looked at closely, which has not begun yet."""
+        is_now = self._earlier_steps == self._told.first_step and self._complete is None
+        return is_now and self._closer_look is None and not self._has_looked
+
+    def _log_from_here(self) -> None:
+        """The script gets a batch: log what it does with it, if this step is looked at."""
+        look_at = self._told.look_at
+        if look_at is None or not look_at.operations or not self._is_looked_at:
+            return
+        if self._operations is None or self._operations.stop():  # it was a batch before the step's
+            self._operations = LoggedOperations()
 
     def enters(self, name: str, module: nn.Module) -> None:
         """Keep what the module holds; the other ranks keep digests, to tell whether it is equal."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from ddp_equivalence.comparison.low_precision import NudgedInside
 from ddp_equivalence.comparison.nudges import nudge_each
+from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors
 from ddp_equivalence.observed_scripts.in_script.rank_generators import RankGenerators, Source
 from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
@@ -46,6 +47,8 @@ class Replayer(Watch):
         self._generators = RankGenerators()
         self._not_given: dict[int, deque[tuple[Query, list[Source]]]] = {}
         self._nudged_inside: NudgedInside | None = None
+        self._operations: LoggedOperations | None = None
+        self._logged = ""
 
     # --- queries
 
@@ -78,6 +81,7 @@ class Replayer(Watch):
         if self._nudged_inside is not None:
             self._nudged_inside.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._nudged_inside = None
+        self._end_log()
         # The script may be started several times, and be asked the same more than once.
         name = f"{query.number}-{os.getpid()}-{self._done}-{number}.safetensors"
         parameters = {*record.gradient_names("held/"), *record.step.without_gradient}
@@ -85,8 +89,9 @@ class Replayer(Watch):
         self._answers.append(AnswerOfStep.of(self.now, number, at, parameters))
         self._complete = True
         if len(self._answers) == len(query.steps):
-            self._line.answer(Answer(query.number, tuple(self._answers), self._generators.missed))
-            self._answers = []
+            steps, missed = tuple(self._answers), self._generators.missed
+            self._line.answer(Answer(query.number, steps, missed, self._logged))
+            self._answers, self._logged = [], ""
 
     def goes_on(self) -> None:
         """Begin the next step."""
@@ -145,6 +150,8 @@ class Replayer(Watch):
         """Draw from here on what the ranks drew when they had got this batch."""
         if waiting := self._not_given.get(loader):
             query, sources = waiting.popleft()
+            if query.logged and query is self._now[0]:
+                self._begin_log()
             self._generators.use(sources, self._draws(query), query.in_blocks)
 
     def loader_begins(self) -> AbstractContextManager[None]:
@@ -207,6 +214,8 @@ class Replayer(Watch):
 
     def fed(self, name: str, arguments: Any, named: Any) -> tuple[Any, Any]:
         """The rows of the query, where the script has no loader."""
+        if name == self._now[0].logged:
+            self._begin_log()
         if self._told.feed != "calls":
             return arguments, named
         query, number = self._now
@@ -225,6 +234,26 @@ class Replayer(Watch):
             parts.append((record.rows(f"call/{calls[index]}/"), piece.rows))
         given = put_into(self._cast(joined(parts)), (arguments, named), TOP_OF_CALL)
         return given[0], given[1]
+
+    def before_clip(self) -> None:
+        """What happens to gradients from here on is not logged."""
+        super().before_clip()
+        if len(self.now.losses) >= len(self._now[0].micro_batches):
+            self._end_log()
+
+    def _begin_log(self) -> None:
+        if self._operations is None and not self._logged:
+            self._generators.begin()  # which stays, so it must be the outer one
+            self._operations = LoggedOperations()
+
+    def _end_log(self) -> None:
+        if self._operations is None:
+            return
+        if self._operations.stop():
+            path = self._line.folder / f"operations-{os.getpid()}-{self._done}.pickle"
+            self._operations.write(path, self.names.modules[self._now[0].logged])
+            self._logged = str(path)
+        self._operations = None
 
     def after_call(self) -> None:
         """What is drawn between two calls makes the rows, where these are not those of a loader."""

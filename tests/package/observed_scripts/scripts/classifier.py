@@ -103,6 +103,8 @@ def train(options):
             inputs = inputs + 0.1 * torch.randn(inputs.shape)
         if "crops" in options:
             inputs, labels = torch.cat([inputs, inputs * 0.5]), torch.cat([labels, labels])
+        if "standardised_rows" in options:
+            inputs = inputs / inputs.std()
         if "by_rank" in options:
             inputs = inputs + dist.get_rank()
         inputs = inputs.to(torch.float32)  # a script's own cast, which observe turns back
@@ -114,6 +116,8 @@ def train(options):
         loss = cross_entropy(output, labels, reduction="sum" if "sum" in options else "mean")
         if "times" in options:
             loss = loss * dist.get_world_size()
+        if "by_number" in options:
+            loss = loss / (1 + dist.get_rank())
         if "weighed" in options:
             weight = net[-1].weight
             gradient = torch.autograd.grad(outputs=loss, inputs=weight, retain_graph=True)[0]

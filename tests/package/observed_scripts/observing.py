@@ -1,0 +1,25 @@
+"""The scripts of these tests, as ``observe`` is asked about them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ddp_equivalence import observe
+from ddp_equivalence.observed_scripts.observed import Observed
+from ddp_equivalence.report.short.fault_line import line_to_look_at
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def observed(script: str, *words: str, **options: object) -> Observed:
+    """The script on two ranks."""
+    command = (sys.executable, script, *words, "--nprocs", "2")
+    return observe(command, folder=SCRIPTS, **options)  # type: ignore[arg-type]
+
+
+def source_of_fault(found: Observed) -> str:
+    """The line that the report marks."""
+    line = line_to_look_at(found.verdict)
+    assert line is not None
+    return Path(line.file).read_text().splitlines()[line.number - 1].strip()

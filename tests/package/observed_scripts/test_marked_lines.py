@@ -1,0 +1,36 @@
+"""The line that a report marks where a script is wrong before its model is called, or in a line
+between the model and its loss.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.package.observed_scripts.observing import observed, source_of_fault
+
+
+@pytest.mark.parametrize(
+    ("word", "cause", "line"),
+    [
+        ("standardised_rows", "statistic_not_additive", "inputs = inputs / inp"),
+        ("group_of_one", "reduced_in_wrong_group", "else DistributedDataParallel("),
+        ("second", "backward_after_reduction", "output.abs().mean().backward()"),
+        ("penalty", "backward_after_reduction", "sum(0.01 * weight.square()"),
+        ("clamped", "clipped_before_reduce", "weight.register_hook("),
+        ("left_out", "parameter_frozen_on_one_rank", "optimizer = torch.optim"),
+        ("centred", "buffers_differ_between_ranks", "self.centre = inputs"),
+        ("teacher", "weights_differ_between_ranks", "teacher.load_state_dict("),
+    ],
+)
+def test_the_line_that_is_wrong_is_marked(word: str, cause: str, line: str) -> None:
+    found = observed("classifier.py", word, steps=2)
+    assert (found.outcome, found.cause) == ("different", cause)
+    assert source_of_fault(found).startswith(line)
+
+
+def test_without_a_cause_the_line_is_marked_at_which_the_ranks_part_from_one_process() -> None:
+    found = observed("classifier.py", "by_number", steps=1)
+    assert (found.outcome, found.cause) == ("different", None)
+    assert "On one rank with the whole batch the step is right." in str(found)
+    line, *_ = [one for one in str(found).splitlines() if one.startswith("> ")]
+    assert line.endswith("loss = loss / (1 + dist.get_rank())")
