@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader
 from ddp_equivalence.observed_scripts.in_script.buffer_lines import line_that_assigns
 from ddp_equivalence.observed_scripts.in_script.hooks import place_of_caller
 from ddp_equivalence.observed_scripts.in_script.names import ModuleNames, named_tensors
+from ddp_equivalence.observed_scripts.in_script.places_of_objects import PlacesOfObjects
 from ddp_equivalence.observed_scripts.places import EarlierPlaces, Place
 from ddp_equivalence.ranks.torch_frames import counts_as_torch
 
@@ -25,8 +25,7 @@ class EarlierLines:
 
     def __init__(self) -> None:
         self.cleared = Place()
-        self._made: weakref.WeakKeyDictionary[Any, Place] = weakref.WeakKeyDictionary()
-        self._loaded: weakref.WeakKeyDictionary[nn.Module, Place] = weakref.WeakKeyDictionary()
+        self._made, self._loaded = PlacesOfObjects(), PlacesOfObjects()
         after(Optimizer, "__init__", self._note_made)
         after(DataLoader, "__init__", self._note_made)
         after(nn.Module, "load_state_dict", self._note_loaded)
@@ -40,13 +39,13 @@ class EarlierLines:
     def places(self, optimizer: Any, loader: Any, names: ModuleNames) -> EarlierPlaces:
         """What is known when this optimizer steps. ``loader``: None if the step read from none."""
         return EarlierPlaces(
-            optimizer=self._made.get(optimizer, Place()),
-            loader=Place() if loader is None else self._made.get(loader, Place()),
+            optimizer=self._made.of(optimizer),
+            loader=self._made.of(loader),
             cleared=self.cleared,
             loaded={
-                name: self._loaded[module]
+                name: place
                 for name, module in names.modules.items()
-                if module in self._loaded
+                if (place := self._loaded.of(module)).file
             },
             buffers={
                 f"{name}:{buffer}": line_that_assigns(module, buffer) or Place()
@@ -57,10 +56,10 @@ class EarlierLines:
         )
 
     def _note_made(self, made: Any) -> None:
-        self._made[made] = place_of_caller()
+        self._made.note(made, place_of_caller())
 
     def _note_loaded(self, module: nn.Module) -> None:
-        self._loaded[module] = place_of_caller()
+        self._loaded.note(module, place_of_caller())
 
     def _note_cleared(self, owner: Any) -> None:
         self.cleared = place_of_caller()

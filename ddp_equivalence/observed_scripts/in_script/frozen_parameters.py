@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from torch import Tensor, nn
 
 from ddp_equivalence.observed_scripts.in_script.hooks import place_of_caller
+from ddp_equivalence.observed_scripts.in_script.places_of_objects import PlacesOfObjects
 from ddp_equivalence.observed_scripts.places import Place
 from ddp_equivalence.ranks.torch_frames import counts_as_torch
 
@@ -20,7 +20,7 @@ class FrozenParameters:
     """
 
     def __init__(self) -> None:
-        self._places: dict[int, tuple[weakref.ref[Tensor], Place]] = {}
+        self._places = PlacesOfObjects()
         flag, method = getattr(Tensor, FLAG), getattr(Tensor, METHOD)
 
         @counts_as_torch
@@ -45,11 +45,8 @@ class FrozenParameters:
 
     def place_of(self, parameter: Tensor) -> Place:
         """The line that has frozen it; an empty place if none was seen."""
-        known, place = self._places.get(id(parameter), (None, Place()))
-        return place if known is not None and known() is parameter else Place()
+        return self._places.of(parameter)
 
     def _note(self, parameter: Tensor) -> None:
-        if parameter.requires_grad:
-            self._places.pop(id(parameter), None)
-        else:
-            self._places[id(parameter)] = (weakref.ref(parameter), place_of_caller())
+        place = Place() if parameter.requires_grad else place_of_caller()
+        self._places.note(parameter, place)
