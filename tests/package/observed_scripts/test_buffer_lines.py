@@ -16,6 +16,13 @@ from ddp_equivalence.observed_scripts.in_script.buffer_lines import line_that_as
 class Memory(nn.Module):
     """Keeps what it has seen in buffers."""
 
+    assigned: Tensor
+    copied: Tensor
+    written: Tensor
+    added: Tensor
+    twice: Tensor
+    never: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         for name in ("assigned", "copied", "written", "added", "twice", "never"):
