@@ -5,7 +5,8 @@
 ``FOLDER`` is what fetch.py and prepare.py have laid out. In each trial the arguments of size are
 drawn anew, and so is the first step that is recorded, before which each script has trained with
 other rows to other weights. A step may be unknown with a reason, such as one at the end of an epoch
-that has fewer micro-batches than one process makes. Exit code 0: none is different, and nine of ten are the same.
+that has fewer micro-batches than one process makes. Exit code 0: none is different, and nine of ten
+are the same.
 """
 
 from __future__ import annotations
