@@ -42,10 +42,15 @@ RANDOM = torch.Tag.nondeterministic_seeded
 
 
 class OperationLog(TorchDispatchMode):
-    """Records what runs inside the block. Ask ``found`` afterwards."""
+    """Records what runs inside the block. Ask ``found`` afterwards. ``most_operations``,
+    ``most_bytes``: nothing is recorded after so many operations, or so many bytes of values.
+    """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, most_operations: int = MOST_OPERATIONS, most_bytes: int = MOST_BYTES
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
+        self._most_operations, self._most_bytes = most_operations, most_bytes
         self._operations: list[Operation] = []
         self._values: dict[Value, int] = {}
         self._writer: dict[int, int] = {}  # address of a storage -> the last operation to write it
@@ -141,7 +146,7 @@ class OperationLog(TorchDispatchMode):
                 and any(one.requires_grad and not one.is_leaf for one in given),
             )
         )
-        if number + 1 >= MOST_OPERATIONS or self._bytes > MOST_BYTES:
+        if number + 1 >= self._most_operations or self._bytes > self._most_bytes:
             self._complete = False
 
     def _noted(self, tensors: Iterable[Tensor]) -> tuple[int | None, ...]:

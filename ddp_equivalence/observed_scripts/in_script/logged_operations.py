@@ -11,12 +11,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from ddp_equivalence.measurement.operation_log import OperationLog
 from ddp_equivalence.observed_scripts.in_script.real_files import with_real_files
 
+MOST_OPERATIONS = 20_000
+MOST_BYTES = 256 * 1024**2
+"""Scripts train larger models than steps that are checked, and each is logged only once."""
+
 
 class LoggedOperations:
     """Logs from now on."""
 
     def __init__(self) -> None:
-        self._log = OperationLog()
+        self._log = OperationLog(MOST_OPERATIONS, MOST_BYTES)
         self._log.__enter__()
 
     def stop(self) -> bool:
