@@ -21,6 +21,10 @@ from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import whole
 from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors, unwrapped
+from ddp_equivalence.observed_scripts.in_script.rank_of_process import (
+    rank_of_process,
+    world_size,
+)
 from ddp_equivalence.observed_scripts.in_script.set_up_calls import SetUpCalls
 from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
 from ddp_equivalence.observed_scripts.in_script.watch import Watch
@@ -133,7 +137,7 @@ class Recorder(Watch):
         """End this process, when every rank has come so far."""
         (self._folder / "done").touch()
         deadline = time.monotonic() + WAIT_FOR_OTHERS
-        others = [rank_folder(self._told.folder, rank) for rank in range(_world_size())]
+        others = [rank_folder(self._told.folder, rank) for rank in range(world_size())]
         while time.monotonic() < deadline and not all((one / "done").exists() for one in others):
             time.sleep(0.01)
         sys.stdout.flush()
@@ -142,10 +146,10 @@ class Recorder(Watch):
 
     @property
     def _folder(self) -> Path:
-        folder = rank_folder(self._told.folder, _rank())
+        folder = rank_folder(self._told.folder, rank_of_process())
         if not folder.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            run = {"world_size": _world_size(), "argv": sys.argv, "executable": sys.executable}
+            run = {"world_size": world_size(), "argv": sys.argv, "executable": sys.executable}
             run |= {"main": str(getattr(sys.modules.get("__main__"), "__file__", "") or "")}
             run |= {"in_group": dist.is_available() and dist.is_initialized()}
             run |= {"local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", 0))}
@@ -194,7 +198,7 @@ class Recorder(Watch):
         if look_at is None or look_at.module != name or not self._is_looked_at:
             return
         module = self.names.modules[name]
-        self._closer_look = CloserLook(look_at, _rank())
+        self._closer_look = CloserLook(look_at, rank_of_process())
         wrapped = [(ddp, lines) for ddp, lines in self.wrapped if unwrapped(ddp) is module]
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         set_up = [] if self._set_up is None else self._set_up.end(names)
@@ -217,7 +221,7 @@ class Recorder(Watch):
 
     def enters(self, name: str, module: nn.Module) -> None:
         """Keep what the module holds; the other ranks keep digests, to tell whether it is equal."""
-        is_first = _rank() == 0
+        is_first = rank_of_process() == 0
         for inner, tensor in named_tensors(module):
             is_dense = tensor.layout is torch.strided and not hasattr(tensor, "full_tensor")
             is_plain = is_dense and not is_first
@@ -289,15 +293,3 @@ class Recorder(Watch):
 def _add(tensors: dict[str, Tensor], lists: dict[str, Any], prefix: str, rows: Rows) -> None:
     tensors |= {f"{prefix}/{path}": whole(tensor) for path, tensor in rows.all_tensors()}
     lists[f"{prefix}/"] = rows_without_tensors(rows)
-
-
-def _rank() -> int:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", 0))
-
-
-def _world_size() -> int:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", 1))
