@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import linecache
 
-import pytest
 import torch
 from torch import nn
 
-from ddp_equivalence.measurement import operation_log
 from ddp_equivalence.measurement.operation_log import OperationLog
 from ddp_equivalence.measurement.operations import Operations
 
 
-def recorded(results: tuple[str, ...] = ()) -> tuple[Operations, nn.Linear]:
+def recorded(results: tuple[str, ...] = (), **most: int) -> tuple[Operations, nn.Linear]:
     torch.manual_seed(0)
     layer = nn.Linear(3, 2)
     rows = torch.randn(4, 3)
-    log = OperationLog()
+    log = OperationLog(**most)
     with log:
         filled = torch.empty(4, 2)
         filled.copy_(layer(rows))  # written
@@ -71,8 +69,13 @@ def test_a_gradient_depends_on_the_operations_of_the_forward_pass() -> None:
     assert "rand" not in names
 
 
-def test_too_many_operations_are_not_recorded_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operation_log, "MOST_OPERATIONS", 3)
-    found, _ = recorded()
+def test_too_many_operations_are_not_recorded_to_the_end() -> None:
+    found, _ = recorded(most_operations=3)
     assert not found.complete
     assert len(found.operations) == 3
+
+
+def test_too_many_values_are_not_recorded_to_the_end() -> None:
+    found, _ = recorded(most_bytes=100)
+    assert not found.complete
+    assert 0 < len(found.operations) < len(recorded()[0].operations)
