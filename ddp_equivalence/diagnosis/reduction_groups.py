@@ -49,6 +49,9 @@ def wrapped_groups(view: View) -> Groups:
         }
         for rank, seen in sorted(view.observed.by_rank.items())
     ]
+    size = _ranks_of_ddp(view)
+    if size is not None:
+        made = [{group for group in of_rank if len(group) == size} for of_rank in made]
     if any(len(of_rank) != 1 for of_rank in made):
         return ()
     groups = tuple(sorted(set().union(*made)))
@@ -56,10 +59,14 @@ def wrapped_groups(view: View) -> Groups:
 
 
 def reduced_only_in_subgroups(view: View) -> bool:
-    """True if torch's flight recorder shows reductions on every rank, and none among all ranks.
+    """True if DDP has fewer than all ranks and the step itself reduces no gradient, or if torch's
+    flight recorder shows reductions on every rank, and none among all ranks.
 
     Collectives of single numbers do not count.
     """
+    size = _ranks_of_ddp(view)
+    if size is not None and size < view.world_size and not view.observed.calls.reductions:
+        return True
     if not view.observed.covers_every_rank or view.observed.reduced_elements is None:
         return False
     for seen in view.observed.by_rank.values():
@@ -82,6 +89,18 @@ def groups_text(groups: Groups) -> str:
 
 def _ddp_reduced(view: View) -> bool:
     return any(any(wrapper.synchronised) for wrapper in view.observed.wrappers)
+
+
+def _ranks_of_ddp(view: View) -> int | None:
+    """The number of ranks among which DDP reduced; None if it is not known, or not always the same.
+    """
+    sizes = {
+        wrapper.logged.get("world_size")
+        for wrapper in view.observed.wrappers
+        if any(wrapper.synchronised)
+    }
+    size = sizes.pop() if len(sizes) == 1 else None
+    return size if isinstance(size, int) else None
 
 
 def _exchanges(view: View, rank: int) -> Iterator[Call]:

@@ -6,6 +6,7 @@ under autocast, and for everything that only a GPU does: kernels, streams, NCCL.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -156,6 +157,7 @@ def _use_gloo() -> None:
 
     initialise = dist.init_process_group
 
+    @functools.wraps(initialise)
     def init_process_group(backend: Any = None, *arguments: Any, **named: Any) -> Any:
         named.pop("device_id", None)
         return initialise("gloo", *arguments, **named)
@@ -164,6 +166,7 @@ def _use_gloo() -> None:
     distributed_c10d.init_process_group = init_process_group
     new_group = dist.new_group
 
+    @functools.wraps(new_group)
     def new_group_of_gloo(*arguments: Any, **named: Any) -> Any:
         named["backend"] = "gloo"
         return new_group(*arguments, **named)

@@ -28,6 +28,12 @@ def test_the_line_that_is_wrong_is_marked(word: str, cause: str, line: str) -> N
     assert source_of_fault(found).startswith(line)
 
 
+def test_groups_are_seen_where_cuda_devices_are_the_cpu() -> None:
+    found = observed("classifier.py", "group_of_one", steps=1, as_cpu=2)
+    assert (found.outcome, found.cause) == ("different", "reduced_in_wrong_group")
+    assert "in groups {0} and {1}" in str(found)
+
+
 def test_without_a_cause_the_line_is_marked_at_which_the_ranks_part_from_one_process() -> None:
     found = observed("classifier.py", "by_number", steps=1)
     assert (found.outcome, found.cause) == ("different", None)

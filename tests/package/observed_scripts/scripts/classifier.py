@@ -59,8 +59,8 @@ def train(options):
     if "clamped" in options:
         for weight in net.parameters():
             weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    group = groups[dist.get_rank()] if "group_of_one" in options else None
+    group = dist.new_subgroups(group_size=1)[0] if "group_of_one" in options else None
+    dist.new_group()  # which does nothing, like those of many libraries
     model = (
         net
         if "unwrapped" in options
@@ -124,6 +124,8 @@ def train(options):
             loss = loss + output.square().mean() / gradient.norm()
         if "zero" in options:
             loss = loss * 0.0
+        if "group_of_one" in options:
+            dist.all_reduce(output.mean(0).detach())  # something to be logged, of all ranks
         loss.backward(retain_graph="second" in options)
         if "second" in options:
             output.abs().mean().backward()
