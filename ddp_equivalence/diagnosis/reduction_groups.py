@@ -92,8 +92,7 @@ def _ddp_reduced(view: View) -> bool:
 
 
 def _ranks_of_ddp(view: View) -> int | None:
-    """The number of ranks among which DDP reduced; None if it is not known, or not always the same.
-    """
+    """Among how many ranks DDP reduced; None if that is unknown, or not always the same."""
     sizes = {
         wrapper.logged.get("world_size")
         for wrapper in view.observed.wrappers

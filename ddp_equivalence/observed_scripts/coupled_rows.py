@@ -136,5 +136,5 @@ def _ranks(step: ObservedStep) -> range:
 
 
 def _alone(step: ObservedStep, rows: tuple[int, ...]) -> dict[str, Tensor | None]:
-    found = step.answer(rows).gradients(BEFORE_CLIP)
+    found = step.answer(rows).gradients(OWN)
     return {step.short(name): gradient for name, gradient in found.items()}

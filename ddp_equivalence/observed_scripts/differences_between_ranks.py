@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.measurement.calls import CodeLine
-from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, ObservedStep
+from ddp_equivalence.observed_scripts.as_case import OWN, ObservedStep
 from ddp_equivalence.observed_scripts.gradient_sums import distance, rounding_of
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
 from ddp_equivalence.observed_scripts.places import Place
@@ -137,7 +137,7 @@ def _loaded_on_some_ranks(step: ObservedStep, module: str) -> tuple[PointedLine,
 def _computes_what_its_rows_give(step: ObservedStep, rank: int) -> bool:
     own = step.gradients(rank, OWN)
     try:
-        alone = step.answer(step.rows_by_rank[rank]).gradients(BEFORE_CLIP)
+        alone = step.answer(step.rows_by_rank[rank]).gradients(OWN)
     except CannotReplay:
         return False
     found = {step.short(name): one for name, one in alone.items()}

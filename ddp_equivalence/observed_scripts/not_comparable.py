@@ -7,7 +7,7 @@ import torch
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
-from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, ObservedStep
+from ddp_equivalence.observed_scripts.as_case import OWN, ObservedStep
 from ddp_equivalence.observed_scripts.gradient_sums import left_over
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
 
@@ -50,7 +50,7 @@ def unfaithful(step: ObservedStep) -> Unknown | None:
             alone = step.answer(rows)
         except CannotReplay:
             return None
-        found = {step.short(name): one for name, one in alone.gradients(BEFORE_CLIP).items()}
+        found = {step.short(name): one for name, one in alone.gradients(OWN).items()}
         recorded = step.record.step(rank, step.number)
         loss, of_rank = sum(alone.losses), sum(recorded.losses)
         in_float64 = all(one.dtype is torch.float64 for one in found.values() if one is not None)

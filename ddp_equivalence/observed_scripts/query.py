@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ddp_equivalence.observed_scripts.recorded_step import digests_of_micro_batches
@@ -15,6 +16,9 @@ from ddp_equivalence.observed_scripts.tensor_file import write_tensors
 
 if TYPE_CHECKING:
     from ddp_equivalence.observed_scripts.in_script.step_in_progress import StepInProgress
+
+KINDS = ("own", "before_clip", "held")
+"""Of gradients. One that is not in a file has the values of the next that is."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,8 @@ class AnswerOfStep:
             for name, g in before.items()
             if g is not None and name in seen.held
         }
+        if _changed_by_hand(seen):
+            tensors |= {f"own/{name}": g for name, g in seen.own.items() if name in seen.held}
         write_tensors(file, tensors)
         missing = tuple(name for name, g in seen.held.items() if g is None)
         counts = tuple(call.count for call in seen.calls)
@@ -122,18 +128,32 @@ class AnswerOfStep:
         return cls(number, str(file), losses, missing, seen.unnamed, counts, read, others)
 
     def gradients(self, kind: str) -> dict[str, Tensor | None]:
-        """The gradients by name; None for a parameter without one."""
+        """The gradients by name; None for a parameter without one. ``kind``: as on the ranks."""
         from safetensors import safe_open
 
         with safe_open(self.file, framework="pt") as opened:
             kinds = {key.partition("/")[0] for key in opened.keys()}  # noqa: SIM118  (no dict)
-            prefix = f"{kind if kind in kinds else 'held'}/"
+            known = [one for one in KINDS[KINDS.index(kind) :] if one in kinds]
+            prefix = f"{known[0] if known else 'held'}/"
             found: dict[str, Tensor | None] = {
                 key.removeprefix(prefix): opened.get_tensor(key)
                 for key in opened.keys()  # noqa: SIM118
                 if key.startswith(prefix)
             }
-        return found | dict.fromkeys(self.without_gradient)
+        return dict.fromkeys(self.without_gradient) | found
+
+
+def _changed_by_hand(seen: StepInProgress) -> bool:
+    """True if the script changes what backward computed before it clips or steps."""
+    left = seen.held if seen.before_clip is None else seen.before_clip
+    pairs = [(seen.own.get(name), left.get(name)) for name in seen.held]
+    if any(own is None and gradient is not None for own, gradient in pairs):
+        return False  # it is not known of every parameter what backward computed
+    return not all(
+        gradient is not None and torch.equal(own, gradient.to(own.dtype))
+        for own, gradient in pairs
+        if own is not None
+    )
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,18 @@ def test_groups_are_seen_where_cuda_devices_are_the_cpu() -> None:
     assert "in groups {0} and {1}" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("word", "cause"),
+    [
+        ("group_of_one", "reduced_in_wrong_group"),
+        ("teacher", "weights_differ_between_ranks"),
+    ],
+)
+def test_a_script_may_change_gradients_by_hand(word: str, cause: str) -> None:
+    found = observed("classifier.py", word, "by_hand", steps=1)
+    assert (found.outcome, found.cause) == ("different", cause)
+
+
 def test_without_a_cause_the_line_is_marked_at_which_the_ranks_part_from_one_process() -> None:
     found = observed("classifier.py", "by_number", steps=1)
     assert (found.outcome, found.cause) == ("different", None)
