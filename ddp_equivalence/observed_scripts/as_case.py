@@ -60,6 +60,13 @@ class ObservedStep:
         answer = self.oracle.answer(self.group, [self.rows[row] for row in rows], nudge)
         return answer.steps[self.group.index(self.number)]
 
+    def computed_alone(self, rows: Sequence[int]) -> dict[str, Tensor | None]:
+        """What backward computes from these rows in one process, as ``gradients`` with ``OWN`` on a
+        rank. Raises CannotReplay.
+        """
+        found = self.answer(rows).gradients(OWN)
+        return {self.short(name): gradient for name, gradient in found.items()}
+
     @property
     def everything(self) -> tuple[int, ...]:
         """The numbers of all rows."""

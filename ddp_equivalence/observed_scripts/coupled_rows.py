@@ -1,16 +1,13 @@
 """Tells that a script's loss depends on rows together, where ranks and reduction are right.
 
 Then no average over ranks is the gradient of one process: negatives of a contrastive loss, a ratio
-of norms, a statistic of the batch. If the loss itself is the mean of the ranks' losses, something
-limits the gradients of each rank on their way, such as a hook of a parameter.
+of norms, a statistic of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from operator import mul
-
-from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.finding import Finding
@@ -18,14 +15,13 @@ from ddp_equivalence.diagnosis.lines.loss_lines import line_of_loss
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE
 from ddp_equivalence.diagnosis.view import View
-from ddp_equivalence.measurement.calls import CodeLine, Kind
+from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, ObservedStep
 from ddp_equivalence.observed_scripts.gradient_sums import distance, left_over, rounding_of
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
 from ddp_equivalence.observed_scripts.places import Place
 
 NAME = "statistic_not_additive"
-CLIPPED_BEFORE_REDUCE = "clipped_before_reduce"
 
 CERTAIN = 5
 """So many times the rounding must the big batch's gradient leave unexplained."""
@@ -38,8 +34,8 @@ def rows_depend_on_each_other(step: ObservedStep, view: View | None) -> Iterator
     if any(step.record.step(rank, step.number).batch_norm for rank in _ranks(step)):
         return
     try:
-        alone = [_alone(step, step.rows_by_rank[rank]) for rank in _ranks(step)]
-        together = _alone(step, step.everything)
+        alone = [step.computed_alone(step.rows_by_rank[rank]) for rank in _ranks(step)]
+        together = step.computed_alone(step.everything)
     except CannotReplay:
         return
     most = rounding_of(together)
@@ -57,7 +53,6 @@ def rows_depend_on_each_other(step: ObservedStep, view: View | None) -> Iterator
     if left <= CERTAIN * most:
         return
     if _is_loss_additive(step):
-        yield from _limited_by_hooks(own, view, left)
         return
     yield Finding(
         cause=NAME,
@@ -85,40 +80,6 @@ def _is_loss_additive(step: ObservedStep) -> bool:
     return bool(abs(loss - mean) <= NEGLIGIBLE * abs(mean))
 
 
-def _limited_by_hooks(
-    own: Sequence[Mapping[str, Tensor | None]], view: View | None, left: float
-) -> Iterator[Finding]:
-    """Hooks of parameters do not let the elements of a rank's own gradient exceed a limit."""
-    hooks = [] if view is None else view.observed.calls.places(Kind.TENSOR_HOOK)
-    hooks = [place for place in hooks if any(call.names for call in place.calls)]
-    if not hooks or not all(any(map(_is_limited, of_rank.values())) for of_rank in own):
-        return
-    yield Finding(
-        cause=CLIPPED_BEFORE_REDUCE,
-        sentence="Hooks limit the elements of each rank's own gradient before the average",
-        look_at="Tensor.register_hook: a hook of a parameter runs before DDP reduces its gradient",
-        unexplained=None,
-        accepted=True,
-        headline="hooks clip each rank's gradient before the reduction",
-        because="many elements of a rank's own gradient have the same, largest size; "
-        f"{text_of(left, '.2g')} of the big batch's gradient is no mixture of the ranks' own",
-        fix="clip after the gradients of all ranks are reduced, before the optimizer steps.",
-        lines=tuple(
-            place.pointed("the hook changes this rank's own gradient", is_fault=True)
-            for place in hooks[:1]
-        ),
-    )
-
-
-def _is_limited(gradient: Tensor | None) -> bool:
-    """True if more elements than by chance have exactly the size of the largest one."""
-    if gradient is None or not gradient.any():
-        return False
-    sizes = gradient.abs()
-    equal = int((sizes == sizes.max()).sum())
-    return equal > 1 + gradient.numel() // 1000
-
-
 def _lines(step: ObservedStep, view: View | None) -> tuple[PointedLine, ...]:
     """The line that made the loss; if that is not known, the one that called backward."""
     note = "the loss of this rank's rows alone"
@@ -133,8 +94,3 @@ def _lines(step: ObservedStep, view: View | None) -> tuple[PointedLine, ...]:
 
 def _ranks(step: ObservedStep) -> range:
     return range(step.record.world_size)
-
-
-def _alone(step: ObservedStep, rows: tuple[int, ...]) -> dict[str, Tensor | None]:
-    found = step.answer(rows).gradients(OWN)
-    return {step.short(name): gradient for name, gradient in found.items()}

@@ -137,11 +137,10 @@ def _loaded_on_some_ranks(step: ObservedStep, module: str) -> tuple[PointedLine,
 def _computes_what_its_rows_give(step: ObservedStep, rank: int) -> bool:
     own = step.gradients(rank, OWN)
     try:
-        alone = step.answer(step.rows_by_rank[rank]).gradients(OWN)
+        alone = step.computed_alone(step.rows_by_rank[rank])
     except CannotReplay:
         return False
-    found = {step.short(name): one for name, one in alone.items()}
-    return distance([(1.0, own), (-1.0, found)]) <= rounding_of(own)
+    return distance([(1.0, own), (-1.0, alone)]) <= rounding_of(own)
 
 
 def _named(step: ObservedStep, names: set[str]) -> str:

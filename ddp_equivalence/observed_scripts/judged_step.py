@@ -26,6 +26,7 @@ from ddp_equivalence.observed_scripts.coupled_rows import rows_depend_on_each_ot
 from ddp_equivalence.observed_scripts.differences_between_ranks import (
     tensors_differ_between_ranks,
 )
+from ddp_equivalence.observed_scripts.limited_by_hooks import limited_by_hooks
 from ddp_equivalence.observed_scripts.looked_at_closer import SecondRun
 from ddp_equivalence.observed_scripts.measured_step import (
     Script,
@@ -133,6 +134,7 @@ def _compared(script: Script, step: ObservedStep, kind: Kind) -> Verdict:
         repeat=script.repeat,
         promise="",
         lane=script.lane,
+        of_script=True,
         outcome="unknown",
         render=render,
         render_full=render_full,
@@ -181,7 +183,8 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
     if not any(one.accepted for one in findings):
         findings = (*tensors_differ_between_ranks(step), *findings)
     if not any(one.accepted for one in findings):
-        findings = (*rows_depend_on_each_other(step, analysis.view), *findings)
+        coupled = rows_depend_on_each_other(step, analysis.view)
+        findings = (*limited_by_hooks(step, analysis.view), *coupled, *findings)
     best = findings[0] if findings and findings[0].accepted else None
     if best is None:
         why = unfaithful(step) or draws_otherwise(step, analysis)

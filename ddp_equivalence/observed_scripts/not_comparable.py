@@ -47,12 +47,11 @@ def unfaithful(step: ObservedStep) -> Unknown | None:
     for rank, rows in enumerate(step.rows_by_rank):
         own = step.gradients(rank, OWN)
         try:
-            alone = step.answer(rows)
+            found, losses_alone = step.computed_alone(rows), step.answer(rows).losses
         except CannotReplay:
             return None
-        found = {step.short(name): one for name, one in alone.gradients(OWN).items()}
         recorded = step.record.step(rank, step.number)
-        loss, of_rank = sum(alone.losses), sum(recorded.losses)
+        loss, of_rank = sum(losses_alone), sum(recorded.losses)
         in_float64 = all(one.dtype is torch.float64 for one in found.values() if one is not None)
         most = FAITHFUL if in_float64 else FAITHFUL_IN_LOW_PRECISION
         if abs(loss - of_rank) <= most * abs(of_rank) or left_over(own, [found]) <= most:

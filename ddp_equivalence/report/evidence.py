@@ -31,13 +31,23 @@ def evidence_lines(verdict: Verdict) -> list[Line]:
         lines += labelled("Watched second run: ", watched)
     if verdict.planted:
         lines += labelled("Planted:  ", f"{verdict.planted}, on purpose")
-    lines += labelled("Case:     ", str(verdict.case))
-    if verdict.outcome == "different" and _can_be_a_script(verdict):
-        options = "--export-repro DIR (in pytest: --ddp-export-repro DIR)"
-        lines += labelled("Script:   ", f"{options} writes this check as one plain torch script")
+    if not verdict.of_script:
+        lines += labelled("Case:     ", str(verdict.case))
+    if verdict.outcome == "different":
+        lines += _how_to_export(verdict)
     if verdict.repeat:  # on one line, however long, so that it can be pasted
         lines.append(Line(f"  Repeat:   {verdict.repeat}", Style.LABEL, styled=len("  Repeat:")))
     return lines
+
+
+def _how_to_export(verdict: Verdict) -> list[Line]:
+    if verdict.of_script:
+        files = "--export DIR writes the first step that differs as files that stand alone"
+        return labelled("Files:    ", files)
+    if not _can_be_a_script(verdict):
+        return []
+    options = "--export-repro DIR (in pytest: --ddp-export-repro DIR)"
+    return labelled("Script:   ", f"{options} writes this check as one plain torch script")
 
 
 def _can_be_a_script(verdict: Verdict) -> bool:
@@ -102,7 +112,8 @@ def _place(verdict: Verdict) -> str:
 def _examples_given(verdict: Verdict) -> Iterator[str]:
     """How many examples were given to exactly one rank, once all ranks have reported."""
     if verdict.case.shards == OWN:
-        yield "the step chooses its examples itself"
+        who = "script" if verdict.of_script else "step"
+        yield f"the {who} chooses its examples itself"
     elif len(verdict.evidence) == verdict.case.ranks.world_size:
         times_given = Counter(
             (step, index)

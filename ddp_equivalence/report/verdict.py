@@ -43,7 +43,7 @@ Outcome = Literal["same", "different", "unknown"]
 GIVEN = frozenset(
     (
         *("case", "subject", "defined_at", "promise", "lane", "compare", "training", "planted"),
-        *("repeat", "render", "render_full", "seeds", "lr"),
+        *("repeat", "render", "render_full", "seeds", "lr", "of_script"),
     )
 )
 """Attributes of a verdict that are known before the check runs. To read them is not to read what
@@ -82,7 +82,7 @@ class Verdict:
     that of its gradients, if these are wrong. ``read_order``: the examples of the batch in the
     order in which the steps of a trainer read them, step after step, if it is another than the
     batch has; the big batches were then made in this order. Where a step reads too few examples,
-    it has some that no step reads.
+    it has some that no step reads. ``of_script``: the step is one of a script that was observed.
     """
 
     case: Case
@@ -109,6 +109,7 @@ class Verdict:
     seeds: Seeds = "alike"
     wrong_step: WrongStep | None = None
     read_order: tuple[int, ...] = ()
+    of_script: bool = False
     failure: RankFailed | None = None
     output: Mapping[int, str] = field(default_factory=dict)
     changed: Mapping[int, tuple[str, ...]] = field(default_factory=dict)

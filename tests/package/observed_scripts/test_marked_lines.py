@@ -17,6 +17,7 @@ from tests.package.observed_scripts.observing import observed, source_of_fault
         ("second", "backward_after_reduction", "output.abs().mean().backward()"),
         ("penalty", "backward_after_reduction", "sum(0.01 * weight.square()"),
         ("clamped", "clipped_before_reduce", "weight.register_hook("),
+        ("clamped_on_ranks", "clipped_before_reduce", "weight.register_hook("),
         ("left_out", "parameter_frozen_on_one_rank", "optimizer = torch.optim"),
         ("centred", "buffers_differ_between_ranks", "self.centre = inputs"),
         ("teacher", "weights_differ_between_ranks", "teacher.load_state_dict("),

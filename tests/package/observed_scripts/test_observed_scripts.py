@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -218,6 +219,17 @@ def test_the_command_prints_the_report_and_writes_json(
     found = json.loads(path.read_text())
     assert (found["outcome"], found["cause"]) == ("different", "sum_not_mean")
     assert found["steps"][0]["lines"][0]["file"].endswith("classifier.py")
+
+
+def test_a_step_that_differs_is_written_as_files_that_stand_alone(tmp_path: Path) -> None:
+    found = observed("classifier.py", "times", steps=1, export=tmp_path / "files")
+    assert "--export DIR writes the first step that differs" in found.full_report()
+    command = [sys.executable, tmp_path / "files" / "compare.py"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert "gradients are a sum, not a mean" in shown[0]
+    compared = [line for line in shown if "nearest multiple" in line]
+    assert len(compared) == 8  # four parameters on two ranks
+    assert all(line.endswith(": error 1, nearest multiple 2") for line in compared)
 
 
 def test_no_temporary_file_of_a_script_stays(

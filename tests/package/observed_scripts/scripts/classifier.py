@@ -56,7 +56,8 @@ def train(options):
     torch.manual_seed(0)
     last = Standardised if "standardised" in options else nn.Linear
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), last(16, 4))
-    if "clamped" in options:
+    on_ranks = "clamped_on_ranks" in options and dist.get_world_size() > 1
+    if "clamped" in options or on_ranks:
         for weight in net.parameters():
             weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     group = dist.new_subgroups(group_size=1)[0] if "group_of_one" in options else None
