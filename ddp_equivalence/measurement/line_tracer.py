@@ -151,21 +151,21 @@ class LineTracer:
         handler = self._handlers.get(code)
         if handler is not None:
             self._finish_line()
-            _without_failing(handler, frame)
+            without_failing(handler, frame)
             return None
         if not is_users(code.co_filename):
             if code.co_filename == COMPILER and self.around_compiler is not None:
                 return self.around_compiler(frame)
             return None
         self._finish_line()
-        _without_failing(self.on_event, frame, event, None)
+        without_failing(self.on_event, frame, event, None)
         if not self.paused:
-            _without_failing(self._values, frame, None, None)
+            without_failing(self._values, frame, None, None)
         return self._on_line
 
     def _on_line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event in ("line", "return"):
-            _without_failing(self.on_event, frame, event, argument)
+            without_failing(self.on_event, frame, event, argument)
             self._look_into(frame, event == "return", argument)
         if event == "line":
             self._note_run(frame)
@@ -188,7 +188,7 @@ class LineTracer:
             self._number_in[id(frame)] = frame.f_lineno
         if number is not None and not self.paused:
             line = CodeLine(code.co_filename, number, code.co_name)
-            _without_failing(self._values, frame, line, returned)
+            without_failing(self._values, frame, line, returned)
 
     def _note_run(self, frame: FrameType) -> None:
         key = frame.f_code, frame.f_lineno
@@ -206,7 +206,7 @@ class LineTracer:
     def _finish_line(self) -> None:
         if self._line is not None and not self.paused:
             line = self._line
-            _without_failing(self._after_line, line, may_hide(line.file, line.number))
+            without_failing(self._after_line, line, may_hide(line.file, line.number))
 
 
 def _nothing(*arguments: object) -> None:
@@ -250,7 +250,7 @@ def may_hide(file: str, number: int) -> bool:
     return any(word in line for word in WITHOUT_VERSION)
 
 
-def _without_failing(function: Callable[..., object], *arguments: Any) -> object:
+def without_failing(function: Callable[..., object], *arguments: Any) -> object:
     """Call the function. What it raises must not reach the user's step."""
     try:
         with torch._C.DisableTorchFunction():  # what the suite computes is not the user's

@@ -26,6 +26,9 @@ MOST_ELEMENTS = 100_000
 MOST_BYTES = 48 * 1024**2
 """A step with more operations, larger tensors or more values is not recorded to its end."""
 
+MOST_KEPT = 2 * 1024**3
+"""Bytes. What the step would have freed is kept while it is recorded; with more, recording ends."""
+
 COLLECTIVES = ("c10d", "_c10d_functional")
 """The namespaces of operations that talk to other ranks. Their tensors are read and written."""
 
@@ -56,7 +59,7 @@ class OperationLog(TorchDispatchMode):
         self._writer: dict[int, int] = {}  # address of a storage -> the last operation to write it
         self._unwritten: set[int | None] = set()  # addresses of storages
         self._kept: list[object] = []  # storages stay, so that no address stands for two of them
-        self._bytes = 0
+        self._bytes = self._bytes_kept = 0
         self._complete = True
         self._deaf = DeafBackwards(_address, self._is_as_written)
         self._watching: list[Any] = []
@@ -88,7 +91,7 @@ class OperationLog(TorchDispatchMode):
                 if tensor is not None and (writer := self._last_writer(tensor)) is not None
             },
             complete=self._complete,
-            deaf=self._deaf.found,
+            deaf=self._deaf.found if self._complete else (),
         )
 
     def __torch_dispatch__(
@@ -102,8 +105,13 @@ class OperationLog(TorchDispatchMode):
             try:
                 self._record(function, given, read, writers, result, _numbers(function, args))
             except NotPlain:
-                self._complete = False
+                self._end()
         return result
+
+    def _end(self) -> None:
+        """Record no more; no address has to stand for one storage from here on."""
+        self._complete = False
+        self._kept.clear()
 
     def _record(
         self,
@@ -146,8 +154,9 @@ class OperationLog(TorchDispatchMode):
                 and any(one.requires_grad and not one.is_leaf for one in given),
             )
         )
-        if number + 1 >= self._most_operations or self._bytes > self._most_bytes:
-            self._complete = False
+        too_many = self._bytes > self._most_bytes or self._bytes_kept > MOST_KEPT
+        if number + 1 >= self._most_operations or too_many:
+            self._end()
 
     def _noted(self, tensors: Iterable[Tensor]) -> tuple[int | None, ...]:
         """The numbers of the tensors' values; None for a tensor without values of its own."""
@@ -172,6 +181,7 @@ class OperationLog(TorchDispatchMode):
         if address is not None:
             if address not in self._writer:
                 self._kept.append(tensor.untyped_storage())
+                self._bytes_kept += tensor.untyped_storage().nbytes()
             self._writer[address] = number
 
     def _last_writer(self, tensor: Tensor) -> int | None:

@@ -107,7 +107,8 @@ class TorchCalls:
         )
 
     def _on_new_group(self, frame: FrameType) -> None:
-        ranks = frame.f_locals.get("ranks") or range(dist.get_world_size())
+        given = frame.f_locals.get("ranks")
+        ranks = range(dist.get_world_size()) if given is None else given
         ranks = tuple(map(int, ranks))
         self._record(Kind.NEW_GROUP, frame, ranks=ranks, callers=callers_of(frame))
 

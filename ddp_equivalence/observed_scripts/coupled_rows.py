@@ -36,6 +36,7 @@ def rows_depend_on_each_other(step: ObservedStep, view: View | None) -> Iterator
     try:
         alone = [step.computed_alone(step.rows_by_rank[rank]) for rank in _ranks(step)]
         together = step.computed_alone(step.everything)
+        is_additive = is_loss_additive(step)
     except CannotReplay:
         return
     most = rounding_of(together)
@@ -50,9 +51,7 @@ def rows_depend_on_each_other(step: ObservedStep, view: View | None) -> Iterator
         if distance([(1.0, held), *((weight, mine) for mine in own)]) > most:
             return
     left = left_over(together, alone)
-    if left <= CERTAIN * most:
-        return
-    if _is_loss_additive(step):
+    if left <= CERTAIN * most or is_additive:
         return
     yield Finding(
         cause=NAME,
@@ -70,7 +69,7 @@ def rows_depend_on_each_other(step: ObservedStep, view: View | None) -> Iterator
     )
 
 
-def _is_loss_additive(step: ObservedStep) -> bool:
+def is_loss_additive(step: ObservedStep) -> bool:
     """True if the loss of all rows is the mean of the ranks' losses, by their numbers of rows."""
     rows = [step.rows_by_rank[rank] for rank in _ranks(step)]
     of_ranks = [sum(step.answer(of_rank).losses) for of_rank in rows]

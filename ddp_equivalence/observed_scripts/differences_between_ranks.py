@@ -60,6 +60,8 @@ def _left_out_on_some_ranks(step: ObservedStep) -> Iterator[Finding]:
     if not names or not by_rank[0].intersection(*by_rank):
         return
     late = [rank for rank, of_rank in enumerate(by_rank) if names - of_rank]
+    if any(step.record.step(rank, step.number).unnamed for rank in late):
+        return  # they may be there, in modules that these ranks have not called yet
     where, named = ranks_text(late), _named(step, names)
     place = step.record.step(late[0], step.number).earlier.optimizer
     yield Finding(
@@ -89,14 +91,15 @@ def tensors_differ_between_ranks(step: ObservedStep) -> Iterator[Finding]:
         for name in first
         if name not in trained
         and not name.endswith(OF_BATCH_NORM)
-        and any(one.weights.get(name) != first[name] for one in recorded)
+        and all(name in one.weights for one in recorded)
+        and any(one.weights[name] != first[name] for one in recorded)
     ]
     apart = [
         r for r, one in enumerate(recorded) if any(one.weights.get(n) != first[n] for n in names)
     ]
-    if not names or not _computes_what_its_rows_give(step, 0):
+    if not names or _computes_what_its_rows_give(step, 0) is not True:
         return
-    if all(_computes_what_its_rows_give(step, rank) for rank in apart):
+    if not any(_computes_what_its_rows_give(step, rank) is False for rank in apart):
         return
     module = names[0].partition(":")[0]
     of_module = [name for name in names if name.startswith(f"{module}:")]
@@ -134,12 +137,13 @@ def _loaded_on_some_ranks(step: ObservedStep, module: str) -> tuple[PointedLine,
     return lines_at(place, f"loads the weights of {module} on {ranks_text(on)} only")
 
 
-def _computes_what_its_rows_give(step: ObservedStep, rank: int) -> bool:
+def _computes_what_its_rows_give(step: ObservedStep, rank: int) -> bool | None:
+    """None if one process cannot compute it."""
     own = step.gradients(rank, OWN)
     try:
         alone = step.computed_alone(step.rows_by_rank[rank])
     except CannotReplay:
-        return False
+        return None
     return distance([(1.0, own), (-1.0, alone)]) <= rounding_of(own)
 
 

@@ -22,6 +22,10 @@ from ddp_equivalence.observed_scripts.as_case import (
     as_case,
 )
 from ddp_equivalence.observed_scripts.beside_one_process import with_one_process
+from ddp_equivalence.observed_scripts.clipped_own_gradients import (
+    clipped_own_gradients,
+    reduces_after_clipping,
+)
 from ddp_equivalence.observed_scripts.coupled_rows import rows_depend_on_each_other
 from ddp_equivalence.observed_scripts.differences_between_ranks import (
     tensors_differ_between_ranks,
@@ -60,15 +64,17 @@ LookCloser = Callable[[ObservedStep, Verdict], SecondRun]
 
 
 def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) -> Verdict:
-    """The verdict on one step: of the gradients before clipping, then of those that are stepped
-    with. ``look_closer``: used if something differs; None if differences are not explained.
+    """The verdict on one step: of the gradients before clipping, unless they are reduced after it,
+    then of those that are stepped with. ``look_closer``: used if something differs; None if
+    differences are not explained.
     """
-    verdict = _with_draws_in_blocks(script, step, _compared(script, step, BEFORE_CLIP))
+    kind = HELD if reduces_after_clipping(step) else BEFORE_CLIP
+    verdict = _with_draws_in_blocks(script, step, kind)
     if (why := against_an_idle_plant(step)) is not None:
         return unknown(verdict, why)
     faults = tuple(faults_seen(step))
     records = [step.record.step(rank, step.number) for rank in range(step.record.world_size)]
-    if verdict.outcome == "same" and any(one.clips for one in records):
+    if verdict.outcome == "same" and kind != HELD and any(one.clips for one in records):
         clipped = _compared(script, step, HELD)
         if clipped.outcome == "different":
             seen_scaled = any(one.cause == clipped_while_scaled.NAME for one in faults)
@@ -79,17 +85,18 @@ def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) ->
     return _with_faults(verdict, faults)
 
 
-def _with_draws_in_blocks(script: Script, step: ObservedStep, verdict: Verdict) -> Verdict:
+def _with_draws_in_blocks(script: Script, step: ObservedStep, kind: Kind) -> Verdict:
     """The verdict, where what one process draws for the rows lies as the script really has it.
 
     It does not, if another order of the rows gives another gradient. Then it is tried in blocks.
     """
+    verdict = _compared(script, step, kind)
     oracle, ranks = step.oracle, range(step.record.world_size)
     draws = any(step.record.step(rank, step.number).draws for rank in ranks)
     if oracle is None or oracle.in_blocks or not draws or not _order_matters(verdict):
         return verdict
     oracle.in_blocks = True
-    other = _compared(script, step, BEFORE_CLIP)
+    other = _compared(script, step, kind)
     if other.outcome == "unknown" or _order_matters(other):
         oracle.in_blocks = False
         return verdict
@@ -178,7 +185,8 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
         seen = observations(step, analysis.sample_of_step(0), held)
     analysis.observed = seen
     findings = analysis.findings
-    if added := (*micro_batches_added_up(step, verdict), *stale_gradients(step)):
+    seen_happening = (*micro_batches_added_up(step, verdict), *stale_gradients(step))
+    if added := (*seen_happening, *clipped_own_gradients(step)):
         findings = (*added, *(replace(one, accepted=False) for one in findings))
     if not any(one.accepted for one in findings):
         findings = (*tensors_differ_between_ranks(step), *findings)
@@ -191,6 +199,7 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
         if why is not None:
             return unknown(verdict, why)
     findings = with_one_process(step, analysis, findings, second)
+    best = findings[0] if findings and findings[0].accepted else None
     return replace(
         verdict,
         observed=seen,

@@ -12,9 +12,12 @@ from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.finding import Finding
+from ddp_equivalence.diagnosis.pointed_line import PointedLine
+from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
 from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, ObservedStep
+from ddp_equivalence.observed_scripts.coupled_rows import CERTAIN, is_loss_additive
 from ddp_equivalence.observed_scripts.gradient_sums import distance, left_over, rounding_of
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
 
@@ -36,6 +39,8 @@ def limited_by_hooks(step: ObservedStep, view: View | None) -> Iterator[Finding]
     try:
         alone = [step.computed_alone(step.rows_by_rank[rank]) for rank in ranks]
         together = step.computed_alone(step.everything)
+        if not is_loss_additive(step):
+            return  # then the mean of the ranks' own gradients is another one without any hook
     except CannotReplay:
         return
     most = rounding_of(together)
@@ -46,7 +51,7 @@ def limited_by_hooks(step: ObservedStep, view: View | None) -> Iterator[Finding]
     if not all(_others_are_right(step, rank, alone[rank], most) for rank in ranks):
         return
     left = left_over(together, own)
-    if left <= most:
+    if left <= CERTAIN * most:
         return
     yield Finding(
         cause=NAME,
@@ -58,11 +63,24 @@ def limited_by_hooks(step: ObservedStep, view: View | None) -> Iterator[Finding]
         because="many elements of a rank's own gradient have the same, largest size; "
         f"{text_of(left, '.2g')} of the big batch's gradient is no mixture of the ranks' own",
         fix="clip after the gradients of all ranks are reduced, before the optimizer steps.",
-        lines=tuple(
-            place.pointed("the hook changes this rank's own gradient", is_fault=True)
-            for place in hooks[:1]
-        ),
+        lines=_lines(step, hooks),
     )
+
+
+def _lines(step: ObservedStep, hooks: Sequence[Place]) -> tuple[PointedLine, ...]:
+    """The lines that register hooks of the parameters whose gradients are limited."""
+    limited = {
+        name
+        for rank in range(step.record.world_size)
+        for of_pass in _passes(step, rank)
+        for name in of_pass
+        if _limits({name: of_pass[name]})
+    }
+    note = "the hook changes this rank's own gradient"
+    on_these = [
+        place for place in hooks if any(limited.intersection(call.names) for call in place.calls)
+    ]
+    return tuple(place.pointed(note, is_fault=len(on_these) == 1) for place in on_these)
 
 
 def _passes(step: ObservedStep, rank: int) -> Sequence[Gradients]:

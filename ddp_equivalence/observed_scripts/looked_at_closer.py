@@ -50,7 +50,7 @@ class SecondRun:
 def second_run(step: ObservedStep, verdict: Verdict, run_again: RunAgain) -> SecondRun:
     """Watch the step, if the parameters of one module alone are compared.
 
-    Raises ScriptFailed if the script fails where it is watched, also if no operations are logged.
+    Raises ScriptFailed if the script fails where it is watched, also if less is watched.
     """
     held = step.record.reader(0, step.number).gradient_names("held/")
     modules = {name.partition(":")[0] for name in held}
@@ -68,9 +68,7 @@ def second_run(step: ObservedStep, verdict: Verdict, run_again: RunAgain) -> Sec
     try:
         record = run_again(look_at, step.number)
     except ScriptFailed:
-        if not small:
-            raise
-        record = run_again(replace(look_at, operations=False), step.number)
+        record = run_again(replace(look_at, operations=False, set_up=False), step.number)
     if record is None:
         return SecondRun()
     observations, operations = {}, {}

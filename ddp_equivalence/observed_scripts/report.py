@@ -39,6 +39,8 @@ def report_lines(observed: Observed, full: bool = False) -> Iterator[Line]:
         yield Line("  Nothing was shown, which is not a pass.")
     else:
         yield from lines_of_a_step(verdict)
+    if verdict.outcome != "same" and len(observed.verdicts) > 1:
+        yield from labelled("Steps: ", _outcomes(observed))
     if verdict.outcome != "different" or full:
         yield from _how(observed)
     elif observed.notes:
@@ -52,6 +54,14 @@ def report_lines(observed: Observed, full: bool = False) -> Iterator[Line]:
 def _steps(observed: Observed) -> str:
     count = len(observed.verdicts)
     return f"{count} {plural(count, 'step')} on {observed.world_size} ranks"
+
+
+def _outcomes(observed: Observed) -> str:
+    """The outcome of every step: ``1 same; 2, 3 different``."""
+    numbers: dict[str, list[str]] = {}
+    for number, verdict in enumerate(observed.verdicts, start=1):
+        numbers.setdefault(verdict.outcome, []).append(str(number))
+    return "; ".join(f"{', '.join(of)} {outcome}" for outcome, of in numbers.items())
 
 
 def _table(observed: Observed) -> Iterator[Line]:

@@ -17,6 +17,7 @@ from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.observed_scripts.arrangements import ONE_AFTER_THE_OTHER
 from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, STALE, Kind, ObservedStep
+from ddp_equivalence.observed_scripts.clipped_own_gradients import reduces_after_clipping
 from ddp_equivalence.observed_scripts.differences_between_ranks import (
     differences_between_ranks,
     lines_at,
@@ -64,6 +65,8 @@ def _nothing_reduced(step: ObservedStep) -> Iterator[Finding]:
         for rank in others
         for one, other in zip(first, rank, strict=True)
     ):
+        return
+    if reduces_after_clipping(step):
         return
     recorded = step.record.step(0, step.number)
     ranks = step.record.world_size

@@ -27,6 +27,7 @@ class LookAt:
     number of the first row of each of its micro-batches, and how many there are. ``clipped_after``:
     the number of backward passes after which gradients are clipped, where those are compared that
     are not clipped yet; 0 if they are never clipped. ``operations``: log those of torch, too.
+    ``set_up``: watch what the script does before, which takes time.
     """
 
     module: str
@@ -35,6 +36,7 @@ class LookAt:
     rows: Sequence[Sequence[tuple[int, int]]]
     clipped_after: int = 0
     operations: bool = False
+    set_up: bool = True
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,8 @@ def lines(view: View) -> Sequence[PointedLine]:
         if collective is not None:
             op = collective.op
             note = f"{op} of {counted(collective.elements, 'element')}"
-            note += ", which require a gradient; what it returns has none" if losing else ""
+            verb = "requires" if collective.elements == 1 else "require"
+            note += f", which {verb} a gradient; what it returns has none" if losing else ""
             pointed.append(place.pointed(note, is_fault=True))
     backward = view.observed.calls.backwards[-1:]
     note = "begins at the loss of the whole batch on every rank"
@@ -182,9 +183,12 @@ def _loses(call: Call) -> bool:
 
 def fix(view: View) -> str:
     """Use a collective that passes the gradient on."""
-    ops = [place.first.collective.op for place in _gathers(view) if place.first.collective]
+    gathers = _gathers(view)
+    if gathers and max(map(_elements, gathers)) == 1:  # a loss, which DDP averages by itself
+        return "call backward() on the rank's own loss, and reduce a detached copy for the log."
+    ops = [place.first.collective.op for place in gathers if place.first.collective]
     op = "all_reduce" if ops and "reduce" in ops[-1] else "all_gather"
-    losing = any(_loses(call) for place in _gathers(view) for call in place.calls)
+    losing = any(_loses(call) for place in gathers for call in place.calls)
     own = [] if losing else _own_backwards(view)
     if own:
         return f"all_reduce the gradient in {own[0].name}.backward, or use {OF_TORCH}.{op}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from tokenize import TokenError
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,9 @@ from torch import nn
 from ddp_equivalence.measurement.code_lines import is_users
 from ddp_equivalence.observed_scripts.in_script.real_files import real_file
 from ddp_equivalence.observed_scripts.places import Place
+
+DATA = "data"
+"""What is written to this attribute of a tensor is written to the tensor."""
 
 
 def line_that_assigns(module: nn.Module, buffer: str) -> Place | None:
@@ -35,14 +39,7 @@ _known: dict[object, dict[str, list[Place]]] = {}
 
 def _lines_that_assign(kind: type[Any]) -> dict[str, list[Place]]:
     """For each attribute of self, the lines that assign it, or write into it."""
-    try:
-        file = inspect.getsourcefile(kind)
-        source, first = inspect.getsourcelines(kind)
-    except (OSError, TypeError):  # a class without a file
-        return {}
-    if file is None or not is_users(file):
-        return {}
-    (tree,) = ast.parse(textwrap.dedent("".join(source))).body
+    tree, file, first = _source(kind)
     found: dict[str, list[Place]] = {}
     for method in getattr(tree, "body", ()):
         if not isinstance(method, ast.FunctionDef) or method.name == "__init__":
@@ -54,11 +51,25 @@ def _lines_that_assign(kind: type[Any]) -> dict[str, list[Place]]:
     return found
 
 
+def _source(kind: type[Any]) -> tuple[ast.AST | None, str, int]:
+    """The class statement, its file, and its first line; None where that cannot be read."""
+    try:
+        file = inspect.getsourcefile(kind)
+        if file is None or not is_users(file):
+            return None, "", 0
+        source, first = inspect.getsourcelines(kind)
+        (tree,) = ast.parse(textwrap.dedent("".join(source))).body
+    except (OSError, TypeError, SyntaxError, ValueError, TokenError):
+        return None, "", 0  # such as a docstring that is indented less than its class
+    return tree, file, first
+
+
 def _written(node: ast.AST) -> list[str]:
     """The attributes of self that a statement, or a call of a method such as copy_, writes to."""
     if isinstance(node, ast.Assign):
         targets: list[ast.expr] = node.targets
-    elif isinstance(node, ast.AugAssign):
+        targets = [one for target in targets for one in _each(target)]
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
         targets = [node.target]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         in_place = node.func.attr.endswith("_") and not node.func.attr.endswith("__")
@@ -68,9 +79,17 @@ def _written(node: ast.AST) -> list[str]:
     return [name for target in targets if (name := _of_self(target)) is not None]
 
 
+def _each(target: ast.expr) -> list[ast.expr]:
+    """The targets of an assignment to several at once."""
+    if isinstance(target, ast.Tuple | ast.List):
+        return [one for element in target.elts for one in _each(element)]
+    return [target]
+
+
 def _of_self(node: ast.expr) -> str | None:
-    """``center`` for ``self.center`` and ``self.center[0]``; None for others."""
-    while isinstance(node, ast.Subscript):
+    """``center`` for ``self.center``, ``self.center[0]``, ``self.center.data``; None for others."""
+    while isinstance(node, ast.Subscript) or getattr(node, "attr", "") == DATA:
+        assert isinstance(node, ast.Subscript | ast.Attribute)
         node = node.value
     if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
         return None

@@ -19,12 +19,12 @@ from ddp_equivalence.ranks.torch_frames import counts_as_torch
 
 
 class EarlierLines:
-    """Watches from the beginning. ``cleared``: the line that called zero_grad last; ``forget`` it
-    when a step has ended.
+    """Watches from the beginning. ``cleared``: the line that called zero_grad last before the last
+    ``step_ends``.
     """
 
     def __init__(self) -> None:
-        self.cleared = Place()
+        self.cleared = self._cleared = Place()
         self._made, self._loaded = PlacesOfObjects(), PlacesOfObjects()
         after(Optimizer, "__init__", self._note_made)
         after(DataLoader, "__init__", self._note_made)
@@ -32,9 +32,9 @@ class EarlierLines:
         after(Optimizer, "zero_grad", self._note_cleared)
         after(nn.Module, "zero_grad", self._note_cleared)
 
-    def forget(self) -> None:
-        """A step has ended: gradients that were cleared before belong to it."""
-        self.cleared = Place()
+    def step_ends(self) -> None:
+        """The first optimizer of a step is about to step: what was cleared before belongs to it."""
+        self.cleared, self._cleared = self._cleared, Place()
 
     def places(self, optimizer: Any, loader: Any, names: ModuleNames) -> EarlierPlaces:
         """What is known when this optimizer steps. ``loader``: None if the step read from none."""
@@ -62,7 +62,7 @@ class EarlierLines:
         self._loaded.note(module, place_of_caller())
 
     def _note_cleared(self, owner: Any) -> None:
-        self.cleared = place_of_caller()
+        self._cleared = place_of_caller()
 
 
 def after(kind: type[Any], name: str, then: Callable[[Any], None]) -> None:

@@ -61,7 +61,8 @@ class Recorder(Watch):
         self._has_looked = False
         self._operations: LoggedOperations | None = None
         self._earlier_lines = EarlierLines()
-        self._set_up = SetUpCalls() if told.look_at is not None else None
+        watches = told.look_at is not None and told.look_at.set_up
+        self._set_up = SetUpCalls() if watches else None
         if self._set_up is not None:
             self._set_up.begin()
 
@@ -69,11 +70,14 @@ class Recorder(Watch):
 
     def ends_step(self) -> None:
         """Write the step; again, if another optimizer steps with the same gradients."""
+        if self._complete is None:
+            self._earlier_lines.step_ends()
         self._complete = self.now
         self._end_closer_look(self.now.held)
         if self._earlier_steps >= self._told.first_step:
             self._write(self.now)
-        self._earlier_lines.forget()
+        if self._set_up is not None:
+            self._set_up.stop()
 
     def before_backward(self, roots: Sequence[Tensor]) -> None:
         """Keep the gradients that are there before the step has gone backward."""
@@ -261,8 +265,8 @@ class Recorder(Watch):
         for number, rows in enumerate(seen.call_rows):
             _add(tensors, lists, f"call/{number}", rows)
         tensors |= seen.generators
-        loaders = [self.loaders[loader] for loader in self._fetched.loaders]
-        loader = loaders[0] if loaders and counts else None
+        read_from = [loader for loader, _ in self._fetched.of_step]
+        loader = self.loaders[read_from[0]] if read_from else None
         step = RecordedStep(
             number=self._written,
             optimizers=tuple(seen.optimizers),

@@ -13,16 +13,17 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+from torch.utils.data._utils.worker import _worker_loop
+
 from ddp_equivalence.measurement.calls import Call, Kind
 from ddp_equivalence.measurement.code_lines import lines_of
 from ddp_equivalence.measurement.further_calls import Lines
-from ddp_equivalence.measurement.line_tracer import merged_handlers
+from ddp_equivalence.measurement.line_tracer import code_of, merged_handlers, without_failing
 from ddp_equivalence.measurement.registering_calls import RegisteringCalls
 from ddp_equivalence.measurement.torch_calls import TorchCalls
 
 RECORDED = {
-    *(Kind.NEW_GROUP, Kind.SEED, Kind.SAMPLER, Kind.LOADER, Kind.TENSOR_HOOK),
-    *(Kind.IGNORE, Kind.SHARDING, Kind.DIVIDE_FACTOR),
+    *(Kind.NEW_GROUP, Kind.SEED, Kind.SAMPLER, Kind.LOADER, Kind.TENSOR_HOOK, Kind.IGNORE),
 }
 
 MOST = 500
@@ -39,17 +40,23 @@ class SetUpCalls:
         names = _Numbers()
         of_torch = TorchCalls(self._record, names).handlers()
         registering = RegisteringCalls(self._append, names).handlers()
-        self._handlers = merged_handlers(of_torch, registering)
+        in_worker = {code_of(_worker_loop): lambda frame: self.stop()}  # of a loader, by fork
+        self._handlers = merged_handlers(of_torch, registering, in_worker)
 
     def begin(self) -> None:
-        """Record from now on."""
-        sys.setprofile(self._on_event)
+        """Record from now on, unless the script is run under a profiler."""
+        if sys.getprofile() is None:
+            sys.setprofile(self._on_event)
 
     def end(self, names: Mapping[int, str]) -> Sequence[Call]:
         """Stop, and return what was recorded. ``names``: the id of a parameter -> its name."""
+        self.stop()
+        return [found for call in self._calls if (found := _with_names(call, names)) is not None]
+
+    def stop(self) -> None:
+        """Record nothing any more: every call of Python takes longer until then."""
         if sys.getprofile() == self._on_event:
             sys.setprofile(None)
-        return [found for call in self._calls if (found := _with_names(call, names)) is not None]
 
     def _on_event(self, frame: FrameType, event: str, argument: object) -> None:
         if event != "call" or len(self._calls) >= MOST:
@@ -58,7 +65,7 @@ class SetUpCalls:
         caller = frame.f_back
         if handler is None or (caller and caller.f_code.co_filename.startswith(HERE)):
             return
-        handler(frame)
+        without_failing(handler, frame)
 
     def _record(self, kind: Kind, frame: FrameType | None, **more: Any) -> None:
         self._append(kind, lines_of(frame), **more)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ddp_equivalence.report.verdict import Verdict
 
 LONGEST_NAME = 45
+SHORTEST_NAME = 16
 MOST_OTHERS = 2
 
 ALL = 1e-3
@@ -22,12 +23,16 @@ ALL = 1e-3
 
 def sure_lines(verdict: Verdict, width: int, most: int) -> list[Line]:
     """How sure, and the counts: on one line if they fit, else at most so many lines for each."""
-    texts = [text for text in (_how_sure(verdict), _counts(verdict)) if text]
+    counts = _counts(verdict)
+    texts = [text for text in (_how_sure(verdict), counts) if text]
     if not texts:
         return []
     together = "  " + " ".join(texts)
     if len(together) <= width:
         return [Line(together)]
+    too_long = len(counts) + 2 - width
+    if most == 1 and too_long > 0:  # dots may stand in a name, and not for a number
+        texts[-1] = _counts(verdict, too_long)
     return [line for text in texts for line in wrapped_lines(text, width, most)]
 
 
@@ -74,7 +79,8 @@ def _elements(verdict: Verdict) -> str:
     return "every element" if whole else "every element that was looked at"
 
 
-def _counts(verdict: Verdict) -> str:
+def _counts(verdict: Verdict, left_out: int = 0) -> str:
+    """How many parameters differ, and the worst. ``left_out``: so many characters of its name."""
     comparison = verdict.comparison
     assert comparison is not None
     differing = comparison.differing
@@ -86,7 +92,8 @@ def _counts(verdict: Verdict) -> str:
         f"{len(differing)} of {count} {plural(count, 'parameter')} "
         f"{plural(len(differing), 'differs', 'differ')}"
     )
-    text += f"{', most' if len(differing) > 1 else ':'} {shortened(worst.name, LONGEST_NAME)}"
+    longest = max(min(len(worst.name), LONGEST_NAME) - left_out, SHORTEST_NAME)
+    text += f"{', most' if len(differing) > 1 else ':'} {shortened(worst.name, longest)}"
     if error.alone or error.error <= worst.limit.relative:
         off, limit = text_of(error.element, ".2g"), text_of(worst.limit.element, ".2g")
         place = f"element {list(error.place)} on rank {error.rank}"

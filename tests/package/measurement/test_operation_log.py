@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 
+import pytest
 import torch
 from torch import nn
 
@@ -79,3 +80,9 @@ def test_too_many_values_are_not_recorded_to_the_end() -> None:
     found, _ = recorded(most_bytes=100)
     assert not found.complete
     assert 0 < len(found.operations) < len(recorded()[0].operations)
+
+
+def test_what_is_kept_of_a_step_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp_equivalence.measurement.operation_log.MOST_KEPT", 100)
+    found, _ = recorded()
+    assert not found.complete

@@ -22,10 +22,13 @@ class Memory(nn.Module):
     added: Tensor
     twice: Tensor
     never: Tensor
+    first: Tensor
+    second: Tensor
+    third: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        for name in ("assigned", "copied", "written", "added", "twice", "never"):
+        for name in Memory.__annotations__:
             self.register_buffer(name, torch.zeros(4))
 
     def forward(self, inputs: Tensor) -> Any:
@@ -33,6 +36,8 @@ class Memory(nn.Module):
         self.copied.copy_(inputs)
         self.written[:2] = inputs[:2]
         self.added += inputs
+        (self.first, (self.second, *_)) = inputs, (inputs, inputs)
+        self.third.data.fill_(1.0)
         self.twice = inputs
         self.twice = self.twice + self.never.abs()
         return self.twice
@@ -45,6 +50,9 @@ class Memory(nn.Module):
         ("copied", "self.copied.copy_(inputs)"),
         ("written", "self.written[:2] = inputs[:2]"),
         ("added", "self.added += inputs"),
+        ("first", "(self.first, (self.second, *_)) = inputs, (inputs, inputs)"),
+        ("second", "(self.first, (self.second, *_)) = inputs, (inputs, inputs)"),
+        ("third", "self.third.data.fill_(1.0)"),
     ],
 )
 @pytest.mark.parametrize("depth", [0, 1])
@@ -64,3 +72,20 @@ def test_several_lines_or_none_are_not_guessed(name: str) -> None:
 @pytest.mark.parametrize("buffer", ["running_mean", "inside.a.wrapper"])
 def test_nothing_is_said_of_classes_of_libraries_and_of_what_is_in_a_wrapper(buffer: str) -> None:
     assert line_that_assigns(nn.BatchNorm1d(2), buffer) is None
+
+
+def inside_a_function() -> type[nn.Module]:
+    class Described(nn.Module):
+        text = """
+This line is indented less than its class.
+"""
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            self.centre = inputs
+            return inputs
+
+    return Described
+
+
+def test_a_class_whose_source_cannot_be_read_alone_is_left_out() -> None:
+    assert line_that_assigns(inside_a_function()(), "centre") is None

@@ -18,6 +18,7 @@ from tests.package.observed_scripts.observing import observed, source_of_fault
         ("penalty", "backward_after_reduction", "sum(0.01 * weight.square()"),
         ("clamped", "clipped_before_reduce", "weight.register_hook("),
         ("clamped_on_ranks", "clipped_before_reduce", "weight.register_hook("),
+        ("reduced_last", "clipped_before_reduce", "nn.utils.clip_grad_norm_("),
         ("left_out", "parameter_frozen_on_one_rank", "optimizer = torch.optim"),
         ("centred", "buffers_differ_between_ranks", "self.centre = inputs"),
         ("teacher", "weights_differ_between_ranks", "teacher.load_state_dict("),
@@ -27,6 +28,12 @@ def test_the_line_that_is_wrong_is_marked(word: str, cause: str, line: str) -> N
     found = observed("classifier.py", word, steps=2)
     assert (found.outcome, found.cause) == ("different", cause)
     assert source_of_fault(found).startswith(line)
+    steps = "1 same; 2 different" if word == "centred" else "1, 2 different"
+    assert f"  Steps: {steps}\n" in str(found)  # the centres are equal before the first step
+
+
+def test_what_is_clipped_before_the_reduction_is_right_if_no_rank_reaches_the_limit() -> None:
+    assert observed("classifier.py", "reduced_last", "loosely", steps=2).outcome == "same"
 
 
 def test_groups_are_seen_where_cuda_devices_are_the_cpu() -> None:

@@ -92,6 +92,11 @@ def test_lists_of_rows_may_come_in_other_forms(word: str) -> None:
     assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 3
 
 
+def test_a_rank_may_call_a_module_that_others_have_not_called() -> None:
+    """Its parameters are in the optimizer of all ranks."""
+    assert observed("classifier.py", "probed", steps=1).outcome == "same"
+
+
 def test_an_evaluation_of_the_same_rows_on_one_rank_is_not_taken_for_training() -> None:
     """Its loader is then the first on rank 0, and the other ranks do not have it."""
     found = observed("classifier.py", "evaluates", steps=2)
@@ -224,7 +229,7 @@ def test_the_command_prints_the_report_and_writes_json(
 def test_a_step_that_differs_is_written_as_files_that_stand_alone(tmp_path: Path) -> None:
     found = observed("classifier.py", "times", steps=1, export=tmp_path / "files")
     assert "--export DIR writes the first step that differs" in found.full_report()
-    command = [sys.executable, tmp_path / "files" / "compare.py"]
+    command = [sys.executable, str(tmp_path / "files" / "compare.py")]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert "gradients are a sum, not a mean" in shown[0]
     compared = [line for line in shown if "nearest multiple" in line]

@@ -52,6 +52,16 @@ def evaluate(net, loader):
     net.train()
 
 
+def average_for_a_log(output):
+    dist.all_reduce(output.mean(0).detach())
+
+
+def average_gradients(net):
+    for weight in net.parameters():
+        dist.all_reduce(weight.grad)
+        weight.grad /= dist.get_world_size()
+
+
 def train(options):
     torch.manual_seed(0)
     last = Standardised if "standardised" in options else nn.Linear
@@ -64,7 +74,7 @@ def train(options):
     dist.new_group()  # which does nothing, like those of many libraries
     model = (
         net
-        if "unwrapped" in options
+        if "unwrapped" in options or "reduced_last" in options
         else DistributedDataParallel(
             net, None, process_group=group, find_unused_parameters="frozen" in options
         )
@@ -86,6 +96,9 @@ def train(options):
     if "left_out" in options and dist.get_rank() == 1:
         trained.pop()
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    probe = nn.Linear(4, 2)
+    if "probed" in options:
+        optimizer.add_param_group({"params": probe.parameters()})
     centred, teacher = Centred(), nn.Linear(8, 4)
     torch.manual_seed(dist.get_rank())
     if "teacher" in options:
@@ -110,6 +123,9 @@ def train(options):
             inputs = inputs + dist.get_rank()
         inputs = inputs.to(torch.float32)  # a script's own cast, which observe turns back
         output = net(inputs) if "raw" in options else model(inputs)
+        if "probed" in options and dist.get_rank() == 0:
+            with torch.no_grad():
+                probe(output)
         if "centred" in options:
             output = centred(output).sin()
         if "teacher" in options:
@@ -125,8 +141,7 @@ def train(options):
             loss = loss + output.square().mean() / gradient.norm()
         if "zero" in options:
             loss = loss * 0.0
-        if "group_of_one" in options:
-            dist.all_reduce(output.mean(0).detach())  # something to be logged, of all ranks
+        average_for_a_log(output)
         loss.backward(retain_graph="second" in options)
         if "second" in options:
             output.abs().mean().backward()
@@ -139,7 +154,9 @@ def train(options):
         elif "clip" in options:
             nn.utils.clip_grad_norm_(net.parameters(), 0.1 * (1 + dist.get_rank()))
         else:
-            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            nn.utils.clip_grad_norm_(net.parameters(), 100 if "loosely" in options else 0.1)
+        if "reduced_last" in options:
+            average_gradients(net)
         optimizer.step()
 
 
