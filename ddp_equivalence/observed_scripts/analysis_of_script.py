@@ -7,12 +7,15 @@ from functools import cached_property
 
 from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.diagnosis.analysis import Analysis
+from ddp_equivalence.diagnosis.localisation import Localisation
 from ddp_equivalence.diagnosis.measured_view import with_measurement
 from ddp_equivalence.diagnosis.reference_draws import ReferenceDraws
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.diagnosis.whereabouts.beside_one_rank import BesideOneRank
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.observed_scripts.as_case import Kind
+
+MARKED = "> marks where the ranks part from one process that has all rows."
 
 
 class AnalysisOfScript(Analysis):
@@ -33,6 +36,18 @@ class AnalysisOfScript(Analysis):
     def order_matters(self) -> bool:
         """True if the script computes another gradient for its rows in another order."""
         return self._expected.rounding.order_matters
+
+    @cached_property
+    def localisation(self) -> Localisation:
+        """As for a step; but one process is what the ranks are compared with, so that nothing is
+        said of whether it is right.
+        """
+        found = super().localisation
+        seen = found.whereabouts
+        if seen is None or not seen.beside_one_rank:
+            return found
+        marks = MARKED if seen.marks else ""
+        return replace(found, whereabouts=replace(seen, beside_one_rank="", marks=marks))
 
     @cached_property
     def draws(self) -> ReferenceDraws | None:
