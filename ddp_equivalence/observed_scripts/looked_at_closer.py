@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -20,6 +21,8 @@ from ddp_equivalence.observed_scripts.recorded_step import rank_folder
 from ddp_equivalence.observed_scripts.recording import ScriptFailed
 from ddp_equivalence.observed_scripts.told import LookAt
 from ddp_equivalence.report.verdict import Verdict
+
+Seen = TypeVar("Seen", Observation, Operations)
 
 RunAgain = Callable[[LookAt, int], Record | None]
 """Runs the ranks again, and records the step with this number alone, with a closer look at it; None
@@ -76,7 +79,7 @@ def second_run(step: ObservedStep, verdict: Verdict, run_again: RunAgain) -> Sec
         folder = rank_folder(record.folder, rank)
         if not (folder / FILE).exists():
             return SecondRun()
-        observations[rank] = _read(folder / FILE)
+        observations[rank] = _read(folder / FILE, Observation)
         if (folder / OPERATIONS).exists():
             operations[rank] = read_operations(folder / OPERATIONS)
     return SecondRun(observations, operations, module)
@@ -88,9 +91,7 @@ def _elements(step: ObservedStep) -> int:
 
 def read_operations(path: Path) -> Operations:
     """What ``LoggedOperations`` wrote, a moment ago."""
-    found = pickle.loads(path.read_bytes())
-    assert isinstance(found, Operations)
-    return found
+    return _read(path, Operations)
 
 
 def is_the_same(step: ObservedStep, again: Record) -> bool:
@@ -109,9 +110,9 @@ def is_the_same(step: ObservedStep, again: Record) -> bool:
     )
 
 
-def _read(path: Path) -> Observation:
+def _read(path: Path, kind: type[Seen]) -> Seen:
     found = pickle.loads(path.read_bytes())  # written by a process of ours, a moment ago
-    assert isinstance(found, Observation)
+    assert isinstance(found, kind)
     return found
 
 

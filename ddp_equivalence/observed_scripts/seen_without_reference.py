@@ -112,7 +112,6 @@ def _clipped_while_scaled(step: ObservedStep) -> Iterator[Finding]:
                 lines=lines_at(
                     clip.place,
                     f"clips to {limit} what is scaled by {scale}: the norm is {really} afterwards",
-                    missing="",
                 ),
             )
             return
@@ -200,7 +199,6 @@ def micro_batches_added_up(step: ObservedStep, verdict: Verdict) -> Iterator[Fin
         lines=lines_at(
             recorded.backward_at[0] if recorded.backward_at else Place(),
             f"runs {passes} times in a step here, and {all_passes} times in one process",
-            missing="",
         ),
     )
 

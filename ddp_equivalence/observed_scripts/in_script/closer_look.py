@@ -83,7 +83,7 @@ class CloserLook:
                 if one.ddp is ddp:
                     observer.was_hooked(one.hook, one.state, one.lines)
         if self._look_at.operations:
-            self._operations = operations or LoggedOperations()
+            self._operations = operations or LoggedOperations.begun()
         self._module = module
 
     def end(

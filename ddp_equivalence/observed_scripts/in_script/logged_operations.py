@@ -23,6 +23,11 @@ class LoggedOperations:
         self._log = OperationLog(MOST_OPERATIONS, MOST_BYTES)
         self._log.__enter__()
 
+    @classmethod
+    def begun(cls) -> LoggedOperations | None:
+        """A log that has begun; None inside a mode of the script, whose end would end the log."""
+        return cls() if _get_current_dispatch_mode() is None else None
+
     def stop(self) -> bool:
         """Log nothing any more. False if it cannot be ended, and nothing can be said: the script
         has begun a mode of its own, and goes on in it.

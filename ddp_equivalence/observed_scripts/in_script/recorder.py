@@ -221,7 +221,7 @@ class Recorder(Watch):
         if look_at is None or not look_at.operations or not self._is_looked_at:
             return
         if self._operations is None or self._operations.stop():  # it was a batch before the step's
-            self._operations = LoggedOperations()
+            self._operations = LoggedOperations.begun()
 
     def enters(self, name: str, module: nn.Module) -> None:
         """Keep what the module holds; the other ranks keep digests, to tell whether it is equal."""
