@@ -49,15 +49,17 @@ def clipped_own_gradients(step: ObservedStep) -> Iterator[Finding]:
     factors = [one.limit / (one.norm + ADDED_BY_TORCH) if one.changed else 1.0 for one in seen]
     mean = [(-f / len(ranks), step.gradients(rank, OWN)) for rank, f in enumerate(factors)]
     held = step.gradients(0, HELD)
-    if distance([(1.0, held), *mean]) > rounding_of(held):
+    left = distance([(1.0, held), *mean])
+    if left > rounding_of(held):
         return
     norms = ", ".join(text_of(one.norm, ".3g") for one in seen)
     yield Finding(
         cause=NAME,
         sentence="Each rank clips its own gradient, and the clipped gradients are averaged",
         look_at="the order of the clip and the reduction",
-        unexplained=None,
+        unexplained=left,
         accepted=True,
+        fits=True,
         headline="each rank clips its own gradient before the reduction",
         because=f"the ranks' own norms are {norms}, and the ranks hold the mean of what is left",
         fix="reduce the gradients first, then clip on every rank by the norm of the mean.",

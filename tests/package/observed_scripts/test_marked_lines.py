@@ -18,7 +18,6 @@ from tests.package.observed_scripts.observing import observed, source_of_fault
         ("penalty", "backward_after_reduction", "sum(0.01 * weight.square()"),
         ("clamped", "clipped_before_reduce", "weight.register_hook("),
         ("clamped_on_ranks", "clipped_before_reduce", "weight.register_hook("),
-        ("reduced_last", "clipped_before_reduce", "nn.utils.clip_grad_norm_("),
         ("left_out", "parameter_frozen_on_one_rank", "optimizer = torch.optim"),
         ("centred", "buffers_differ_between_ranks", "self.centre = inputs"),
         ("teacher", "weights_differ_between_ranks", "teacher.load_state_dict("),
@@ -34,6 +33,13 @@ def test_the_line_that_is_wrong_is_marked(word: str, cause: str, line: str) -> N
 
 def test_what_is_clipped_before_the_reduction_is_right_if_no_rank_reaches_the_limit() -> None:
     assert observed("classifier.py", "reduced_last", "loosely", steps=2).outcome == "same"
+
+
+def test_what_is_clipped_before_the_reduction_explains_every_element() -> None:
+    found = observed("classifier.py", "reduced_last", steps=1)
+    assert (found.outcome, found.cause) == ("different", "clipped_before_reduce")
+    assert source_of_fault(found).startswith("nn.utils.clip_grad_norm_(")
+    assert "Explains every element." in str(found)
 
 
 def test_groups_are_seen_where_cuda_devices_are_the_cpu() -> None:
