@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
     require_writable_file("json", arguments.json)
     reports = settings.replaced(
         full_report=arguments.full,
-        full_report_with="--full",
+        full_report_with="--full before the --",
         width=width_of(sys.stdout, settings.current().width),
     )
     with settings.using(reports):

@@ -16,8 +16,13 @@ from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import CodeLine
-from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, ObservedStep
-from ddp_equivalence.observed_scripts.gradient_sums import distance, left_over, rounding_of
+from ddp_equivalence.observed_scripts.as_case import OWN, ObservedStep
+from ddp_equivalence.observed_scripts.gradient_sums import (
+    distance,
+    holds_the_mean_of_own,
+    left_over,
+    rounding_of,
+)
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
 from ddp_equivalence.observed_scripts.places import Place
 
@@ -45,11 +50,8 @@ def rows_depend_on_each_other(step: ObservedStep, view: View | None) -> Iterator
         distance([(1.0, mine), (-1.0, its)]) > most for mine, its in zip(own, alone, strict=True)
     ):
         return
-    weight = -1.0 / len(own)
-    for rank in _ranks(step):
-        held = step.gradients(rank, BEFORE_CLIP)
-        if distance([(1.0, held), *((weight, mine) for mine in own)]) > most:
-            return
+    if not holds_the_mean_of_own(step):
+        return
     left = left_over(together, alone)
     if left <= CERTAIN * most or is_additive:
         return
@@ -70,7 +72,10 @@ def rows_depend_on_each_other(step: ObservedStep, view: View | None) -> Iterator
 
 
 def is_loss_additive(step: ObservedStep) -> bool:
-    """True if the loss of all rows is the mean of the ranks' losses, by their numbers of rows."""
+    """True if the loss of all rows is the mean of the ranks' losses, by their numbers of rows.
+
+    Raises CannotReplay.
+    """
     rows = [step.rows_by_rank[rank] for rank in _ranks(step)]
     of_ranks = [sum(step.answer(of_rank).losses) for of_rank in rows]
     counts = [len(of_rank) for of_rank in rows]

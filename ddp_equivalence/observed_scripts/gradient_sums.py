@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.diagnosis.residual import NEGLIGIBLE
+from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, Kind, ObservedStep
 
 ROUNDING_IN_LOW_PRECISION = 1e-3
 """What may be off below float64, relative to the norm: thousands of eps of float32. Gradients in
@@ -59,3 +60,15 @@ def left_over(together: Gradients, parts: Sequence[Gradients]) -> float:
     weights = torch.linalg.lstsq(of_parts, with_whole.unsqueeze(1)).solution.squeeze(1)
     left = products[0, 0] - 2 * weights @ with_whole + weights @ of_parts @ weights
     return float((left.clamp(min=0) / products[0, 0]).sqrt()) if products[0, 0] > 0 else 1.0
+
+
+def holds_the_mean_of_own(step: ObservedStep, more: Kind | None = None) -> bool:
+    """True if every rank holds the mean of what the ranks computed. ``more``: a kind of gradients
+    that is added to each rank's own.
+    """
+    ranks = range(step.record.world_size)
+    kinds = (OWN, more) if more else (OWN,)
+    computed = [step.gradients(rank, kind) for rank in ranks for kind in kinds]
+    terms = [(-1.0 / len(ranks), one) for one in computed]
+    held = [step.gradients(rank, BEFORE_CLIP) for rank in ranks]
+    return all(distance([(1.0, one), *terms]) <= rounding_of(one) for one in held)

@@ -22,10 +22,6 @@ from ddp_equivalence.observed_scripts.as_case import (
     as_case,
 )
 from ddp_equivalence.observed_scripts.beside_one_process import with_one_process
-from ddp_equivalence.observed_scripts.clipped_own_gradients import (
-    clipped_own_gradients,
-    reduces_after_clipping,
-)
 from ddp_equivalence.observed_scripts.coupled_rows import rows_depend_on_each_other
 from ddp_equivalence.observed_scripts.differences_between_ranks import (
     tensors_differ_between_ranks,
@@ -46,6 +42,7 @@ from ddp_equivalence.observed_scripts.not_comparable import (
     unfaithful,
 )
 from ddp_equivalence.observed_scripts.observations import observations
+from ddp_equivalence.observed_scripts.reduced_after_clipping import reduces_after_clipping
 from ddp_equivalence.observed_scripts.rounding_of_script import ExpectedOfScript
 from ddp_equivalence.observed_scripts.seen_without_reference import (
     SAME_DATA,
@@ -185,8 +182,7 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
         seen = observations(step, analysis.sample_of_step(0), held)
     analysis.observed = seen
     findings = analysis.findings
-    seen_happening = (*micro_batches_added_up(step, verdict), *stale_gradients(step))
-    if added := (*seen_happening, *clipped_own_gradients(step)):
+    if added := (*micro_batches_added_up(step, verdict), *stale_gradients(step)):
         findings = (*added, *(replace(one, accepted=False) for one in findings))
     if not any(one.accepted for one in findings):
         findings = (*tensors_differ_between_ranks(step), *findings)

@@ -11,17 +11,20 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.causes import clipped_before_reduce
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Kind
-from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, ObservedStep
+from ddp_equivalence.observed_scripts.as_case import OWN, ObservedStep
 from ddp_equivalence.observed_scripts.coupled_rows import CERTAIN, is_loss_additive
-from ddp_equivalence.observed_scripts.gradient_sums import distance, left_over, rounding_of
+from ddp_equivalence.observed_scripts.gradient_sums import (
+    holds_the_mean_of_own,
+    left_over,
+    rounding_of,
+)
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
-
-NAME = "clipped_before_reduce"
 
 Gradients = Mapping[str, Tensor | None]
 
@@ -44,9 +47,7 @@ def limited_by_hooks(step: ObservedStep, view: View | None) -> Iterator[Finding]
     except CannotReplay:
         return
     most = rounding_of(together)
-    mean = [(-1.0 / len(own), one) for one in own]
-    held = [step.gradients(rank, BEFORE_CLIP) for rank in ranks]
-    if any(distance([(1.0, one), *mean]) > most for one in held):
+    if not holds_the_mean_of_own(step):
         return
     if not all(_others_are_right(step, rank, alone[rank], most) for rank in ranks):
         return
@@ -54,7 +55,7 @@ def limited_by_hooks(step: ObservedStep, view: View | None) -> Iterator[Finding]
     if left <= CERTAIN * most:
         return
     yield Finding(
-        cause=NAME,
+        cause=clipped_before_reduce.NAME,
         sentence="Hooks limit the elements of each rank's own gradient before the average",
         look_at="Tensor.register_hook: a hook of a parameter runs before DDP reduces its gradient",
         unexplained=None,

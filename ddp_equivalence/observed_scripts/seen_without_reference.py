@@ -16,15 +16,15 @@ from ddp_equivalence.diagnosis.causes import clipped_while_scaled
 from ddp_equivalence.diagnosis.finding import Finding
 from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.observed_scripts.arrangements import ONE_AFTER_THE_OTHER
-from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, OWN, STALE, Kind, ObservedStep
-from ddp_equivalence.observed_scripts.clipped_own_gradients import reduces_after_clipping
+from ddp_equivalence.observed_scripts.as_case import OWN, STALE, ObservedStep
 from ddp_equivalence.observed_scripts.differences_between_ranks import (
     differences_between_ranks,
     lines_at,
     ranks_text,
 )
-from ddp_equivalence.observed_scripts.gradient_sums import distance, rounding_of
+from ddp_equivalence.observed_scripts.gradient_sums import holds_the_mean_of_own
 from ddp_equivalence.observed_scripts.places import Place
+from ddp_equivalence.observed_scripts.reduced_after_clipping import reduces_after_clipping
 from ddp_equivalence.report.verdict import Verdict
 
 SAME_FACTOR = 1e-6
@@ -182,7 +182,7 @@ def micro_batches_added_up(step: ObservedStep, verdict: Verdict) -> Iterator[Fin
         if error.ratio > 0
     ):
         return
-    if _knows_own(step) and not _holds_the_mean_of_own(step):
+    if _knows_own(step) and not holds_the_mean_of_own(step):
         return  # the reduction is wrong, too
     recorded = step.record.step(0, step.number)
     passes = len(recorded.losses)
@@ -203,18 +203,6 @@ def micro_batches_added_up(step: ObservedStep, verdict: Verdict) -> Iterator[Fin
     )
 
 
-def _holds_the_mean_of_own(step: ObservedStep, more: Kind | None = None) -> bool:
-    """True if every rank holds the mean of what the ranks computed. ``more``: a kind of gradients
-    that is added to each rank's own.
-    """
-    ranks = range(step.record.world_size)
-    kinds = (OWN, more) if more else (OWN,)
-    computed = [step.gradients(rank, kind) for rank in ranks for kind in kinds]
-    terms = [(-1.0 / len(ranks), one) for one in computed]
-    held = [step.gradients(rank, BEFORE_CLIP) for rank in ranks]
-    return all(distance([(1.0, one), *terms]) <= rounding_of(one) for one in held)
-
-
 def _knows_own(step: ObservedStep) -> bool:
     """False where ranks' own gradients are not seen, such as those of sharded parameters."""
     return all(
@@ -229,7 +217,7 @@ def stale_gradients(step: ObservedStep) -> Iterator[Finding]:
     ranks = range(step.record.world_size)
     stale = [step.gradients(rank, STALE) for rank in ranks]
     late = [rank for rank in ranks if any(one is not None for one in stale[rank].values())]
-    if not late or not _holds_the_mean_of_own(step, STALE):
+    if not late or not holds_the_mean_of_own(step, STALE):
         return
     where = "on every rank" if len(late) == len(ranks) else f"on {ranks_text(late)}"
     recorded = step.record.step(late[0], step.number)

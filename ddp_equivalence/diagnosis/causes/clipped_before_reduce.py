@@ -19,6 +19,8 @@ from ddp_equivalence.diagnosis.step_calls import Place
 from ddp_equivalence.diagnosis.view import View
 from ddp_equivalence.measurement.calls import Call, Kind
 
+NAME = "clipped_before_reduce"
+
 EQUAL = 1e-3
 """Factors and norms whose relative difference is smaller are equal."""
 
@@ -145,7 +147,7 @@ def fix(view: View) -> str:
 
 
 HYPOTHESIS = Hypothesis(
-    name="clipped_before_reduce",
+    name=NAME,
     sentence="Each rank clipped the norm of its own gradient, and the clipped gradients were "
     "averaged.",
     look_at="clip_grad_norm_ before the all_reduce, or inside a communication hook: clip after it",

@@ -184,9 +184,9 @@ def _loses(call: Call) -> bool:
 def fix(view: View) -> str:
     """Use a collective that passes the gradient on."""
     gathers = _gathers(view)
-    if gathers and max(map(_elements, gathers)) == 1:  # a loss, which DDP averages by itself
-        return "call backward() on the rank's own loss, and reduce a detached copy for the log."
     ops = [place.first.collective.op for place in gathers if place.first.collective]
+    if set(ops) == {"all_reduce"} and max(map(_elements, gathers)) == 1:  # a loss: DDP averages it
+        return "call backward() on the rank's own loss, and reduce a detached copy for the log."
     op = "all_reduce" if ops and "reduce" in ops[-1] else "all_gather"
     losing = any(_loses(call) for place in gathers for call in place.calls)
     own = [] if losing else _own_backwards(view)

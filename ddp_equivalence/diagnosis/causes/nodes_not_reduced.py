@@ -40,7 +40,7 @@ def indication(view: View) -> Indication | None:
     groups = wrapped_groups(view)
     if groups and groups != tuple(sorted(view.setting.ranks_by_node)):
         return Indication(False, f"DDP reduced in {groups_text(groups)}, which are not the nodes")
-    return Indication(True, "every reduction was in a group of some ranks, none among all ranks")
+    return Indication(True, "gradients were reduced in groups of some ranks, and not among all")
 
 
 def lines(view: View) -> Sequence[PointedLine]:

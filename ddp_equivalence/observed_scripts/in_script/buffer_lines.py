@@ -86,9 +86,16 @@ def _each(target: ast.expr) -> list[ast.expr]:
     return [target]
 
 
+def _is_data_of_a_tensor(node: ast.expr) -> bool:
+    """True for ``self.center.data``, and not for ``self.data``, which may be a buffer itself."""
+    if not isinstance(node, ast.Attribute) or node.attr != DATA:
+        return False
+    return not isinstance(node.value, ast.Name)
+
+
 def _of_self(node: ast.expr) -> str | None:
     """``center`` for ``self.center``, ``self.center[0]``, ``self.center.data``; None for others."""
-    while isinstance(node, ast.Subscript) or getattr(node, "attr", "") == DATA:
+    while isinstance(node, ast.Subscript) or _is_data_of_a_tensor(node):
         assert isinstance(node, ast.Subscript | ast.Attribute)
         node = node.value
     if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):

@@ -59,7 +59,7 @@ class SetUpCalls:
             sys.setprofile(None)
 
     def _on_event(self, frame: FrameType, event: str, argument: object) -> None:
-        if event != "call" or len(self._calls) >= MOST:
+        if event != "call":
             return
         handler = self._handlers.get(frame.f_code)
         caller = frame.f_back
@@ -73,6 +73,8 @@ class SetUpCalls:
     def _append(self, kind: Kind, lines: Lines, **more: Any) -> None:
         if kind in RECORDED and lines[0] is not None:
             self._calls.append(Call(kind, *lines, step=0, backwards=0, **more))
+        if len(self._calls) >= MOST:
+            self.stop()
 
 
 class _Numbers(dict[int, str]):

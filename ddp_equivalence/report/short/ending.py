@@ -116,8 +116,6 @@ def _own_reference_text(verdict: Verdict) -> str:
 def again_lines(verdict: Verdict, width: int) -> list[Line]:
     """The command that repeats the check, never broken, and how to get the whole report."""
     more = f"More: {settings.current().full_report_with}"
-    if verdict.of_script and more.endswith("--full"):
-        more += " before the --"
     if not verdict.repeat:
         return [_label(more)]
     again = f"Again: {verdict.repeat}"

@@ -86,3 +86,6 @@ def test_what_is_kept_of_a_step_is_limited(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("ddp_equivalence.measurement.operation_log.MOST_KEPT", 100)
     found, _ = recorded()
     assert not found.complete
+    with OperationLog() as log:
+        torch.ones(100) + 1
+    assert not log._kept

@@ -25,6 +25,7 @@ class Memory(nn.Module):
     first: Tensor
     second: Tensor
     third: Tensor
+    data: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,6 +39,7 @@ class Memory(nn.Module):
         self.added += inputs
         (self.first, (self.second, *_)) = inputs, (inputs, inputs)
         self.third.data.fill_(1.0)
+        self.data = inputs
         self.twice = inputs
         self.twice = self.twice + self.never.abs()
         return self.twice
@@ -53,6 +55,7 @@ class Memory(nn.Module):
         ("first", "(self.first, (self.second, *_)) = inputs, (inputs, inputs)"),
         ("second", "(self.first, (self.second, *_)) = inputs, (inputs, inputs)"),
         ("third", "self.third.data.fill_(1.0)"),
+        ("data", "self.data = inputs"),
     ],
 )
 @pytest.mark.parametrize("depth", [0, 1])
