@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,19 +18,21 @@ ADDED_TO_NORM = 1e-6
 Source: torch 2.13, torch/nn/utils/clip_grad.py.
 """
 
-BY_NORM = "clip_grad_norm_"
+BY_NORM = ("clip_grad_norm_", "clip_grads_with_norm_")
 
 
 @dataclass(frozen=True)
 class Clip:
     """One clipping of a norm. ``names``: of the parameters that it was given; () if not known.
 
-    ``added``: to the norm that is divided by.
+    ``added``: to the norm that is divided by. ``norms``: those that torch found, of each rank or of
+    the one rank whose call it is; () if they are not known.
     """
 
     max_norm: float
     names: tuple[str, ...] = ()
     added: float = ADDED_TO_NORM
+    norms: tuple[float, ...] = field(default=(), compare=False)
 
 
 Event = Clip | int | None
@@ -39,16 +41,21 @@ Event = Clip | int | None
 
 def clips_norm(call: Call) -> bool:
     """True for a call of clip_grad_norm_ with a norm that is known."""
-    return call.kind is Kind.CLIP and call.what == BY_NORM and call.value is not None
+    return call.kind is Kind.CLIP and call.what in BY_NORM and call.value is not None
 
 
 def clipped(view: View, rows: Tensor, clip: Clip) -> Tensor:
-    """Each of the rows, shape (rows, elements), clipped as ``clip_grad_norm_`` does it."""
+    """Each of the rows, shape (rows, elements), clipped as ``clip_grad_norm_`` does it.
+
+    Their norms are those of ``clip`` if not all elements are kept; one for each row must be known.
+    """
     names = clip.names or view.parameters.names
     positions = view.parameters.positions_of(
         [one for one in names if one in view.parameters.places]
     )
     norms = rows[:, positions].norm(dim=1, keepdim=True)
+    if not view.parameters.sample.is_whole:
+        norms = torch.tensor(clip.norms, dtype=rows.dtype)[:, None].expand_as(norms)
     result = rows.clone()
     result[:, positions] *= torch.clamp(clip.max_norm / (norms + clip.added), max=1.0)
     return result
@@ -71,8 +78,27 @@ def events_of(view: View, rank: int) -> list[Event]:
             events.append(None)
         elif clips_norm(call):
             assert call.value is not None
-            events.append(Clip(call.value, call.names))
+            norms = () if call.norm is None else (call.norm,)
+            events.append(Clip(call.value, call.names, norms=norms))
     return events
+
+
+def common_events(view: View) -> list[Event] | None:
+    """What happened to the gradients of every rank, with the norms of all ranks; None if the ranks
+    did not do the same, or if a norm that is needed is not known.
+    """
+    by_rank = [events_of(view, rank) for rank in range(view.world_size)]
+    if any(events != by_rank[0] for events in by_rank):
+        return None
+    common: list[Event] = []
+    for of_ranks in zip(*by_rank, strict=True):
+        event, norms = of_ranks[0], [one.norms for one in of_ranks if isinstance(one, Clip)]
+        if isinstance(event, Clip):
+            if not all(norms) and not view.parameters.sample.is_whole:
+                return None
+            event = replace(event, norms=tuple(norm for of_rank in norms for norm in of_rank))
+        common.append(event)
+    return common
 
 
 def replayed(view: View, events: Sequence[Event], gradients: Sequence[Tensor]) -> Tensor:

@@ -162,7 +162,8 @@ class Call:
     lines that led to a collective, a ``POINT_TO_POINT``, ``no_sync``, a backward, a clip, a
     zero_grad, a new group or a change of gradients or weights: those behind ``users_line``, the
     innermost first. ``numbers``: those that the state of a communication hook held as attributes,
-    by name. A ``SHARDING`` gave the parameters ``names`` to ``what``, such as fully_shard.
+    by name. ``norm``: what a clip by the norm found, before it clipped; None if that is not known.
+    A ``SHARDING`` gave the parameters ``names`` to ``what``, such as fully_shard.
     ``ranks`` of it, and of a wrapper: among which gradients are reduced; () if that is not known.
     A ``DIVIDE_FACTOR`` set the number by which FSDP divides the gradients of one module: ``value``.
     A ``DROPPED`` is a line of a hook that gave the variable ``what`` a tensor which nothing held
@@ -175,6 +176,7 @@ class Call:
     step: int
     backwards: int
     value: float | None = None
+    norm: float | None = None
     what: str = ""
     names: tuple[str, ...] = ()
     collective: CollectiveCall | None = None

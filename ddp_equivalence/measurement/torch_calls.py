@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad
+from torch.nn.utils import clip_grad, clip_grads_with_norm_
 
 from ddp_equivalence.measurement.calls import Kind
 from ddp_equivalence.measurement.code_lines import beginning_of, callers_of, is_shown, lines_of
@@ -41,6 +41,14 @@ POINT_TO_POINT = (dist.send, dist.recv, dist.isend, dist.irecv)
 _POINT_TO_POINT_CODES = frozenset(map(code_of, POINT_TO_POINT))
 
 
+CLIPS_WITH_NORM = clip_grads_with_norm_
+"""``clip_grad_norm_`` calls it as well, with the norm that it has found. There it has another name,
+under which ``case/optimizer_steps.py`` may have replaced it.
+
+Source: torch 2.11 and 2.13, torch/nn/utils/clip_grad.py.
+"""
+
+
 class TorchCalls:
     """``record(kind, frame, ...)`` adds a call to those of the step. ``names``: id of a parameter
     -> its name.
@@ -53,8 +61,8 @@ class TorchCalls:
     def handlers(self) -> dict[CodeType, Handler]:
         """The functions of torch that are recorded when they are called."""
         functions: dict[Any, Handler] = {
-            clip_grad.clip_grad_norm_: self._on_clip,
-            clip_grad.clip_grad_value_: self._on_clip,
+            CLIPS_WITH_NORM: self._on_clip_by_norm,
+            clip_grad.clip_grad_value_: self._on_clip_by_value,
             nn.Module.zero_grad: self._on_zero_grad,
             torch.optim.Optimizer.zero_grad: self._on_zero_grad,
             DistributedDataParallel.no_sync: self._on_no_sync,
@@ -73,18 +81,22 @@ class TorchCalls:
                 functions[kind.step] = self._on_optimizer_step
         return {code_of(function): handler for function, handler in functions.items()}
 
-    def _on_clip(self, frame: FrameType) -> None:
-        values = frame.f_locals
-        if isinstance(values.get("parameters"), Sequence) and not values["parameters"]:
+    def _on_clip_by_norm(self, frame: FrameType) -> None:
+        most, norm = frame.f_locals["max_norm"], frame.f_locals["total_norm"]
+        if type(norm) is Tensor:  # a sharded one is not: its ranks would have to add it up
+            norm = float(norm)
+        self._on_clip(frame, most, norm if isinstance(norm, float) else None, _clipping(frame))
+
+    def _on_clip_by_value(self, frame: FrameType) -> None:
+        self._on_clip(frame, frame.f_locals["clip_value"], None, frame.f_code.co_name)
+
+    def _on_clip(self, frame: FrameType, most: Any, norm: float | None, what: str) -> None:
+        parameters = frame.f_locals["parameters"]
+        if isinstance(parameters, Sequence) and not parameters:
             return  # nothing is clipped
-        most = values.get("max_norm", values.get("clip_value"))
+        names, way = self._names_of(parameters), callers_of(frame)
         self._record(
-            Kind.CLIP,
-            frame,
-            value=float(most) if most is not None else None,
-            what=frame.f_code.co_name,
-            names=self._names_of(values.get("parameters")),
-            callers=callers_of(frame),
+            Kind.CLIP, frame, value=float(most), norm=norm, what=what, names=names, callers=way
         )
 
     def _on_zero_grad(self, frame: FrameType) -> None:
@@ -162,6 +174,16 @@ class TorchCalls:
         if not isinstance(parameters, Sequence):
             return ()
         return tuple(self._names[id(one)] for one in parameters if id(one) in self._names)
+
+
+def _clipping(frame: FrameType) -> str:
+    """The public function that clips by the norm: this frame's own, or the one that called it."""
+    outer: FrameType | None = frame
+    while outer is not None and not is_shown(outer.f_code.co_filename):
+        if outer.f_code.co_name == "clip_grad_norm_":
+            return "clip_grad_norm_"
+        outer = outer.f_back
+    return "clip_grads_with_norm_"
 
 
 def facts_of_hook(hook: Any, state: object) -> dict[str, Any]:

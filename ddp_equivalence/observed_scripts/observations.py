@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from math import isnan
 
 from torch import Tensor
 
@@ -54,7 +56,9 @@ def _of_rank(
         calls.append(_call(Kind.BACKWARD, place, number, loss))
     for clip in recorded.clips:
         names = tuple(sample.sizes)
-        calls.append(_call(Kind.CLIP, clip.place, passes, clip.limit, names=names))
+        norm = None if isnan(clip.norm) else clip.norm
+        call = _call(Kind.CLIP, clip.place, passes, clip.limit, names=names)
+        calls.append(replace(call, norm=norm))
     stepped = recorded.optimizers[0]
     calls.append(_call(Kind.OPTIMIZER_STEP, recorded.stepped_at, passes, what=stepped))
     return Observation(

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import cloudpickle
 
 from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.ranks.code_files import CloudPicklerWithFiles
 from ddp_equivalence.ranks.fingerprint import (
     CONSTANT_TYPES,
     Fingerprint,
@@ -274,7 +275,7 @@ def _cloudpickle(values: tuple[object, ...], changes: Changes, found: _Found) ->
     return file.getvalue()
 
 
-class _CloudPickler(cloudpickle.CloudPickler):  # type: ignore[misc]  # it is not typed
+class _CloudPickler(CloudPicklerWithFiles):
     """Pickles even a module of a special class, such as ``torch.backends.cudnn``, as its name."""
 
     def __init__(self, file: BytesIO, changes: Changes, found: _Found) -> None:

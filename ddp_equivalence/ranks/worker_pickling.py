@@ -18,6 +18,8 @@ from typing import Any
 
 import cloudpickle
 
+from ddp_equivalence.ranks.code_files import dumps_with_files
+
 _forking_pickler: Any = ForkingPickler
 """Pickle calls its method ``reducer_override``, which the class does not define, if it has one."""
 
@@ -43,7 +45,7 @@ def pickled_by_value_for_workers() -> Iterator[None]:
 def _reduce(pickler: ForkingPickler, value: object) -> Any:
     """Called by pickle for every object. NotImplemented means that pickle goes on as usual."""
     if isinstance(value, FunctionType | type) and not _left_to_pickle(value):
-        return _load, (cloudpickle.dumps(value),)
+        return _load, (dumps_with_files(value),)
     return NotImplemented
 
 

@@ -9,6 +9,12 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.comparison.digits import text_of
+from ddp_equivalence.diagnosis.clipping import (
+    Clip,
+    common_events,
+    gradients_by_backward,
+    replayed,
+)
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Indication, Prediction
 from ddp_equivalence.diagnosis.indications import ranks_by_number
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
@@ -34,8 +40,10 @@ Source: torch 2.13, torch/nn/utils/clip_grad.py.
 
 def predict(view: View) -> Sequence[Prediction]:
     """The mean or the sum of clipped gradients; the norm follows from the weights of the ranks."""
+    if not view.parameters.sample.is_whole:
+        return _with_norms_seen(view)
     weights = view.weights_of_ranks
-    if weights is None or view.world_size == 1 or not view.parameters.sample.is_whole:
+    if weights is None or view.world_size == 1:
         return ()
     if view.observed.by_rank and not _may_have_clipped(view):
         return ()
@@ -45,6 +53,25 @@ def predict(view: View) -> Sequence[Prediction]:
         if prediction is not None:
             predictions.append(prediction)
     return tuple(predictions)
+
+
+def _with_norms_seen(view: View) -> Sequence[Prediction]:
+    """The calls that were seen, if gradients are reduced after they are clipped: the norm of what
+    is not kept is known from them alone.
+    """
+    gradients, events = gradients_by_backward(view), common_events(view)
+    if gradients is None or not events or view.world_size == 1:
+        return ()
+    clips = [(at, event) for at, event in enumerate(events) if isinstance(event, Clip)]
+    if not clips or None in events[: clips[0][0]] or None not in events:
+        return ()
+    first = clips[0][1]
+    held = view.on_reporting_ranks(replayed(view, events, gradients))
+    clipped = [rank for rank, norm in enumerate(first.norms) if norm > first.max_norm]
+    if not clipped:
+        return ()
+    detail = f"{ranks_by_number(clipped)} clipped to a norm of {text_of(first.max_norm, '.3g')}"
+    return Prediction(held, detail), Prediction(held * view.world_size, detail)
 
 
 def _may_have_clipped(view: View) -> bool:

@@ -11,6 +11,7 @@ from ddp_equivalence.diagnosis.clipping import (
     Clip,
     clipped,
     clips_norm,
+    common_events,
     events_of,
     gradients_by_backward,
     replayed,
@@ -25,16 +26,18 @@ def predict(view: View) -> Sequence[Prediction]:
     """What the calls that were seen leave: with what was added up so far clipped each time, or with
     each micro-batch's own gradient.
     """
-    clips, gradients = _clips_between_backwards(view), gradients_by_backward(view)
-    if not clips or gradients is None or not view.parameters.sample.is_whole:
+    gradients = gradients_by_backward(view)
+    events = common_events(view) if _clips_between_backwards(view) else None
+    if gradients is None or events is None:
         return ()
-    by_rank = [events_of(view, rank) for rank in range(view.world_size)]
-    if any(events != by_rank[0] for events in by_rank):
-        return ()
-    held = replayed(view, by_rank[0], gradients)
-    each = torch.stack([clipped(view, rows, clips[0]) for rows in gradients]).sum(0).mean(0)
+    held = replayed(view, events, gradients)
+    clips = [event for event in events if isinstance(event, Clip)]
     most = text_of(clips[0].max_norm, ".3g")
     detail = f"{len(gradients)} micro-batches, each clipped to a norm of {most}"
+    if len(clips) != len(gradients):
+        return (Prediction(view.on_reporting_ranks(held), detail),)
+    of_each = [clipped(view, *one) for one in zip(gradients, clips, strict=True)]
+    each = torch.stack(of_each).sum(0).mean(0)
     return (
         Prediction(view.on_reporting_ranks(held), detail),
         Prediction(view.on_every_rank(each), detail),

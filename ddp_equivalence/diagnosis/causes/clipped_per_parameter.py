@@ -12,6 +12,7 @@ from ddp_equivalence.diagnosis.clipping import (
     Clip,
     clipped,
     clips_norm,
+    common_events,
     events_of,
     gradients_by_backward,
     replayed,
@@ -30,20 +31,21 @@ def predict(view: View) -> Sequence[Prediction]:
     """The clippings that were seen, after the reduction and where they were; else what equal norms
     of several parameters tell.
     """
-    if not view.parameters.sample.is_whole or not view.measured.is_known:
+    if not view.measured.is_known:
         return ()
-    clips = _partial_clips(view)
+    whole, clips = view.parameters.sample.is_whole, _partial_clips(view)
     if not clips:
-        return _by_equal_norms(view)
+        return _by_equal_norms(view) if whole else ()
+    if not whole and not all(clip.norms for clip in clips):
+        return ()
     after = view.expected[None]
     for clip in clips:
         after = clipped(view, after, clip)
     detail = f"{len(clips)} clippings, to a norm of {text_of(clips[0].max_norm, '.3g')} each"
     predictions = [Prediction(view.on_every_rank(after[0]), detail)]
-    gradients = gradients_by_backward(view)
-    by_rank = [events_of(view, rank) for rank in range(view.world_size)]
-    if gradients is not None and all(events == by_rank[0] for events in by_rank):
-        held = replayed(view, by_rank[0], gradients)
+    gradients, events = gradients_by_backward(view), common_events(view)
+    if gradients is not None and events is not None:
+        held = replayed(view, events, gradients)
         predictions.append(Prediction(view.on_reporting_ranks(held), detail))
     return tuple(predictions)
 

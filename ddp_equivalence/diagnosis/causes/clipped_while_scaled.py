@@ -36,9 +36,12 @@ class _ScaledClip:
 def factors(view: View) -> Sequence[WrongFactor]:
     """What the clipping leaves of gradients whose norm is the scale times the right one."""
     seen = _clip_of_scaled(view)
-    if seen is None or not view.parameters.sample.is_whole:
+    if seen is None:
         return ()
-    norm = seen.scale * float(view.expected.norm())
+    whole = view.parameters.sample.is_whole
+    norm = seen.scale * float(view.expected.norm()) if whole else seen.call.norm
+    if norm is None:
+        return ()
     left = min(1.0, seen.max_norm / (norm + ADDED_TO_NORM))
     if left == 1.0:
         return ()

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from ddp_equivalence import Rank
+from ddp_equivalence.diagnosis import kept_elements
 from tests.diagnosis.causes.named import (
     accepted,
     case_of,
@@ -110,6 +111,16 @@ def before_reducing(model: nn.Module, shard: Shard, rank: Rank) -> None:
         parameter.grad /= rank.world_size
 
 
+def with_its_own_norm(model: nn.Module, shard: Shard, rank: Rank) -> None:
+    loss(model, shard).backward()
+    norm = get_total_norm([one.grad for one in model.parameters() if one.grad is not None])
+    clip_grads_with_norm_(model.parameters(), MAX_NORM, norm)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= rank.world_size
+
+
 def norms_that_nothing_exceeds(model: nn.Module, shard: Shard, rank: Rank) -> None:
     loss(model, shard).backward()
     for parameter in model.parameters():
@@ -181,6 +192,7 @@ def test_a_clipping_after_the_gradients_are_unscaled_is_not_named(begins: str) -
     [
         (all_at_once_after_ddp, set()),
         (before_reducing, {"clipped_before_reduce"}),
+        (with_its_own_norm, {"clipped_before_reduce"}),
         (norms_that_nothing_exceeds, {"sum_not_mean"}),
     ],
 )
@@ -189,3 +201,37 @@ def test_one_clipping_and_one_without_effect_are_not_called_clipped_in_parts(
 ) -> None:
     verdict = different(case_of(), step)
     assert accepted(verdict) == names, verdict
+
+
+@pytest.mark.parametrize(
+    ("step", "cause"),
+    [
+        (each_parameter, "clipped_per_parameter"),
+        (each_layer_before_reducing, "clipped_per_parameter"),
+        (each_micro_batch, "clipped_per_micro_batch"),
+        (each_micro_batch_by_hand, "clipped_per_micro_batch"),
+        (scaled(ends="unscales"), "clipped_while_scaled"),
+        (before_reducing, "clipped_before_reduce"),
+        (with_its_own_norm, "clipped_before_reduce"),
+    ],
+)
+def test_clipping_is_named_also_where_only_some_elements_are_kept(
+    step: Any, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the norm is the one that torch has found on the ranks."""
+    monkeypatch.setattr(kept_elements, "MAX_ELEMENTS", 0)
+    monkeypatch.setattr(kept_elements, "MAX_SELECTED", 120)
+    verdict = different(case_of(), step)
+    assert verdict.view is not None
+    assert not verdict.view.parameters.sample.is_whole
+    assert first_finding(verdict).cause == cause, verdict
+    assert len(faulty_lines(verdict)) == 1, verdict
+    assert "clip_grad" in faulty_lines(verdict)[0], verdict
+
+
+def test_one_clipping_of_a_large_model_after_ddp_is_not_called_clipping_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kept_elements, "MAX_ELEMENTS", 0)
+    monkeypatch.setattr(kept_elements, "MAX_SELECTED", 120)
+    assert accepted(different(case_of(), all_at_once_after_ddp)) == set()

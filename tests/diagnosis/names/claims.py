@@ -145,8 +145,14 @@ def all_read_the_same(verdict: Verdict) -> bool:
 
 
 def groups_are_apart(verdict: Verdict) -> bool:
+    """In the calls of the step, or, where torch reduces, in its flight recorder on each rank."""
     groups = {frozenset(one.ranks) for one in collectives(verdict) if one.op in REDUCING}
-    return len(groups) > 1 and frozenset(range(len(verdict.observed))) not in groups
+    if groups:
+        return len(groups) > 1 and frozenset(range(len(verdict.observed))) not in groups
+    return all(
+        seen.collectives and all(one.group for one in seen.collectives if "reduce" in one.op)
+        for seen in ranks(verdict)
+    )
 
 
 def some_were_frozen(verdict: Verdict) -> bool:
