@@ -17,6 +17,14 @@ from fetch import scripts
 from observed_script import Result, observe
 
 
+REASONS = {
+    "reference_is_zero": "the gradient is zero, and so is its loss",
+    "reference_not_finite": "the gradient is not finite",
+    "cannot_replay": "one process cannot run it",
+}
+"""Why nothing could be compared, in words."""
+
+
 def markdown(results: list[Result]) -> str:
     """The table of docs/observe.md."""
     rows = [
@@ -30,7 +38,8 @@ def markdown(results: list[Result]) -> str:
         link = f"[{name}](https://github.com/{repository}/blob/{commit}/{path})"
         line = f"`{one.line}`" if one.line else ""
         because = [step["unknown_because"] for step in one.found.get("steps", [])]
-        cause = f"`{one.cause}`" if one.cause else next(filter(None, because), "")
+        reason = next(filter(None, because), "")
+        cause = f"`{one.cause}`" if one.cause else REASONS.get(reason, reason)
         seconds = f"{one.seconds:.0f}"
         cells = (link, commit[:7], one.script["kind"], one.outcome, cause, line, seconds)
         rows.append(f"| {' | '.join(cells)} |")

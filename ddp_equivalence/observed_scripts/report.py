@@ -6,14 +6,17 @@ import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ddp_equivalence.case import settings
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.report.line import Line, Style, labelled, paragraph
+from ddp_equivalence.report.parameters import parameters_lines
 from ddp_equivalence.report.render import full_lines
 from ddp_equivalence.report.render import report_lines as lines_of_a_step
 from ddp_equivalence.report.wrapping import plural
 
 if TYPE_CHECKING:
     from ddp_equivalence.observed_scripts.observed import Observed
+    from ddp_equivalence.report.verdict import Verdict
 
 
 def render(observed: Observed, full: bool) -> str:
@@ -22,7 +25,8 @@ def render(observed: Observed, full: bool) -> str:
 
 
 def report_lines(observed: Observed, full: bool = False) -> Iterator[Line]:
-    """The report, line by line."""
+    """The report, line by line. ``full``: also where the run asks for all that is known."""
+    full = full or settings.current().full_report
     verdict = observed.verdict
     if verdict.outcome == "same":
         yield Line(f"same: {observed.name}: {_steps(observed)} as in one process", Style.GOOD)
@@ -38,7 +42,7 @@ def report_lines(observed: Observed, full: bool = False) -> Iterator[Line]:
         yield from (Line(f"  | {line}") for line in rest)
         yield Line("  Nothing was shown, which is not a pass.")
     else:
-        yield from lines_of_a_step(verdict)
+        yield from full_lines(verdict) if full else lines_of_a_step(verdict)
     if verdict.outcome != "same" and len(observed.verdicts) > 1:
         yield from labelled("Steps: ", _outcomes(observed))
     if verdict.outcome != "different" or full:
@@ -47,8 +51,19 @@ def report_lines(observed: Observed, full: bool = False) -> Iterator[Line]:
         yield from (line for note in observed.notes for line in labelled("Note: ", note))
     if full:
         for one in observed.verdicts:
-            yield Line("")
-            yield from full_lines(one)
+            if one.outcome != "different":
+                yield Line("")
+                yield from full_lines(one)
+            elif one is not verdict:
+                yield from _not_explained(one)
+
+
+def _not_explained(verdict: Verdict) -> Iterator[Line]:
+    yield Line("")
+    yield Line(f"{verdict.subject} is not what one process computes", Style.BAD)
+    yield Line("")
+    yield Line("  Only the first step that differs is explained.")
+    yield from parameters_lines(verdict)
 
 
 def _steps(observed: Observed) -> str:

@@ -69,9 +69,14 @@ def full_lines(verdict: Verdict) -> Iterator[Line]:
         yield from (replace(line, text=line.text.rstrip()) for line in block)
 
 
+def _other_side(verdict: Verdict) -> str:
+    """What the ranks are compared with."""
+    return "what one process computes" if verdict.of_script else "big_batch"
+
+
 def _same(verdict: Verdict) -> Iterator[list[Line]]:
     assert verdict.comparison is not None
-    yield [Line(f"{verdict.subject} is big_batch: same", Style.GOOD)]
+    yield [Line(f"{verdict.subject} is {_other_side(verdict)}: same", Style.GOOD)]
     numbers = _error_text(verdict)
     nearest, worst = verdict.nearest, verdict.comparison.worst
     if nearest is not None:
@@ -91,7 +96,7 @@ def _different(verdict: Verdict) -> Iterator[list[Line]]:
     if not verdict.tried_every_cause:
         none = "no cause found, because not all known causes were tried"
     names = " and ".join(verdict.causes) or none
-    yield [Line(f"{verdict.subject} is not big_batch: {names}", Style.BAD)]
+    yield [Line(f"{verdict.subject} is not {_other_side(verdict)}: {names}", Style.BAD)]
     yield [
         *cause_lines(verdict),
         *without_dropout_lines(verdict),
@@ -109,7 +114,7 @@ def _different(verdict: Verdict) -> Iterator[list[Line]]:
 
 
 def _unknown(verdict: Verdict) -> Iterator[list[Line]]:
-    yield [Line(f"{verdict.subject} against big_batch: unknown", Style.UNCERTAIN)]
+    yield [Line(f"{verdict.subject} against {_other_side(verdict)}: unknown", Style.UNCERTAIN)]
     if verdict.failure is not None:
         yield from failure_blocks(
             verdict.failure, verdict.reason, verdict.second_look, verdict.lane

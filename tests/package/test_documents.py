@@ -63,3 +63,15 @@ def test_a_name_of_a_file_is_recognised() -> None:
 
 def test_the_readme_is_at_most_200_lines() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_lines_of_code_in_the_reports_of_observed_scripts_are_where_they_say() -> None:
+    text = (ROOT / "docs/observe.md").read_text(encoding="utf-8")
+    script = (ROOT / "tests/package/observed_scripts/scripts/classifier.py").read_text()
+    lines = dict(enumerate(map(str.strip, script.splitlines()), 1))
+    shown = re.findall(r"^[> ] classifier\.py:(\d+)  (\S.*)$", text, re.MULTILINE)
+    assert shown
+    assert {number: lines[int(number)] for number, _ in shown} == dict(shown)
+    clips = re.findall(r"classifier\.py:(\d+): clipped", text)
+    assert clips
+    assert all("clip_grad_norm_(" in lines[int(number)] for number in clips)

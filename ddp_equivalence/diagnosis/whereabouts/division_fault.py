@@ -79,25 +79,27 @@ def _other_factors(pieces: Pieces, compared: Sequence[Compared], factors: Tensor
     for one, factor in zip(compared, factors.tolist(), strict=True):
         by_rank.setdefault(one.piece.rank, []).append(factor)
         by_number.setdefault(one.piece.number, []).append(factor)
+    headline = "the losses have different factors"
     whole = "losses" if _begun_so(compared) else "gradients"
     if all(_alike(torch.tensor(one)) for one in by_rank.values()):
         each = {rank: values[0] for rank, values in by_rank.items()}
         odd = odd_ranks(each)
-        who = ranked(odd, pieces.view.world_size) if odd else "the ranks"
         shown = _listed("rank", each)
     elif all(_alike(torch.tensor(one)) for one in by_number.values()):
         each = {number + 1: values[0] for number, values in by_number.items()}
-        odd, who, shown = (), "the backward passes", _listed("backward pass", each)
+        odd, shown = (), _listed("backward pass", each)
     else:
         each = dict(enumerate(factors.tolist()))
-        odd, who, shown = (), "the backward passes", "each another one"
+        odd, shown = (), "each another one"
     ranks = odd or tuple(range(pieces.view.world_size))
+    if odd:
+        headline = f"{ranked(odd, pieces.view.world_size)}: the loss has another factor"
     first = next(one for one in compared if one.piece.rank == ranks[0])
     call = first.piece.call
     sentence = f"These are the {whole}, in multiples of what their rows give: {shown}."
     return Whereabouts(
         "own gradient",
-        f"{who}: the loss has another factor",
+        headline,
         sentence,
         distinct(
             [

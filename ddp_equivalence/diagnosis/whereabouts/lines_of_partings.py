@@ -203,7 +203,7 @@ def _note(parting: Parting, world_size: int) -> str:
     more = ", ..." if world_size > MOST_SHOWN else ""
     which = f", element {element}" if whole.numel() > 1 else ""
     alone = text_of(float(whole.flatten()[element]), ".3g")
-    return f"{name}{which}: {alone} on one rank, here {shown}{more}"
+    return f"{name}{which}: ranks {shown}{more}; big batch {alone}"
 
 
 def _first_of_largest(values: Tensor) -> int:

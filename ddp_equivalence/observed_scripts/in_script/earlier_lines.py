@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader
 
 from ddp_equivalence.observed_scripts.in_script.buffer_lines import line_that_assigns
-from ddp_equivalence.observed_scripts.in_script.hooks import place_of_caller
+from ddp_equivalence.observed_scripts.in_script.caller import place_of_caller
 from ddp_equivalence.observed_scripts.in_script.names import ModuleNames, named_tensors
 from ddp_equivalence.observed_scripts.in_script.places_of_objects import PlacesOfObjects
 from ddp_equivalence.observed_scripts.places import EarlierPlaces, Place
@@ -45,7 +45,7 @@ class EarlierLines:
             loaded={
                 name: place
                 for name, module in names.modules.items()
-                if (place := self._loaded.of(module)).file
+                if (place := self._loaded_at(module)).file
             },
             buffers={
                 f"{name}:{buffer}": line_that_assigns(module, buffer) or Place()
@@ -56,10 +56,17 @@ class EarlierLines:
         )
 
     def _note_made(self, made: Any) -> None:
-        self._made.note(made, place_of_caller())
+        self._made.note(made, place_of_caller(made))
 
     def _note_loaded(self, module: nn.Module) -> None:
-        self._loaded.note(module, place_of_caller())
+        place = place_of_caller()
+        for one in module.modules():  # the module may be a wrapper around the model
+            self._loaded.note(one, place)
+
+    def _loaded_at(self, module: nn.Module) -> Place:
+        """The line that loaded the weights of this module, or else of a part of it."""
+        places = map(self._loaded.of, module.modules())
+        return next((place for place in places if place.file), Place())
 
     def _note_cleared(self, owner: Any) -> None:
         self._cleared = place_of_caller()

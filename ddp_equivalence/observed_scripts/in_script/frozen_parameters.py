@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ddp_equivalence.observed_scripts.in_script.hooks import place_of_caller
+from ddp_equivalence.observed_scripts.in_script.caller import place_of_caller
 from ddp_equivalence.observed_scripts.in_script.places_of_objects import PlacesOfObjects
 from ddp_equivalence.observed_scripts.places import Place
 from ddp_equivalence.ranks.torch_frames import counts_as_torch

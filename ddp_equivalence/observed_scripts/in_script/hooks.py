@@ -21,8 +21,6 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from ddp_equivalence.measurement.code_lines import lines_of
 from ddp_equivalence.measurement.further_calls import Lines
-from ddp_equivalence.observed_scripts.in_script.real_files import real_file
-from ddp_equivalence.observed_scripts.places import Place
 from ddp_equivalence.ranks.torch_frames import counts_as_torch
 
 if TYPE_CHECKING:
@@ -47,13 +45,6 @@ class Hooked:
     state: object
     hook: Callable[..., Any]
     lines: Lines
-
-
-def place_of_caller() -> Place:
-    """The innermost line of the user's own code that is running."""
-    innermost, users = lines_of(sys._getframe(1))
-    line = users or innermost
-    return Place() if line is None else Place(real_file(line.file), line.number, line.function)
 
 
 def install(watch: Watch) -> None:

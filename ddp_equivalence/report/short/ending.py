@@ -74,7 +74,9 @@ def _notes(verdict: Verdict) -> Iterator[str]:
         yield f"No lines of code are known, because {verdict.why_not_watched}."
     if verdict.not_tried and verdict.analysis is not None:
         deadline = verdict.analysis.time.deadline
-        yield f"The deadline of {deadline:g} s left no time for {', '.join(verdict.not_tried)}."
+        first, *more = verdict.not_tried
+        left = f"{first} and more" if more else first
+        yield f"The deadline of {deadline:g} s left no time for {left}."
     if any(text.strip() for text in verdict.output.values()):
         yield "The ranks printed something, which the whole report shows."
     if verdict.lane.name not in ORDINARY_LANES:

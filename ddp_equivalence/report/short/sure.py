@@ -47,7 +47,8 @@ def _how_sure(verdict: Verdict) -> str:
         factor = text_of(best.besides, ".4g")
         return f"Explains all but a factor of {factor}, which every gradient has besides."
     if best.unexplained is None:
-        return "Seen happening; its numbers cannot be predicted." if _was_seen(best) else ""
+        seen = "Seen to happen; its effect on the numbers cannot be computed."
+        return seen if _was_seen(best) else ""
     if not best.fits:
         return "Seen happening; the numbers have other reasons too."
     if not _was_seen(best):

@@ -143,7 +143,7 @@ def test_own_rows_against_outputs_gathered_without_a_gradient_are_named(
 ) -> None:
     verdict = check(case(layout, loss=of_pairs), matches_own_rows(keeps_own))
     assert verdict.causes == ("gather_without_gradient",), verdict
-    assert "Seen happening; its numbers cannot be predicted." in report_of(verdict)
+    assert "Seen to happen; its effect on the numbers cannot be computed." in report_of(verdict)
 
 
 def test_a_gather_that_passes_the_gradient_on_is_not_named() -> None:

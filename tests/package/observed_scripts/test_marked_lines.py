@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from ddp_equivalence.observed_scripts.analysis_of_script import MARKED
 from tests.package.observed_scripts.observing import observed, source_of_fault
 
 
@@ -61,9 +62,20 @@ def test_a_script_may_change_gradients_by_hand(word: str, cause: str) -> None:
 
 
 def test_without_a_cause_the_line_is_marked_at_which_the_ranks_part_from_one_process() -> None:
-    found = observed("classifier.py", "by_number", steps=1)
+    found = observed("classifier.py", "by_number", steps=2)
     assert (found.outcome, found.cause) == ("different", None)
     assert "in multiples of what their rows give: rank 0 1, rank 1 0.5." in str(found)
     assert "On one rank" not in str(found)  # one process is what the ranks are compared with
     line, *_ = [one for one in str(found).splitlines() if one.startswith("> ")]
     assert line.endswith("loss = loss / (1 + dist.get_rank())")
+    full = found.full_report()
+    assert full.count("different: classifier.py") == 1
+    assert "step 1 of 2 (AdamW) is not what one process computes: no known cause fits" in full
+    assert full.count("Only the first step that differs is explained.") == 1
+
+
+def test_a_line_that_computes_otherwise_on_one_rank_is_marked_and_said_to_be() -> None:
+    found = observed("classifier.py", "shifted", steps=1)
+    assert (found.outcome, found.cause) == ("different", None)
+    assert MARKED in str(found)
+    assert source_of_fault(found).startswith("output = output + dist.get_rank()")

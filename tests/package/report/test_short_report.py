@@ -27,6 +27,7 @@ from ddp_equivalence.report.short import shares as table
 from ddp_equivalence.report.short.definition import defined_at
 from ddp_equivalence.report.short.ending import note_lines
 from ddp_equivalence.report.short.screen import short_lines
+from ddp_equivalence.report.short.sure import sure_lines
 from ddp_equivalence.report.short.text import range_of_ranks, shortened
 from tests.package.own_cases import own_case, right_step
 
@@ -249,6 +250,17 @@ def test_several_causes_that_fit_are_named_with_what_tells_them_apart(verdict: V
     found = replace(verdict, findings=(replace(best, tell_apart=""), other))
     text = " ".join(str(found).split())
     assert "Fits, but another_cause would leave the same numbers; use another world size." in text
+
+
+def test_the_limit_is_never_cut_for_a_long_name(verdict: Verdict) -> None:
+    """A number that ends in dots would say nothing; a name may."""
+    long_name = "encoder.layers.0.attention.self.query.projection.weight"
+    assert verdict.comparison is not None
+    parameters = [replace(one, name=long_name) for one in verdict.comparison.parameters]
+    comparison = replace(verdict.comparison, parameters=tuple(parameters))
+    line = sure_lines(replace(verdict, comparison=comparison), 80, most=1)[-1].text
+    assert len(line) <= 80
+    assert re.search(r"most enco\S*\.\.\.\S+: error \S+, limit \S+\.$", line), line
 
 
 def test_a_long_name_is_shortened_in_its_middle() -> None:

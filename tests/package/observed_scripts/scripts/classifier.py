@@ -126,6 +126,8 @@ def train(options):
         if "probed" in options and dist.get_rank() == 0:
             with torch.no_grad():
                 probe(output)
+        if "shifted" in options:
+            output = output + dist.get_rank() * inputs[:, :4]
         if "centred" in options:
             output = centred(output).sin()
         if "teacher" in options:
