@@ -16,7 +16,6 @@ from pathlib import Path
 from fetch import scripts
 from observed_script import Result, observe
 
-
 REASONS = {
     "reference_is_zero": "the gradient is zero, and so is its loss",
     "reference_not_finite": "the gradient is not finite",
