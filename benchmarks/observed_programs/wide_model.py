@@ -2,8 +2,8 @@
 
 python wide_model.py MILLIONS STEPS ROWS [bfloat16] [copies] --nprocs N
 
-With ``copies``, each step also copies the weights and, twice, the gradients, and writes them to a
-file: that is the least that recording it takes.
+With ``copies``, each of the last steps also copies the weights and, twice, the gradients, and
+writes them to a file of its own: that is the least that recording it takes.
 """
 
 import os
@@ -19,6 +19,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 WIDTH = 1024
+
+COPIED = 4
+"""So many steps are copied."""
 
 
 class Layer(nn.Linear):
@@ -43,15 +46,16 @@ def train(rank, world_size, store, numbers, dtype, copies):
     model = DistributedDataParallel(net, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     torch.manual_seed(rank)
-    for _ in range(steps):
+    for step in range(steps):
+        copied = copies and step >= steps - COPIED
         begun = time.perf_counter()
         rows = torch.randn(rows_of_step, WIDTH, dtype=dtype)
         optimizer.zero_grad(set_to_none=True)
-        kept = [p.detach().clone() for p in net.parameters()] if copies and rank == 0 else []
+        kept = [p.detach().clone() for p in net.parameters()] if copied and rank == 0 else []
         model(rows).float().square().mean().backward()
-        if copies:
+        if copied:
             kept += [p.grad.clone() for _ in range(2) for p in net.parameters()]
-            save_file({str(n): one for n, one in enumerate(kept)}, f"{copies}-{rank}")
+            save_file({str(n): one for n, one in enumerate(kept)}, f"{copies}-{rank}-{step}")
         optimizer.step()
         if rank == 0:
             print(f"seconds of a step: {time.perf_counter() - begun:.6f}", flush=True)

@@ -38,6 +38,7 @@ from ddp_equivalence.observed_scripts.not_comparable import (
     against_an_idle_plant,
     against_the_names,
     draws_otherwise,
+    padded_by_guess,
     reads_otherwise,
     unfaithful,
 )
@@ -77,6 +78,8 @@ def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) ->
             seen_scaled = any(one.cause == clipped_while_scaled.NAME for one in faults)
             otherwise = () if seen_scaled else (clipped_otherwise(step),)
             verdict, faults = clipped, (*otherwise, *faults)
+    if verdict.outcome == "different" and (why := padded_by_guess(step)) is not None:
+        verdict = unknown(verdict, why)
     if verdict.outcome == "different" and look_closer is not None:
         verdict = _explained(step, verdict, look_closer)
     return _with_faults(verdict, faults)

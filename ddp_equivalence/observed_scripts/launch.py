@@ -31,7 +31,9 @@ OFFLINE = {
     "MLFLOW_TRACKING_URI": "file:mlruns",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Loggers of experiments send nothing anywhere while a script is observed."""
+"""Loggers of experiments send nothing anywhere while a script is observed, whatever they are told
+otherwise.
+"""
 
 FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "512"}
 """Torch keeps so many collectives of a process that is watched."""
@@ -161,8 +163,7 @@ def _environment(told: Told, settings: Path) -> dict[str, str]:
     paths = [str(STARTUP), environment.get("PYTHONPATH", ""), str(PACKAGE)]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     environment.setdefault("OMP_NUM_THREADS", "1")
-    for name, value in OFFLINE.items():
-        environment.setdefault(name, value)
+    environment |= OFFLINE
     # python and torchrun are those of this environment, whether or not it has been activated.
     own = os.path.dirname(sys.executable)
     environment["PATH"] = os.pathsep.join((own, environment.get("PATH", os.defpath)))

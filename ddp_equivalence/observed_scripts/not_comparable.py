@@ -10,6 +10,7 @@ from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
 from ddp_equivalence.observed_scripts.as_case import OWN, ObservedStep
 from ddp_equivalence.observed_scripts.gradient_sums import left_over
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
+from ddp_equivalence.observed_scripts.rows import guessed_paddings
 
 FAITHFUL = 1e-6
 """A rank's own gradient is that of its rows, up to a factor, if no more than this is left over. In
@@ -37,6 +38,21 @@ def reads_otherwise(step: ObservedStep) -> Unknown | None:
                 "random in a way that torch's own generator does not decide",
             )
     return None
+
+
+def padded_by_guess(step: ObservedStep) -> Unknown | None:
+    """Why a difference may lie in the replay: ranks have padded their rows to other lengths, and
+    one process has padded all of them with a value that no batch shows.
+    """
+    paths = guessed_paddings(step.record.read(step.group))
+    if not paths:
+        return None
+    return Unknown(
+        UnknownBecause.CANNOT_REPLAY,
+        f"the ranks have padded their rows to other lengths, and no batch shows with what (in "
+        f"{', '.join(paths)}): one process may not have padded them as the script does. Give the "
+        "script rows of one length, or batches in which some rows are shorter than others",
+    )
 
 
 def unfaithful(step: ObservedStep) -> Unknown | None:

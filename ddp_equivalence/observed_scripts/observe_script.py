@@ -179,16 +179,8 @@ class _Observation:
             on_cpu=bool(self.options.as_cpu),
             steps=len(record.steps),
             seconds=max(SECONDS_TO_EXPLAIN, round(seconds)),
-            repeat=f"ddp-equivalence observe {self._options_again()}-- {shlex.join(self.command)}",
+            repeat=f"ddp-equivalence observe {self.options.words()}-- {shlex.join(self.command)}",
         )
-
-    def _options_again(self) -> str:
-        """The options that change what is computed, as they stand on a command line."""
-        options, again = self.options, ""
-        again += f"--as-cpu {options.as_cpu} " if options.as_cpu else ""
-        again += f"--from-step {options.from_step} " if options.from_step else ""
-        again += f"--plant {options.plant} " if options.plant else ""
-        return again
 
     def _judged(
         self, script: Script, record: Record, alone: Sequence[str], arrangement: Arrangement

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypedDict
 
@@ -33,6 +33,10 @@ class ObserveOptions(TypedDict, total=False):
     deadline: float
     plant: str
     export: Path | str | None
+
+
+WHERE = ("folder", "keep", "export")
+"""Options that only say where something lies."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,29 @@ class Options:
                 raise BadCase(name, str(path), "a path at which nothing is yet")
         if self.plant:
             _require_plantable(self.plant)
+
+    def words(self) -> str:
+        """The options that decide what is computed, as they stand on a command line before ``--``;
+        those that have their usual values are left out.
+        """
+        found: list[str] = []
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in WHERE or value == one.default:
+                continue
+            if one.name == "dropout":
+                found.append("--no-dropout")
+                continue
+            found.append(f"--{one.name.replace('_', '-')}")
+            if value is not True:
+                found.append(value if isinstance(value, str) else _text(value))
+        return "".join(f"{shlex.quote(word)} " for word in found)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Sequence):
+        return shlex.join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def words_of(command: Command, field: str) -> tuple[str, ...]:

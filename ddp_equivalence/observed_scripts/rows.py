@@ -16,9 +16,7 @@ from torch import Tensor
 
 from ddp_equivalence.case.batch_tree import leaves_of, map_leaves
 from ddp_equivalence.observed_scripts.listed_rows import TOP, Entry, listed_rows
-
-IGNORED_LABEL = -100
-"""The label that torch's cross entropy leaves out, by which most collators pad labels."""
+from ddp_equivalence.observed_scripts.padding import padding_of
 
 PLAIN = (str, int, float, bool, type(None))
 
@@ -158,7 +156,7 @@ def _padded_alike(tensors: list[Tensor], path: str, parts: Sequence[Rows]) -> li
     if len({tensor.ndim for tensor in tensors}) > 1:
         raise ValueError(f"the ranks have {path} with another number of dimensions")
     largest = [max(tensor.shape[dim] for tensor in tensors) for dim in range(1, tensors[0].ndim)]
-    value = padding_of(path, parts)
+    value = padding_of(path, [rows.tensors for rows in parts]).value
     padded = []
     for tensor in tensors:
         new = tensor.new_full((len(tensor), *largest), value)
@@ -167,32 +165,18 @@ def _padded_alike(tensors: list[Tensor], path: str, parts: Sequence[Rows]) -> li
     return padded
 
 
-def padding_of(path: str, parts: Sequence[Rows]) -> float:
-    """What a leaf is padded with: the value that it has where a mask of its shape marks padding.
-
-    Without such a mask, labels are padded with -100 and everything else with 0.
+def guessed_paddings(parts: Sequence[Rows]) -> list[str]:
+    """The paths of the tensors whose rows ranks have padded to other lengths, without showing with
+    what.
     """
-    if "mask" in path:
-        return _mark_of_padding([rows.tensors[path] for rows in parts])
-    seen: Counter[float] = Counter()
-    for rows in parts:
-        tensor = rows.tensors[path]
-        for other, mask in rows.tensors.items():
-            if "mask" in other and mask.shape == tensor.shape:
-                padding = _mark_of_padding([mask])
-                seen.update(tensor[mask == padding].reshape(-1).tolist())
-    if seen:
-        return seen.most_common(1)[0][0]
-    return IGNORED_LABEL if "label" in path else 0
-
-
-def _mark_of_padding(masks: Sequence[Tensor]) -> int:
-    """What a mask has where rows are padded: 0, or True in one that begins with False everywhere,
-    as a key_padding_mask does.
-    """
-    begins = [mask.reshape(len(mask), -1)[:, 0] for mask in masks if mask.numel()]
-    are_bool = all(mask.dtype is torch.bool for mask in masks)
-    return int(are_bool and bool(begins) and not any(bool(one.any()) for one in begins))
+    tensors = [rows.tensors for rows in parts]
+    return [
+        path
+        for path in tensors[0]
+        if all(path in rows.tensors and rows.has_rows(path) for rows in parts)
+        and len({one[path].shape[1:] for one in tensors}) > 1
+        and not padding_of(path, tensors).is_seen
+    ]
 
 
 def put_into(rows: Rows, native: Any, top: Collection[str] = TOP) -> Any:

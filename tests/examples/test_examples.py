@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from ddp_equivalence import Verdict, check
+from ddp_equivalence import Verdict, check, observe
 from ddp_equivalence.commands.user_file import load
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 EXAMPLES = CHECKOUT / "examples"
 PAGE = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+README = (CHECKOUT / "README.md").read_text(encoding="utf-8")
 
 RIGHT = {
     "examples/digits.py": "step is big_batch: same",
@@ -73,6 +74,29 @@ def test_an_example_with_its_own_reference_says_which_step_is_wrong(
     assert verdict.wrong_step is not None
     assert f"  {verdict.wrong_step.sentence}\n" in PAGE
     assert f"\n{str(verdict).partition(chr(10))[0]}\n" in PAGE
+
+
+@pytest.mark.self_check
+@pytest.mark.parametrize(
+    ("words", "outcome", "cause"),
+    [("", "different", "token_counts_weighted_equally"), (" --count-all", "same", None)],
+)
+def test_the_script_that_is_observed_is_judged_as_the_pages_show(
+    words: str, outcome: str, cause: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(CHECKOUT)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    command = f"torchrun --standalone --nproc-per-node 2 examples/train.py{words}"
+    observed = observe(command)
+    report = str(observed)
+    assert (observed.outcome, observed.verdict.cause) == (outcome, cause), report
+    assert observed.verdict.lane.name == "gloo"  # the script names no backend
+    shown = f"$ ddp-equivalence observe -- {command}\n{report.partition(chr(10))[0]}\n"
+    assert shown in PAGE
+    if outcome == "different":
+        start = "\n".join(line for line in report.splitlines()[:7])
+        assert start in README
+        assert f"{shown}{start.partition(chr(10))[2]}\n" in PAGE
 
 
 def verdict_on(target: str) -> Verdict:

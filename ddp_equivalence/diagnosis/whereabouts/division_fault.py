@@ -61,7 +61,9 @@ def fault_of_division(pieces: Pieces, compared: Sequence[Compared]) -> Whereabou
     """Each piece's gradient is ``factor`` times that of its rows, and they are averaged."""
     known = right_weights(pieces, compared)
     factors = torch.tensor([one.factor or 0.0 for one in compared], dtype=torch.float64)
-    if not _alike(factors):
+    rows = torch.tensor([len(one.piece.rows or ()) for one in compared], dtype=torch.float64)
+    weighed_by_rows = known is None and bool(rows.all()) and _alike(factors / rows)
+    if not _alike(factors) and not weighed_by_rows:
         return _other_factors(pieces, compared, factors)
     if known is None:
         return fault_of_frequencies(pieces.view) or _no_mean(pieces, compared)

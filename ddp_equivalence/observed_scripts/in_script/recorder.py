@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_equivalence.observed_scripts.in_script.closer_look import CloserLook
@@ -22,6 +21,7 @@ from ddp_equivalence.observed_scripts.in_script.kept_tensors import whole
 from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors, unwrapped
 from ddp_equivalence.observed_scripts.in_script.rank_of_process import (
+    facts_of_process,
     rank_of_process,
     world_size,
 )
@@ -68,13 +68,18 @@ class Recorder(Watch):
 
     # --- steps
 
+    @property
+    def keeps_tensors(self) -> bool:
+        """False before the first step that is to be recorded: a warm-up may have many steps."""
+        return self._earlier_steps >= self._told.first_step
+
     def ends_step(self) -> None:
         """Write the step; again, if another optimizer steps with the same gradients."""
         if self._complete is None:
             self._earlier_lines.step_ends()
         self._complete = self.now
         self._end_closer_look(self.now.held)
-        if self._earlier_steps >= self._told.first_step:
+        if self.keeps_tensors:
             self._write(self.now)
         if self._set_up is not None:
             self._set_up.stop()
@@ -82,7 +87,7 @@ class Recorder(Watch):
     def before_backward(self, roots: Sequence[Tensor]) -> None:
         """Keep the gradients that are there before the step has gone backward."""
         super().before_backward(roots)
-        if len(self.now.losses) == 1:
+        if len(self.now.losses) == 1 and self.keeps_tensors:
             self.now.stale = {
                 name: whole(parameter.grad)
                 for name, parameter in self.names.live_parameters()
@@ -114,7 +119,7 @@ class Recorder(Watch):
             self._finish_if_done()
             return
         self._complete = None
-        if self._earlier_steps >= self._told.first_step:
+        if self.keeps_tensors:
             self._written += 1
         self._earlier_steps += 1
         self._fetched.step_begins()
@@ -153,12 +158,7 @@ class Recorder(Watch):
         folder = rank_folder(self._told.folder, rank_of_process())
         if not folder.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            run = {"world_size": world_size(), "argv": sys.argv, "executable": sys.executable}
-            run |= {"main": str(getattr(sys.modules.get("__main__"), "__file__", "") or "")}
-            run |= {"in_group": dist.is_available() and dist.is_initialized()}
-            run |= {"local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", 0))}
-            run |= {"backend": dist.get_backend() if run["in_group"] else ""}
-            write_whole(folder / "run.json", json.dumps(run))
+            write_whole(folder / "run.json", json.dumps(facts_of_process()))
         return folder
 
     # --- what a step reads
@@ -226,7 +226,7 @@ class Recorder(Watch):
     def enters(self, name: str, module: nn.Module) -> None:
         """Keep what the module holds; the other ranks keep digests, to tell whether it is equal."""
         is_first = rank_of_process() == 0
-        for inner, tensor in named_tensors(module):
+        for inner, tensor in named_tensors(module) if self.keeps_tensors else ():
             is_dense = tensor.layout is torch.strided and not hasattr(tensor, "full_tensor")
             is_plain = is_dense and not is_first
             value = tensor if is_plain else whole(tensor)

@@ -62,6 +62,11 @@ class Watch:
         """False in a process that loads data."""
         return get_worker_info() is None
 
+    @property
+    def keeps_tensors(self) -> bool:
+        """False in a step whose weights and gradients nobody will ask for."""
+        return True
+
     # --- what Recorder and Replayer do
 
     def goes_on(self) -> None:
@@ -201,7 +206,7 @@ class Watch:
     def before_clip(self) -> None:
         """Gradients are about to be clipped."""
         self._scale_of_clip = scale = self._scale_that_is_left()
-        if self.now.before_clip is None:
+        if self.now.before_clip is None and self.keeps_tensors:
             self.now.before_clip = {
                 name: None if p.grad is None else whole(p.grad, divided_by=scale)
                 for name, p in self.names.live_parameters()
@@ -249,7 +254,7 @@ class Watch:
                     self.now.unnamed += parameter.requires_grad
                 elif parameter.grad is None:
                     self.now.held[name] = None
-                else:
+                elif self.keeps_tensors:
                     self.now.held[name] = whole(parameter.grad, divided_by=scale)
         self.now.optimizers.append(type(optimizer).__name__)
         self.now.optimizer, self.now.stepped_at = optimizer, place_of_caller()
@@ -268,6 +273,8 @@ class Watch:
                 parameter.register_hook(lambda gradient, full=full: self._own(full, gradient))
 
     def _own(self, name: str, gradient: Tensor) -> None:
+        if not self.keeps_tensors:
+            return
         value = whole(gradient)
         before = self._of_this_backward.get(name)
         self._of_this_backward[name] = value if before is None else kept(before + value)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -15,10 +18,11 @@ import psutil
 import pytest
 
 from ddp_equivalence import BadCase, observe
+from ddp_equivalence.commands.observe import add
 from ddp_equivalence.observed_scripts.in_script.kept_files import own_copy
 from ddp_equivalence.observed_scripts.launch import last_words
 from ddp_equivalence.observed_scripts.one_process import in_one_process, processes_in
-from ddp_equivalence.observed_scripts.options import Options
+from ddp_equivalence.observed_scripts.options import ObserveOptions, Options
 from ddp_equivalence.observed_scripts.recording import ScriptFailed
 from ddp_equivalence.observed_scripts.told import VARIABLE
 from ddp_equivalence.observed_scripts.working_folder import copy_of_links, with_own_scripts
@@ -51,6 +55,49 @@ def test_a_command_without_a_number_of_processes_is_refused() -> None:
 def test_the_devices_that_a_command_asks_for() -> None:
     assert processes_in(["torchrun", "--nproc-per-node", "4", "t.py"]) == 4
     assert processes_in(["python", "t.py", "--world-size", "1"]) is None  # often that of nodes
+
+
+def test_the_command_that_repeats_has_every_option_that_decides_what_is_computed() -> None:
+    chosen: ObserveOptions = {
+        "steps": 1,
+        "from_step": 4,
+        "one_process": "python t.py --world 1",
+        "flat": ("python", "t.py", "--accumulate 1"),
+        "precision": "own",
+        "dropout": False,
+        "as_cpu": 2,
+        "in_place": True,
+        "deadline": 90.0,
+        "plant": "sum_not_mean",
+    }
+    parser = argparse.ArgumentParser()
+    add(parser.add_subparsers())
+    words = shlex.split(Options(**chosen).words())
+    found = vars(parser.parse_args(["observe", *words, "--", "python", "t.py"]))
+    assert found["training"] == ["--", "python", "t.py"]
+    assert found["no_dropout"] is True
+    assert shlex.split(found["flat"]) == list(chosen["flat"] or ())
+    assert {name: found[name] for name in chosen if name not in ("dropout", "flat")} == {
+        name: value for name, value in chosen.items() if name not in ("dropout", "flat")
+    }
+    assert not set(fields_of_options()) - set(chosen) - {"folder", "keep", "export"}
+    assert Options().words() == ""
+
+
+def fields_of_options() -> list[str]:
+    return [one.name for one in dataclasses.fields(Options)]
+
+
+def test_loggers_reach_no_network_whatever_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    (tmp_path / "t.py").write_text(
+        "import os\nprint(os.environ['WANDB_MODE'])\nraise SystemExit(1)"
+    )
+    with pytest.raises(ScriptFailed, match="disabled"):
+        observe("python t.py", one_process="python t.py")
 
 
 def test_the_error_of_the_script_is_shown_and_not_that_of_its_launcher() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddp_equivalence.observed_scripts.listed_rows import TOP_OF_CALL
-from ddp_equivalence.observed_scripts.rows import joined, padding_of, put_into, rows_of
+from ddp_equivalence.observed_scripts.rows import joined, put_into, rows_of
 from ddp_equivalence.observed_scripts.rows_as_json import rows_with_tensors, rows_without_tensors
 
 
@@ -169,12 +169,6 @@ def test_images_with_one_label_each_are_rows() -> None:
     images, _ = detections(1, 2, 3, 4)
     rows = rows_of((images, torch.arange(4)))
     assert (rows.count, list(rows.entries)) == (4, ["[0]"])
-
-
-@pytest.mark.parametrize(("path", "value"), [("['labels']", -100), ("['x']", 0), ("['mask']", 0)])
-def test_padding_without_a_mask(path: str, value: int) -> None:
-    rows = rows_of({path[2:-2]: torch.ones(2, 2)})
-    assert padding_of(path, [rows]) == value
 
 
 def test_ranks_with_another_number_of_dimensions_cannot_be_joined() -> None:

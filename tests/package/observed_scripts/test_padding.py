@@ -1,0 +1,57 @@
+"""What rows are padded with is seen in the batches, or is known to be a guess."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ddp_equivalence.observed_scripts.padding import Padding, padding_of
+from ddp_equivalence.observed_scripts.rows import guessed_paddings, rows_of
+
+
+def padded(*lengths: int, value: float = 0, left: bool = False, first: int = 5) -> Tensor:
+    """Rows of so many numbers, which begin with ``first``, as a collator pads them."""
+    rows = [torch.arange(first, first + length) for length in lengths]
+    return pad_sequence(
+        rows, batch_first=True, padding_value=value, padding_side="left" if left else "right"
+    )
+
+
+@pytest.mark.parametrize("value", [0, 3, -1, -100])
+@pytest.mark.parametrize("left", [False, True])
+def test_what_rows_end_or_begin_with_is_the_padding(value: int, left: bool) -> None:
+    parts = [{"x": padded(*lengths, value=value, left=left)} for lengths in ((7, 4, 3), (9, 2))]
+    assert padding_of("x", parts) == Padding(value, is_seen=True)
+
+
+def test_features_are_padded_by_whole_vectors() -> None:
+    rows = pad_sequence([torch.randn(length, 4) for length in (3, 6, 2)], batch_first=True)
+    assert padding_of("x", [{"x": rows}]) == Padding(0.0, is_seen=True)
+
+
+def test_a_label_that_is_ignored_is_the_padding_wherever_it_stands() -> None:
+    masked = torch.tensor([[7, -100, -100, 8, 9], [-100, 2, -100, 5, 6]])
+    assert padding_of("targets", [{"targets": masked}]) == Padding(-100, is_seen=True)
+
+
+def test_a_mask_says_what_the_padding_is() -> None:
+    part = {"ids": padded(2, 3, value=1, first=1), "attention_mask": padded(2, 3, first=1).bool()}
+    assert padding_of("ids", [part]) == Padding(1, is_seen=True)
+    assert padding_of("attention_mask", [part]).value == 0
+
+
+@pytest.mark.parametrize(("path", "value"), [("labels", -100), ("targets", -100), ("x", 0)])
+def test_rows_of_one_length_do_not_show_it(path: str, value: int) -> None:
+    """Neither does a token with which every row begins, nor one with which every row ends."""
+    parts = [{path: padded(4, 4)}, {path: padded(6, 6)}]
+    assert padding_of(path, parts) == Padding(value, is_seen=False)
+
+
+def test_a_guess_is_one_only_where_ranks_have_rows_of_other_lengths() -> None:
+    batches = ({"x": padded(4, 4), "y": torch.ones(2)}, {"x": padded(6, 6), "y": torch.ones(2)})
+    assert guessed_paddings([rows_of(one) for one in batches]) == ["['x']"]
+    assert guessed_paddings([rows_of(batches[0])] * 2) == []
+    shown = ({"x": padded(6, 3, 2)}, {"x": padded(8, 4, 3)})
+    assert guessed_paddings([rows_of(one) for one in shown]) == []
