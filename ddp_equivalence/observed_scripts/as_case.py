@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -49,6 +50,11 @@ class ObservedStep:
     number: int
     group: tuple[int, ...]
     rows: tuple[Row, ...]
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of the weights and buffers."""
+        return sum(map(prod, self.record.reader(0, self.number).shapes("weights/").values()))
 
     def answer(self, rows: Sequence[int], nudge: int = 0) -> AnswerOfStep:
         """What the script computes from these rows alone. ``nudge``: as in ``Query``.

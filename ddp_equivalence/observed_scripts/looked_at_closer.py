@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import TypeVar
 
@@ -66,7 +65,7 @@ def second_run(step: ObservedStep, verdict: Verdict, run_again: RunAgain) -> Sec
     before_clip = recorded.clips and verdict.analysis.kind == BEFORE_CLIP
     clipped_after = len(recorded.losses) if before_clip else 0
     sizes, stride = dict(sample.sizes), dict(sample.stride)
-    module, small = modules.pop(), _elements(step) <= MOST_ELEMENTS
+    module, small = modules.pop(), step.elements <= MOST_ELEMENTS
     look_at = LookAt(module, sizes, stride, _rows(step), clipped_after, operations=small)
     try:
         record = run_again(look_at, step.number)
@@ -83,10 +82,6 @@ def second_run(step: ObservedStep, verdict: Verdict, run_again: RunAgain) -> Sec
         if (folder / OPERATIONS).exists():
             operations[rank] = read_operations(folder / OPERATIONS)
     return SecondRun(observations, operations, module)
-
-
-def _elements(step: ObservedStep) -> int:
-    return sum(map(prod, step.record.reader(0, step.number).shapes("weights/").values()))
 
 
 def read_operations(path: Path) -> Operations:

@@ -48,6 +48,7 @@ from ddp_equivalence.observed_scripts.record import Record
 from ddp_equivalence.observed_scripts.recording import Recording, ScriptFailed, working_folder
 from ddp_equivalence.observed_scripts.report import render
 from ddp_equivalence.observed_scripts.step_facts import StepFacts
+from ddp_equivalence.observed_scripts.steps_of_record import compute_in_their_order, observed_steps
 from ddp_equivalence.observed_scripts.told import LookAt, Told
 from ddp_equivalence.observed_scripts.working_folder import with_own_scripts
 from ddp_equivalence.report.line import Line
@@ -145,7 +146,7 @@ class _Observation:
         return Observed(
             name=script.name,
             verdicts=tuple(verdicts),
-            facts=tuple(StepFacts.of(step) for step in _steps(record, None)),
+            facts=tuple(StepFacts.of(step) for step in observed_steps(record, None)),
             command=self.command,
             one_process=alone,
             world_size=record.world_size,
@@ -208,7 +209,9 @@ class _Observation:
         log = folder / "one_process.log"
         oracle = Oracle(command, at, log, record, told, self.options.deadline, arrangement)
         try:
-            return [self._verdict(script, step) for step in _steps(record, oracle)]
+            steps = observed_steps(record, oracle)
+            compute_in_their_order(steps)
+            return [self._verdict(script, step) for step in steps]
         finally:
             oracle.close()
             self.notes += _notes(oracle)
@@ -269,13 +272,6 @@ def show(what: str) -> None:
     """Say what is going on, to a person at a terminal."""
     if sys.stderr is not None and sys.stderr.isatty():
         print(f"observing: {what}", file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _steps(record: Record, oracle: Oracle | None) -> Iterator[ObservedStep]:
-    for group in record.groups:
-        rows = record.rows(group)
-        for number in group:
-            yield ObservedStep(record, oracle, number, group, rows)
 
 
 def _notes(oracle: Oracle) -> Iterator[str]:

@@ -207,6 +207,9 @@ class Oracle:
             kind, _, text = line.partition(" ")
             if kind == "next":
                 self._send(query)
+            elif kind == "cannot":
+                self._stop()
+                raise CannotReplay(f"one process cannot have the rows of all ranks: {text}")
             elif kind == "answer":
                 answer = Answer.from_json(json.loads(text))
                 self._answered_since_start += 1

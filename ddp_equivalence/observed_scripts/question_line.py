@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 from ddp_equivalence.observed_scripts.query import Answer, Query
 
@@ -36,6 +39,11 @@ class QuestionLine:
         self._send(f"answer {answer.to_json()}")
         self.answered += 1
 
+    def refuse(self, reason: str) -> NoReturn:
+        """Say why the query cannot be answered, and end the process."""
+        self._send(f"cannot {' '.join(reason.split())}")
+        end_process()
+
     def _send(self, text: str) -> None:
         if self._socket is None:
             self._socket = socket.socket(socket.AF_UNIX)
@@ -45,3 +53,10 @@ class QuestionLine:
 
     def _read(self) -> str:
         return self._lines.readline().strip()
+
+
+def end_process() -> NoReturn:
+    """End this process, which has nothing more to answer."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -15,6 +15,9 @@ LARGEST = 0.02
 """Another order of the rows that moves the gradient by more than this is no rounding: the loss
 depends on the order."""
 
+LARGEST_IN_FLOAT64 = 1e-4
+"""The same for a script that computes in float64, also if parts of it compute in float32."""
+
 
 class ExpectedOfScript(Expected):
     """The script's own gradient of all rows, and its rounding: it is asked for the rows in other
@@ -57,6 +60,8 @@ class ExpectedOfScript(Expected):
         truth = self.reference.expected
         dtypes = [self.reference.lowest_dtype, *([] if autocast is None else [autocast])]
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        in_float64 = eps == torch.finfo(torch.float64).eps
+        largest = max(LARGEST_IN_FLOAT64 if in_float64 else LARGEST, OF_ORDER * eps)
         noise: dict[tuple[int, str], object] = {}
         order_matters = False
         for nudge, order in enumerate(orders, start=1):
@@ -69,7 +74,7 @@ class ExpectedOfScript(Expected):
                 for name, one in answer.gradients(self._kind).items()
             }
             of_order = noise_of(truth, found)
-            if relative_noise(truth, of_order) > max(LARGEST, OF_ORDER * eps):
+            if relative_noise(truth, of_order) > largest:
                 order_matters = True
                 continue
             noise = larger_noise(noise, of_order) if noise else of_order  # type: ignore[arg-type,assignment]

@@ -109,7 +109,8 @@ def joined(parts: Sequence[Part]) -> Rows:
     """The rows of all parts, one after the other.
 
     Where ranks have padded their rows to other lengths, the rows are padded to the longest, with
-    what the batch itself is padded with. Raises ValueError where it is not known what one process
+    what the batch itself is padded with. A leaf with the rows end to end, and their lengths beside
+    it, is taken apart by them. Raises ValueError where it is not known what one process
     would have: where the parts hold other lists of rows, or other tensors that have no rows.
     """
     first = parts[0][0]
@@ -123,6 +124,14 @@ def joined(parts: Sequence[Part]) -> Rows:
         if all(rows.has_rows(path) for rows, _ in parts):
             taken = [_taken(rows.tensors[path], which) for rows, which in parts]
             tensors[path] = torch.cat(_padded_alike(taken, path, [rows for rows, _ in parts]))
+        elif (lengths := _lengths_of_rows(path, [rows for rows, _ in parts])) is not None:
+            tensors[path] = torch.cat(
+                [
+                    rows.tensors[path].split(of_part)[row]
+                    for (rows, which), of_part in zip(parts, lengths, strict=True)
+                    for row in (range(rows.count) if which is None else which)
+                ]
+            )
         else:
             whole = first.tensors[path]
             if whole.ndim and not all(_equal(rows.tensors[path], whole) for rows, _ in parts):
@@ -148,6 +157,27 @@ def _taken(tensor: Tensor, which: Sequence[int] | None) -> Tensor:
 
 def _entries(entries: list[Any], which: Sequence[int] | None) -> list[Any]:
     return entries if which is None else [entries[place] for place in which if place < len(entries)]
+
+
+def _lengths_of_rows(path: str, parts: Sequence[Rows]) -> list[list[int]] | None:
+    """How much of a leaf belongs to each row, in each part: where the batch has whole numbers, one
+    for each row, whose sum is the length of the leaf. Targets of a CTC loss lie like this. None if
+    no such numbers are in all parts.
+    """
+    for other in parts[0].tensors:
+        lengths = [rows.tensors.get(other) for rows in parts]
+        if all(
+            one is not None
+            and rows.has_rows(other)
+            and one.ndim == 1
+            and one.dtype in (torch.int32, torch.int64)
+            and bool((one >= 0).all())
+            and rows.tensors[path].ndim > 0
+            and int(one.sum()) == len(rows.tensors[path])
+            for one, rows in zip(lengths, parts, strict=True)
+        ):
+            return [one.tolist() for one in lengths if one is not None]
+    return None
 
 
 def _padded_alike(tensors: list[Tensor], path: str, parts: Sequence[Rows]) -> list[Tensor]:

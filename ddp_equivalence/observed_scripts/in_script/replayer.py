@@ -7,28 +7,33 @@ buffers that were recorded. Where the script reads a batch, it is given the rows
 from __future__ import annotations
 
 import os
-import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 from ddp_equivalence.comparison.low_precision import NudgedInside
 from ddp_equivalence.comparison.nudges import nudge_each
+from ddp_equivalence.observed_scripts.in_script.falling_order import in_falling_order
 from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors
 from ddp_equivalence.observed_scripts.in_script.rank_generators import RankGenerators, Source
 from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
 from ddp_equivalence.observed_scripts.in_script.watch import Watch
-from ddp_equivalence.observed_scripts.listed_rows import TOP_OF_CALL
+from ddp_equivalence.observed_scripts.listed_rows import TOP, TOP_OF_CALL
 from ddp_equivalence.observed_scripts.query import Answer, AnswerOfStep, Piece, Query
-from ddp_equivalence.observed_scripts.question_line import QuestionLine
-from ddp_equivalence.observed_scripts.recorded_step import StepReader, in_float64, rank_folder
-from ddp_equivalence.observed_scripts.rows import Rows, joined, put_into
+from ddp_equivalence.observed_scripts.question_line import QuestionLine, end_process
+from ddp_equivalence.observed_scripts.recorded_step import (
+    StepReader,
+    in_float64,
+    loaders_of_training,
+    rank_folder,
+)
+from ddp_equivalence.observed_scripts.rows import Part, Rows, joined, put_into
 from ddp_equivalence.observed_scripts.told import Told
 
 
@@ -165,17 +170,8 @@ class Replayer(Watch):
 
     @cached_property
     def _loaders_of_training(self) -> tuple[int, ...]:
-        """The loaders that the ranks trained with, by the numbers that they have on rank 0. This
-        process iterates over the same ones.
-        """
-        known: tuple[int, ...] = ()
-        number = 0
-        while True:
-            try:
-                known = self._reader(0, number).step.loaders
-            except FileNotFoundError:
-                return known
-            number += 1
+        """Those of rank 0. This process iterates over the same ones."""
+        return loaders_of_training(self._told.folder)
 
     def _batch(self, loader: int, native: Any) -> Any:
         if not self._is_fed(loader):
@@ -187,17 +183,21 @@ class Replayer(Watch):
             first += len(self._query(number).micro_batches)
             number += 1
         query = self._query(number)
-        pieces = query.micro_batches[position - first]
-        parts = []
-        for piece in pieces:
-            where = self._recorded_batches(piece, query, loader)[piece.micro_batch]
-            step, place = where
-            parts.append((self._reader(piece.rank, step).rows(f"batch/{place}/"), piece.rows))
-        rows = self._cast(joined(parts))
-        batch = put_into(rows, native)
+        pieces: Sequence[Piece] = query.micro_batches[position - first]
+        where = {
+            (one.rank, one.micro_batch): self._recorded_batches(one, query, loader)[one.micro_batch]
+            for one in pieces
+        }
+        read = {
+            (rank, number): self._reader(rank, step).rows(f"batch/{place}/")
+            for (rank, number), (step, place) in where.items()
+        }
+        pieces = in_falling_order(pieces, [read[one.rank, one.micro_batch] for one in pieces])
+        parts = [(read[one.rank, one.micro_batch], one.rows) for one in pieces]
+        batch = self._put_into(parts, native)
         sources = []
         for piece in pieces:
-            step, place = self._recorded_batches(piece, query, loader)[piece.micro_batch]
+            step, place = where[piece.rank, piece.micro_batch]
             sources.append(self._source(piece, step, Event("batch", number=place).name(0)))
         self._not_given.setdefault(loader, deque()).append((query, sources))
         return batch
@@ -232,8 +232,14 @@ class Replayer(Watch):
             if index >= len(calls):
                 return arguments, named
             parts.append((record.rows(f"call/{calls[index]}/"), piece.rows))
-        given = put_into(self._cast(joined(parts)), (arguments, named), TOP_OF_CALL)
+        given = self._put_into(parts, (arguments, named), TOP_OF_CALL)
         return given[0], given[1]
+
+    def _put_into(self, parts: Sequence[Part], native: Any, top: Collection[str] = TOP) -> Any:
+        try:
+            return put_into(self._cast(joined(parts)), native, top)
+        except ValueError as error:
+            self._line.refuse(str(error))
 
     def before_clip(self) -> None:
         """What happens to gradients from here on is not logged."""
@@ -288,10 +294,3 @@ class Replayer(Watch):
             for piece in pieces
             for number in query.steps
         )
-
-
-def end_process() -> NoReturn:
-    """End this process, which has nothing more to answer."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

@@ -29,6 +29,7 @@ LIMIT = 1e-13
         pytest.param("adversarial.py", 4, id="two optimizers in turn, noise"),
         pytest.param("loss_scale.py", 3, id="loss scale, loader read ahead"),
         pytest.param("detector.py", 3, id="lists of images and boxes"),
+        pytest.param("tagger.py", 3, id="rows sorted, or end to end; a loss annealed by the step"),
     ],
 )
 def test_a_right_script_trains_as_in_one_process(script: str, steps: int) -> None:

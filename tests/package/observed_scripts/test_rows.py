@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_equivalence.observed_scripts.in_script.falling_order import in_falling_order
 from ddp_equivalence.observed_scripts.listed_rows import TOP_OF_CALL
-from ddp_equivalence.observed_scripts.rows import joined, put_into, rows_of
+from ddp_equivalence.observed_scripts.query import Piece
+from ddp_equivalence.observed_scripts.rows import Rows, joined, put_into, rows_of
 from ddp_equivalence.observed_scripts.rows_as_json import rows_with_tensors, rows_without_tensors
 
 
@@ -175,3 +177,42 @@ def test_ranks_with_another_number_of_dimensions_cannot_be_joined() -> None:
     flat, deep = rows_of({"x": torch.ones(2, 3)}), rows_of({"x": torch.ones(2, 3, 4)})
     with pytest.raises(ValueError, match="number of dimensions"):
         joined([(flat, None), (deep, None)])
+
+
+def end_to_end(*lengths: int, first: int) -> Rows:
+    numbers = torch.arange(first, first + sum(lengths))
+    inputs = torch.ones(len(lengths), 4)
+    return rows_of({"inputs": inputs, "targets": numbers, "lengths": torch.tensor(lengths)})
+
+
+def test_rows_that_lie_end_to_end_are_taken_apart_by_their_lengths() -> None:
+    parts = [end_to_end(2, 1, 3, first=0), end_to_end(1, 2, first=10)]
+    both = joined([(parts[0], None), (parts[1], None)])
+    assert both.tensors["['targets']"].tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 12]
+    some = joined([(parts[1], (1,)), (parts[0], (2, 0))])
+    assert some.tensors["['targets']"].tolist() == [11, 12, 3, 4, 5, 0, 1]
+    assert some.tensors["['lengths']"].tolist() == [2, 3, 2]
+
+
+def test_a_leaf_without_rows_and_lengths_must_be_the_same_on_all_ranks() -> None:
+    parts = [rows_of({"x": torch.ones(4, 2), "edges": torch.arange(n)}) for n in (7, 9)]
+    with pytest.raises(ValueError, match=r"edges.* has no rows, and differs between ranks"):
+        joined([(one, None) for one in parts])
+
+
+def test_rows_that_every_rank_has_sorted_stay_sorted() -> None:
+    read = [
+        rows_of({"labels": torch.tensor([1, 0, 0]), "lengths": torch.tensor([9, 5, 2])}),
+        rows_of({"labels": torch.tensor([1, 1, 0]), "lengths": torch.tensor([7, 5, 5])}),
+    ]
+    pieces = [Piece(0, 2), Piece(1, 0, (0, 2))]
+    order = in_falling_order(pieces, read)
+    assert [(one.rank, one.micro_batch, one.rows) for one in order] == [
+        *((0, 2, (0,)), (1, 0, (0,)), (0, 2, (1,)), (1, 0, (2,)), (0, 2, (2,))),
+    ]
+
+
+def test_rows_that_a_rank_has_not_sorted_stay_where_they_are() -> None:
+    read = [rows_of({"lengths": torch.tensor(one)}) for one in ([9, 5, 2], [5, 7, 5])]
+    pieces = [Piece(0, 0), Piece(1, 0)]
+    assert in_falling_order(pieces, read) is pieces

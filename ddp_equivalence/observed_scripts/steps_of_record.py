@@ -1,0 +1,34 @@
+"""The steps of a record, and what the one process is asked of them first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from ddp_equivalence.observed_scripts.as_case import ObservedStep
+from ddp_equivalence.observed_scripts.oracle import MOST_BYTES, CannotReplay, Oracle
+from ddp_equivalence.observed_scripts.record import Record
+
+BYTES_OF_ELEMENT = 24
+"""An answer has up to three gradients, in float64."""
+
+
+def observed_steps(record: Record, oracle: Oracle | None) -> list[ObservedStep]:
+    """All of them. ``oracle``: None if the one process is asked nothing."""
+    return [
+        ObservedStep(record, oracle, number, group, rows)
+        for group in record.groups
+        for rows in [record.rows(group)]
+        for number in group
+    ]
+
+
+def compute_in_their_order(steps: Sequence[ObservedStep]) -> None:
+    """Let the one process compute all steps, as it does by itself, before it is asked anything else
+    of them: the script may count its steps, and anneal its loss by that count.
+    """
+    if sum(step.elements for step in steps) * BYTES_OF_ELEMENT > MOST_BYTES:
+        return
+    with suppress(CannotReplay):  # it is asked again, and the verdict then says why
+        for step in steps:
+            step.answer(step.everything)
