@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
 
+from ddp_equivalence.observed_scripts.in_script.falling_order import in_falling_order
 from ddp_equivalence.observed_scripts.query import Piece
 from ddp_equivalence.observed_scripts.record import Record, Row, pieces_of
 
@@ -54,10 +55,20 @@ def order_of(
     for number, row in enumerate(rows):
         numbers[row.rank, row.micro_batch][row.row] = number
     order: list[int] = []
-    for piece in chain.from_iterable(arranged(record, arrangement, group, rows)):
+    for piece in chain.from_iterable(
+        _as_given(record, group, pieces) for pieces in arranged(record, arrangement, group, rows)
+    ):
         known = numbers[piece.rank, piece.micro_batch]
         order += known.values() if piece.rows is None else [known[row] for row in piece.rows]
     return order
+
+
+def _as_given(record: Record, group: tuple[int, ...], pieces: tuple[Piece, ...]) -> Sequence[Piece]:
+    """The pieces of a micro-batch as the script is given them."""
+    if record.feed != "loader":
+        return pieces
+    read = [record.rows_read(one.rank, one.micro_batch, group) for one in pieces]
+    return in_falling_order(pieces, read)
 
 
 def arrangement_of(record: Record, arrangement: Arrangement, group: tuple[int, ...]) -> Arrangement:

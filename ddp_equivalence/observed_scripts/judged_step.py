@@ -72,14 +72,15 @@ def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) ->
         return unknown(verdict, why)
     faults = tuple(faults_seen(step))
     records = [step.record.step(rank, step.number) for rank in range(step.record.world_size)]
+    if verdict.outcome == "different" and not faults:
+        guessed = padded_by_guess(step)
+        verdict = verdict if guessed is None else unknown(verdict, guessed)
     if verdict.outcome == "same" and kind != HELD and any(one.clips for one in records):
         clipped = _compared(script, step, HELD)
         if clipped.outcome == "different":
             seen_scaled = any(one.cause == clipped_while_scaled.NAME for one in faults)
             otherwise = () if seen_scaled else (clipped_otherwise(step),)
             verdict, faults = clipped, (*otherwise, *faults)
-    if verdict.outcome == "different" and (why := padded_by_guess(step)) is not None:
-        verdict = unknown(verdict, why)
     if verdict.outcome == "different" and look_closer is not None:
         verdict = _explained(step, verdict, look_closer)
     return _with_faults(verdict, faults)

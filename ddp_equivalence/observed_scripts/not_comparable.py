@@ -7,6 +7,7 @@ import torch
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
 from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
+from ddp_equivalence.observed_scripts.arrangements import AT_ONCE, ONE_AFTER_THE_OTHER
 from ddp_equivalence.observed_scripts.as_case import OWN, ObservedStep
 from ddp_equivalence.observed_scripts.gradient_sums import left_over
 from ddp_equivalence.observed_scripts.oracle import CannotReplay
@@ -44,7 +45,12 @@ def padded_by_guess(step: ObservedStep) -> Unknown | None:
     """Why a difference may lie in the replay: ranks have padded their rows to other lengths, and
     one process has padded all of them with a value that no batch shows.
     """
-    paths = guessed_paddings(step.record.read(step.group))
+    taken = set() if step.oracle is None else step.oracle.arrangements
+    if taken and taken <= {ONE_AFTER_THE_OTHER}:
+        return None  # then nothing is joined
+    read = step.record.read_by_micro_batch(step.group)
+    together = [[rows for of_ranks in read for rows in of_ranks]] if AT_ONCE in taken else read
+    paths = dict.fromkeys(path for parts in together for path in guessed_paddings(parts))
     if not paths:
         return None
     return Unknown(

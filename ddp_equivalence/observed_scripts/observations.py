@@ -58,7 +58,7 @@ def _of_rank(
         names = tuple(sample.sizes)
         norm = None if isnan(clip.norm) else clip.norm
         call = _call(Kind.CLIP, clip.place, passes, clip.limit, names=names)
-        calls.append(replace(call, norm=norm))
+        calls.append(replace(call, norm=norm, what="" if norm is None else "clip_grad_norm_"))
     stepped = recorded.optimizers[0]
     calls.append(_call(Kind.OPTIMIZER_STEP, recorded.stepped_at, passes, what=stepped))
     return Observation(

@@ -210,7 +210,7 @@ class _Observation:
         oracle = Oracle(command, at, log, record, told, self.options.deadline, arrangement)
         try:
             steps = observed_steps(record, oracle)
-            compute_in_their_order(steps)
+            compute_in_their_order(steps, self.options.from_step)
             return [self._verdict(script, step) for step in steps]
         finally:
             oracle.close()

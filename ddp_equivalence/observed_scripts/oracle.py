@@ -68,6 +68,7 @@ class Oracle:
         self._buffer = b""
         self._closed = False
         self._answers: dict[tuple[object, ...], Answer] = {}
+        self._refused: dict[tuple[object, ...], CannotReplay] = {}
         self._number = 0
         self._answered_since_start = 0
         self.arrangement = arrangement
@@ -102,10 +103,23 @@ class Oracle:
         ``nudge``: as in ``Query``. Raises CannotReplay.
         """
         key = (group, tuple(rows), nudge, self.in_blocks)
+        if key in self._refused:
+            raise self._refused[key]
         if key not in self._answers:
-            self._answers[key] = self._computed(group, rows, nudge)
+            try:
+                self._answers[key] = self._computed(group, rows, nudge)
+            except CannotReplay as error:
+                self._refused[key] = error  # the script is not waited for twice
+                raise
             self._forget_the_oldest()
         return self._answers[key]
+
+    def warm_up(self, group: tuple[int, ...], rows: Sequence[Row], steps: int) -> None:
+        """Let the script make so many steps, of which nobody needs the answers. Raises
+        CannotReplay.
+        """
+        for _ in range(steps):
+            self._computed(group, rows, 0).delete()
 
     def logged(self, group: tuple[int, ...], rows: Sequence[Row], module: str) -> str:
         """The file with the operations that the script runs for these rows, from the first call

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +25,9 @@ def padding_of(path: str, parts: Sequence[Mapping[str, Tensor]]) -> Padding:
     """What a leaf is padded with. ``parts``: the tensors of each batch, by their paths.
 
     It is the value that the leaf has where a mask of its shape marks padding; else the label that
-    torch ignores, if it has such labels; else what several rows have twice at their end, or else at
-    their beginning. Without all that it is a guess: -100 for labels, and 0.
+    torch ignores, if it has such labels; else a value with which the shorter rows of the batches
+    end, or begin, and which stands nowhere else. Without all that it is a guess: -100 for labels,
+    and 0.
     """
     tensors = [tensors[path] for tensors in parts]
     if "mask" in path:
@@ -41,8 +42,9 @@ def padding_of(path: str, parts: Sequence[Mapping[str, Tensor]]) -> Padding:
         return Padding(seen.most_common(1)[0][0], is_seen=True)
     if any(not one.is_floating_point() and bool((one == IGNORED_LABEL).any()) for one in tensors):
         return Padding(IGNORED_LABEL, is_seen=True)
-    for places in ((-1, -2), (0, 1)):
-        value = _value_at(tensors, places)
+    flat = [_with_lengths_last(one, tensors) for one in tensors]
+    for sides in (flat, [one.flip(1) for one in flat]):
+        value = _value_at_the_end(sides)
         if value is not None:
             return Padding(value, is_seen=True)
     return Padding(IGNORED_LABEL if "label" in path or "target" in path else 0, is_seen=False)
@@ -57,13 +59,34 @@ def _mark_of_padding(masks: Sequence[Tensor]) -> int:
     return int(are_bool and bool(begins) and not any(bool(one.any()) for one in begins))
 
 
-def _value_at(tensors: Iterable[Tensor], places: tuple[int, int]) -> float | None:
-    """The value that half of the rows, and at least two of them, have at both places."""
-    rows = [row for tensor in tensors if tensor.ndim > 1 and tensor.shape[1] > 2 for row in tensor]
-    found: Counter[float] = Counter()
-    for row in rows:
-        both = row[list(places)].reshape(-1)
-        if both.numel() and bool((both == both[0]).all()):
-            found[float(both[0]) if row.is_floating_point() else int(both[0])] += 1
-    value, count = found.most_common(1)[0] if found else (0, 0)
-    return value if count >= 2 and 2 * count >= len(rows) else None
+def _with_lengths_last(tensor: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """The tensor as ``[rows, length, the rest]``. The length: the first dim in which others differ,
+    else dim 1.
+    """
+    dims = [
+        dim
+        for dim in range(1, tensor.ndim)
+        if len({one.shape[dim] for one in tensors if one.ndim == tensor.ndim}) > 1
+    ]
+    moved = tensor.movedim(dims[0] if dims else 1, 1) if tensor.ndim > 1 else tensor[:, None]
+    return moved.reshape(*moved.shape[:2], -1)
+
+
+def _value_at_the_end(tensors: Sequence[Tensor]) -> float | None:
+    """The value that fills the ends of shorter rows, and stands nowhere else. In each batch, some
+    row must have none of it at its end, and in some batch another row must have it at least twice.
+    """
+    tensors = [one for one in tensors if one.numel()]
+    values = {float(row) for one in tensors for row in one[:, -1].amin(-1).unique()}
+    for value in sorted(values):
+        runs = []
+        for one in tensors:
+            is_value = (one == value).all(-1)
+            run = is_value.flip(1).long().cumprod(1).sum(1)
+            if bool((is_value.sum(1) != run).any()) or int(run.min()) > 0:
+                break
+            runs.append(int(run.max()))
+        else:
+            if max(runs, default=0) > 1:
+                return value if tensors[0].is_floating_point() else int(value)
+    return None

@@ -102,10 +102,16 @@ class AnswerOfStep:
     counts: tuple[int, ...] = ()
     read: tuple[tuple[str, ...], ...] = ()
     of_other_parameters: bool = False
+    lowest: str = ""
 
     @classmethod
     def of(
-        cls, seen: StepInProgress, number: int, file: Path, recorded: Collection[str]
+        cls,
+        seen: StepInProgress,
+        number: int,
+        file: Path,
+        recorded: Collection[str],
+        lowest: str = "",
     ) -> AnswerOfStep:
         """Write the gradients of a step that is complete. ``recorded``: the parameters that the
         optimizer had in the record.
@@ -125,7 +131,7 @@ class AnswerOfStep:
         read = digests_of_micro_batches(seen.calls, seen.call_rows)
         others = bool(recorded) and bool(seen.held) and seen.held.keys().isdisjoint(recorded)
         losses = tuple(seen.losses)
-        return cls(number, str(file), losses, missing, seen.unnamed, counts, read, others)
+        return cls(number, str(file), losses, missing, seen.unnamed, counts, read, others, lowest)
 
     def gradients(self, kind: str) -> dict[str, Tensor | None]:
         """The gradients by name; None for a parameter without one. ``kind``: as on the ranks."""

@@ -95,12 +95,25 @@ class Record:
 
     def read(self, group: Sequence[int]) -> list[Rows]:
         """What the ranks read in a group of steps, in the order of ``rows``."""
-        kind = "batch" if self.feed == "loader" else "call"
         return [
-            self.reader(rank, number).rows(f"{kind}/{place}/")
+            self.rows_read(rank, number, group)
             for rank in range(self.world_size)
-            for number, place in self._micro_batches(rank, group)
+            for number in range(len(self._micro_batches(rank, group)))
         ]
+
+    def read_by_micro_batch(self, group: Sequence[int]) -> list[list[Rows]]:
+        """For each micro-batch, what the ranks read in it that have one with this number."""
+        by_number: dict[int, list[Rows]] = {}
+        for rank in range(self.world_size):
+            for number in range(len(self._micro_batches(rank, group))):
+                by_number.setdefault(number, []).append(self.rows_read(rank, number, group))
+        return list(by_number.values())
+
+    def rows_read(self, rank: int, micro_batch: int, group: Sequence[int]) -> Rows:
+        """What a rank read in one micro-batch of a group of steps."""
+        kind = "batch" if self.feed == "loader" else "call"
+        step, place = self._micro_batches(rank, group)[micro_batch]
+        return self.reader(rank, step).rows(f"{kind}/{place}/")
 
     def _micro_batches(self, rank: int, group: Sequence[int]) -> list[tuple[int, int]]:
         """For each micro-batch of a rank, the step and the place there of its batch, from the first

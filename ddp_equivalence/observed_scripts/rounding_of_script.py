@@ -16,7 +16,9 @@ LARGEST = 0.02
 depends on the order."""
 
 LARGEST_IN_FLOAT64 = 1e-4
-"""The same for a script that computes in float64, also if parts of it compute in float32."""
+"""The same for a script of which every part computes in float64."""
+
+EPS_OF_FLOAT32 = torch.finfo(torch.float32).eps
 
 
 class ExpectedOfScript(Expected):
@@ -60,8 +62,6 @@ class ExpectedOfScript(Expected):
         truth = self.reference.expected
         dtypes = [self.reference.lowest_dtype, *([] if autocast is None else [autocast])]
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-        in_float64 = eps == torch.finfo(torch.float64).eps
-        largest = max(LARGEST_IN_FLOAT64 if in_float64 else LARGEST, OF_ORDER * eps)
         noise: dict[tuple[int, str], object] = {}
         order_matters = False
         for nudge, order in enumerate(orders, start=1):
@@ -74,6 +74,9 @@ class ExpectedOfScript(Expected):
                 for name, one in answer.gradients(self._kind).items()
             }
             of_order = noise_of(truth, found)
+            inside = torch.finfo(getattr(torch, answer.lowest)).eps if answer.lowest else 0.0
+            in_float64 = max(eps, inside) < EPS_OF_FLOAT32
+            largest = LARGEST_IN_FLOAT64 if in_float64 else max(LARGEST, OF_ORDER * eps)
             if relative_noise(truth, of_order) > largest:
                 order_matters = True
                 continue

@@ -124,14 +124,8 @@ def joined(parts: Sequence[Part]) -> Rows:
         if all(rows.has_rows(path) for rows, _ in parts):
             taken = [_taken(rows.tensors[path], which) for rows, which in parts]
             tensors[path] = torch.cat(_padded_alike(taken, path, [rows for rows, _ in parts]))
-        elif (lengths := _lengths_of_rows(path, [rows for rows, _ in parts])) is not None:
-            tensors[path] = torch.cat(
-                [
-                    rows.tensors[path].split(of_part)[row]
-                    for (rows, which), of_part in zip(parts, lengths, strict=True)
-                    for row in (range(rows.count) if which is None else which)
-                ]
-            )
+        elif (ends := _taken_apart(path, parts)) is not None:
+            tensors[path] = ends
         else:
             whole = first.tensors[path]
             if whole.ndim and not all(_equal(rows.tensors[path], whole) for rows, _ in parts):
@@ -159,25 +153,50 @@ def _entries(entries: list[Any], which: Sequence[int] | None) -> list[Any]:
     return entries if which is None else [entries[place] for place in which if place < len(entries)]
 
 
-def _lengths_of_rows(path: str, parts: Sequence[Rows]) -> list[list[int]] | None:
-    """How much of a leaf belongs to each row, in each part: where the batch has whole numbers, one
+def _taken_apart(path: str, parts: Sequence[Part]) -> Tensor | None:
+    """A leaf of whole numbers in which the rows lie end to end: where the batch has numbers, one
     for each row, whose sum is the length of the leaf. Targets of a CTC loss lie like this. None if
-    no such numbers are in all parts.
+    no such numbers are in all parts. Raises ValueError if the leaf may hold the numbers of rows or
+    of other entries, which are others in a joined batch.
     """
-    for other in parts[0].tensors:
-        lengths = [rows.tensors.get(other) for rows in parts]
-        if all(
-            one is not None
-            and rows.has_rows(other)
-            and one.ndim == 1
-            and one.dtype in (torch.int32, torch.int64)
-            and bool((one >= 0).all())
-            and rows.tensors[path].ndim > 0
-            and int(one.sum()) == len(rows.tensors[path])
-            for one, rows in zip(lengths, parts, strict=True)
-        ):
-            return [one.tolist() for one in lengths if one is not None]
+    distinct = {id(rows): rows for rows, _ in parts}
+    for other in parts[0][0].tensors:
+        if not all(_belong(path, other, rows) for rows in distinct.values()):
+            continue
+        if all(_may_be_numbers_of_entries(path, rows) for rows in distinct.values()):
+            raise ValueError(f"{path} has no rows, and may hold the numbers of other entries")
+        if len({rows.tensors[path].shape[1:] for rows in distinct.values()}) > 1:
+            raise ValueError(f"{path} has no rows, and other sizes on other ranks")
+        split = {
+            key: rows.tensors[path].split(rows.tensors[other].tolist())
+            for key, rows in distinct.items()
+        }
+        return torch.cat(
+            [
+                split[id(rows)][row]
+                for rows, which in parts
+                for row in (range(rows.count) if which is None else which)
+            ]
+        )
     return None
+
+
+def _belong(path: str, lengths: str, rows: Rows) -> bool:
+    """True if these numbers say how much of the leaf belongs to each row."""
+    if lengths not in rows.tensors or not rows.has_rows(lengths):
+        return False
+    leaf, numbers = rows.tensors[path], rows.tensors[lengths]
+    are_whole = all(one.dtype in (torch.int32, torch.int64) for one in (leaf, numbers))
+    if not are_whole or leaf.ndim == 0 or numbers.ndim != 1 or bool((numbers < 0).any()):
+        return False
+    return int(numbers.sum()) == len(leaf)
+
+
+def _may_be_numbers_of_entries(path: str, rows: Rows) -> bool:
+    """True if the largest number is that of the last row, or of the last entry of another leaf."""
+    leaf = rows.tensors[path]
+    others = {len(one) for name, one in rows.tensors.items() if name != path and one.ndim}
+    return leaf.numel() > 0 and int(leaf.max()) + 1 in {rows.count, *others}
 
 
 def _padded_alike(tensors: list[Tensor], path: str, parts: Sequence[Rows]) -> list[Tensor]:

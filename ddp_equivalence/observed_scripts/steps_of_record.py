@@ -13,6 +13,12 @@ BYTES_OF_ELEMENT = 24
 """An answer has up to three gradients, in float64."""
 
 
+MOST_EARLIER = 200
+"""One process makes as many steps as the ranks made before those that are recorded; not more than
+this.
+"""
+
+
 def observed_steps(record: Record, oracle: Oracle | None) -> list[ObservedStep]:
     """All of them. ``oracle``: None if the one process is asked nothing."""
     return [
@@ -23,12 +29,15 @@ def observed_steps(record: Record, oracle: Oracle | None) -> list[ObservedStep]:
     ]
 
 
-def compute_in_their_order(steps: Sequence[ObservedStep]) -> None:
+def compute_in_their_order(steps: Sequence[ObservedStep], earlier: int) -> None:
     """Let the one process compute all steps, as it does by itself, before it is asked anything else
-    of them: the script may count its steps, and anneal its loss by that count.
+    of them: the script may count its steps, and anneal its loss by that count. ``earlier``: so many
+    steps came before the first one.
     """
     if sum(step.elements for step in steps) * BYTES_OF_ELEMENT > MOST_BYTES:
         return
     with suppress(CannotReplay):  # it is asked again, and the verdict then says why
+        if steps and steps[0].oracle is not None and earlier <= MOST_EARLIER:
+            steps[0].oracle.warm_up(steps[0].group, steps[0].rows, earlier)
         for step in steps:
             step.answer(step.everything)

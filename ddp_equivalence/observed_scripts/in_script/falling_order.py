@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,38 +16,59 @@ from ddp_equivalence.observed_scripts.rows import Rows
 
 
 def in_falling_order(pieces: Sequence[Piece], read: Sequence[Rows]) -> Sequence[Piece]:
-    """The pieces, row by row in such an order if every rank has one. ``read``: what the rank read
-    in the micro-batch of each piece, with all of its rows.
+    """The pieces, taken apart and ordered so that lengths which fall on every rank fall on.
+
+    ``read``: what the rank read in the micro-batch of each piece, with all of its rows.
     """
     lengths = _lengths(read)
     if lengths is None:
         return pieces
-    alone = [
-        Piece(piece.rank, piece.micro_batch, (row,))
-        for piece, rows in zip(pieces, read, strict=True)
+    of_each: list[tuple[int, Piece, int]] = [
+        (int(of_piece[row]), piece, row)
+        for piece, rows, of_piece in zip(pieces, read, lengths, strict=True)
         for row in (range(rows.count) if piece.rows is None else piece.rows)
     ]
-    by_piece = {(one.rank, one.micro_batch): of for one, of in zip(pieces, lengths, strict=True)}
-    of_each = [int(by_piece[one.rank, one.micro_batch][one.rows[0]]) for one in alone if one.rows]
-    places = sorted(range(len(alone)), key=lambda place: -of_each[place])  # equal ones stay
-    return [alone[place] for place in places]
+    in_order = sorted(of_each, key=lambda one: -one[0])  # equal ones stay as they are
+    if in_order == of_each:
+        return pieces
+    found: list[Piece] = []
+    for _, piece, row in in_order:
+        last = found[-1] if found else None
+        if last is not None and (last.rank, last.micro_batch) == (piece.rank, piece.micro_batch):
+            found[-1] = replace(last, rows=(*(last.rows or ()), row))
+        else:
+            found.append(replace(piece, rows=(row,)))
+    return found
 
 
 def _lengths(read: Sequence[Rows]) -> list[Tensor] | None:
-    """The whole numbers that fall, or stay, from row to row in all of these; of several, those with
-    the most different values, since labels may fall by chance.
+    """The whole numbers that fall, or stay, from row to row in all of these, and that begin with
+    the length of another tensor of the rows: then they are lengths, and no labels.
     """
-    found = list(_falling(read))
-    return max(found, key=lambda one: len(torch.cat(one).unique())) if found else None
-
-
-def _falling(read: Sequence[Rows]) -> Iterator[list[Tensor]]:
     for path in read[0].tensors:
         if not all(path in rows.tensors and rows.has_rows(path) for rows in read):
             continue
         tensors = [rows.tensors[path] for rows in read]
-        if any(one.ndim != 1 or one.is_floating_point() or one.is_complex() for one in tensors):
-            continue
-        falls = all(bool((one[:-1] >= one[1:]).all()) for one in tensors)
-        if falls and any(bool(one[0] > one[-1]) for one in tensors):
-            yield tensors
+        if all(map(_fall, tensors)) and _are_lengths(tensors, read):
+            return tensors
+    return None
+
+
+def _fall(numbers: Tensor) -> bool:
+    if numbers.ndim != 1 or numbers.dtype not in (torch.int32, torch.int64):
+        return False
+    return bool((numbers[:-1] >= numbers[1:]).all()) and int(numbers[-1]) > 0
+
+
+def _are_lengths(numbers: Sequence[Tensor], read: Sequence[Rows]) -> bool:
+    """True if another tensor with rows is as long as the longest of them, in all of these."""
+    return any(
+        all(
+            other in rows.tensors
+            and rows.has_rows(other)
+            and rows.tensors[other].ndim > 1
+            and rows.tensors[other].shape[1] == int(of_rows[0])
+            for of_rows, rows in zip(numbers, read, strict=True)
+        )
+        for other in read[0].tensors
+    )

@@ -83,15 +83,17 @@ class Replayer(Watch):
         record = self._reader(query.ranks[0], number)
         if len(self.now.optimizers) < len(record.step.optimizers):
             return
+        lowest = ""
         if self._nudged_inside is not None:
             self._nudged_inside.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            lowest = str(self._nudged_inside.lowest or "").removeprefix("torch.")
             self._nudged_inside = None
         self._end_log()
         # The script may be started several times, and be asked the same more than once.
         name = f"{query.number}-{os.getpid()}-{self._done}-{number}.safetensors"
         parameters = {*record.gradient_names("held/"), *record.step.without_gradient}
         at = self._line.folder / name
-        self._answers.append(AnswerOfStep.of(self.now, number, at, parameters))
+        self._answers.append(AnswerOfStep.of(self.now, number, at, parameters, lowest))
         self._complete = True
         if len(self._answers) == len(query.steps):
             steps, missed = tuple(self._answers), self._generators.missed

@@ -55,3 +55,26 @@ def test_a_guess_is_one_only_where_ranks_have_rows_of_other_lengths() -> None:
     assert guessed_paddings([rows_of(batches[0])] * 2) == []
     shown = ({"x": padded(6, 3, 2)}, {"x": padded(8, 4, 3)})
     assert guessed_paddings([rows_of(one) for one in shown]) == []
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[[1, 2, 0, 0]], [[1, 2, 0, 1, 0, 0]]],
+        [[[0, 0, 2, 1]], [[0, 0, 1, 2, 1]]],
+        [[[1, 0, 0, 0], [2, 0, 1, 0]], [[1, 2, 3, 1, 0], [1, 1, 1, 0, 0]]],
+    ],
+)
+def test_a_class_with_which_rows_end_is_not_taken_for_the_padding(rows: list[list[int]]) -> None:
+    parts = [{"tags": torch.tensor(one)} for one in rows]
+    assert padding_of("tags", parts) == Padding(0, is_seen=False)
+
+
+def test_images_that_are_padded_to_other_widths_show_it() -> None:
+    parts = []
+    for widths in ((5, 3), (7, 4)):
+        images = torch.zeros(2, 3, 4, max(widths))
+        for image, width in zip(images, widths, strict=True):
+            image[:, :, :width] = torch.rand(3, 4, width) + 1
+        parts.append({"images": images})
+    assert padding_of("images", parts) == Padding(0.0, is_seen=True)

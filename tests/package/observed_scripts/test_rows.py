@@ -200,11 +200,13 @@ def test_a_leaf_without_rows_and_lengths_must_be_the_same_on_all_ranks() -> None
         joined([(one, None) for one in parts])
 
 
+def sorted_rows(*lengths: int, **more: torch.Tensor) -> Rows:
+    words = torch.ones(len(lengths), max(lengths), dtype=torch.long)
+    return rows_of({**more, "words": words, "lengths": torch.tensor(lengths)})
+
+
 def test_rows_that_every_rank_has_sorted_stay_sorted() -> None:
-    read = [
-        rows_of({"labels": torch.tensor([1, 0, 0]), "lengths": torch.tensor([9, 5, 2])}),
-        rows_of({"labels": torch.tensor([1, 1, 0]), "lengths": torch.tensor([7, 5, 5])}),
-    ]
+    read = [sorted_rows(9, 5, 2), sorted_rows(7, 5, 5)]
     pieces = [Piece(0, 2), Piece(1, 0, (0, 2))]
     order = in_falling_order(pieces, read)
     assert [(one.rank, one.micro_batch, one.rows) for one in order] == [
@@ -212,7 +214,44 @@ def test_rows_that_every_rank_has_sorted_stay_sorted() -> None:
     ]
 
 
-def test_rows_that_a_rank_has_not_sorted_stay_where_they_are() -> None:
-    read = [rows_of({"lengths": torch.tensor(one)}) for one in ([9, 5, 2], [5, 7, 5])]
+def test_rows_that_follow_each_other_stay_together() -> None:
+    order = in_falling_order([Piece(0, 0), Piece(1, 0)], [sorted_rows(9, 3), sorted_rows(8, 7, 6)])
+    assert [(one.rank, one.rows) for one in order] == [(0, (0,)), (1, (0, 1, 2)), (0, (1,))]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        pytest.param([sorted_rows(9, 5, 2), sorted_rows(5, 7, 5)], id="not sorted on a rank"),
+        pytest.param([sorted_rows(9, 5), sorted_rows(5, 5)], id="sorted as they are"),
+        pytest.param(
+            [rows_of({"x": torch.ones(4, 3), "y": torch.tensor([1, 0, 0, 0])})] * 2,
+            id="labels that fall by chance",
+        ),
+        pytest.param(
+            [rows_of({"x": torch.ones(4, 3), "y": torch.tensor([2, 2, 1, 1])})] * 2,
+            id="numbers that are no lengths",
+        ),
+    ],
+)
+def test_other_rows_stay_where_they_are(read: list[Rows]) -> None:
     pieces = [Piece(0, 0), Piece(1, 0)]
     assert in_falling_order(pieces, read) is pieces
+
+
+def graphs(*nodes: int) -> Rows:
+    """Graphs whose nodes lie end to end, each with the number of its graph in the batch."""
+    numbers = torch.cat([torch.full((count,), place) for place, count in enumerate(nodes)])
+    counts = torch.tensor(nodes)
+    return rows_of({"y": torch.ones(len(nodes)), "graph": numbers, "counts": counts})
+
+
+def test_numbers_of_entries_are_not_joined_as_if_they_were_values() -> None:
+    with pytest.raises(ValueError, match=r"graph.* may hold the numbers of other entries"):
+        joined([(graphs(3, 4), None), (graphs(2, 5), None)])
+
+
+def test_weights_of_classes_are_not_taken_for_rows() -> None:
+    batch = {"x": torch.ones(2, 3), "y": torch.tensor([2, 3]), "weights": torch.rand(5)}
+    rows = rows_of(batch)
+    assert torch.equal(joined([(rows, (1,))]).tensors["['weights']"], batch["weights"])
