@@ -12,8 +12,10 @@ from typing import Any
 from ddp_equivalence.observed_scripts.launch import Running
 from ddp_equivalence.observed_scripts.options import Options
 from ddp_equivalence.observed_scripts.record import Record
+from ddp_equivalence.observed_scripts.recorded_step import rank_folder
 from ddp_equivalence.observed_scripts.told import Told
 from ddp_equivalence.observed_scripts.working_folder import copy_of_links, with_own_scripts
+from ddp_equivalence.report.wrapping import rank_names
 
 SECONDS_TO_END = 3.0
 """A launcher gets this long to end by itself when its ranks have ended."""
@@ -79,7 +81,9 @@ class Recording:
         finally:
             running.end()
         record = Record(folder)
-        return record, "" if record.steps else _why_not(code, running.last_words, options)
+        if record.steps:
+            return record, ""
+        return record, _why_not(code, running.last_words, options, _ranks_that_are_done(record))
 
 
 def working_folder(options: Options, beside: Path) -> Path:
@@ -93,15 +97,25 @@ def working_folder(options: Options, beside: Path) -> Path:
 
 def _all_done(folder: Path) -> bool:
     record = Record(folder)
-    return record.world_size > 0 and all(
-        (folder / f"rank{rank}" / "done").exists() for rank in range(record.world_size)
-    )
+    return len(_ranks_that_are_done(record)) == record.world_size > 0
 
 
-def _why_not(code: int | None, last_words: str, options: Options) -> str:
-    """Why too little was recorded, in words."""
+def _ranks_that_are_done(record: Record) -> list[int]:
+    """The ranks that have made the steps which were to be recorded."""
+    ranks = range(record.world_size)
+    return [rank for rank in ranks if (rank_folder(record.folder, rank) / "done").exists()]
+
+
+def _why_not(code: int | None, last_words: str, options: Options, done: Sequence[int]) -> str:
+    """Why too little was recorded, in words. ``done``: the ranks that made all steps."""
     end = f"did not make {options.steps} steps of an optimizer within {options.deadline:g} s"
     if code is not None:
         made = "had made the steps that were to be recorded"
         end = f"ended with exit code {code} before every rank {made}"
-    return f"The command {end}. It printed last:\n{last_words}"
+    alone = ""
+    if done:
+        alone = (
+            f" Only {rank_names(done)} made them. If one rank trains something alone at first, "
+            "such as a teacher, let it do that in a run of its own before this one."
+        )
+    return f"The command {end}.{alone} It printed last:\n{last_words}"

@@ -100,6 +100,30 @@ def test_loggers_reach_no_network_whatever_the_environment_says(
         observe("python t.py", one_process="python t.py")
 
 
+ONE_RANK_ALONE = """
+import sys, torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+weight = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(weight.parameters(), lr=0.1)
+if dist.get_rank() == 0:
+    for _ in range(4):
+        weight(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+dist.barrier()
+"""
+
+
+def test_a_rank_that_trains_something_alone_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").write_text(ONE_RANK_ALONE)
+    command = "torchrun --standalone --nproc-per-node 2 t.py"
+    with pytest.raises(ScriptFailed, match="Only rank 0 made them"):
+        observe(command, steps=2, deadline=20)
+
+
 def test_the_error_of_the_script_is_shown_and_not_that_of_its_launcher() -> None:
     printed = """[rank1]: Traceback (most recent call last):
 [rank1]:   File "t.py", line 3, in <module>
