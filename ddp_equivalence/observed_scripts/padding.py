@@ -13,6 +13,10 @@ IGNORED_LABEL = -100
 """The label that torch's cross entropy leaves out, by which most collators pad labels."""
 
 
+UNORDERED = (torch.uint16, torch.uint32, torch.uint64)
+"""Torch can neither flip nor compare tensors of these dtypes on the CPU."""
+
+
 @dataclass(frozen=True)
 class Padding:
     """``is_seen``: a batch shows this value. Otherwise it is a guess."""
@@ -42,6 +46,8 @@ def padding_of(path: str, parts: Sequence[Mapping[str, Tensor]]) -> Padding:
         return Padding(seen.most_common(1)[0][0], is_seen=True)
     if any(not one.is_floating_point() and bool((one == IGNORED_LABEL).any()) for one in tensors):
         return Padding(IGNORED_LABEL, is_seen=True)
+    if any(one.is_complex() or one.dtype in UNORDERED for one in tensors):
+        return Padding(0, is_seen=False)
     flat = [_with_lengths_last(one, tensors) for one in tensors]
     for sides in (flat, [one.flip(1) for one in flat]):
         value = _value_at_the_end(sides)

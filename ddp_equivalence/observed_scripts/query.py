@@ -92,6 +92,8 @@ class AnswerOfStep:
     that each call of a trained module was given. ``read``: for each micro-batch, digests of the
     tensors of its first call. ``of_other_parameters``: the optimizer that stepped has none of the
     parameters of the one that stepped in the record, such as where two optimizers take turns.
+    ``lowest``: the least precise dtype in which a value was rounded inside a script that computes
+    in float64, if the query has a nudge; "" if none was.
     """
 
     number: int
@@ -206,6 +208,7 @@ class Answer:
                 tuple(one["counts"]),
                 tuple(map(tuple, one["read"])),
                 one["of_other_parameters"],
+                one["lowest"],
             )
             for one in raw["steps"]
         )

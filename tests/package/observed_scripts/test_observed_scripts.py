@@ -41,6 +41,12 @@ def test_a_right_script_trains_as_in_one_process(script: str, steps: int) -> Non
     assert str(found).startswith(f"same: {script}: {steps} steps on 2 ranks as in one process\n")
 
 
+def test_one_process_counts_the_steps_before_those_that_are_recorded() -> None:
+    """The weight of one loss of this script is the number of the step."""
+    found = observed("tagger.py", from_step=2, steps=2)
+    assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 2, str(found)
+
+
 @pytest.mark.parametrize(
     ("script", "word", "cause", "line"),
     [

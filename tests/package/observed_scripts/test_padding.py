@@ -70,6 +70,12 @@ def test_a_class_with_which_rows_end_is_not_taken_for_the_padding(rows: list[lis
     assert padding_of("tags", parts) == Padding(0, is_seen=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.complex64, torch.bool, torch.bfloat16])
+def test_every_dtype_can_be_asked_for_its_padding(dtype: torch.dtype) -> None:
+    parts = [{"x": torch.ones(2, length).to(dtype)} for length in (3, 5)]
+    assert padding_of("x", parts) == Padding(0, is_seen=False)
+
+
 def test_images_that_are_padded_to_other_widths_show_it() -> None:
     parts = []
     for widths in ((5, 3), (7, 4)):
