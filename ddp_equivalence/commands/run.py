@@ -73,6 +73,9 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         "--ddp-require-comparison",
         "--ddp-repeat-with=ddp-equivalence run",
         "--ddp-suite-run",
+        # A warning is an error in the tests of this package, and not on a user's machine, where
+        # other plugins of pytest and other versions of torch warn of what is none of our business.
+        *("-W", "default"),
         *(f"--must-run={lane}" for lane in arguments.must_run),
         *(_absolute(argument, before) for argument, before in zip(rest, ["", *rest], strict=False)),
     ]

@@ -23,7 +23,8 @@ def nudge_each(tensors: Iterable[Tensor], number: int) -> None:
     with torch.no_grad():
         for place, tensor in enumerate(tensors, start=(number - 1) * PLACES):
             if tensor.is_floating_point() and tensor.layout is torch.strided:
-                nudged = tensor * _factors(place, tensor.numel(), tensor.dtype).view(tensor.shape)
+                factors = _factors(place, tensor.numel(), tensor.dtype).view(tensor.shape)
+                nudged = tensor * factors.to(tensor.device)
                 tensor.copy_(torch.where(tensor == tensor.round(), tensor, nudged))
 
 

@@ -16,7 +16,11 @@ from ddp_equivalence.measurement.cuts import OwnBackward
 MOST_FOUND = 200
 MOST_DECORATORS = 4
 
-_APPLY = frozenset({BackwardCFunction.apply.__code__, BackwardCFunction.apply_boxed.__code__})
+_APPLY = frozenset(
+    getattr(BackwardCFunction, name).__code__
+    for name in ("apply", "apply_boxed")  # torch 2.11 has only the first
+    if hasattr(BackwardCFunction, name)
+)
 
 
 class OwnBackwards:

@@ -43,6 +43,7 @@ from ddp_equivalence.observed_scripts.not_comparable import (
     unfaithful,
 )
 from ddp_equivalence.observed_scripts.observations import observations
+from ddp_equivalence.observed_scripts.query import RowOrder
 from ddp_equivalence.observed_scripts.reduced_after_clipping import reduces_after_clipping
 from ddp_equivalence.observed_scripts.rounding_of_script import ExpectedOfScript
 from ddp_equivalence.observed_scripts.seen_without_reference import (
@@ -57,6 +58,8 @@ from ddp_equivalence.report.render import render, render_full
 from ddp_equivalence.report.unknown_verdicts import unknown
 from ddp_equivalence.report.verdict import Verdict
 
+OTHER_ROW_ORDERS: tuple[RowOrder, ...] = ("in blocks", "in dim 1")
+
 LookCloser = Callable[[ObservedStep, Verdict], SecondRun]
 """What is seen of the ranks when they run again and are watched; empty if they cannot be."""
 
@@ -67,7 +70,7 @@ def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) ->
     differences are not explained.
     """
     kind = HELD if reduces_after_clipping(step) else BEFORE_CLIP
-    verdict = _with_draws_in_blocks(script, step, kind)
+    verdict = _with_draws_in_order(script, step, kind)
     if (why := against_an_idle_plant(step)) is not None:
         return unknown(verdict, why)
     faults = tuple(faults_seen(step))
@@ -86,22 +89,24 @@ def judge(script: Script, step: ObservedStep, look_closer: LookCloser | None) ->
     return _with_faults(verdict, faults)
 
 
-def _with_draws_in_blocks(script: Script, step: ObservedStep, kind: Kind) -> Verdict:
-    """The verdict, where what one process draws for the rows lies as the script really has it.
+def _with_draws_in_order(script: Script, step: ObservedStep, kind: Kind) -> Verdict:
+    """The verdict, where one process draws for the rows in the order that the script really has.
 
-    It does not, if another order of the rows gives another gradient. Then it is tried in blocks.
+    It does not, if another order of the rows gives another gradient. Then other ways are tried.
     """
     verdict = _compared(script, step, kind)
     oracle, ranks = step.oracle, range(step.record.world_size)
     draws = any(step.record.step(rank, step.number).draws for rank in ranks)
-    if oracle is None or oracle.in_blocks or not draws or not _order_matters(verdict):
+    if oracle is None or oracle.row_order != "by row" or not draws or not _order_matters(verdict):
         return verdict
-    oracle.in_blocks = True
-    other = _compared(script, step, kind)
-    if other.outcome == "unknown" or _order_matters(other):
-        oracle.in_blocks = False
-        return verdict
-    return other
+    missed = oracle.missed
+    for row_order in OTHER_ROW_ORDERS:
+        oracle.row_order, oracle.missed = row_order, {}
+        other = _compared(script, step, kind)
+        if other.outcome != "unknown" and not _order_matters(other):
+            return other
+    oracle.row_order, oracle.missed = "by row", missed
+    return verdict
 
 
 def _order_matters(verdict: Verdict) -> bool:
@@ -191,7 +196,8 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
     if not any(one.accepted for one in findings):
         findings = (*tensors_differ_between_ranks(step), *findings)
     if not any(one.accepted for one in findings):
-        coupled = rows_depend_on_each_other(step, analysis.view)
+        missed = step.oracle is not None and step.oracle.missed  # then rows differ by chance
+        coupled = () if missed else rows_depend_on_each_other(step, analysis.view)
         findings = (*limited_by_hooks(step, analysis.view), *coupled, *findings)
     best = findings[0] if findings and findings[0].accepted else None
     if best is None:

@@ -24,7 +24,7 @@ from ddp_equivalence.observed_scripts.arrangements import (
     most_micro_batches,
 )
 from ddp_equivalence.observed_scripts.launch import Running
-from ddp_equivalence.observed_scripts.query import Answer, Query
+from ddp_equivalence.observed_scripts.query import Answer, Query, RowOrder
 from ddp_equivalence.observed_scripts.record import Record, Row
 from ddp_equivalence.observed_scripts.told import Told
 
@@ -43,7 +43,7 @@ class Oracle:
     """``command``: trains in one process. ``at``: the folder to run it in.
     ``log``: the file for what it prints. ``record``: of the ranks. ``told``: what its
     processes are told. ``deadline``: the seconds that one answer may take. ``arrangement``: the one
-    to begin with; ``arrangements``: those of all answers. ``in_blocks``: as in ``Query``, may be
+    to begin with; ``arrangements``: those of all answers. ``row_order``: as in ``Query``, may be
     changed.
     """
 
@@ -73,7 +73,7 @@ class Oracle:
         self._answered_since_start = 0
         self.arrangement = arrangement
         self.missed: dict[str, int] = {}
-        self.in_blocks = False
+        self.row_order: RowOrder = "by row"
         self.arrangements: set[Arrangement] = set()
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class Oracle:
 
         ``nudge``: as in ``Query``. Raises CannotReplay.
         """
-        key = (group, tuple(rows), nudge, self.in_blocks)
+        key = (group, tuple(rows), nudge, self.row_order)
         if key in self._refused:
             raise self._refused[key]
         if key not in self._answers:
@@ -141,7 +141,7 @@ class Oracle:
             micro_batches = arranged(self._record, self.arrangement, group, rows)
             self._number += 1
             query = Query(
-                self._number, group, micro_batches, 0, nudge, self.in_blocks, logged=logged
+                self._number, group, micro_batches, 0, nudge, self.row_order, logged=logged
             )
             answer = self._ask(query)
             found = tuple(len(step.losses) for step in answer.steps)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,12 @@ from ddp_equivalence.observed_scripts.tensor_file import write_tensors
 
 if TYPE_CHECKING:
     from ddp_equivalence.observed_scripts.in_script.step_in_progress import StepInProgress
+
+RowOrder = Literal["by row", "in blocks", "in dim 1"]
+"""How the rows of a batch follow one another in random numbers that are drawn for them. Where each
+row has several entries, those of one row stand together, or else the first entries of all rows come
+first, and then the second ones. ``in dim 1``: not in dim 0, which is the time in some models.
+"""
 
 KINDS = ("own", "before_clip", "held")
 """Of gradients. One that is not in a file has the values of the next that is."""
@@ -36,7 +42,7 @@ class Query:
     after the other on what was read once. ``micro_batches``: for each micro-batch, the pieces whose
     rows are joined. ``weights_of``: the rank whose weights and buffers are put in place. ``nudge``:
     the number of the pattern by which weights are moved one eps up or down; 0 for none.
-    ``in_blocks``: how random numbers lie, see ``RankGenerators.use``. ``logged``: the name of a
+    ``row_order``: that of random numbers. ``logged``: the name of a
     module; from its first call on, the operations of torch are logged. "" for none.
     """
 
@@ -45,7 +51,7 @@ class Query:
     micro_batches: tuple[tuple[Piece, ...], ...]
     weights_of: int = 0
     nudge: int = 0
-    in_blocks: bool = False
+    row_order: RowOrder = "by row"
     logged: str = ""
 
     @property
@@ -78,7 +84,7 @@ class Query:
             micro_batches,
             raw["weights_of"],
             raw["nudge"],
-            raw["in_blocks"],
+            raw["row_order"],
             raw["logged"],
         )
 

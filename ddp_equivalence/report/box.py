@@ -54,6 +54,10 @@ def title(box: Box) -> str:
     return f"{', '.join(have)}, {cores} CPU {plural(cores, 'core')}"
 
 
+LONGEST_VALUE = 60
+"""So many characters of a variable's value are shown."""
+
+
 def box_lines(box: Box, with_uuids: bool = True) -> Iterator[str]:
     """The machine, line by line. ``with_uuids``: name the GPUs as no other machine's are named."""
     installed = versions()
@@ -76,8 +80,13 @@ def box_lines(box: Box, with_uuids: bool = True) -> Iterator[str]:
         yield f"  {_allowed(box)}"
     if box.devices:
         yield f"  {_precision()}"
-    variables = [f"{name}={value}" for name, value in set_variables().items()]
+    variables = [f"{name}={_begin_of(value)}" for name, value in set_variables().items()]
     yield f"  Set: {', '.join(variables) or 'no variable of NCCL, CUDA, NVIDIA or torch'}"
+
+
+def _begin_of(value: str) -> str:
+    """A value of a variable, without the end of a long one: some images set lists of drivers."""
+    return value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}..."
 
 
 def _system() -> str:

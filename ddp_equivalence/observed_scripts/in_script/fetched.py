@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ddp_equivalence.case.batch_tree import tensors_of
+from ddp_equivalence.observed_scripts.in_script.generator_states import generator_state
 from ddp_equivalence.observed_scripts.rows import Rows
 
 MOST_AHEAD = 64
@@ -20,7 +21,7 @@ MOST_AHEAD = 64
 @dataclass
 class Fetched:
     """A batch of a loader. ``digests``: of its tensors. ``generator``: the state of torch's
-    generator when the script got the batch; None if it has not got it yet.
+    generators when the script got the batch; None if it has not got it yet.
     """
 
     rows: Rows
@@ -66,7 +67,7 @@ class FetchedBatches:
             return  # the one around it gives a batch more than once
         self._given[loader] = number + 1
         if (batch := self._batches[loader][number]) is not None:
-            batch.generator = torch.get_rng_state()
+            batch.generator = generator_state()
         self._since_call.append(loader)
 
     def trained_with(self, arguments: Any) -> None:

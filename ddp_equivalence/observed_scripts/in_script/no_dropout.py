@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 DROPOUTS = (
@@ -18,7 +18,7 @@ DROPOUT_P = 4
 
 
 def drop_nothing() -> None:
-    """Every dropout of torch returns its input, also that inside of attention."""
+    """Every dropout of torch returns its input, also that of attention and of recurrent layers."""
 
     def dropout(
         input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -37,6 +37,14 @@ def drop_nothing() -> None:
             arguments = (*arguments[:DROPOUT_P], 0.0, *arguments[DROPOUT_P + 1 :])
         return attention(*arguments, **named)
 
+    initialise = nn.RNNBase.__init__
+
+    @functools.wraps(initialise)
+    def initialised(self: nn.RNNBase, *arguments: Any, **named: Any) -> None:
+        initialise(self, *arguments, **named)
+        self.dropout = 0.0
+
+    nn.RNNBase.__init__ = initialised  # type: ignore[method-assign]
     of_torch: Any = torch
     of_functional: Any = functional
     of_functional.scaled_dot_product_attention = without_dropout

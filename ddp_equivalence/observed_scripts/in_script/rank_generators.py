@@ -1,12 +1,12 @@
 """Lets one process draw, for the rows of several ranks, the random numbers that each rank drew.
 
-A random operation whose result has a row for each row of the batch is cut along dim 0, and each
+A random operation whose result has entries for each row of the batch is cut into parts, and each
 part is drawn by a generator in the state that its rank's was in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,46 +16,29 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-aten: Any = torch.ops.aten
-
-IN_PLACE = {
-    *(aten.bernoulli_.float, aten.uniform_.default, aten.normal_.default),
-    *(aten.random_.default, getattr(aten.random_, "from"), aten.random_.to),
-    *(aten.exponential_.default, aten.log_normal_.default, aten.geometric_.default),
-}
-"""Operations that fill their first argument."""
-
-MADE: dict[Any, Callable[..., Tensor]] = {
-    aten.rand.default: torch.rand,
-    aten.randn.default: torch.randn,
-    aten.randint.default: torch.randint,
-    aten.randint.low: torch.randint,
-}
-"""Operations that make a tensor of a given size."""
-
-
-def _uniform_like(tensor: Tensor, **options: Any) -> Tensor:
-    return torch.rand(tensor.shape, **{"dtype": tensor.dtype, **options})
-
-
-def _normal_like(tensor: Tensor, **options: Any) -> Tensor:
-    return torch.randn(tensor.shape, **{"dtype": tensor.dtype, **options})
-
-
-LIKE: dict[Any, Callable[..., Tensor]] = {
-    aten.rand_like.default: _uniform_like,
-    aten.randn_like.default: _normal_like,
-    aten.bernoulli.default: torch.bernoulli,
-    aten.multinomial.default: torch.multinomial,
-}
-"""Operations that make a tensor with the rows of their first argument."""
-
-DRAW_NOTHING = {aten.empty_like.default, aten.native_dropout_backward.default}
+from ddp_equivalence.observed_scripts.in_script.generator_states import (
+    default_generator,
+    set_generator_state,
+    state_for,
+)
+from ddp_equivalence.observed_scripts.in_script.random_operations import (
+    DRAW_NOTHING,
+    IN_PLACE,
+    LIKE,
+    LIKE_VALUES,
+    MADE,
+    OF_DIM_0,
+    device_of,
+    drops_something,
+    first_tensor,
+)
+from ddp_equivalence.observed_scripts.in_script.rows_in_tensor import RowsInTensor
+from ddp_equivalence.observed_scripts.query import RowOrder
 
 
 @dataclass(frozen=True)
 class Source:
-    """``state``: of a rank's generator; None if it is not known. ``count``: the rows of that rank.
+    """``state``: of a rank's generators; None if it is not known. ``count``: the rows of that rank.
     ``rows``: which of them are in this process's batch; None for all.
     """
 
@@ -67,25 +50,6 @@ class Source:
     def taken(self) -> int:
         """The number of its rows in this process's batch."""
         return self.count if self.rows is None else len(self.rows)
-
-
-def _empty(tensor: Tensor, rows: int) -> Tensor:
-    """A tensor of so many rows whose dimensions lie in memory as those of the other tensor do:
-    random numbers are drawn in the order of the memory.
-    """
-    strides = tensor.stride()
-    order = sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim))
-    shape = (rows, *tensor.shape[1:])
-    empty = tensor.new_empty([shape[dim] for dim in order])
-    return empty.permute([order.index(dim) for dim in range(tensor.ndim)])
-
-
-def _drops(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
-    """True if a dropout, or an attention, drops something."""
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | dict(named)
-    probability = given.get("dropout_p", given.get("p"))
-    return float(probability or 0.0) > 0.0 and given.get("train") is not False
 
 
 def _copied(result: Any) -> Any:
@@ -110,30 +74,25 @@ class RankGenerators(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.missed: dict[str, int] = {}
         self.counts = True
-        self._sources: list[tuple[Source, torch.Generator]] = []
+        self._sources: list[Source] = []
+        self._states: list[dict[str, Tensor]] = []
         self._on = False
-        self._in_blocks = False
+        self._row_order: RowOrder = "by row"
 
-    def use(self, sources: Sequence[Source], draws: bool, in_blocks: bool = False) -> None:
+    def use(self, sources: Sequence[Source], draws: bool, row_order: RowOrder = "by row") -> None:
         """Draw from these from now on. ``draws``: the script draws random numbers at all.
-
-        ``in_blocks``: where a result has several entries for each row of the batch, such as one
-        for each of its crops, the first entries of all rows come first, and then the second ones.
-        Otherwise those of one row stand together.
+        ``row_order``: that of what is drawn.
         """
-        self._sources, self._in_blocks = [], in_blocks
+        self.forget()
+        self._row_order = row_order
         if not draws or any(source.state is None for source in sources):
             return
         if len(sources) == 1 and sources[0].rows is None:
             state = sources[0].state
             assert state is not None
-            torch.set_rng_state(state)
+            set_generator_state(state)
             return
-        for source in sources:
-            generator = torch.Generator()
-            assert source.state is not None
-            generator.set_state(source.state)
-            self._sources.append((source, generator))
+        self._sources, self._states = list(sources), [{} for _ in sources]
         self.begin()
 
     def begin(self) -> None:
@@ -153,7 +112,7 @@ class RankGenerators(TorchDispatchMode):
 
     def forget(self) -> None:
         """Draw as usual from now on."""
-        self._sources = []
+        self._sources, self._states = [], []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -163,8 +122,7 @@ class RankGenerators(TorchDispatchMode):
             return func(*args, **named)
         if func in DRAW_NOTHING or "out" in named or named.get("generator") is not None:
             return func(*args, **named)
-        may_drop = "dropout" in str(func) or "scaled_dot_product" in str(func)
-        if may_drop and not _drops(func, args, named):
+        if not drops_something(func, args, named):
             return func(*args, **named)
         drawn = self._drawn(func, args, named)
         return self._drawn_by_each(func, args, named) if drawn is None else drawn
@@ -174,16 +132,14 @@ class RankGenerators(TorchDispatchMode):
 
         The generators of all ranks move on.
         """
-        if func._schema.is_mutable and func not in IN_PLACE:
-            self._note_missed(func)  # it is not known what it writes to
+        device = device_of(args, named)
+        if (func._schema.is_mutable and func not in IN_PLACE) or not self._is_known(device):
+            self._note_missed(func)  # it is not known what it writes to, or from what it draws
             return func(*args, **named)
-        kept = torch.get_rng_state()
         results = []
-        for _, generator in self._sources:
-            torch.set_rng_state(generator.get_state())
-            results.append(_copied(func(*args, **named)))
-            generator.set_state(torch.get_rng_state())
-        torch.set_rng_state(kept)
+        for number in range(len(self._sources)):
+            with self._drawing_as(number, device):
+                results.append(_copied(func(*args, **named)))
         if not all(_equal(results[0], one) for one in results):
             self._note_missed(func)
         if func._schema.is_mutable:
@@ -195,72 +151,72 @@ class RankGenerators(TorchDispatchMode):
         if self.counts:
             self.missed[str(func)] = self.missed.get(str(func), 0) + 1
 
+    def _is_known(self, device: torch.device) -> bool:
+        """The state of every rank's generator of this device is."""
+        return default_generator(device) is not None and all(
+            source.state is not None and state_for(device, source.state) is not None
+            for source in self._sources
+        )
+
+    @contextmanager
+    def _drawing_as(self, number: int, device: torch.device) -> Iterator[None]:
+        """Inside the block, torch draws on this device what one source draws next."""
+        generator, states = default_generator(device), self._states[number]
+        assert generator is not None
+        kind = device.type  # a device without a number is the current one
+        if kind not in states:
+            state = self._sources[number].state
+            of_device = None if state is None else state_for(device, state)
+            assert of_device is not None
+            states[kind] = of_device
+        kept = generator.get_state()
+        generator.set_state(states[kind])
+        try:
+            yield
+        finally:
+            states[kind] = generator.get_state()
+            generator.set_state(kept)
+
     def _drawn(self, func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        if func in IN_PLACE:
-            each = self._each(args[0].shape)
-            if not each:
-                return None
-            parts = [
-                func(_empty(args[0], source.count * each), *args[1:], **draw)
-                for source, draw in self._with_generators(named)
-            ]
-            args[0].copy_(self._joined(parts, each))
-            return args[0]
-        if func in MADE:
-            *before, size = args
-            each = self._each(size)
-            if not each:
-                return None
-            options = {k: v for k, v in named.items() if k not in ("pin_memory",) and v is not None}
-            parts = [
-                MADE[func](*before, [source.count * each, *size[1:]], **draw)
-                for source, draw in self._with_generators(options)
-            ]
-            return self._joined(parts, each)
-        if func in LIKE:
-            each = self._each(args[0].shape)
-            if not each or any(source.rows is not None for source, _ in self._sources):
-                return None
-            options = {k: v for k, v in named.items() if k not in ("pin_memory",) and v is not None}
-            parts = [
-                LIKE[func](part, *args[1:], **draw)
-                for part, (_, draw) in zip(
-                    self._parts(args[0], each), self._with_generators(options), strict=True
-                )
-            ]
-            return self._joined(parts, each)
-        return None
+        """The result of an operation that draws rows; None if it does not."""
+        device = device_of(args, named)
+        if func not in IN_PLACE | MADE | LIKE | LIKE_VALUES or not self._is_known(device):
+            return None
+        if func in LIKE_VALUES and any(source.rows is not None for source in self._sources):
+            return None
+        size = args[-1] if func in MADE else first_tensor(args).shape
+        rows = sum(source.taken for source in self._sources)
+        where = RowsInTensor.of(size, rows, self._row_order)
+        if where is None or (where.dim and func in OF_DIM_0):
+            return None
+        results = []
+        for number, source in enumerate(self._sources):
+            if func in MADE:
+                given = (*args[:-1], where.shape(size, source.count))
+            else:
+                given = tuple(self._all_rows(one, where, len(size), number) for one in args)
+            with self._drawing_as(number, device):
+                results.append(func(*given, **named))
+        if isinstance(results[0], tuple):  # a dropout returns its mask too
+            return tuple(self._joined(parts, where) for parts in zip(*results, strict=True))
+        joined = self._joined(results, where)
+        return args[0].copy_(joined) if func in IN_PLACE else joined
 
-    def _each(self, shape: Sequence[int]) -> int:
-        """How many rows of the result belong to one row of the batch; 0 if they do not."""
-        rows = sum(source.taken for source, _ in self._sources)
-        return 0 if not len(shape) or not rows or shape[0] % rows else shape[0] // rows
+    def _all_rows(self, argument: Any, where: RowsInTensor, ndim: int, number: int) -> Any:
+        """An argument with all rows of one source in the place of those of every source."""
+        counts = [source.taken for source in self._sources]
+        if not isinstance(argument, Tensor) or argument.ndim != ndim:
+            return argument
+        if argument.shape[where.dim] != where.each * sum(counts):
+            return argument
+        rows, source = where.split(argument, counts)[number], self._sources[number]
+        if source.rows is not None:
+            return where.with_rows(rows, source.count, source.rows)
+        return where.empty(argument, source.count).copy_(rows)
 
-    def _with_generators(self, named: Mapping[str, Any]) -> list[tuple[Source, dict[str, Any]]]:
-        return [(source, {**named, "generator": one}) for source, one in self._sources]
-
-    def _parts(self, tensor: Tensor, each: int) -> list[Tensor]:
-        """The rows of every source, of a tensor with those of all."""
-        by_row = tensor.reshape(*self._split(len(tensor), each), *tensor.shape[1:])
-        parts = by_row.split([source.taken for source, _ in self._sources], self._dim_of_rows)
-        return [part.reshape(-1, *tensor.shape[1:]) for part in parts]
-
-    def _joined(self, parts: Sequence[Tensor], each: int) -> Tensor:
+    def _joined(self, drawn: Sequence[Tensor], where: RowsInTensor) -> Tensor:
         """One tensor of what was drawn for each source, of which some rows may not be taken."""
-        taken = []
-        for part, (source, _) in zip(parts, self._sources, strict=True):
-            by_row = part.reshape(*self._split(len(part), each), *part.shape[1:])
-            if source.rows is not None:
-                rows = torch.tensor(source.rows, dtype=torch.long)
-                by_row = by_row.index_select(self._dim_of_rows, rows)
-            taken.append(by_row)
-        joined = torch.cat(taken, self._dim_of_rows)
-        return joined.reshape(-1, *joined.shape[2:])
-
-    @property
-    def _dim_of_rows(self) -> int:
-        return 1 if self._in_blocks else 0
-
-    def _split(self, length: int, each: int) -> tuple[int, int]:
-        rows = length // each
-        return (each, rows) if self._in_blocks else (rows, each)
+        pairs = zip(drawn, self._sources, strict=True)
+        return where.joined(
+            [one if of.rows is None else where.rows_of(one, of.rows) for one, of in pairs]
+        )

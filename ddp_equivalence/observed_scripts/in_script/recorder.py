@@ -17,6 +17,7 @@ from ddp_equivalence.observed_scripts.in_script.closer_look import CloserLook
 from ddp_equivalence.observed_scripts.in_script.earlier_lines import EarlierLines
 from ddp_equivalence.observed_scripts.in_script.fetched import FetchedBatches, digest
 from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
+from ddp_equivalence.observed_scripts.in_script.generator_states import generator_state
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import whole
 from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors, unwrapped
@@ -124,7 +125,7 @@ class Recorder(Watch):
         self._earlier_steps += 1
         self._fetched.step_begins()
         self.now = StepInProgress()
-        self.now.generators[Event("start").name(0)] = torch.get_rng_state()
+        self.now.generators[Event("start").name(0)] = generator_state()
         self._finish_if_done()
 
     def _finish_if_done(self, fetching: bool = False) -> None:
@@ -236,7 +237,7 @@ class Recorder(Watch):
 
     def draws_like_the_record(self, event: Event) -> None:
         """Keep the state of the generator."""
-        self.now.generators[event.name(event.passes)] = torch.get_rng_state()
+        self.now.generators[event.name(event.passes)] = generator_state()
 
     # --- writing
 

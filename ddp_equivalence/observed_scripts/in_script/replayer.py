@@ -159,7 +159,7 @@ class Replayer(Watch):
             query, sources = waiting.popleft()
             if query.logged and query is self._now[0]:
                 self._begin_log()
-            self._generators.use(sources, self._draws(query), query.in_blocks)
+            self._generators.use(sources, self._draws(query), query.row_order)
 
     def loader_begins(self) -> AbstractContextManager[None]:
         """The seed that torch draws for a loader makes no rows."""
@@ -281,7 +281,7 @@ class Replayer(Watch):
         pieces = query.micro_batches[event.passes % len(query.micro_batches)]
         sources = [self._source(one, number, event.name(one.micro_batch)) for one in pieces]
         self._generators.counts = True
-        self._generators.use(sources, True, query.in_blocks)
+        self._generators.use(sources, True, query.row_order)
 
     def _source(self, piece: Piece, step: int, event: str) -> Source:
         record = self._reader(piece.rank, step)

@@ -16,6 +16,7 @@ from ddp_equivalence.measurement.further_calls import Lines
 from ddp_equivalence.observed_scripts.in_script.caller import place_of_caller
 from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
 from ddp_equivalence.observed_scripts.in_script.frozen_parameters import FrozenParameters
+from ddp_equivalence.observed_scripts.in_script.generator_states import generator_state
 from ddp_equivalence.observed_scripts.in_script.hooks import Hooked
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import kept, whole
 from ddp_equivalence.observed_scripts.in_script.names import ModuleNames, named_tensors
@@ -176,7 +177,7 @@ class Watch:
 
         ``by_the_script``: False if a loader may have drawn them.
         """
-        before, self._last_state = self._last_state, torch.get_rng_state()
+        before, self._last_state = self._last_state, generator_state()
         if before is not None and by_the_script:  # initial weights were drawn before that
             self.now.draws |= not torch.equal(before, self._last_state)
 

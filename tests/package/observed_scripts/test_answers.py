@@ -21,6 +21,12 @@ def test_every_field_of_an_answer_arrives() -> None:
 
 def test_every_field_of_a_query_arrives() -> None:
     query = Query(
-        7, (2, 3), ((Piece(0, 1, (5, 6)), Piece(1, 0)),), 1, 4, in_blocks=True, logged="model"
+        7,
+        (2, 3),
+        ((Piece(0, 1, (5, 6)), Piece(1, 0)),),
+        1,
+        4,
+        row_order="in blocks",
+        logged="model",
     )
     assert Query.from_json(query.to_json()) == query

@@ -1,0 +1,273 @@
+"""One process draws, for the rows of several ranks, the random numbers that each rank drew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_equivalence.observed_scripts.in_script.generator_states import (
+    BYTES_OF_CPU,
+    generator_state,
+    set_generator_state,
+)
+from ddp_equivalence.observed_scripts.in_script.rank_generators import RankGenerators, Source
+from ddp_equivalence.observed_scripts.in_script.recurrent_layers import let_torch_draw
+from ddp_equivalence.observed_scripts.query import RowOrder
+
+Drawn = tuple[Tensor, Tensor]
+"""The state of the generators before something was drawn, and what was drawn."""
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where numbers are drawn."""
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("NOT RUN: this machine has no CUDA device")
+        torch.ones(1, device="cuda")  # the process has used it
+    return str(request.param)
+
+
+def drawn_by(seed: int, draw: Callable[[], Tensor]) -> Drawn:
+    """What one rank draws."""
+    torch.manual_seed(seed)
+    state = generator_state()
+    return state, draw()
+
+
+def drawn_by_each(draw: Callable[[], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The states of two ranks, and what they draw."""
+    first, second = drawn_by(1, draw), drawn_by(2, draw)
+    assert not torch.equal(first[1], second[1])
+    return [first[0], second[0]], [first[1], second[1]]
+
+
+@contextmanager
+def drawing(sources: Sequence[Source], row_order: RowOrder = "by row") -> Iterator[RankGenerators]:
+    """Inside the block, this process draws for these."""
+    generators = RankGenerators()
+    generators.begin()
+    generators.use(sources, True, row_order)
+    try:
+        yield generators
+    finally:
+        generators.forget()
+        generators.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def whole(states: Sequence[Tensor], count: int) -> list[Source]:
+    """All rows of every rank."""
+    return [Source(state, count, None) for state in states]
+
+
+def test_one_process_drops_for_each_row_what_its_rank_dropped(device: str) -> None:
+    drop = nn.Dropout(0.5)
+    states, masks = drawn_by_each(lambda: drop(torch.ones(3, 40, device=device)))
+    with drawing(whole(states, 3)) as generators:
+        both = drop(torch.ones(6, 40, device=device))
+        assert torch.equal(both, torch.cat(masks))
+        generators.use([Source(states[1], 3, (2, 0)), Source(states[0], 3, (1,))], draws=True)
+        some = drop(torch.ones(3, 40, device=device))
+        assert torch.equal(some, torch.stack([masks[1][2], masks[1][0], masks[0][1]]))
+        assert generators.missed == {}
+
+
+def test_the_rows_of_a_rank_alone_are_drawn_by_the_default_generators(device: str) -> None:
+    states, masks = drawn_by_each(lambda: torch.rand(3, 40, device=device))
+    with drawing([Source(states[1], 3, None)]):
+        assert torch.equal(torch.rand(3, 40, device=device), masks[1])
+
+
+def test_numbers_that_belong_to_no_row_are_missed_where_ranks_draw_others(device: str) -> None:
+    states, _ = drawn_by_each(lambda: torch.rand(3, device=device))
+    with drawing(whole(states, 3)) as generators:
+        torch.randperm(5, device=device)
+        assert sum(generators.missed.values()) == 1
+
+
+def fused_dropout(ones: Tensor) -> Tensor:
+    """The operation that ``dropout`` is on a GPU: what is kept, and the mask."""
+    kept, mask = torch.native_dropout(ones, 0.5, True)
+    return torch.stack([kept, mask.to(kept.dtype)], dim=1)
+
+
+LIKE: dict[str, Callable[[Tensor], Tensor]] = {
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "bernoulli": lambda ones: torch.bernoulli(0.5 * ones),
+    "randint_like": lambda ones: torch.randint_like(ones, 50),
+    "randint_like from": lambda ones: torch.randint_like(ones, 10, 50),
+    "normal": lambda ones: torch.normal(ones, 2.0),
+    "normal of two": lambda ones: torch.normal(ones, ones),
+    "normal of a size": lambda ones: torch.normal(0.0, 1.0, tuple(ones.shape), device=ones.device),
+    "bernoulli in place": lambda ones: ones.clone().bernoulli_(0.5 * ones),
+    "multinomial": lambda ones: torch.multinomial(ones, 20),
+    "native_dropout": fused_dropout,
+}
+"""What is drawn with the rows of another tensor."""
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_what_is_drawn_like_a_tensor_is_drawn_for_its_rows(name: str, device: str) -> None:
+    draw = LIKE[name]
+    states, found = drawn_by_each(lambda: draw(torch.ones(2 * 3, 40, device=device)))
+    with drawing(whole(states, 2)) as generators:
+        both = draw(torch.ones(4 * 3, 40, device=device))
+        assert torch.equal(both, torch.cat(found))
+        generators.use([Source(states[1], 2, (1, 0)), Source(states[0], 2, (1,))], draws=True)
+        some = draw(torch.ones(3 * 3, 40, device=device))
+        first, second = (one.reshape(2, 3, *one.shape[1:]) for one in found)
+        assert torch.equal(some, torch.cat([second[1], second[0], first[1]]))
+        assert generators.missed == {}
+
+
+def test_a_probability_of_each_row_goes_with_its_row(device: str) -> None:
+    chance = torch.tensor([0.0, 0.5, 1.0], device=device)[:, None].expand(3, 40)
+    states, found = drawn_by_each(lambda: torch.bernoulli(chance))
+    sources = [Source(states[0], 3, (2, 1)), Source(states[1], 3, (0, 1))]
+    with drawing(sources):
+        joined = torch.bernoulli(torch.stack([chance[2], chance[1], chance[0], chance[1]]))
+    wanted = [found[0][2], found[0][1], found[1][0], found[1][1]]
+    assert torch.equal(joined, torch.stack(wanted))
+    assert joined[0].all()
+    assert not joined[2].any()
+
+
+@pytest.mark.parametrize("rows", [None, (1,)], ids=["all rows", "some rows"])
+def test_entries_of_a_row_may_stand_in_blocks(rows: tuple[int, ...] | None, device: str) -> None:
+    """Such as the crops of an image: the first crops of all images, then the second ones."""
+    drop = nn.Dropout(0.5)
+    states, masks = drawn_by_each(lambda: drop(torch.ones(2 * 2, 40, device=device)))
+    first, second = (mask.reshape(2, 2, 40) for mask in masks)
+    second = second if rows is None else second[:, list(rows)]
+    wanted = torch.cat([first, second], dim=1).reshape(-1, 40)
+    with drawing([Source(states[0], 2, None), Source(states[1], 2, rows)], row_order="in blocks"):
+        assert torch.equal(drop(torch.ones(len(wanted), 40, device=device)), wanted)
+
+
+@pytest.mark.parametrize(
+    "length", [5, 4, 8], ids=["not ambiguous", "as many rows", "twice as many"]
+)
+def test_a_sequence_model_may_have_its_rows_in_dim_1(length: int, device: str) -> None:
+    """Dim 0 is the time. Its length may be a multiple of the number of rows by chance."""
+    drop = nn.Dropout(0.5)
+    states, masks = drawn_by_each(lambda: drop(torch.ones(length, 2, 40, device=device)))
+    order: RowOrder = "by row" if length == 5 else "in dim 1"
+    with drawing([Source(states[0], 2, None), Source(states[1], 2, (1, 0))], order) as generators:
+        both = drop(torch.ones(length, 4, 40, device=device))
+        assert torch.equal(both, torch.cat([masks[0], masks[1].flip(1)], dim=1))
+        assert generators.missed == {}
+
+
+def test_what_is_drawn_like_a_tensor_may_stand_in_blocks_too(device: str) -> None:
+    chance = torch.rand(2 * 4, 3, device=device)
+    of_rank = chance.reshape(2, 4, 3).split(2, dim=1)
+    states, masks = zip(
+        *(
+            drawn_by(seed, partial(torch.bernoulli, of_rank[seed - 1].reshape(4, 3)))
+            for seed in (1, 2)
+        ),
+        strict=True,
+    )
+    with drawing(whole(states, 2), row_order="in blocks"):
+        wanted = torch.cat([mask.reshape(2, 2, 3) for mask in masks], dim=1).reshape(-1, 3)
+        assert torch.equal(torch.bernoulli(chance), wanted)
+
+
+def test_what_every_rank_drew_alike_is_drawn_again_though_it_is_no_rows(device: str) -> None:
+    """Such as a number that decides whether a layer is skipped."""
+    drop = nn.Dropout(0.5)
+
+    def draw() -> Tensor:
+        number = torch.rand([], device=device)
+        return torch.cat([number[None], drop(torch.ones(3 * 40, device=device))])
+
+    (state, other), (of_first, of_second) = drawn_by_each(draw)
+    with drawing(whole([state, state], 3)) as generators:
+        assert torch.rand([], device=device) == of_first[0]
+        both = drop(torch.ones(6 * 40, device=device))
+        assert torch.equal(both, torch.cat([of_first[1:], of_first[1:]]))
+        assert generators.missed == {}
+        generators.use(whole([state, other], 3), draws=True)
+        torch.rand([], device=device)
+        assert generators.missed == {"aten.rand.default": 1}
+        both = drop(torch.ones(6 * 40, device=device))
+        assert torch.equal(both, torch.cat([of_first[1:], of_second[1:]]))
+
+
+def test_what_a_script_does_not_draw_is_not_missed(device: str) -> None:
+    with drawing(whole([generator_state(), generator_state()], 3)) as generators:
+        with torch.inference_mode():  # then torch does not take a dropout apart
+            nn.functional.dropout(torch.ones(5, device=device), 0.1, training=False)
+        assert generators.missed == {}
+
+
+def test_noise_of_another_shape_in_each_row_is_drawn_for_its_rank(device: str) -> None:
+    states, noise = drawn_by_each(lambda: torch.randn(2 * 5, 3, device=device))
+    with drawing(whole(states, 2)):
+        assert torch.equal(torch.randn(4 * 5, 3, device=device), torch.cat(noise))
+
+
+def test_dropout_of_a_tensor_that_is_transposed_in_memory_is_drawn_in_that_order(
+    device: str,
+) -> None:
+    def drop(rows: int) -> Tensor:
+        ones = torch.ones(4, rows, 30, device=device)
+        return nn.functional.dropout(ones.transpose(0, 1), 0.5)
+
+    states, masks = drawn_by_each(lambda: drop(2))
+    with drawing(whole(states, 2)):
+        assert torch.equal(drop(4), torch.cat(masks))
+
+
+def test_the_generators_of_this_process_stay_where_they_are(device: str) -> None:
+    states, _ = drawn_by_each(lambda: torch.rand(3, 40, device=device))
+    before = generator_state()
+    with drawing(whole(states, 3)):
+        torch.rand(6, 40, device=device)
+        torch.rand([], device=device)
+    assert torch.equal(generator_state(), before)
+
+
+def test_a_record_without_a_gpu_leaves_the_generator_of_a_gpu_alone(device: str) -> None:
+    of_cpu = generator_state()[:BYTES_OF_CPU]
+    torch.rand(3, device=device)
+    after = generator_state()
+    set_generator_state(of_cpu)
+    assert torch.equal(generator_state()[:BYTES_OF_CPU], of_cpu)
+    assert torch.equal(generator_state()[BYTES_OF_CPU:], after[BYTES_OF_CPU:])
+    states = [of_cpu, of_cpu]
+    with drawing(whole(states, 3)) as generators:
+        torch.rand(6, 40, device=device)
+        assert generators.missed == ({"aten.rand.default": 1} if device == "cuda" else {})
+
+
+def test_an_attention_without_dropout_is_left_alone(device: str) -> None:
+    query = torch.randn(4, 2, 8, 16, device=device)
+    attention = nn.functional.scaled_dot_product_attention
+    alone = attention(query, query, query)
+    with drawing(whole([generator_state(), generator_state()], 2)) as generators:
+        assert torch.equal(attention(query, query, query), alone)
+        assert generators.missed == {}
+
+
+def test_dropout_inside_a_recurrent_layer_is_drawn_for_its_rows(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in (nn.RNN, nn.LSTM, nn.GRU):
+        monkeypatch.setattr(kind, "forward", kind.forward)  # is put back
+    let_torch_draw()
+    torch.manual_seed(0)
+    layer = nn.LSTM(4, 30, num_layers=2, dropout=0.5, batch_first=True).to(device)
+    rows = torch.randn(3, 5, 4, device=device)
+
+    states, found = drawn_by_each(lambda: layer(rows)[0].detach())
+    with drawing(whole(states, 3)) as generators:
+        both = layer(torch.cat([rows, rows]))[0]
+        assert generators.missed == {}
+    torch.testing.assert_close(both, torch.cat(found))
