@@ -180,16 +180,17 @@ def test_what_is_drawn_like_a_tensor_may_stand_in_blocks_too(device: str) -> Non
 
 
 def test_what_every_rank_drew_alike_is_drawn_again_though_it_is_no_rows(device: str) -> None:
-    """Such as a number that decides whether a layer is skipped."""
+    """Such as a number that decides whether a layer is skipped. The device has two names."""
     drop = nn.Dropout(0.5)
+    same_device = "cpu:0" if device == "cpu" else "cuda"
 
     def draw() -> Tensor:
-        number = torch.rand([], device=device)
+        number = torch.rand([], device=same_device)
         return torch.cat([number[None], drop(torch.ones(3 * 40, device=device))])
 
     (state, other), (of_first, of_second) = drawn_by_each(draw)
     with drawing(whole([state, state], 3)) as generators:
-        assert torch.rand([], device=device) == of_first[0]
+        assert torch.rand([], device=same_device) == of_first[0]
         both = drop(torch.ones(6 * 40, device=device))
         assert torch.equal(both, torch.cat([of_first[1:], of_first[1:]]))
         assert generators.missed == {}
