@@ -201,7 +201,7 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
         findings = (*limited_by_hooks(step, analysis.view), *coupled, *findings)
     best = findings[0] if findings and findings[0].accepted else None
     if best is None:
-        why = unfaithful(step) or draws_otherwise(step, analysis)
+        why = unfaithful(step, seen) or draws_otherwise(step, analysis)
         if why is not None:
             return unknown(verdict, why)
     findings = with_one_process(step, analysis, findings, second)

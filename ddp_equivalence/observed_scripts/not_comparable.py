@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import isclose
+
 import torch
 
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.diagnosis.unknown import Unknown, UnknownBecause
+from ddp_equivalence.measurement.calls import Kind
+from ddp_equivalence.measurement.observation import Observation
 from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
 from ddp_equivalence.observed_scripts.arrangements import AT_ONCE, ONE_AFTER_THE_OTHER
 from ddp_equivalence.observed_scripts.as_case import OWN, ObservedStep
@@ -61,10 +66,16 @@ def padded_by_guess(step: ObservedStep) -> Unknown | None:
     )
 
 
-def unfaithful(step: ObservedStep) -> Unknown | None:
+def unfaithful(step: ObservedStep, seen: Mapping[int, Observation]) -> Unknown | None:
     """Why a difference may lie in the replay: on no rank do its rows alone give, in one process,
     the loss or a multiple of the gradient that the rank itself computed.
+
+    Ranks may differ from that because their losses have something that was reduced, such as a
+    count. Then they are faithful if their models returned what they return in one process. ``seen``
+    is what each rank did.
     """
+    if all(map(_reduces_before_backward, seen.values())) and _models_return_the_same(step):
+        return None
     losses = []
     for rank, rows in enumerate(step.rows_by_rank):
         own = step.gradients(rank, OWN)
@@ -85,6 +96,35 @@ def unfaithful(step: ObservedStep) -> Unknown | None:
         f"{'; '.join(losses)}). Either the script computes something else on several ranks, or it "
         "depends on something that is in no weight, buffer, batch or random generator of torch",
     )
+
+
+def _reduces_before_backward(seen: Observation) -> bool:
+    """A line of the script communicates before a rank goes backward."""
+    for call in seen.calls:
+        if call.kind is Kind.BACKWARD:
+            return False
+        if call.kind is Kind.COLLECTIVE and call.users_line is not None:
+            return True
+    return False
+
+
+def _models_return_the_same(step: ObservedStep) -> bool:
+    """In float64, the modules of each rank return what they return for its rows in one process."""
+    for rank, rows in enumerate(step.rows_by_rank):
+        recorded = step.record.step(rank, step.number)
+        try:
+            alone = step.answer(rows)
+            gradients = step.computed_alone(rows)
+        except CannotReplay:
+            return False
+        if any(one is not None and one.dtype is not torch.float64 for one in gradients.values()):
+            return False
+        if not recorded.results or len(recorded.results) != len(alone.results):
+            return False
+        pairs = zip(recorded.results, alone.results, strict=True)
+        if not all(isclose(one, other, rel_tol=FAITHFUL) for one, other in pairs):
+            return False
+    return True
 
 
 def draws_otherwise(step: ObservedStep, analysis: AnalysisOfScript) -> Unknown | None:

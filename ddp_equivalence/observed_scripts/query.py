@@ -98,6 +98,7 @@ class AnswerOfStep:
     that each call of a trained module was given. ``read``: for each micro-batch, digests of the
     tensors of its first call. ``of_other_parameters``: the optimizer that stepped has none of the
     parameters of the one that stepped in the record, such as where two optimizers take turns.
+    ``results``: the norm of what each call of a trained module returned.
     ``lowest``: the least precise dtype in which a value was rounded inside a script that computes
     in float64, if the query has a nudge; "" if none was.
     """
@@ -111,6 +112,7 @@ class AnswerOfStep:
     read: tuple[tuple[str, ...], ...] = ()
     of_other_parameters: bool = False
     lowest: str = ""
+    results: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -139,7 +141,8 @@ class AnswerOfStep:
         read = digests_of_micro_batches(seen.calls, seen.call_rows)
         others = bool(recorded) and bool(seen.held) and seen.held.keys().isdisjoint(recorded)
         losses = tuple(seen.losses)
-        return cls(number, str(file), losses, missing, seen.unnamed, counts, read, others, lowest)
+        about_calls = (counts, read, others, lowest, tuple(seen.results))
+        return cls(number, str(file), losses, missing, seen.unnamed, *about_calls)
 
     def gradients(self, kind: str) -> dict[str, Tensor | None]:
         """The gradients by name; None for a parameter without one. ``kind``: as on the ranks."""
@@ -215,6 +218,7 @@ class Answer:
                 tuple(map(tuple, one["read"])),
                 one["of_other_parameters"],
                 one["lowest"],
+                tuple(one["results"]),
             )
             for one in raw["steps"]
         )

@@ -64,6 +64,7 @@ class RecordedStep:
     the dtypes of the autocast regions in which a module was called. ``planted``: how often a
     planted fault had fired until then; None if none was planted. ``batch_norm``: a trained module
     that was called normalises by the statistics of its batch. ``read``: as in ``AnswerOfStep``.
+    ``results``: the norm of what each call returned.
     ``frozen``: the parameters of the optimizer that require no gradient, and the lines that have
     frozen them. ``earlier``: lines that ran before.
     """
@@ -88,6 +89,7 @@ class RecordedStep:
     batch_norm: bool = False
     loaders: tuple[int, ...] = ()
     read: tuple[tuple[str, ...], ...] = ()
+    results: tuple[float, ...] = ()
     frozen: Mapping[str, Place] = field(default_factory=dict)
     earlier: EarlierPlaces = field(default_factory=EarlierPlaces)
 
@@ -106,6 +108,7 @@ class RecordedStep:
             "without_gradient",
             "autocast",
             "loaders",
+            "results",
         ):
             raw[name] = tuple(raw[name])
         raw["batches"] = tuple((loader, number) for loader, number in raw["batches"])

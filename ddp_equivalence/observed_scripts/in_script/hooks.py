@@ -106,7 +106,7 @@ def _watch_modules(watch: Watch) -> None:
             result = (call if by_all is watched else by_all)(self, *arguments, **named)
         finally:
             _inside.module = False
-        watch.after_call()
+        watch.after_call(result)
         return result
 
     nn.Module.__call__ = watched  # type: ignore[method-assign]

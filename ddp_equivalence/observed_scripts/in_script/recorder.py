@@ -266,8 +266,7 @@ class Recorder(Watch):
         for number, rows in enumerate(seen.call_rows):
             _add(tensors, lists, f"call/{number}", rows)
         tensors |= seen.generators
-        read_from = [loader for loader, _ in self._fetched.of_step]
-        loader = self.loaders[read_from[0]] if read_from else None
+        loader = self.loaders[self._fetched.of_step[0][0]] if self._fetched.of_step else None
         step = RecordedStep(
             number=self._written,
             optimizers=tuple(seen.optimizers),
@@ -276,6 +275,7 @@ class Recorder(Watch):
             loaders=self._fetched.loaders,
             batch_counts=tuple(counts),
             calls=tuple(seen.calls),
+            results=tuple(seen.results),
             clips=tuple(seen.clips),
             scale=self.loss_scale,
             weights=seen.weights,

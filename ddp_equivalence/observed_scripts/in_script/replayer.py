@@ -263,9 +263,9 @@ class Replayer(Watch):
             self._logged = str(path)
         self._operations = None
 
-    def after_call(self) -> None:
+    def after_call(self, result: Any) -> None:
         """What is drawn between two calls makes the rows, where these are not those of a loader."""
-        super().after_call()
+        super().after_call(result)
         self._generators.counts = self._told.feed == "loader"
 
     def _cast(self, rows: Rows) -> Rows:

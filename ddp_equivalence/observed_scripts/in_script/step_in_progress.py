@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ddp_equivalence.observed_scripts.places import Place
 from ddp_equivalence.observed_scripts.recorded_step import SeenCall, SeenClip
@@ -35,10 +37,11 @@ class StepInProgress:
 
     ``own``: this process's own gradients, before any reduction, without a loss scale, summed over
     the backward passes; ``own_of_each``: the same of each backward pass. ``call_rows``: what each
-    of ``calls`` was given. ``weights``: digests of the tensors of every module at its first call;
-    ``states``: the tensors, on rank 0. ``scales``: the loss scale of each backward pass. ``stale``:
-    gradients that were there before the first one. ``generators``: states of torch's generator, by
-    the event before which they were taken. ``optimizer``: the one that steps.
+    of ``calls`` was given; ``results``: the norm of what it returned. ``weights``: digests of the
+    tensors of every module at its first call; ``states``: the tensors, on rank 0. ``scales``: the
+    loss scale of each backward pass. ``stale``: gradients that were there before the first one.
+    ``generators``: states of torch's generator, by the event before which they were taken.
+    ``optimizer``: the one that steps.
     """
 
     own: dict[str, Tensor] = field(default_factory=dict)
@@ -47,6 +50,7 @@ class StepInProgress:
     scales: list[float] = field(default_factory=list)
     calls: list[SeenCall] = field(default_factory=list)
     call_rows: list[Rows] = field(default_factory=list)
+    results: list[float] = field(default_factory=list)
     events: Counter[tuple[str, int]] = field(default_factory=Counter)
     clips: list[SeenClip] = field(default_factory=list)
     weights: dict[str, str] = field(default_factory=dict)
@@ -65,3 +69,11 @@ class StepInProgress:
     optimizer: Any = None
     autocast: set[str] = field(default_factory=set)
     batch_norm: bool = False
+
+
+def norm_of_floats(result: Any) -> float:
+    """The norm of all floats in what a module returned; NaN if there are none."""
+    tensors = (one for one in pytree.tree_leaves(result) if isinstance(one, Tensor))
+    whole = (one for one in tensors if not hasattr(one, "full_tensor"))  # none that is sharded
+    floats = [one.detach().double() for one in whole if one.is_floating_point()]
+    return math.sqrt(sum(float(one.square().sum()) for one in floats)) if floats else math.nan

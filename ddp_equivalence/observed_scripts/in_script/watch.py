@@ -20,7 +20,11 @@ from ddp_equivalence.observed_scripts.in_script.generator_states import generato
 from ddp_equivalence.observed_scripts.in_script.hooks import Hooked
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import kept, whole
 from ddp_equivalence.observed_scripts.in_script.names import ModuleNames, named_tensors
-from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
+from ddp_equivalence.observed_scripts.in_script.step_in_progress import (
+    Event,
+    StepInProgress,
+    norm_of_floats,
+)
 from ddp_equivalence.observed_scripts.listed_rows import TOP_OF_CALL
 from ddp_equivalence.observed_scripts.recorded_step import SeenCall, SeenClip, in_float64
 from ddp_equivalence.observed_scripts.rows import rows_of
@@ -161,9 +165,11 @@ class Watch:
         self.draws_like_the_record(self._event("call" if trained else "other call"))
         return arguments, named
 
-    def after_call(self) -> None:
-        """The call has returned."""
+    def after_call(self, result: Any) -> None:
+        """The call has returned this."""
         self.note_draws()
+        if len(self.now.results) < len(self.now.calls):
+            self.now.results.append(norm_of_floats(result))
 
     def _event(self, kind: str) -> Event:
         """The next event of a kind since the last backward pass."""

@@ -77,6 +77,13 @@ def test_a_broken_script_is_different_and_its_line_is_named(
         found.assert_equivalent()
 
 
+def test_a_loss_with_a_reduced_count_is_judged_though_one_rank_alone_has_another_count() -> None:
+    """Its model returns on each rank what it returns in one process."""
+    found = observed("detector.py", "counts")
+    assert found.outcome == "different", str(found)
+    assert source_of_fault(found) == "loss = loss + losses.square().sum() / boxes"
+
+
 def test_a_loader_may_be_a_batch_ahead_of_the_noise_that_the_script_adds() -> None:
     found = observed("classifier.py", "ahead", "noise")
     assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 3
