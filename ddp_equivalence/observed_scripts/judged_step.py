@@ -60,6 +60,9 @@ from ddp_equivalence.report.verdict import Verdict
 
 OTHER_ROW_ORDERS: tuple[RowOrder, ...] = ("in blocks", "in dim 1")
 
+EPOCHS_TAKE = 4
+"""So many times as long may be spent on a step for which every question takes an epoch."""
+
 LookCloser = Callable[[ObservedStep, Verdict], SecondRun]
 """What is seen of the ranks when they run again and are watched; empty if they cannot be."""
 
@@ -166,7 +169,9 @@ def _compared(script: Script, step: ObservedStep, kind: Kind) -> Verdict:
         return unknown(verdict, why)
     expected = ExpectedOfScript(reference, step, kind)
     analysis = AnalysisOfScript(request, expected, kind)
-    analysis.time = TimeLeft(script.seconds, script.seconds)
+    slow = step.record.accumulates_to_the_end_of_an_epoch(step.group)
+    seconds = script.seconds * (EPOCHS_TAKE if slow else 1)
+    analysis.time = TimeLeft(seconds, seconds)
     measurement = measured(step, kind, expected, analysis.sample)
     comparison, evidence = measurement.comparison, measurement.evidence
     verdict = replace(verdict, comparison=comparison, evidence=evidence, analysis=analysis)

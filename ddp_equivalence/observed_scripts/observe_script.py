@@ -27,6 +27,7 @@ from ddp_equivalence.observed_scripts.arrangements import (
     Arrangement,
 )
 from ddp_equivalence.observed_scripts.as_case import ObservedStep
+from ddp_equivalence.observed_scripts.end_of_epoch import end_is_not_observed
 from ddp_equivalence.observed_scripts.export import export
 from ddp_equivalence.observed_scripts.judged_step import judge
 from ddp_equivalence.observed_scripts.looked_at_closer import (
@@ -141,6 +142,8 @@ class _Observation:
             alone = words_of(self.options.flat, "flat")
             self.notes.append("without accumulation, all rows of a step as one batch")
             verdicts = self._judged(script, record, alone, AT_ONCE)
+        if not self.options.plant and (why := end_is_not_observed(record)):
+            self.notes.append(why)
         if self.options.plant:
             self.notes.append(f"{self.options.plant} was planted in the ranks, on purpose")
         return Observed(

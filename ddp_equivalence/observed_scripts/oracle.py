@@ -140,8 +140,16 @@ class Oracle:
         for _ in range(3):
             micro_batches = arranged(self._record, self.arrangement, group, rows)
             self._number += 1
+            is_epoch = self._record.accumulates_to_the_end_of_an_epoch(group)
             query = Query(
-                self._number, group, micro_batches, 0, nudge, self.row_order, logged=logged
+                self._number,
+                group,
+                micro_batches,
+                0,
+                nudge,
+                self.row_order,
+                logged=logged,
+                is_epoch=is_epoch,
             )
             answer = self._ask(query)
             found = tuple(len(step.losses) for step in answer.steps)
@@ -151,7 +159,7 @@ class Oracle:
                 self.missed |= answer.missed
                 self.arrangements.add(arrangement_of(self._record, self.arrangement, group))
                 return answer
-            if not self._other_arrangement(found, group):
+            if is_epoch or not self._other_arrangement(found, group):
                 break
         fewer = (
             ". A rank may accumulate over fewer micro-batches at the end of an epoch than one "

@@ -43,7 +43,9 @@ class Query:
     rows are joined. ``weights_of``: the rank whose weights and buffers are put in place. ``nudge``:
     the number of the pattern by which weights are moved one eps up or down; 0 for none.
     ``row_order``: that of random numbers. ``logged``: the name of a
-    module; from its first call on, the operations of torch are logged. "" for none.
+    module; from its first call on, the operations of torch are logged. "" for none. ``is_epoch``:
+    the script gets these micro-batches as an epoch of their own, because on the ranks they ended
+    one, and may have been fewer than usual.
     """
 
     number: int
@@ -53,6 +55,7 @@ class Query:
     nudge: int = 0
     row_order: RowOrder = "by row"
     logged: str = ""
+    is_epoch: bool = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -86,6 +89,7 @@ class Query:
             raw["nudge"],
             raw["row_order"],
             raw["logged"],
+            raw["is_epoch"],
         )
 
 

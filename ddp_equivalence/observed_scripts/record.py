@@ -93,6 +93,19 @@ class Record:
             found.append(step.batch_counts[place] if of_loader else step.calls[place].count)
         return tuple(found)
 
+    def accumulates_to_the_end_of_an_epoch(self, group: Sequence[int]) -> bool:
+        """True if the last batch of a group of steps is the last of an epoch, and micro-batches are
+        accumulated.
+        """
+        step = self.step(0, group[-1])
+        batches = step.epoch[0]
+        if self.feed != "loader" or not batches or not step.batches:
+            return False
+        first = self.step(0, self.steps[0]).batches[0][0]
+        numbers = [number for loader, number in step.batches if loader == first]
+        most = max(len(self.counts(0, one)) for one in self.groups)
+        return most > 1 and bool(numbers) and (numbers[-1] + 1) % batches == 0
+
     def read(self, group: Sequence[int]) -> list[Rows]:
         """What the ranks read in a group of steps, in the order of ``rows``."""
         return [

@@ -66,7 +66,9 @@ class RecordedStep:
     that was called normalises by the statistics of its batch. ``read``: as in ``AnswerOfStep``.
     ``results``: the norm of what each call returned.
     ``frozen``: the parameters of the optimizer that require no gradient, and the lines that have
-    frozen them. ``earlier``: lines that ran before.
+    frozen them. ``earlier``: lines that ran before. ``epoch``: how many batches the first loader
+    has in an epoch, and the rows of the last one; 0 if that is not known, or it is as long as the
+    others.
     """
 
     number: int
@@ -92,6 +94,7 @@ class RecordedStep:
     results: tuple[float, ...] = ()
     frozen: Mapping[str, Place] = field(default_factory=dict)
     earlier: EarlierPlaces = field(default_factory=EarlierPlaces)
+    epoch: tuple[int, int] = (0, 0)
 
     def to_json(self) -> str:
         """As text."""
@@ -109,6 +112,7 @@ class RecordedStep:
             "autocast",
             "loaders",
             "results",
+            "epoch",
         ):
             raw[name] = tuple(raw[name])
         raw["batches"] = tuple((loader, number) for loader, number in raw["batches"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +153,20 @@ class FetchedBatches:
                 if loader not in self._in_order_of_training:
                     self._in_order_of_training.append(loader)
         self._used[loader] = max(until, self._used.get(loader, 0))
+
+
+def epoch_of(loader: Any) -> tuple[int, int]:
+    """How many batches a loader has in an epoch, and the rows of the last one; 0 if that is not
+    known, or it has as many as the others.
+    """
+    try:
+        batches = len(loader)
+    except (TypeError, NotImplementedError):
+        return 0, 0  # such as one of a stream
+    size, sampler = getattr(loader, "batch_size", None), getattr(loader, "sampler", None)
+    if not size or getattr(loader, "drop_last", True) or not isinstance(sampler, Sized):
+        return batches, 0
+    return batches, len(sampler) % size
 
 
 def digest(tensor: Tensor) -> str:

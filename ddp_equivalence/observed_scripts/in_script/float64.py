@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_equivalence.case.batch_tree import leaves_of, map_tensors
+from ddp_equivalence.observed_scripts.in_script.names import named_tensors
 from ddp_equivalence.observed_scripts.recorded_step import in_float64
 from ddp_equivalence.ranks.torch_frames import counts_as_torch
 
@@ -26,6 +27,12 @@ def batch_in_float64(batch: Any) -> Any:
     if all(in_float64(tensor) is tensor for tensor in tensors):
         return batch
     return map_tensors(in_float64, batch)
+
+
+def to_float64(module: nn.Module) -> None:
+    """Convert the module, if it has floats of less than float64."""
+    if any(in_float64(tensor) is not tensor for _, tensor in named_tensors(module)):
+        module.double()
 
 
 def compute_in_float64() -> None:

@@ -99,11 +99,12 @@ def _watch_modules(watch: Watch) -> None:
         ):
             return call(self, *arguments, **named)
         _inside.module = True
+        by_all: Any = nn.Module.__call__
         try:
             arguments, named = watch.before_call(self, arguments, named)
-            # A closer look, which may have begun just now, replaces this function too.
-            by_all: Any = nn.Module.__call__
-            result = (call if by_all is watched else by_all)(self, *arguments, **named)
+            # A closer look that has begun just now has replaced it, and is told of this call too.
+            now: Any = nn.Module.__call__
+            result = (call if now is by_all else now)(self, *arguments, **named)
         finally:
             _inside.module = False
         watch.after_call(result)
@@ -144,6 +145,13 @@ def _watch_loaders(watch: Watch) -> None:
         return _WatchedIterator(iterator, watch.batches_of(self, iterator))
 
     DataLoader.__iter__ = watched  # type: ignore[method-assign]
+    length = DataLoader.__len__
+
+    @counts_as_torch
+    def counted(self: DataLoader[Any]) -> int:
+        return watch.length_of(self, length(self))
+
+    DataLoader.__len__ = counted  # type: ignore[method-assign]
     for loader in _subclasses(DataLoader):
         _watch_own_iteration(loader, watch)
 

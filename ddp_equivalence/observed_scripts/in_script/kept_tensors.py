@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
+
+from ddp_equivalence.observed_scripts.rows import Rows
+from ddp_equivalence.observed_scripts.rows_as_json import rows_without_tensors
 
 LARGE = 1 << 20
 """The bytes from which on a copy may lie in a file. The system takes its memory back when it needs
@@ -30,6 +34,12 @@ def whole(tensor: Tensor, divided_by: float = 1.0) -> Tensor:
     tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     copy = kept(tensor)
     return copy if divided_by == 1.0 else copy.div_(divided_by)
+
+
+def add_rows(tensors: dict[str, Tensor], lists: dict[str, Any], prefix: str, rows: Rows) -> None:
+    """Add copies of rows, and how they lie in lists, to what will be written."""
+    tensors |= {f"{prefix}/{path}": whole(tensor) for path, tensor in rows.all_tensors()}
+    lists[f"{prefix}/"] = rows_without_tensors(rows)
 
 
 def kept(tensor: Tensor) -> Tensor:

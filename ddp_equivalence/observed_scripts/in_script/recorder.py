@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from ddp_equivalence.observed_scripts.in_script.closer_look import CloserLook
 from ddp_equivalence.observed_scripts.in_script.earlier_lines import EarlierLines
-from ddp_equivalence.observed_scripts.in_script.fetched import FetchedBatches, digest
+from ddp_equivalence.observed_scripts.in_script.fetched import FetchedBatches, digest, epoch_of
 from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
 from ddp_equivalence.observed_scripts.in_script.generator_states import generator_state
-from ddp_equivalence.observed_scripts.in_script.kept_tensors import whole
+from ddp_equivalence.observed_scripts.in_script.kept_tensors import add_rows, whole
 from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors, unwrapped
 from ddp_equivalence.observed_scripts.in_script.rank_of_process import (
@@ -36,8 +36,7 @@ from ddp_equivalence.observed_scripts.recorded_step import (
     write_step,
     write_whole,
 )
-from ddp_equivalence.observed_scripts.rows import Rows, rows_of
-from ddp_equivalence.observed_scripts.rows_as_json import rows_without_tensors
+from ddp_equivalence.observed_scripts.rows import rows_of
 from ddp_equivalence.observed_scripts.told import Told
 
 MOST = 4
@@ -260,11 +259,11 @@ class Recorder(Watch):
         counts = []
         for place, fetched in enumerate(self._fetched.batches_of_step()):
             counts.append(fetched.rows.count)
-            _add(tensors, lists, f"batch/{place}", fetched.rows)
+            add_rows(tensors, lists, f"batch/{place}", fetched.rows)
             if fetched.generator is not None:
                 tensors[Event("batch", number=place).name(0)] = fetched.generator
         for number, rows in enumerate(seen.call_rows):
-            _add(tensors, lists, f"call/{number}", rows)
+            add_rows(tensors, lists, f"call/{number}", rows)
         tensors |= seen.generators
         loader = self.loaders[self._fetched.of_step[0][0]] if self._fetched.of_step else None
         step = RecordedStep(
@@ -290,11 +289,7 @@ class Recorder(Watch):
             frozen=seen.frozen,
             earlier=self._earlier_lines.places(seen.optimizer, loader, self.names),
             read=digests_of_micro_batches(seen.calls, seen.call_rows),
+            epoch=epoch_of(loader),
             planted=None if self.planted is None else self.planted.fired,
         )
         write_step(self._folder, step, tensors, lists)
-
-
-def _add(tensors: dict[str, Tensor], lists: dict[str, Any], prefix: str, rows: Rows) -> None:
-    tensors |= {f"{prefix}/{path}": whole(tensor) for path, tensor in rows.all_tensors()}
-    lists[f"{prefix}/"] = rows_without_tensors(rows)

@@ -18,7 +18,9 @@ from torch import nn
 
 from ddp_equivalence.comparison.low_precision import NudgedInside
 from ddp_equivalence.comparison.nudges import nudge_each
+from ddp_equivalence.observed_scripts.in_script.asked_queries import AskedQueries
 from ddp_equivalence.observed_scripts.in_script.falling_order import in_falling_order
+from ddp_equivalence.observed_scripts.in_script.lengths_of_loaders import LengthsOfLoaders
 from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors
 from ddp_equivalence.observed_scripts.in_script.rank_generators import RankGenerators, Source
@@ -26,7 +28,7 @@ from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, S
 from ddp_equivalence.observed_scripts.in_script.watch import Watch
 from ddp_equivalence.observed_scripts.listed_rows import TOP, TOP_OF_CALL
 from ddp_equivalence.observed_scripts.query import Answer, AnswerOfStep, Piece, Query
-from ddp_equivalence.observed_scripts.question_line import QuestionLine, end_process
+from ddp_equivalence.observed_scripts.question_line import QuestionLine
 from ddp_equivalence.observed_scripts.recorded_step import (
     StepReader,
     in_float64,
@@ -45,7 +47,8 @@ class Replayer(Watch):
         self._told = told
         self.float64 = told.float64
         self._line = QuestionLine(told.socket)
-        self._begun: list[Query] = []
+        self._lengths = LengthsOfLoaders(self._line.folder / "lengths.json")
+        self._asked = AskedQueries(self._line)
         self._fed: dict[int, int] = {}
         self._answers: list[AnswerOfStep] = []
         self._complete = False
@@ -57,15 +60,6 @@ class Replayer(Watch):
 
     # --- queries
 
-    def _query(self, number: int) -> Query:
-        """The query with this number, in the order in which they are computed."""
-        while len(self._begun) <= number:
-            query = self._line.next_query()
-            if query is None:
-                end_process()
-            self._begun.append(query)
-        return self._begun[number]
-
     @property
     def _done(self) -> int:
         """The number of queries that have been answered."""
@@ -74,7 +68,7 @@ class Replayer(Watch):
     @property
     def _now(self) -> tuple[Query, int]:
         """The query that is being computed, and the recorded step in it."""
-        query = self._query(self._done)
+        query = self._asked.query(self._done)
         return query, query.steps[min(len(self._answers), len(query.steps) - 1)]
 
     def ends_step(self) -> None:
@@ -139,8 +133,10 @@ class Replayer(Watch):
     def batches_of(self, loader: Any, iterator: Any) -> Iterator[Any]:
         """The rows of one query after the other, in the containers of the loader's own batches."""
         number = self.number_of(loader)
-        native, ended = None, False
-        while True:
+        if self._is_fed(number):
+            self._lengths.is_trained_with(number, loader)
+        native, ended, first = None, False, self._fed.get(number, 0)
+        while not self._epoch_ends(number, first):
             with self._generators.off():
                 try:
                     native = native if ended else next(iterator)
@@ -152,6 +148,20 @@ class Replayer(Watch):
             batch = self._batch(number, native)
             self.was_read(number)
             yield batch
+
+    def _epoch_ends(self, loader: int, first: int) -> bool:
+        """The epoch that began with this batch has no more batches for the script."""
+        batch = self._fed.get(loader, 0)
+        return batch > first and self._is_fed(loader) and self._asked.ends_epoch_before(batch)
+
+    def length_of(self, loader: Any, batches: int) -> int:
+        """As many as the epoch has that is in progress, or else the next one."""
+        number = self._loader_numbers.get(id(loader))
+        if number is None:  # it is asked before its first epoch
+            number = self._lengths.number_of(loader, batches)
+        if number is None or not self._is_fed(number):
+            return batches
+        return self._asked.batches_of_epoch(self._fed.get(number, 0)) or batches
 
     def given(self, loader: int) -> None:
         """Draw from here on what the ranks drew when they had got this batch."""
@@ -166,9 +176,7 @@ class Replayer(Watch):
         return self._generators.off()
 
     def _is_fed(self, loader: int) -> bool:
-        if self._told.feed != "loader":
-            return False
-        return loader in self._loaders_of_training
+        return self._told.feed == "loader" and loader in self._loaders_of_training
 
     @cached_property
     def _loaders_of_training(self) -> tuple[int, ...]:
@@ -180,12 +188,8 @@ class Replayer(Watch):
             return native
         position = self._fed.get(loader, 0)
         self._fed[loader] = position + 1
-        first, number = 0, 0
-        while position >= first + len(self._query(number).micro_batches):
-            first += len(self._query(number).micro_batches)
-            number += 1
-        query = self._query(number)
-        pieces: Sequence[Piece] = query.micro_batches[position - first]
+        query, place_in_query = self._asked.of_batch(position)
+        pieces: Sequence[Piece] = query.micro_batches[place_in_query]
         where = {
             (one.rank, one.micro_batch): self._recorded_batches(one, query, loader)[one.micro_batch]
             for one in pieces
@@ -197,10 +201,10 @@ class Replayer(Watch):
         pieces = in_falling_order(pieces, [read[one.rank, one.micro_batch] for one in pieces])
         parts = [(read[one.rank, one.micro_batch], one.rows) for one in pieces]
         batch = self._put_into(parts, native)
-        sources = []
-        for piece in pieces:
-            step, place = where[piece.rank, piece.micro_batch]
-            sources.append(self._source(piece, step, Event("batch", number=place).name(0)))
+        read_at = [(piece, *where[piece.rank, piece.micro_batch]) for piece in pieces]
+        sources = [
+            self._source(p, step, Event("batch", number=n).name(0)) for p, step, n in read_at
+        ]
         self._not_given.setdefault(loader, deque()).append((query, sources))
         return batch
 
@@ -226,11 +230,8 @@ class Replayer(Watch):
         parts = []
         for piece in query.micro_batches[backwards % len(query.micro_batches)]:
             record = self._reader(piece.rank, number)
-            calls = [
-                place
-                for place, call in enumerate(record.step.calls)
-                if call.backwards == piece.micro_batch
-            ]
+            of = enumerate(record.step.calls)
+            calls = [place for place, call in of if call.backwards == piece.micro_batch]
             if index >= len(calls):
                 return arguments, named
             parts.append((record.rows(f"call/{calls[index]}/"), piece.rows))
@@ -276,12 +277,11 @@ class Replayer(Watch):
     def draws_like_the_record(self, event: Event) -> None:
         """Let torch draw what the ranks drew from here on."""
         query, number = self._now
-        if not self._draws(query):
-            return
-        pieces = query.micro_batches[event.passes % len(query.micro_batches)]
-        sources = [self._source(one, number, event.name(one.micro_batch)) for one in pieces]
-        self._generators.counts = True
-        self._generators.use(sources, True, query.row_order)
+        if self._draws(query):
+            pieces = query.micro_batches[event.passes % len(query.micro_batches)]
+            sources = [self._source(one, number, event.name(one.micro_batch)) for one in pieces]
+            self._generators.counts = True
+            self._generators.use(sources, True, query.row_order)
 
     def _source(self, piece: Piece, step: int, event: str) -> Source:
         record = self._reader(piece.rank, step)

@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 from ddp_equivalence.faults.plant import PlantedFault
 from ddp_equivalence.measurement.further_calls import Lines
 from ddp_equivalence.observed_scripts.in_script.caller import place_of_caller
-from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
+from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64, to_float64
 from ddp_equivalence.observed_scripts.in_script.frozen_parameters import FrozenParameters
 from ddp_equivalence.observed_scripts.in_script.generator_states import generator_state
 from ddp_equivalence.observed_scripts.in_script.hooks import Hooked
@@ -26,7 +26,7 @@ from ddp_equivalence.observed_scripts.in_script.step_in_progress import (
     norm_of_floats,
 )
 from ddp_equivalence.observed_scripts.listed_rows import TOP_OF_CALL
-from ddp_equivalence.observed_scripts.recorded_step import SeenCall, SeenClip, in_float64
+from ddp_equivalence.observed_scripts.recorded_step import SeenCall, SeenClip
 from ddp_equivalence.observed_scripts.rows import rows_of
 
 LARGE_SCALE = 1024.0
@@ -94,6 +94,10 @@ class Watch:
         """The batches that the loader is to yield."""
         raise NotImplementedError
 
+    def length_of(self, loader: Any, batches: int) -> int:
+        """How many batches the loader is said to have. ``batches``: those that it has."""
+        return batches
+
     def given(self, loader: int) -> None:
         """The script gets the next batch of this loader, which may have been read before."""
 
@@ -138,7 +142,7 @@ class Watch:
         if not any(True for _ in named_tensors(module)):
             return arguments, named
         if self.float64:
-            _to_float64(module)
+            to_float64(module)
             arguments, named = batch_in_float64((arguments, named))
         self.goes_on()
         name = self.names.of(module)
@@ -291,10 +295,3 @@ def _is_batch_norm(module: nn.Module) -> bool:
     """True for one that normalises by the rows of this process alone."""
     kind = nn.modules.batchnorm._BatchNorm
     return isinstance(module, kind) and module.training and not isinstance(module, nn.SyncBatchNorm)
-
-
-def _to_float64(module: nn.Module) -> None:
-    for _, tensor in named_tensors(module):
-        if in_float64(tensor) is not tensor:
-            module.double()
-            return

@@ -224,6 +224,29 @@ def test_flat_shows_what_accumulation_does_to_one_process_too() -> None:
     assert without_flat.outcome == "same"  # one process accumulates in the same way
 
 
+FLUSHES = ("accumulating.py", "flushes", "--micro-batches", "4")
+"""An epoch has 30 batches, and its last step the two that are left."""
+
+
+def test_the_end_of_an_epoch_is_another_step_and_can_be_observed() -> None:
+    beginning = observed(*FLUSHES, steps=1)
+    assert beginning.outcome == "same", str(beginning)
+    note = (
+        "the last step of an epoch, which may have 2 micro-batches instead of 4, was not observed"
+    )
+    assert f"{note}: --from-step 7 observes it" in beginning.notes
+    end = observed(*FLUSHES, from_step=6, steps=2)
+    assert [verdict.outcome for verdict in end.verdicts] == ["same", "same"], str(end)
+    assert [facts.micro_batches for facts in end.facts] == [4, 2]
+    assert not end.notes
+
+
+def test_a_fault_at_the_end_of_an_epoch_is_named() -> None:
+    found = observed(*FLUSHES, "unreduced", from_step=6, steps=2)
+    assert [verdict.outcome for verdict in found.verdicts] == ["same", "different"], str(found)
+    assert found.cause == "no_sync_left_on"
+
+
 def test_the_command_prints_the_report_and_writes_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,13 +18,16 @@ def train(options):
     data = TensorDataset(torch.randn(120, 4), torch.randn(120, 2))
     loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for number, (inputs, targets) in enumerate(loader, start=1):
-        last = number % micro_batches == 0
-        model.require_backward_grad_sync = last
-        (mse_loss(model(inputs), targets) / divisor).backward()
-        if last:
-            optimizer.step()
-            optimizer.zero_grad()
+    for _ in range(2):
+        batches = len(loader)
+        for number, (inputs, targets) in enumerate(loader, start=1):
+            complete = number % micro_batches == 0
+            last = complete or ("flushes" in options and number == batches)
+            model.require_backward_grad_sync = complete if "unreduced" in options else last
+            (mse_loss(model(inputs), targets) / divisor).backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 if __name__ == "__main__":
