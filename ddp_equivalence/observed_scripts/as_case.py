@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.comparison.digest import digest
-from ddp_equivalence.observed_scripts.oracle import CannotReplay, Oracle
+from ddp_equivalence.observed_scripts.oracle import Oracle
 from ddp_equivalence.observed_scripts.query import AnswerOfStep
 from ddp_equivalence.observed_scripts.record import Record, Row
 from ddp_equivalence.observed_scripts.rows import Part, joined
+from ddp_equivalence.observed_scripts.running_script import CannotReplay
 
 Kind = Literal["before_clip", "held", "own", "stale"]
 BEFORE_CLIP: Kind = "before_clip"

@@ -32,7 +32,7 @@ from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
 from ddp_equivalence.observed_scripts.arrangements import order_of
 from ddp_equivalence.observed_scripts.as_case import ObservedStep
 from ddp_equivalence.observed_scripts.looked_at_closer import SecondRun, read_operations
-from ddp_equivalence.observed_scripts.oracle import CannotReplay
+from ddp_equivalence.observed_scripts.running_script import CannotReplay
 
 
 def with_one_process(

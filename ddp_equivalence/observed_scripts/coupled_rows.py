@@ -23,8 +23,8 @@ from ddp_equivalence.observed_scripts.gradient_sums import (
     left_over,
     rounding_of,
 )
-from ddp_equivalence.observed_scripts.oracle import CannotReplay
 from ddp_equivalence.observed_scripts.places import Place
+from ddp_equivalence.observed_scripts.running_script import CannotReplay
 
 NAME = "statistic_not_additive"
 

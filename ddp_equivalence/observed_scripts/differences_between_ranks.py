@@ -9,8 +9,8 @@ from ddp_equivalence.diagnosis.pointed_line import PointedLine
 from ddp_equivalence.measurement.calls import CodeLine
 from ddp_equivalence.observed_scripts.as_case import OWN, ObservedStep
 from ddp_equivalence.observed_scripts.gradient_sums import distance, rounding_of
-from ddp_equivalence.observed_scripts.oracle import CannotReplay
 from ddp_equivalence.observed_scripts.places import Place
+from ddp_equivalence.observed_scripts.running_script import CannotReplay
 
 ONLY_ON_SOME = "parameter_frozen_on_one_rank"
 

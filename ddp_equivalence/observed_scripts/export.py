@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.observed_scripts.as_case import BEFORE_CLIP, HELD, OWN, ObservedStep
-from ddp_equivalence.observed_scripts.oracle import CannotReplay
+from ddp_equivalence.observed_scripts.running_script import CannotReplay
 
 SHOW = '''"""Compares the gradients of every rank with those of one process.
 

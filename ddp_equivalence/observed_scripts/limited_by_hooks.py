@@ -24,7 +24,7 @@ from ddp_equivalence.observed_scripts.gradient_sums import (
     left_over,
     rounding_of,
 )
-from ddp_equivalence.observed_scripts.oracle import CannotReplay
+from ddp_equivalence.observed_scripts.running_script import CannotReplay
 
 Gradients = Mapping[str, Tensor | None]
 

@@ -15,8 +15,8 @@ from ddp_equivalence.observed_scripts.analysis_of_script import AnalysisOfScript
 from ddp_equivalence.observed_scripts.arrangements import AT_ONCE, ONE_AFTER_THE_OTHER
 from ddp_equivalence.observed_scripts.as_case import OWN, ObservedStep
 from ddp_equivalence.observed_scripts.gradient_sums import left_over
-from ddp_equivalence.observed_scripts.oracle import CannotReplay
 from ddp_equivalence.observed_scripts.rows import guessed_paddings
+from ddp_equivalence.observed_scripts.running_script import CannotReplay
 
 FAITHFUL = 1e-6
 """A rank's own gradient is that of its rows, up to a factor, if no more than this is left over. In
@@ -94,7 +94,8 @@ def unfaithful(step: ObservedStep, seen: Mapping[int, Observation]) -> Unknown |
         UnknownBecause.CANNOT_REPLAY,
         "one process does not compute again what a rank computed from the same rows alone (losses: "
         f"{'; '.join(losses)}). Either the script computes something else on several ranks, or it "
-        "depends on something that is in no weight, buffer, batch or random generator of torch",
+        "depends on something that is in no weight, buffer or batch, and is not drawn from the "
+        "default random generators of torch",
     )
 
 

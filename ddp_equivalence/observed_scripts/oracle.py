@@ -6,8 +6,6 @@ The script runs once, and computes the gradient of other rows in each of its ste
 from __future__ import annotations
 
 import json
-import select
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,9 +21,9 @@ from ddp_equivalence.observed_scripts.arrangements import (
     arrangement_of,
     most_micro_batches,
 )
-from ddp_equivalence.observed_scripts.launch import Running
 from ddp_equivalence.observed_scripts.query import Answer, Query, RowOrder
 from ddp_equivalence.observed_scripts.record import Record, Row
+from ddp_equivalence.observed_scripts.running_script import CannotReplay, RunningScript
 from ddp_equivalence.observed_scripts.told import Told
 
 MOST_TURNS = 12
@@ -33,10 +31,6 @@ MOST_TURNS = 12
 
 MOST_BYTES = 4 << 30
 """More than this of answers is not kept; the script is asked again."""
-
-
-class CannotReplay(Exception):
-    """The script does not compute in one process what it computed on the ranks. Says why."""
 
 
 class Oracle:
@@ -57,20 +51,12 @@ class Oracle:
         deadline: float,
         arrangement: Arrangement = SIDE_BY_SIDE,
     ) -> None:
-        self.command, self._at, self._log = tuple(command), at, log
-        self._record, self._told = record, told
-        self._deadline = deadline
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(told.socket)
-        self._listener.listen()
-        self._running: Running | None = None
-        self._connection: socket.socket | None = None
-        self._buffer = b""
+        self.command, self._record = tuple(command), record
+        self._script = RunningScript(command, at, log, told, deadline)
         self._closed = False
         self._answers: dict[tuple[object, ...], Answer] = {}
         self._refused: dict[tuple[object, ...], CannotReplay] = {}
         self._number = 0
-        self._answered_since_start = 0
         self.arrangement = arrangement
         self.missed: dict[str, int] = {}
         self.row_order: RowOrder = "by row"
@@ -79,21 +65,19 @@ class Oracle:
     def close(self) -> None:
         """End the script. What it has answered stays known."""
         self._closed = True
-        self._stop()
-        self._listener.close()
+        self._script.close()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """The script does not run inside the block, and takes no port. Then it starts again, and
         this waits until it asks for rows: who asks it something later loses no time by that.
         """
-        self._stop()
+        self._script.stop()
         try:
             yield
         finally:
             with suppress(CannotReplay):
-                line = self._line(time.monotonic())
-                self._buffer = (b"" if line is None else f"{line}\n".encode()) + self._buffer
+                self._script.wait_until_it_asks()
 
     # --- questions
 
@@ -203,12 +187,12 @@ class Oracle:
             self.arrangement = ONE_AFTER_THE_OTHER
         elif found[0] == 1 and ours > 1:
             self.arrangement = AT_ONCE
-        elif self._answered_since_start > 1:  # a window at the end of an epoch is shorter
-            self._stop()
+        elif self._script.answered > 1:  # a window at the end of an epoch is shorter
+            self._script.stop()
             return True
         else:
             return False
-        self._stop()
+        self._script.stop()
         return True
 
     # --- the process
@@ -217,24 +201,24 @@ class Oracle:
         restarts = others = 0
         started = time.monotonic()
         while True:
-            line = self._line(started)
+            line = self._script.line(started)
             if line is None:
                 restarts += 1
-                if restarts > 2 or not (self._answered_since_start or restarts == 1):
+                if restarts > 2 or not (self._script.answered or restarts == 1):
                     raise CannotReplay(
                         "the script ended in one process before it had computed a step"
                     )
-                self._stop()
+                self._script.stop()
                 continue
             kind, _, text = line.partition(" ")
             if kind == "next":
-                self._send(query)
+                self._script.send(query)
             elif kind == "cannot":
-                self._stop()
+                self._script.stop()
                 raise CannotReplay(f"one process cannot have the rows of all ranks: {text}")
             elif kind == "answer":
                 answer = Answer.from_json(json.loads(text))
-                self._answered_since_start += 1
+                self._script.answered += 1
                 is_answer = answer.number == query.number
                 if is_answer and not answer.of_other_parameters:
                     return answer
@@ -245,63 +229,6 @@ class Oracle:
                         "the optimizer that stepped on the ranks did not step in one process: "
                         f"{others} times, one stepped that has other parameters"
                     )
-
-    def _line(self, started: float) -> str | None:
-        """The next line of the script; None if it has ended."""
-        if self._running is None:
-            self._start()
-        assert self._running is not None
-        while b"\n" not in self._buffer:
-            if time.monotonic() - started > self._deadline:
-                end = self._running.last_words
-                self._stop()
-                raise CannotReplay(
-                    f"the script did not compute a step in one process within "
-                    f"{self._deadline:g} s; it printed last:\n{end}"
-                )
-            source = self._connection or self._listener
-            if not select.select([source], [], [], 0.05)[0]:
-                if self._connection is None and self._running.exit_code is not None:
-                    self._require_answers()
-                    return None
-                continue
-            if self._connection is None:
-                self._connection = self._listener.accept()[0]
-                continue
-            data = self._connection.recv(1 << 20)
-            if not data:
-                self._require_answers()
-                return None
-            self._buffer += data
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line.decode()
-
-    def _require_answers(self) -> None:
-        """Raises CannotReplay if the script has ended and had answered nothing."""
-        if not self._answered_since_start:
-            assert self._running is not None
-            end = self._running.last_words_at_its_end()
-            raise CannotReplay(
-                f"the script ended in one process before it had computed a step; it printed last:"
-                f"\n{end}"
-            )
-
-    def _send(self, query: Query) -> None:
-        assert self._connection is not None
-        self._connection.sendall(f"{query.to_json()}\n".encode())
-
-    def _start(self) -> None:
-        self._running = Running(self.command, self._told, self._at, self._log)
-        self._answered_since_start = 0
-
-    def _stop(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        if self._running is not None:
-            self._running.end()
-            self._running = None
-        self._buffer = b""
 
 
 def _times(count: int) -> str:

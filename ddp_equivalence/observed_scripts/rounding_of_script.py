@@ -8,7 +8,7 @@ from ddp_equivalence.comparison.expected import Expected
 from ddp_equivalence.comparison.noise import larger_noise, noise_of, relative_noise
 from ddp_equivalence.comparison.rounding import OF_ORDER, Rounding
 from ddp_equivalence.observed_scripts.as_case import Kind, ObservedStep
-from ddp_equivalence.observed_scripts.oracle import CannotReplay
+from ddp_equivalence.observed_scripts.running_script import CannotReplay
 from ddp_equivalence.reference import Reference
 
 LARGEST = 0.02

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ddp_equivalence.observed_scripts.as_case import ObservedStep
-from ddp_equivalence.observed_scripts.oracle import MOST_BYTES, CannotReplay, Oracle
+from ddp_equivalence.observed_scripts.oracle import MOST_BYTES, Oracle
 from ddp_equivalence.observed_scripts.record import Record
+from ddp_equivalence.observed_scripts.running_script import CannotReplay
 
 BYTES_OF_ELEMENT = 24
 """An answer has up to three gradients, in float64."""
