@@ -85,8 +85,10 @@ def events_of(view: View, rank: int) -> list[Event]:
 
 def common_events(view: View) -> list[Event] | None:
     """What happened to the gradients of every rank, with the norms of all ranks; None if the ranks
-    did not do the same, or if a norm that is needed is not known.
+    did not do the same, were not seen, or if a norm that is needed is not known.
     """
+    if not view.observed.covers_every_rank:
+        return None
     by_rank = [events_of(view, rank) for rank in range(view.world_size)]
     if any(events != by_rank[0] for events in by_rank):
         return None

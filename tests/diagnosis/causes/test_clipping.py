@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 
 from ddp_equivalence import Rank
 from ddp_equivalence.diagnosis import kept_elements
+from ddp_equivalence.diagnosis.causes import HYPOTHESES
 from tests.diagnosis.causes.named import (
     accepted,
     case_of,
@@ -227,6 +229,19 @@ def test_clipping_is_named_also_where_only_some_elements_are_kept(
     assert first_finding(verdict).cause == cause, verdict
     assert len(faulty_lines(verdict)) == 1, verdict
     assert "clip_grad" in faulty_lines(verdict)[0], verdict
+
+
+def test_a_cause_that_was_not_seen_to_happen_makes_none_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as in the further steps of a script, whose ranks are watched in one step only."""
+    monkeypatch.setattr(kept_elements, "MAX_ELEMENTS", 0)
+    monkeypatch.setattr(kept_elements, "MAX_SELECTED", 120)
+    view = different(case_of(), before_reducing).view
+    assert view is not None
+    nothing_seen = replace(view, observed=replace(view.observed, by_rank={}))
+    for hypothesis in HYPOTHESES:
+        hypothesis.predict(nothing_seen)
 
 
 def test_one_clipping_of_a_large_model_after_ddp_is_not_called_clipping_in_parts(
