@@ -1,6 +1,6 @@
 """Observe a training script as it is: its ranks, and the same script in one process.
 
-``observe_script`` is the flow on one page. ``in_script`` runs in the processes of the script,
+``script_observation`` is the flow on one page. ``in_script`` runs in the processes of the script,
 everything else in the process that judges. The folder is not called ``observe``, because a module
 of that name would hide the function ``ddp_equivalence.observe`` once it is imported.
 """

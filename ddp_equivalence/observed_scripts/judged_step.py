@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -100,19 +100,35 @@ def _with_draws_in_order(script: Script, step: ObservedStep, kind: Kind) -> Verd
     verdict = _compared(script, step, kind)
     oracle, ranks = step.oracle, range(step.record.world_size)
     draws = any(step.record.step(rank, step.number).draws for rank in ranks)
-    if oracle is None or oracle.row_order != "by row" or not draws or not _order_matters(verdict):
+    if (
+        oracle is None
+        or oracle.row_order in OTHER_ROW_ORDERS
+        or not draws
+        or not order_matters(verdict)
+    ):
         return verdict
     missed = oracle.missed
     for row_order in OTHER_ROW_ORDERS:
         oracle.row_order, oracle.missed = row_order, {}
         other = _compared(script, step, kind)
-        if other.outcome != "unknown" and not _order_matters(other):
+        if other.outcome != "unknown" and not order_matters(other):
             return other
     oracle.row_order, oracle.missed = "by row", missed
     return verdict
 
 
-def _order_matters(verdict: Verdict) -> bool:
+def rows_may_be_elsewhere(verdicts: Iterable[Verdict]) -> bool:
+    """True if what was taken for rows may be none, such as the steps of a sequence: another order
+    of them gives other gradients, or they cannot be joined.
+    """
+    return any(
+        order_matters(one) or one.unknown_because is UnknownBecause.CANNOT_REPLAY
+        for one in verdicts
+    )
+
+
+def order_matters(verdict: Verdict) -> bool:
+    """True if another order of the rows gives other gradients."""
     analysis = verdict.analysis
     return isinstance(analysis, AnalysisOfScript) and (
         verdict.outcome == "different" and analysis.order_matters

@@ -7,67 +7,25 @@ differs, the ranks run once more, and are watched line by line.
 
 from __future__ import annotations
 
-import shlex
-import shutil
-import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from ddp_equivalence.case.errors import BadCase
-from ddp_equivalence.observed_scripts.arrangements import (
-    AT_ONCE,
-    JOINED_AND_REPEATED,
-    ONE_AFTER_THE_OTHER,
-    SIDE_BY_SIDE,
-    Arrangement,
-)
-from ddp_equivalence.observed_scripts.as_case import ObservedStep
-from ddp_equivalence.observed_scripts.end_of_epoch import end_is_not_observed
-from ddp_equivalence.observed_scripts.export import export
-from ddp_equivalence.observed_scripts.judged_step import judge
-from ddp_equivalence.observed_scripts.looked_at_closer import (
-    SecondRun,
-    is_the_same,
-    second_run,
-)
 from ddp_equivalence.observed_scripts.measured_step import (
-    SECONDS_TO_EXPLAIN,
-    Script,
     name_of_script,
 )
 from ddp_equivalence.observed_scripts.observed import Observed
-from ddp_equivalence.observed_scripts.one_process import in_one_process, processes_in
+from ddp_equivalence.observed_scripts.one_process import processes_in
 from ddp_equivalence.observed_scripts.options import Command, ObserveOptions, Options, words_of
-from ddp_equivalence.observed_scripts.oracle import Oracle
 from ddp_equivalence.observed_scripts.plan import plan_lines
-from ddp_equivalence.observed_scripts.record import Record
-from ddp_equivalence.observed_scripts.recording import Recording, ScriptFailed, working_folder
-from ddp_equivalence.observed_scripts.report import render
-from ddp_equivalence.observed_scripts.step_facts import StepFacts
-from ddp_equivalence.observed_scripts.steps_of_record import compute_in_their_order, observed_steps
-from ddp_equivalence.observed_scripts.told import LookAt, Told
-from ddp_equivalence.observed_scripts.working_folder import with_own_scripts
+from ddp_equivalence.observed_scripts.script_observation import ScriptObservation
 from ddp_equivalence.report.line import Line
-from ddp_equivalence.report.short.headline import headline_text
-from ddp_equivalence.report.verdict import Verdict
 
 DEVICES_OF_UNKNOWN = 2
 """A command that does not say how many processes it starts gets so many devices."""
-
-NOT_REPEATED = (
-    "the ranks could not be watched a second time: they read other rows then, or had other "
-    "weights. Seed what the script draws"
-)
-
-RAGGED = (
-    "nothing was dropped in either run: the ranks have padded their rows to other lengths, and "
-    "then one process cannot drop the same elements"
-)
 
 
 def observe(command: Command, **options: Unpack[ObserveOptions]) -> Observed:
@@ -96,7 +54,7 @@ def plan(command: Command, **options: Unpack[ObserveOptions]) -> tuple[Line, ...
 
 
 @contextmanager
-def _observation(command: Command, given: ObserveOptions) -> Iterator[_Observation]:
+def _observation(command: Command, given: ObserveOptions) -> Iterator[ScriptObservation]:
     """What is done, in a folder that is deleted in the end unless the user keeps it."""
     options, words = Options(**given), words_of(command, "command")
     if options.as_cpu < 0:
@@ -104,187 +62,7 @@ def _observation(command: Command, given: ObserveOptions) -> Iterator[_Observati
     if options.keep is not None:
         kept = Path(options.keep)
         kept.mkdir(parents=True)
-        yield _Observation(words, options, kept.resolve())
+        yield ScriptObservation(words, options, kept.resolve())
         return
     with tempfile.TemporaryDirectory(prefix="observed-", ignore_cleanup_errors=True) as folder:
-        yield _Observation(words, options, Path(folder).resolve())
-
-
-@dataclass
-class _Observation:
-    """The flow: record, replay, judge, look closer."""
-
-    command: tuple[str, ...]
-    options: Options
-    scratch: Path
-
-    def __post_init__(self) -> None:
-        self.recording = Recording(self.command, self.options, self.scratch)
-
-    def observed(self) -> Observed:
-        """Do it."""
-        started = time.monotonic()
-        show("the ranks train")
-        record, self.float64 = self.recording.first()
-        self.notes: list[str] = []
-        if self.options.dropout and record.ragged_and_drawn():
-            self.notes.append(RAGGED)
-            self.options = replace(self.options, dropout=False)
-            self.recording = Recording(self.command, self.options, self.scratch)
-            record = self.recording.again(float64=self.float64)
-        recorded = time.monotonic()
-        show("one process trains")
-        alone = self.in_one_process(record)
-        script = self._script(record, recorded - started)
-        self.has_explained = self.has_looked_closer = False
-        verdicts = self._judged(script, record, alone, SIDE_BY_SIDE)
-        if self.options.flat is not None and all(one.outcome == "same" for one in verdicts):
-            alone = words_of(self.options.flat, "flat")
-            self.notes.append("without accumulation, all rows of a step as one batch")
-            verdicts = self._judged(script, record, alone, AT_ONCE)
-        if not self.options.plant and (why := end_is_not_observed(record)):
-            self.notes.append(why)
-        if self.options.plant:
-            self.notes.append(f"{self.options.plant} was planted in the ranks, on purpose")
-        return Observed(
-            name=script.name,
-            verdicts=tuple(verdicts),
-            facts=tuple(StepFacts.of(step) for step in observed_steps(record, None)),
-            command=self.command,
-            one_process=alone,
-            world_size=record.world_size,
-            seconds=(recorded - started, time.monotonic() - recorded),
-            float64=self.float64,
-            on_cpu=script.on_cpu,
-            notes=tuple(dict.fromkeys(self.notes)),
-            render=render,
-        )
-
-    def in_one_process(self, record: Record) -> tuple[str, ...]:
-        """The command that trains in one process. Raises BadCase if it is not known."""
-        if record.world_size == 1:
-            right = "a command that trains on several ranks; this one trained on one"
-            raise BadCase("command", shlex.join(self.command), right)
-        if self.options.one_process is not None:
-            return words_of(self.options.one_process, "one_process")
-        try:
-            return in_one_process(self.command, record.world_size)
-        except BadCase:
-            if self.options.as_cpu:  # the script counts its devices, and is given one
-                return self.command
-            raise
-
-    def _script(self, record: Record, seconds: float) -> Script:
-        main = record.runs[0]["main"]
-        return Script(
-            name=name_of_script(self.command, main),
-            backend=record.runs[0]["backend"] or "gloo",
-            float64=self.float64,
-            on_cpu=bool(self.options.as_cpu),
-            steps=len(record.steps),
-            seconds=max(SECONDS_TO_EXPLAIN, round(seconds)),
-            repeat=f"ddp-equivalence observe {self.options.words()}-- {shlex.join(self.command)}",
-        )
-
-    def _judged(
-        self, script: Script, record: Record, alone: Sequence[str], arrangement: Arrangement
-    ) -> list[Verdict]:
-        """A verdict on every step."""
-        folder = self.scratch / arrangement.replace(" ", "_")
-        folder.mkdir()
-        at = working_folder(self.options, folder)
-        socket_folder = tempfile.mkdtemp(prefix="obs")  # the path of a socket must be short
-        told = Told(
-            role="replay",
-            folder=str(record.folder),
-            steps=len(record.steps),
-            float64=self.float64,
-            without_dropout=not self.options.dropout,
-            # A launcher says how many processes train; other scripts count devices.
-            devices_on_cpu=self.options.as_cpu
-            if tuple(alone) != self.command
-            else min(1, self.options.as_cpu),
-            socket=str(Path(socket_folder) / "socket"),
-            feed=record.feed,
-            working_folder="" if self.options.in_place else str(at),
-        )
-        command = with_own_scripts(alone, Path(self.options.folder))
-        log = folder / "one_process.log"
-        oracle = Oracle(command, at, log, record, told, self.options.deadline, arrangement)
-        try:
-            steps = observed_steps(record, oracle)
-            compute_in_their_order(steps, self.options.from_step)
-            return [self._verdict(script, step) for step in steps]
-        finally:
-            oracle.close()
-            self.notes += _notes(oracle)
-            shutil.rmtree(socket_folder, ignore_errors=True)
-
-    def _verdict(self, script: Script, step: ObservedStep) -> Verdict:
-        verdict = judge(script, step, None if self.has_explained else self._look_closer)
-        if not self.has_explained:
-            verdict.full_report()  # asks the script everything, while it runs
-        if verdict.outcome == "different" and not self.has_explained:
-            self.has_explained = True
-            self._export(step, verdict)
-        return verdict
-
-    def _export(self, step: ObservedStep, verdict: Verdict) -> None:
-        """Write the step to files, if the user wants that."""
-        if self.options.export is None or step.oracle is None:
-            return
-        folder, alone = Path(self.options.export), shlex.join(step.oracle.command)
-        script = export(step, folder, headline_text(verdict), shlex.join(self.command), alone)
-        self.notes.append(f"the step is in {folder}; python {script} compares what it holds")
-
-    def _look_closer(self, step: ObservedStep, verdict: Verdict) -> SecondRun:
-        if self.has_looked_closer:
-            return SecondRun()  # once is enough: the steps of a script are made by the same lines
-        self.has_looked_closer = True
-
-        def run_again(look_at: LookAt, number: int) -> Record | None:
-            assert step.oracle is not None
-            record = self._run_again(look_at, number, step.oracle)
-            if is_the_same(step, record):
-                return record
-            self.notes.append(NOT_REPEATED)
-            return None
-
-        try:
-            return second_run(step, verdict, run_again)
-        except ScriptFailed as error:
-            why = str(error).splitlines()[-1].strip()
-            self.notes.append(f"the ranks could not be watched a second time: {why}")
-            return SecondRun()
-
-    def _run_again(self, look_at: LookAt, number: int, oracle: Oracle) -> Record:
-        """A record of one step that is watched closely. Raises ScriptFailed."""
-        show("the ranks train again, and are watched")
-        first_step = self.options.from_step + number
-        told = {"first_step": first_step, "steps": 1, "look_at": look_at, "float64": self.float64}
-        try:
-            return self.recording.again(**told)
-        except ScriptFailed as error:
-            if "address already in use" not in str(error):
-                raise
-        with oracle.paused():  # the one process listens at the port that the script always takes
-            return self.recording.again(**told)
-
-
-def show(what: str) -> None:
-    """Say what is going on, to a person at a terminal."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        print(f"observing: {what}", file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _notes(oracle: Oracle) -> Iterator[str]:
-    """What a reader must know of how the replay was done."""
-    if ONE_AFTER_THE_OTHER in oracle.arrangements:
-        yield "in one process the script takes the micro-batches one after the other"
-    if JOINED_AND_REPEATED in oracle.arrangements:
-        yield (
-            "the ranks have micro-batches of different sizes: one process, which makes more of "
-            "them, takes those of all ranks joined, and each as often as there are ranks"
-        )
-    for operation, count in oracle.missed.items():
-        yield f"{operation} drew other numbers than the ranks, {count} times"
+        yield ScriptObservation(words, options, Path(folder).resolve())

@@ -59,7 +59,7 @@ class Oracle:
         self._number = 0
         self.arrangement = arrangement
         self.missed: dict[str, int] = {}
-        self.row_order: RowOrder = "by row"
+        self.row_order: RowOrder = "in dim 1" if record.time_first else "by row"
         self.arrangements: set[Arrangement] = set()
 
     def close(self) -> None:
@@ -162,8 +162,8 @@ class Oracle:
         times = self._record.world_size if joined else 1
         for number, step in zip(group, answer.steps, strict=True):
             ranks = range(self._record.world_size)
-            calls = [call for r in ranks for call in self._record.step(r, number).calls]
-            wanted, found = sum(call.count for call in calls), sum(step.counts)
+            wanted = sum(sum(self._record.reader(r, number).call_counts) for r in ranks)
+            found = sum(step.counts)
             if wanted * times != found:
                 raise CannotReplay(
                     f"the script called its model with {found} rows in one process, and with "

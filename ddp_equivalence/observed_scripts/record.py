@@ -27,10 +27,11 @@ class Row:
 
 
 class Record:
-    """``folder``: where the ranks wrote."""
+    """``folder``: where the ranks wrote. ``time_first``: batches have their rows in dim 1."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, time_first: bool = False) -> None:
         self.folder = folder
+        self.time_first = time_first
 
     @cached_property
     def runs(self) -> dict[int, dict[str, Any]]:
@@ -63,7 +64,7 @@ class Record:
     @lru_cache(maxsize=256)  # noqa: B019  (few records are read in a process)
     def reader(self, rank: int, number: int) -> StepReader:
         """Reads one step of one rank."""
-        return StepReader(rank_folder(self.folder, rank), number)
+        return StepReader(rank_folder(self.folder, rank), number, self.time_first)
 
     @cached_property
     def feed(self) -> Feed:
@@ -88,9 +89,9 @@ class Record:
         """The number of rows in each micro-batch of a rank."""
         found = []
         for number, place in self._micro_batches(rank, group):
-            step = self.step(rank, number)
-            of_loader = self.feed == "loader"
-            found.append(step.batch_counts[place] if of_loader else step.calls[place].count)
+            reader = self.reader(rank, number)
+            counts = reader.batch_counts if self.feed == "loader" else reader.call_counts
+            found.append(counts[place])
         return tuple(found)
 
     def accumulates_to_the_end_of_an_epoch(self, group: Sequence[int]) -> bool:
@@ -156,11 +157,25 @@ class Record:
     def _ragged(self, group: Sequence[int]) -> bool:
         prefix = "batch/" if self.feed == "loader" else "call/"
         shapes: dict[str, set[tuple[int, ...]]] = {}
+        if self.time_first:
+            for rows in self.read(group):
+                for path, tensor in rows.tensors.items():
+                    shapes.setdefault(path, set()).add(tensor.shape[1:])
+            return any(len(found) > 1 for found in shapes.values())
         for rank in range(self.world_size):
             for number in group:
                 for name, shape in self.reader(rank, number).shapes_of_whole(prefix).items():
                     shapes.setdefault(name, set()).add(shape[1:])
         return any(len(found) > 1 for found in shapes.values())
+
+    @property
+    def may_be_time_first(self) -> bool:
+        """True if batches may have their rows in dim 1, and are not taken so."""
+        if self.time_first:
+            return False
+        other = Record(self.folder, time_first=True)
+        read = [rows for group in other.groups for rows in other.read(group)]
+        return bool(read) and all(rows.time_first for rows in read)
 
     def rows(self, group: Sequence[int]) -> tuple[Row, ...]:
         """All rows that the ranks read in a group of steps: rank by rank, as each read them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ddp_equivalence.observed_scripts.places import EarlierPlaces, Place
 from ddp_equivalence.observed_scripts.rows import Rows
 from ddp_equivalence.observed_scripts.rows_as_json import NO_ROWS, rows_with_tensors
 from ddp_equivalence.observed_scripts.tensor_file import write_tensors
+from ddp_equivalence.observed_scripts.time_first import with_rows_first
 
 
 @dataclass(frozen=True)
@@ -173,9 +175,13 @@ def tensor_file(folder: Path, step: RecordedStep) -> Path:
 
 
 class StepReader:
-    """Reads what one rank recorded of one step; tensors are read when they are asked for."""
+    """Reads what one rank recorded of one step; tensors are read when they are asked for.
 
-    def __init__(self, folder: Path, number: int) -> None:
+    ``time_first``: batches have their rows in dim 1.
+    """
+
+    def __init__(self, folder: Path, number: int, time_first: bool = False) -> None:
+        self._time_first = time_first
         self.step = RecordedStep.from_json((folder / f"step{number}.json").read_text())
         self._lists = json.loads((folder / f"step{number}.lists.json").read_text())
         self._file = _opened(tensor_file(folder, self.step))
@@ -219,7 +225,23 @@ class StepReader:
 
     def rows(self, prefix: str) -> Rows:
         """The rows that were recorded under this prefix."""
-        return rows_with_tensors(self._lists.get(prefix, NO_ROWS), self.below(prefix))
+        rows = rows_with_tensors(self._lists.get(prefix, NO_ROWS), self.below(prefix))
+        return with_rows_first(rows) if self._time_first else rows
+
+    @cached_property
+    def batch_counts(self) -> tuple[int, ...]:
+        """The number of rows of each batch."""
+        if not self._time_first:
+            return self.step.batch_counts
+        places = range(len(self.step.batch_counts))
+        return tuple(self.rows(f"batch/{place}/").count for place in places)
+
+    @cached_property
+    def call_counts(self) -> tuple[int, ...]:
+        """The number of rows with which each module was called."""
+        if not self._time_first:
+            return tuple(call.count for call in self.step.calls)
+        return tuple(self.rows(f"call/{place}/").count for place in range(len(self.step.calls)))
 
     def gradient_names(self, kind: str) -> tuple[str, ...]:
         """The names below ``kind``, which is "held/", "before_clip/" or "own/"."""

@@ -25,13 +25,15 @@ PLAIN = (str, int, float, bool, type(None))
 class Rows:
     """``tensors``: by the path of the leaf. ``lists``: lists without tensors that have one entry
     for each row, by path. ``entries``: lists with tensors in the entry of each row, by path.
-    ``count``: the number of rows along dim 0; 0 where nothing has rows.
+    ``count``: the number of rows along dim 0; 0 where nothing has rows. ``time_first``: the paths
+    of the tensors whose rows are in dim 1 of the batch, see ``with_rows_first``.
     """
 
     tensors: Mapping[str, Tensor]
     lists: Mapping[str, list[Any]] = field(default_factory=dict)
     count: int = 0
     entries: Mapping[str, list[Entry]] = field(default_factory=dict)
+    time_first: frozenset[str] = frozenset()
 
     def has_rows(self, path: str) -> bool:
         """True if this tensor has one entry along dim 0 for each row."""
@@ -117,6 +119,8 @@ def joined(parts: Sequence[Part]) -> Rows:
     for rows, _ in parts:
         if rows.entries.keys() != first.entries.keys():
             raise ValueError(f"ranks have lists of rows at other places: {_places(rows, first)}")
+        if rows.time_first != first.time_first:
+            raise ValueError("ranks have their rows in other dimensions")
     tensors = {}
     for path in first.tensors:
         if not all(path in rows.tensors for rows, _ in parts):
@@ -142,7 +146,7 @@ def joined(parts: Sequence[Part]) -> Rows:
         for path in first.entries
     }
     counts = [rows.count if which is None else len(which) for rows, which in parts]
-    return Rows(tensors, lists, sum(counts), entries)
+    return Rows(tensors, lists, sum(counts), entries, first.time_first)
 
 
 def _taken(tensor: Tensor, which: Sequence[int] | None) -> Tensor:
@@ -245,7 +249,8 @@ def put_into(rows: Rows, native: Any, top: Collection[str] = TOP) -> Any:
         if path in rows.entries:
             return type(leaf)(_like(leaf[0], entry) for entry in rows.entries[path])
         if isinstance(leaf, Tensor) and path in rows.tensors:
-            return rows.tensors[path].to(leaf.device)
+            taken = rows.tensors[path].to(leaf.device)
+            return taken.transpose(0, 1).contiguous() if path in rows.time_first else taken
         if path in rows.lists and _is_list(leaf, own.count):
             return type(leaf)(rows.lists[path])
         return leaf

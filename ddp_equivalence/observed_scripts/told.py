@@ -46,8 +46,9 @@ class Told:
     ``folder``: where records are written, and read from. ``first_step``, ``steps``: the number of
     the first optimizer step that counts, from 0, and how many are recorded. ``float64``: everything
     is computed in float64. ``without_dropout``: nothing is dropped. ``devices_on_cpu``: so many
-    devices of CUDA are the CPU; 0 for none. ``socket``: where a replay asks what to run. ``feed``:
-    a replay is given rows where the script's loader yields a batch, or where its model is called.
+    devices of CUDA are the CPU; 0 for none. ``time_first``: batches have their rows in dim 1.
+    ``socket``: where a replay asks what to run. ``feed``: a replay is given rows where the script's
+    loader yields a batch, or where its model is called.
     ``working_folder``: a copy of the user's folder, in which links stand for files that must not be
     written to; "" if the script runs in the user's own. ``plant``: the name of a fault to plant in
     this process; "" for none. ``look_at``: what to watch line by line in the first step that
@@ -61,6 +62,7 @@ class Told:
     float64: bool = False
     without_dropout: bool = False
     devices_on_cpu: int = 0
+    time_first: bool = False
     socket: str = ""
     feed: Feed = "loader"
     working_folder: str = ""

@@ -36,6 +36,7 @@ from ddp_equivalence.observed_scripts.recorded_step import (
     rank_folder,
 )
 from ddp_equivalence.observed_scripts.rows import Part, Rows, joined, put_into
+from ddp_equivalence.observed_scripts.time_first import with_rows_first
 from ddp_equivalence.observed_scripts.told import Told
 
 
@@ -105,7 +106,8 @@ class Replayer(Watch):
 
     @lru_cache(maxsize=64)  # noqa: B019  (there is one Replayer in a process, and it stays)
     def _reader(self, rank: int, number: int) -> StepReader:
-        return StepReader(rank_folder(self._told.folder, rank), number)
+        folder = rank_folder(self._told.folder, rank)
+        return StepReader(folder, number, self._told.time_first)
 
     # --- what the script is given
 
@@ -238,9 +240,14 @@ class Replayer(Watch):
         given = self._put_into(parts, (arguments, named), TOP_OF_CALL)
         return given[0], given[1]
 
+    def count_of(self, rows: Rows) -> int:
+        """The number of rows, which may be in dim 1."""
+        return with_rows_first(rows).count if self._told.time_first else rows.count
+
     def _put_into(self, parts: Sequence[Part], native: Any, top: Collection[str] = TOP) -> Any:
         try:
-            return put_into(self._cast(joined(parts)), native, top)
+            rows = joined(parts)
+            return put_into(rows.changed(in_float64) if self.float64 else rows, native, top)
         except ValueError as error:
             self._line.refuse(str(error))
 
@@ -269,9 +276,6 @@ class Replayer(Watch):
         super().after_call(result)
         self._generators.counts = self._told.feed == "loader"
 
-    def _cast(self, rows: Rows) -> Rows:
-        return rows.changed(in_float64) if self.float64 else rows
-
     # --- random numbers
 
     def draws_like_the_record(self, event: Event) -> None:
@@ -285,14 +289,10 @@ class Replayer(Watch):
 
     def _source(self, piece: Piece, step: int, event: str) -> Source:
         record = self._reader(piece.rank, step)
-        counts = record.step.batch_counts or [call.count for call in record.step.calls] or [0]
+        counts = record.batch_counts or record.call_counts or (0,)
         count = counts[min(piece.micro_batch, len(counts) - 1)]
         return Source(record.tensor(event), count, piece.rows)
 
     def _draws(self, query: Query) -> bool:
-        return any(
-            self._reader(piece.rank, number).step.draws
-            for pieces in query.micro_batches
-            for piece in pieces
-            for number in query.steps
-        )
+        ranks = query.ranks
+        return any(self._reader(r, number).step.draws for r in ranks for number in query.steps)

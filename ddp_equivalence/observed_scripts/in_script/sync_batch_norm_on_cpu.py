@@ -59,3 +59,9 @@ def _keep_statistics(norm: Any, mean: Tensor, variance: Tensor) -> None:
             part = 1.0 / float(norm.num_batches_tracked)
         norm.running_mean.mul_(1 - part).add_(mean, alpha=part)
         norm.running_var.mul_(1 - part).add_(variance, alpha=part)
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """True for one that normalises by the rows of this process alone."""
+    kind = nn.modules.batchnorm._BatchNorm
+    return isinstance(module, kind) and module.training and not isinstance(module, nn.SyncBatchNorm)

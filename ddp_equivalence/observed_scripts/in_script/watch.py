@@ -25,9 +25,10 @@ from ddp_equivalence.observed_scripts.in_script.step_in_progress import (
     StepInProgress,
     norm_of_floats,
 )
+from ddp_equivalence.observed_scripts.in_script.sync_batch_norm_on_cpu import is_batch_norm
 from ddp_equivalence.observed_scripts.listed_rows import TOP_OF_CALL
 from ddp_equivalence.observed_scripts.recorded_step import SeenCall, SeenClip
-from ddp_equivalence.observed_scripts.rows import rows_of
+from ddp_equivalence.observed_scripts.rows import Rows, rows_of
 
 LARGE_SCALE = 1024.0
 """No reduction makes gradients so much larger or smaller than the ranks' own ones."""
@@ -83,6 +84,10 @@ class Watch:
     def fed(self, name: str, arguments: Any, named: Any) -> tuple[Any, Any]:
         """A module is called that is trained: the arguments to call it with."""
         return arguments, named
+
+    def count_of(self, rows: Rows) -> int:
+        """The number of rows with which a module is called."""
+        return rows.count
 
     def not_trained(self, arguments: Any, named: Any) -> None:
         """A module is called without being trained, such as in an evaluation."""
@@ -156,9 +161,9 @@ class Watch:
             arguments, named = self.fed(name, arguments, named)
             rows = rows_of((arguments, named), TOP_OF_CALL)
             backwards, place = len(self.now.losses), place_of_caller()
-            self.now.calls.append(SeenCall(name, backwards, rows.count, place))
+            self.now.calls.append(SeenCall(name, backwards, self.count_of(rows), place))
             self.now.call_rows.append(rows)
-            self.now.batch_norm |= any(map(_is_batch_norm, module.modules()))
+            self.now.batch_norm |= any(map(is_batch_norm, module.modules()))
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):
                     dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
@@ -289,9 +294,3 @@ class Watch:
         value = whole(gradient)
         before = self._of_this_backward.get(name)
         self._of_this_backward[name] = value if before is None else kept(before + value)
-
-
-def _is_batch_norm(module: nn.Module) -> bool:
-    """True for one that normalises by the rows of this process alone."""
-    kind = nn.modules.batchnorm._BatchNorm
-    return isinstance(module, kind) and module.training and not isinstance(module, nn.SyncBatchNorm)

@@ -10,7 +10,7 @@ from ddp_equivalence.observed_scripts.query import Answer, AnswerOfStep, Piece, 
 
 def test_every_field_of_an_answer_arrives() -> None:
     step = AnswerOfStep(
-        2, "file", (1.5,), ("bias",), 1, (3, 4), (("one", "two"),), True, "bfloat16"
+        2, "file", (1.5,), ("bias",), 1, (3, 4), (("one", "two"),), True, "bfloat16", (2.5,)
     )
     answer = Answer(7, (step,), {"randn": 2}, "operations")
     for one in (step, answer):
@@ -28,5 +28,6 @@ def test_every_field_of_a_query_arrives() -> None:
         4,
         row_order="in blocks",
         logged="model",
+        is_epoch=True,
     )
     assert Query.from_json(query.to_json()) == query

@@ -60,7 +60,7 @@ def test_one_process_counts_the_steps_before_those_that_are_recorded() -> None:
         ("classifier.py", "hook", "low_precision_reduce", "model.register_comm_hook("),
         ("classifier.py", "ignored", "token_counts_weighted_equally", "loss = cross_entropy("),
         ("classifier.py", "clip", "clipped_otherwise", "nn.utils.clip_grad_norm_("),
-        ("detector.py", "sum", "mean_not_sum", "(losses.sum()"),
+        ("detector.py", "sum", "mean_not_sum", "loss = losses.sum()"),
         ("language_model.py", "undivided", "accumulation_not_divided", "loss.backward()"),
         ("language_model.py", "uneven", "uneven_shards_weighted_equally", "loss = model("),
         ("loss_scale.py", "times", "sum_not_mean", "loss = loss * dist.get_world_size()"),
@@ -222,6 +222,28 @@ def test_flat_shows_what_accumulation_does_to_one_process_too() -> None:
     assert (wrong.outcome, wrong.cause) == ("different", "accumulation_not_divided")
     without_flat = observed("accumulating.py", "undivided", steps=1)
     assert without_flat.outcome == "same"  # one process accumulates in the same way
+
+
+@pytest.mark.parametrize("word", ["", "dropout"])
+def test_batches_may_have_the_time_in_dim_0(word: str) -> None:
+    """Joined along it, the rows of two ranks would be longer sequences, and other ones."""
+    found = observed("time_first.py", *word.split())
+    assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 3, str(found)
+    assert "the batches have the time in dim 0, and their rows in dim 1" in found.notes
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("sum", "mean_not_sum"),
+        ("ragged", "token_counts_weighted_equally"),
+        ("ragged dropout", "token_counts_weighted_equally"),
+    ],
+)
+def test_a_fault_is_named_where_the_time_is_in_dim_0(words: str, cause: str) -> None:
+    found = observed("time_first.py", *words.split(), steps=1)
+    assert (found.outcome, found.cause) == ("different", cause), str(found)
+    assert source_of_fault(found).startswith("loss = cross_entropy(")
 
 
 FLUSHES = ("accumulating.py", "flushes", "--micro-batches", "4")

@@ -59,7 +59,9 @@ def train(options):
         optimizer.zero_grad()
         named = "named" in options
         losses = model(inputs, targets=targets) if named else model(inputs, targets)
-        loss = losses.sum() if "sum" in options else losses.mean()
+        loss = losses.mean()
+        if "sum" in options:
+            loss = losses.sum()
         if "counts" in options:  # all boxes, where those of one rank are right
             boxes = torch.tensor(float(sum(len(one["boxes"]) for one in targets)))
             dist.all_reduce(boxes)
