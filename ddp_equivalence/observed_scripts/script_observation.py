@@ -40,6 +40,7 @@ from ddp_equivalence.observed_scripts.oracle import Oracle
 from ddp_equivalence.observed_scripts.record import Record
 from ddp_equivalence.observed_scripts.recording import Recording, ScriptFailed, working_folder
 from ddp_equivalence.observed_scripts.report import render
+from ddp_equivalence.observed_scripts.rows_read_twice import read_by_several_ranks
 from ddp_equivalence.observed_scripts.step_facts import StepFacts
 from ddp_equivalence.observed_scripts.steps_of_record import compute_in_their_order, observed_steps
 from ddp_equivalence.observed_scripts.told import LookAt, Told
@@ -91,8 +92,8 @@ class ScriptObservation:
             alone = words_of(self.options.flat, "flat")
             self.notes.append("without accumulation, all rows of a step as one batch")
             verdicts = self._judged(script, record, alone, AT_ONCE)
-        if not self.options.plant and (why := end_is_not_observed(record)):
-            self.notes.append(why)
+        about_rows = read_by_several_ranks(record), end_is_not_observed(record)
+        self.notes += [note for note in about_rows if note and not self.options.plant]
         if self.options.plant:
             self.notes.append(f"{self.options.plant} was planted in the ranks, on purpose")
         return Observed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -244,6 +245,17 @@ def test_a_fault_is_named_where_the_time_is_in_dim_0(words: str, cause: str) -> 
     found = observed("time_first.py", *words.split(), steps=1)
     assert (found.outcome, found.cause) == ("different", cause), str(found)
     assert source_of_fault(found).startswith("loss = cross_entropy(")
+
+
+def test_rows_that_several_ranks_have_read_are_counted() -> None:
+    """The gradients of these steps are right, but some rows count twice in an epoch."""
+    found = observed("classifier.py", "shuffled_apart", steps=6)
+    assert found.outcome == "same", str(found)
+    (note,) = [one for one in found.notes if "more than one rank" in one]
+    assert re.match(r"\d+ of \d+ different rows were read by more than one rank\. Unless ", note)
+    assert not [
+        one for one in observed("classifier.py", steps=6).notes if "more than one rank" in one
+    ]
 
 
 FLUSHES = ("accumulating.py", "flushes", "--micro-batches", "4")
