@@ -249,7 +249,7 @@ def test_a_fault_is_named_where_the_time_is_in_dim_0(words: str, cause: str) -> 
 
 def test_rows_that_several_ranks_have_read_are_counted() -> None:
     """The gradients of these steps are right, but some rows count twice in an epoch."""
-    found = observed("classifier.py", "shuffled_apart", steps=6)
+    found = observed("classifier.py", "apart", steps=6)
     assert found.outcome == "same", str(found)
     (note,) = [one for one in found.notes if "more than one rank" in one]
     assert re.match(r"\d+ of \d+ different rows were read by more than one rank\. Unless ", note)

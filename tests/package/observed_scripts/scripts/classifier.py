@@ -87,9 +87,7 @@ def train(options):
     data = TensorDataset(torch.randn(96, 8), torch.randint(0, 4, (96,)))
     if "ignored" in options:
         data.tensors[1][:30] = -100  # cross_entropy leaves these out
-    sampler = DistributedSampler(data)
-    if "shuffled_apart" in options:  # each rank by a seed of its own
-        sampler = DistributedSampler(data, seed=dist.get_rank())
+    sampler = DistributedSampler(data, seed=dist.get_rank() if "apart" in options else 0)
     if "same_rows" in options:
         sampler = DistributedSampler(data, num_replicas=2, rank=0)
     kind = Ahead if "ahead" in options else DataLoader
