@@ -35,8 +35,8 @@ def end_is_not_observed(record: Record) -> str:
         if left
         else f"a batch of {last_rows} {plural(last_rows, 'row')} instead of {first.batch_counts[0]}"
     )
-    from_step = (batches - 1) // each
+    before = max(0, (batches - 1) // each - 1) * len(record.groups[0])
     return (
         f"the last step of an epoch, which may have {what}, was not observed: "
-        f"--from-step {from_step} observes it"
+        f"--from-step {before} observes it"
     )

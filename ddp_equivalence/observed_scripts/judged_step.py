@@ -58,7 +58,7 @@ from ddp_equivalence.report.render import render, render_full
 from ddp_equivalence.report.unknown_verdicts import unknown
 from ddp_equivalence.report.verdict import Verdict
 
-OTHER_ROW_ORDERS: tuple[RowOrder, ...] = ("in blocks", "in dim 1")
+OTHER_ROW_ORDERS: tuple[RowOrder, ...] = ("in blocks", "in dim 1", "no rows")
 
 EPOCHS_TAKE = 4
 """So many times as long may be spent on a step for which every question takes an epoch."""
@@ -100,20 +100,16 @@ def _with_draws_in_order(script: Script, step: ObservedStep, kind: Kind) -> Verd
     verdict = _compared(script, step, kind)
     oracle, ranks = step.oracle, range(step.record.world_size)
     draws = any(step.record.step(rank, step.number).draws for rank in ranks)
-    if (
-        oracle is None
-        or oracle.row_order in OTHER_ROW_ORDERS
-        or not draws
-        or not order_matters(verdict)
-    ):
+    if oracle is None or not draws or verdict.outcome != "different":
         return verdict
-    missed = oracle.missed
-    for row_order in OTHER_ROW_ORDERS:
+    usual, missed = oracle.row_order, oracle.missed
+    for row_order in OTHER_ROW_ORDERS if usual == "by row" else ():
         oracle.row_order, oracle.missed = row_order, {}
         other = _compared(script, step, kind)
-        if other.outcome != "unknown" and not order_matters(other):
+        is_this = order_matters(verdict) and not order_matters(other) and not oracle.missed
+        if other.outcome == "same" or (is_this and other.outcome == "different"):
             return other
-    oracle.row_order, oracle.missed = "by row", missed
+    oracle.row_order, oracle.missed = usual, missed
     return verdict
 
 
@@ -185,7 +181,7 @@ def _compared(script: Script, step: ObservedStep, kind: Kind) -> Verdict:
         return unknown(verdict, why)
     expected = ExpectedOfScript(reference, step, kind)
     analysis = AnalysisOfScript(request, expected, kind)
-    slow = step.record.accumulates_to_the_end_of_an_epoch(step.group)
+    slow = step.record.is_cut_short(step.group)
     seconds = script.seconds * (EPOCHS_TAKE if slow else 1)
     analysis.time = TimeLeft(seconds, seconds)
     measurement = measured(step, kind, expected, analysis.sample)

@@ -74,15 +74,17 @@ def unfaithful(step: ObservedStep, seen: Mapping[int, Observation]) -> Unknown |
     count. Then they are faithful if their models returned what they return in one process. ``seen``
     is what each rank did.
     """
-    if all(map(_reduces_before_backward, seen.values())) and _models_return_the_same(step):
+    communicates = all(map(_reduces_before_backward, seen.values()))
+    if communicates and _models_return_the_same(step) and _repeats(step):
         return None
-    losses = []
+    losses, failed = [], ""
     for rank, rows in enumerate(step.rows_by_rank):
         own = step.gradients(rank, OWN)
         try:
             found, losses_alone = step.computed_alone(rows), step.answer(rows).losses
-        except CannotReplay:
-            return None
+        except CannotReplay as error:
+            failed = str(error)
+            continue
         recorded = step.record.step(rank, step.number)
         loss, of_rank = sum(losses_alone), sum(recorded.losses)
         in_float64 = all(one.dtype is torch.float64 for one in found.values() if one is not None)
@@ -90,6 +92,9 @@ def unfaithful(step: ObservedStep, seen: Mapping[int, Observation]) -> Unknown |
         if abs(loss - of_rank) <= most * abs(of_rank) or left_over(own, [found]) <= most:
             return None
         losses.append(f"{text_of(of_rank, '.6g')} on rank {rank}, {text_of(loss, '.6g')} alone")
+    if not losses:
+        why = f"one process cannot compute the rows of one rank alone: {failed}"
+        return Unknown(UnknownBecause.CANNOT_REPLAY, why)
     return Unknown(
         UnknownBecause.CANNOT_REPLAY,
         "one process does not compute again what a rank computed from the same rows alone (losses: "
@@ -109,8 +114,18 @@ def _reduces_before_backward(seen: Observation) -> bool:
     return False
 
 
+def _repeats(step: ObservedStep) -> bool:
+    """The script computes the same losses when it is asked twice."""
+    try:
+        return step.oracle is not None and step.oracle.repeats(step.group, step.rows)
+    except CannotReplay:
+        return False
+
+
 def _models_return_the_same(step: ObservedStep) -> bool:
-    """In float64, the modules of each rank return what they return for its rows in one process."""
+    """In float64, the modules of each rank return what they return for its rows in one process,
+    to the element.
+    """
     for rank, rows in enumerate(step.rows_by_rank):
         recorded = step.record.step(rank, step.number)
         try:

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from math import isclose
 from pathlib import Path
 
 from ddp_equivalence.observed_scripts.arrangements import (
@@ -28,6 +29,9 @@ from ddp_equivalence.observed_scripts.told import Told
 
 MOST_TURNS = 12
 """So many steps of other optimizers are waited for, where several take turns."""
+
+REPEATED = 1e-9
+"""Losses that are computed twice in float64 differ by less."""
 
 MOST_BYTES = 4 << 30
 """More than this of answers is not kept; the script is asked again."""
@@ -105,6 +109,17 @@ class Oracle:
         for _ in range(steps):
             self._computed(group, rows, 0).delete()
 
+    def repeats(self, group: tuple[int, ...], rows: Sequence[Row]) -> bool:
+        """True if the script computes the same losses when it is asked twice. Raises CannotReplay.
+
+        It does not if something decides that is restored for no question, such as a counter.
+        """
+        first, second = (self._computed(group, rows, 0) for _ in range(2))
+        losses = [[loss for step in one.steps for loss in step.losses] for one in (first, second)]
+        first.delete()
+        second.delete()
+        return all(isclose(*pair, rel_tol=REPEATED) for pair in zip(*losses, strict=True))
+
     def logged(self, group: tuple[int, ...], rows: Sequence[Row], module: str) -> str:
         """The file with the operations that the script runs for these rows, from the first call
         of the module on. Raises CannotReplay.
@@ -124,7 +139,9 @@ class Oracle:
         for _ in range(3):
             micro_batches = arranged(self._record, self.arrangement, group, rows)
             self._number += 1
-            is_epoch = self._record.accumulates_to_the_end_of_an_epoch(group)
+            is_epoch = self._record.is_cut_short(group)
+            if self._script.first is not None and self._script.first.is_epoch and not is_epoch:
+                self._script.stop()  # it may have taken the length of that epoch for good
             query = Query(
                 self._number,
                 group,

@@ -17,10 +17,11 @@ from ddp_equivalence.observed_scripts.tensor_file import write_tensors
 if TYPE_CHECKING:
     from ddp_equivalence.observed_scripts.in_script.step_in_progress import StepInProgress
 
-RowOrder = Literal["by row", "in blocks", "in dim 1"]
+RowOrder = Literal["by row", "in blocks", "in dim 1", "no rows"]
 """How the rows of a batch follow one another in random numbers that are drawn for them. Where each
 row has several entries, those of one row stand together, or else the first entries of all rows come
 first, and then the second ones. ``in dim 1``: not in dim 0, which is the time in some models.
+``no rows``: the numbers belong to no row, such as noise that is added to weights.
 """
 
 KINDS = ("own", "before_clip", "held")

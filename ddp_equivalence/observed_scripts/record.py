@@ -94,9 +94,9 @@ class Record:
             found.append(counts[place])
         return tuple(found)
 
-    def accumulates_to_the_end_of_an_epoch(self, group: Sequence[int]) -> bool:
-        """True if the last batch of a group of steps is the last of an epoch, and micro-batches are
-        accumulated.
+    def is_cut_short(self, group: Sequence[int]) -> bool:
+        """True if the last batch of a group of steps is the last of an epoch, and it has fewer
+        micro-batches than another one.
         """
         step = self.step(0, group[-1])
         batches = step.epoch[0]
@@ -105,7 +105,8 @@ class Record:
         first = self.step(0, self.steps[0]).batches[0][0]
         numbers = [number for loader, number in step.batches if loader == first]
         most = max(len(self.counts(0, one)) for one in self.groups)
-        return most > 1 and bool(numbers) and (numbers[-1] + 1) % batches == 0
+        is_short = len(self.counts(0, group)) < most
+        return is_short and bool(numbers) and (numbers[-1] + 1) % batches == 0
 
     def read(self, group: Sequence[int]) -> list[Rows]:
         """What the ranks read in a group of steps, in the order of ``rows``."""

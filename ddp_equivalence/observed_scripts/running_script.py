@@ -20,7 +20,8 @@ class CannotReplay(Exception):
 class RunningScript:
     """``command``: trains in one process. ``at``: the folder to run it in. ``log``: the file for
     what it prints. ``told``: what its processes are told. ``deadline``: the seconds that one answer
-    may take. ``answered``: how many queries it has answered since it was started.
+    may take. ``answered``: how many queries it has answered since it was started. ``first``: the
+    one that it was asked first, since then.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class RunningScript:
         self._running: Running | None = None
         self._connection: socket.socket | None = None
         self._buffer = b""
-        self._was_asked = False
+        self.first: Query | None = None
         self.answered = 0
 
     def close(self) -> None:
@@ -55,7 +56,7 @@ class RunningScript:
     def send(self, query: Query) -> None:
         """Ask it, when it has asked for a query."""
         assert self._connection is not None
-        self._was_asked = True
+        self.first = self.first or query
         self._connection.sendall(f"{query.to_json()}\n".encode())
 
     def wait_until_it_asks(self) -> None:
@@ -102,7 +103,7 @@ class RunningScript:
         assert self._running is not None
         end = self._running.last_words_at_its_end()
         given = ""
-        if self._told.feed == "calls" and self._was_asked:
+        if self._told.feed == "calls" and self.first is not None:
             given = (
                 ", after its model had been given the rows of all ranks: what the script combines "
                 "with them may be of its own rows, since it has no DataLoader"
@@ -114,5 +115,5 @@ class RunningScript:
 
     def _start(self) -> None:
         self._running = Running(self._command, self._told, self._at, self._log)
-        self._was_asked = False
+        self.first = None
         self.answered = 0

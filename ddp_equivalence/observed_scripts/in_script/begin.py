@@ -12,7 +12,6 @@ def begin() -> None:
     """Do what this process was told in its environment."""
     from ddp_equivalence.observed_scripts.in_script import hooks
     from ddp_equivalence.observed_scripts.in_script.recorder import Recorder
-    from ddp_equivalence.observed_scripts.in_script.recurrent_layers import let_torch_draw
     from ddp_equivalence.observed_scripts.in_script.replayer import Replayer
     from ddp_equivalence.observed_scripts.in_script.watch import Watch
 
@@ -35,7 +34,6 @@ def begin() -> None:
         keep_files(told.working_folder)
     watch: Watch = Recorder(told) if told.role == "record" else Replayer(told)
     hooks.install(watch)
-    let_torch_draw()
     if told.plant:
         from ddp_equivalence.faults.plant import plant_here
 

@@ -161,12 +161,12 @@ def epoch_of(loader: Any) -> tuple[int, int]:
     """
     try:
         batches = len(loader)
-    except (TypeError, NotImplementedError):
-        return 0, 0  # such as one of a stream
-    size, sampler = getattr(loader, "batch_size", None), getattr(loader, "sampler", None)
-    if not size or getattr(loader, "drop_last", True) or not isinstance(sampler, Sized):
-        return batches, 0
-    return batches, len(sampler) % size
+        size, sampler = getattr(loader, "batch_size", None), getattr(loader, "sampler", None)
+        if not size or getattr(loader, "drop_last", True) or not isinstance(sampler, Sized):
+            return batches, 0
+        return batches, len(sampler) % size
+    except Exception:  # such as of a stream, or whatever a sampler of the script's own may raise
+        return 0, 0
 
 
 def digest(tensor: Tensor) -> str:

@@ -9,7 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_followed: list[int] = []
+"""The number of the device whose generator is followed, once it is known."""
+
 BYTES_OF_CPU = torch.Generator().get_state().numel()
+
+
+def follow_device(device: torch.device) -> None:
+    """From now on, the CUDA device of this process is the one that its model is on: a script may
+    never have made it the current one.
+    """
+    if device.type == "cuda" and device.index is not None:
+        _followed[:] = [device.index]
 
 
 def generator_state() -> Tensor:
@@ -32,9 +43,10 @@ def default_generator(device: torch.device) -> torch.Generator | None:
     """The generator from which this process draws on a device; None if its state is not kept."""
     if device.type == "cpu":
         return torch.default_generator
-    if device.type != "cuda" or device.index not in (None, torch.cuda.current_device()):
+    if device.type != "cuda":
         return None
-    return _of_cuda_device()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _of_cuda_device() if index == _number() else None
 
 
 def state_for(device: torch.device, state: Tensor) -> Tensor | None:
@@ -47,4 +59,8 @@ def state_for(device: torch.device, state: Tensor) -> Tensor | None:
 def _of_cuda_device() -> torch.Generator | None:
     """None if this process has not used CUDA yet, or if its CUDA is the CPU (``--as-cpu``)."""
     generators = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-    return generators[torch.cuda.current_device()] if generators else None
+    return generators[_number()] if generators else None
+
+
+def _number() -> int:
+    return _followed[0] if _followed else torch.cuda.current_device()

@@ -81,6 +81,8 @@ class Recorder(Watch):
         self._end_closer_look(self.now.held)
         if self.keeps_tensors:
             self._write(self.now)
+        else:
+            self._fetched.step_ends()
         if self._set_up is not None:
             self._set_up.stop()
 

@@ -7,6 +7,7 @@ cuDNN, torch computes the same layers with its own kernels.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,21 +16,18 @@ from torch import nn
 from ddp_equivalence.ranks.torch_frames import counts_as_torch
 
 
-def let_torch_draw() -> None:
-    """Replace the forward passes of recurrent layers."""
-    for layer in (nn.RNN, nn.LSTM, nn.GRU):
-        _leave_cudnn_out(layer)
+def let_torch_draw(module: nn.Module) -> None:
+    """Leave cuDNN out of the layers of a module that drop something on a GPU.
+
+    Layers are changed one by one, since a class whose method is replaced cannot be scripted.
+    """
+    for layer in module.modules():
+        drops = isinstance(layer, nn.RNNBase) and layer.dropout
+        if drops and next(layer.parameters()).is_cuda and "forward" not in vars(layer):
+            layer.forward = functools.partial(_without_cudnn, layer.forward)
 
 
-def _leave_cudnn_out(layer: Any) -> None:
-    forward = layer.forward
-
-    @counts_as_torch
-    @functools.wraps(forward)
-    def watched(self: nn.RNNBase, *arguments: Any, **named: Any) -> Any:
-        if not (self.dropout and self.training and next(self.parameters()).is_cuda):
-            return forward(self, *arguments, **named)
-        with torch.backends.cudnn.flags(enabled=False):
-            return forward(self, *arguments, **named)
-
-    layer.forward = watched
+@counts_as_torch
+def _without_cudnn(forward: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    with torch.backends.cudnn.flags(enabled=False):
+        return forward(*arguments, **named)

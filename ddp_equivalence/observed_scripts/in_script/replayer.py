@@ -35,8 +35,7 @@ from ddp_equivalence.observed_scripts.recorded_step import (
     loaders_of_training,
     rank_folder,
 )
-from ddp_equivalence.observed_scripts.rows import Part, Rows, joined, put_into
-from ddp_equivalence.observed_scripts.time_first import with_rows_first
+from ddp_equivalence.observed_scripts.rows import Part, joined, put_into
 from ddp_equivalence.observed_scripts.told import Told
 
 
@@ -46,7 +45,7 @@ class Replayer(Watch):
     def __init__(self, told: Told) -> None:
         super().__init__()
         self._told = told
-        self.float64 = told.float64
+        self.float64, self.time_first = told.float64, told.time_first
         self._line = QuestionLine(told.socket)
         self._lengths = LengthsOfLoaders(self._line.folder / "lengths.json")
         self._asked = AskedQueries(self._line)
@@ -92,6 +91,7 @@ class Replayer(Watch):
         self._complete = True
         if len(self._answers) == len(query.steps):
             steps, missed = tuple(self._answers), self._generators.missed
+            self._generators.missed = {}
             self._line.answer(Answer(query.number, steps, missed, self._logged))
             self._answers, self._logged = [], ""
 
@@ -154,7 +154,8 @@ class Replayer(Watch):
     def _epoch_ends(self, loader: int, first: int) -> bool:
         """The epoch that began with this batch has no more batches for the script."""
         batch = self._fed.get(loader, 0)
-        return batch > first and self._is_fed(loader) and self._asked.ends_epoch_before(batch)
+        is_first = self._is_fed(loader) and loader == self._loaders_of_training[0]
+        return batch > first and is_first and self._asked.ends_epoch_before(batch)
 
     def length_of(self, loader: Any, batches: int) -> int:
         """As many as the epoch has that is in progress, or else the next one."""
@@ -239,10 +240,6 @@ class Replayer(Watch):
             parts.append((record.rows(f"call/{calls[index]}/"), piece.rows))
         given = self._put_into(parts, (arguments, named), TOP_OF_CALL)
         return given[0], given[1]
-
-    def count_of(self, rows: Rows) -> int:
-        """The number of rows, which may be in dim 1."""
-        return with_rows_first(rows).count if self._told.time_first else rows.count
 
     def _put_into(self, parts: Sequence[Part], native: Any, top: Collection[str] = TOP) -> Any:
         try:

@@ -26,15 +26,17 @@ class RowsInTensor:
     def of(cls, shape: Sequence[int], rows: int, row_order: RowOrder) -> RowsInTensor | None:
         """Where a tensor of this shape has so many rows; None if it has none.
 
-        A sequence model may have the time in dim 0 and the batch in dim 1. The length of dim 0 may
-        be a multiple of the number of rows by chance: ``row_order`` says which one is meant.
+        A sequence model may have the time in dim 0 and the batch in dim 1, and numbers may belong
+        to no row. The length of a dimension may be a multiple of the number of rows by chance:
+        ``row_order`` says what is meant.
         """
-        fits = [dim for dim, size in enumerate(shape[:2]) if rows and size and size % rows == 0]
-        if not fits:
+        if not rows or not len(shape) or row_order == "no rows":
             return None
-        is_dim_1 = row_order == "in dim 1" and len(shape) > 2 and shape[1] == rows
-        dim = 1 if is_dim_1 else fits[0]
-        return cls(dim, shape[dim] // rows, row_order == "in blocks")
+        if row_order == "in dim 1" and len(shape) > 2 and shape[1] == rows:
+            return cls(1, 1, False)
+        if not shape[0] or shape[0] % rows:
+            return None
+        return cls(0, shape[0] // rows, row_order == "in blocks")
 
     def by_row(self, tensor: Tensor) -> Tensor:
         """The same with the rows in dim 0, and the entries of a row in dim 1."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ddp_equivalence.observed_scripts.places import Place
 from ddp_equivalence.observed_scripts.recorded_step import SeenCall, SeenClip
@@ -37,7 +35,7 @@ class StepInProgress:
 
     ``own``: this process's own gradients, before any reduction, without a loss scale, summed over
     the backward passes; ``own_of_each``: the same of each backward pass. ``call_rows``: what each
-    of ``calls`` was given; ``results``: the norm of what it returned. ``weights``: digests of the
+    of ``calls`` was given; ``results``: the mark of what it returned. ``weights``: digests of the
     tensors of every module at its first call; ``states``: the tensors, on rank 0. ``scales``: the
     loss scale of each backward pass. ``stale``: gradients that were there before the first one.
     ``generators``: states of torch's generator, by the event before which they were taken.
@@ -69,11 +67,3 @@ class StepInProgress:
     optimizer: Any = None
     autocast: set[str] = field(default_factory=set)
     batch_norm: bool = False
-
-
-def norm_of_floats(result: Any) -> float:
-    """The norm of all floats in what a module returned; NaN if there are none."""
-    tensors = (one for one in pytree.tree_leaves(result) if isinstance(one, Tensor))
-    whole = (one for one in tensors if not hasattr(one, "full_tensor"))  # none that is sharded
-    floats = [one.detach().double() for one in whole if one.is_floating_point()]
-    return math.sqrt(sum(float(one.square().sum()) for one in floats)) if floats else math.nan

@@ -16,19 +16,21 @@ from ddp_equivalence.measurement.further_calls import Lines
 from ddp_equivalence.observed_scripts.in_script.caller import place_of_caller
 from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64, to_float64
 from ddp_equivalence.observed_scripts.in_script.frozen_parameters import FrozenParameters
-from ddp_equivalence.observed_scripts.in_script.generator_states import generator_state
+from ddp_equivalence.observed_scripts.in_script.generator_states import (
+    follow_device,
+    generator_state,
+)
 from ddp_equivalence.observed_scripts.in_script.hooks import Hooked
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import kept, whole
+from ddp_equivalence.observed_scripts.in_script.marks import mark_of
 from ddp_equivalence.observed_scripts.in_script.names import ModuleNames, named_tensors
-from ddp_equivalence.observed_scripts.in_script.step_in_progress import (
-    Event,
-    StepInProgress,
-    norm_of_floats,
-)
+from ddp_equivalence.observed_scripts.in_script.recurrent_layers import let_torch_draw
+from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
 from ddp_equivalence.observed_scripts.in_script.sync_batch_norm_on_cpu import is_batch_norm
 from ddp_equivalence.observed_scripts.listed_rows import TOP_OF_CALL
 from ddp_equivalence.observed_scripts.recorded_step import SeenCall, SeenClip
-from ddp_equivalence.observed_scripts.rows import Rows, rows_of
+from ddp_equivalence.observed_scripts.rows import rows_of
+from ddp_equivalence.observed_scripts.time_first import with_rows_first
 
 LARGE_SCALE = 1024.0
 """No reduction makes gradients so much larger or smaller than the ranks' own ones."""
@@ -45,7 +47,7 @@ class Watch:
     here. ``loaders``: those over which the script has iterated, in the order of the first time.
     """
 
-    float64 = False
+    float64 = time_first = False
 
     def __init__(self) -> None:
         self.names = ModuleNames()
@@ -84,10 +86,6 @@ class Watch:
     def fed(self, name: str, arguments: Any, named: Any) -> tuple[Any, Any]:
         """A module is called that is trained: the arguments to call it with."""
         return arguments, named
-
-    def count_of(self, rows: Rows) -> int:
-        """The number of rows with which a module is called."""
-        return rows.count
 
     def not_trained(self, arguments: Any, named: Any) -> None:
         """A module is called without being trained, such as in an evaluation."""
@@ -151,7 +149,7 @@ class Watch:
             arguments, named = batch_in_float64((arguments, named))
         self.goes_on()
         name = self.names.of(module)
-        self._hook_parameters(name)
+        self._hook_parameters(name, module)
         if name not in self.now.entered:
             self.now.entered.add(name)
             self.enters(name, module)
@@ -160,8 +158,9 @@ class Watch:
             self.frozen.forget()
             arguments, named = self.fed(name, arguments, named)
             rows = rows_of((arguments, named), TOP_OF_CALL)
+            count = (with_rows_first(rows) if self.time_first else rows).count
             backwards, place = len(self.now.losses), place_of_caller()
-            self.now.calls.append(SeenCall(name, backwards, self.count_of(rows), place))
+            self.now.calls.append(SeenCall(name, backwards, count, place))
             self.now.call_rows.append(rows)
             self.now.batch_norm |= any(map(is_batch_norm, module.modules()))
             for device in ("cpu", "cuda"):
@@ -177,8 +176,8 @@ class Watch:
     def after_call(self, result: Any) -> None:
         """The call has returned this."""
         self.note_draws()
-        if len(self.now.results) < len(self.now.calls):
-            self.now.results.append(norm_of_floats(result))
+        if self.keeps_tensors and len(self.now.results) < len(self.now.calls):
+            self.now.results.append(mark_of(result))
 
     def _event(self, kind: str) -> Event:
         """The next event of a kind since the last backward pass."""
@@ -283,8 +282,12 @@ class Watch:
             self.loaders.append(loader)
         return self._loader_numbers[id(loader)]
 
-    def _hook_parameters(self, name: str) -> None:
-        for full, parameter in self.names.learn_parameters(name):
+    def _hook_parameters(self, name: str, module: nn.Module) -> None:
+        new = self.names.learn_parameters(name)
+        if new:
+            let_torch_draw(module)
+            follow_device(new[0][1].device)
+        for full, parameter in new:
             if parameter.requires_grad and not hasattr(parameter, "full_tensor"):
                 parameter.register_hook(lambda gradient, full=full: self._own(full, gradient))
 

@@ -157,8 +157,8 @@ def test_a_sequence_model_may_have_its_rows_in_dim_1(length: int, device: str) -
     """Dim 0 is the time. Its length may be a multiple of the number of rows by chance."""
     drop = nn.Dropout(0.5)
     states, masks = drawn_by_each(lambda: drop(torch.ones(length, 2, 40, device=device)))
-    order: RowOrder = "by row" if length == 5 else "in dim 1"
-    with drawing([Source(states[0], 2, None), Source(states[1], 2, (1, 0))], order) as generators:
+    sources = [Source(states[0], 2, None), Source(states[1], 2, (1, 0))]
+    with drawing(sources, "in dim 1") as generators:
         both = drop(torch.ones(length, 4, 40, device=device))
         assert torch.equal(both, torch.cat([masks[0], masks[1].flip(1)], dim=1))
         assert generators.missed == {}
@@ -258,17 +258,15 @@ def test_an_attention_without_dropout_is_left_alone(device: str) -> None:
 
 
 def test_dropout_inside_a_recurrent_layer_is_drawn_for_its_rows(
-    device: str, monkeypatch: pytest.MonkeyPatch
+    device: str,
 ) -> None:
-    for kind in (nn.RNN, nn.LSTM, nn.GRU):
-        monkeypatch.setattr(kind, "forward", kind.forward)  # is put back
-    let_torch_draw()
     torch.manual_seed(0)
     layer = nn.LSTM(4, 30, num_layers=2, dropout=0.5, batch_first=True).to(device)
+    let_torch_draw(layer)
     rows = torch.randn(3, 5, 4, device=device)
 
     states, found = drawn_by_each(lambda: layer(rows)[0].detach())
-    with drawing(whole(states, 3)) as generators:
+    with drawing(whole(states, 3), "in dim 1") as generators:
         both = layer(torch.cat([rows, rows]))[0]
         assert generators.missed == {}
     torch.testing.assert_close(both, torch.cat(found))
