@@ -85,6 +85,11 @@ def test_a_loss_with_a_reduced_count_is_judged_though_one_rank_alone_has_another
     assert source_of_fault(found) == "loss = loss + losses.square().sum() / boxes"
 
 
+def test_a_reduced_count_says_nothing_of_a_loss_that_one_process_does_not_repeat() -> None:
+    found = observed("detector.py", "counts", "moody", steps=1)
+    assert found.verdict.unknown_because is UnknownBecause.CANNOT_REPLAY, str(found)
+
+
 def test_a_loader_may_be_a_batch_ahead_of_the_noise_that_the_script_adds() -> None:
     found = observed("classifier.py", "ahead", "noise")
     assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 3
@@ -268,11 +273,16 @@ def test_the_end_of_an_epoch_is_another_step_and_can_be_observed() -> None:
     note = (
         "the last step of an epoch, which may have 2 micro-batches instead of 4, was not observed"
     )
-    assert f"{note}: --from-step 7 observes it" in beginning.notes
+    assert f"{note}: --from-step 6 observes it" in beginning.notes
     end = observed(*FLUSHES, from_step=6, steps=2)
     assert [verdict.outcome for verdict in end.verdicts] == ["same", "same"], str(end)
     assert [facts.micro_batches for facts in end.facts] == [4, 2]
     assert not end.notes
+
+
+def test_a_full_step_at_the_end_of_an_epoch_stays_in_that_epoch() -> None:
+    found = observed("accumulating.py", "by_epoch", from_step=9, steps=1)
+    assert found.outcome == "same", str(found)
 
 
 def test_a_fault_at_the_end_of_an_epoch_is_named() -> None:

@@ -270,3 +270,11 @@ def test_dropout_inside_a_recurrent_layer_is_drawn_for_its_rows(
         both = layer(torch.cat([rows, rows]))[0]
         assert generators.missed == {}
     torch.testing.assert_close(both, torch.cat(found))
+
+
+def test_noise_that_belongs_to_no_row_is_the_same_for_all_rows(device: str) -> None:
+    """Its shape may have as many rows by chance, such as that of a weight to which it is added."""
+    state, found = drawn_by(1, lambda: torch.randn(6, 40, device=device))
+    with drawing(whole([state, state], 3), "no rows") as generators:
+        assert torch.equal(torch.randn(6, 40, device=device), found)
+        assert generators.missed == {}

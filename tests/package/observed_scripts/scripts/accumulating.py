@@ -18,13 +18,14 @@ def train(options):
     data = TensorDataset(torch.randn(120, 4), torch.randn(120, 2))
     loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(2):
+    for epoch in range(2):
         batches = len(loader)
         for number, (inputs, targets) in enumerate(loader, start=1):
             complete = number % micro_batches == 0
             last = complete or ("flushes" in options and number == batches)
             model.require_backward_grad_sync = complete if "unreduced" in options else last
-            (mse_loss(model(inputs), targets) / divisor).backward()
+            loss = mse_loss(model(inputs), targets) / divisor
+            (loss * (1 + epoch) if "by_epoch" in options else loss).backward()
             if last:
                 optimizer.step()
                 optimizer.zero_grad()

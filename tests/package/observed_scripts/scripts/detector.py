@@ -1,5 +1,7 @@
 """Trains on images of several sizes, each with its own number of boxes, in lists."""
 
+import random
+
 import start
 import torch
 import torch.distributed as dist
@@ -66,6 +68,8 @@ def train(options):
             boxes = torch.tensor(float(sum(len(one["boxes"]) for one in targets)))
             dist.all_reduce(boxes)
             loss = loss + losses.square().sum() / boxes
+        if "moody" in options:  # no generator of torch decides
+            loss = loss * random.random()
         loss.backward()
         optimizer.step()
 
