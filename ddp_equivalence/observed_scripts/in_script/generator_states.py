@@ -25,7 +25,7 @@ def follow_device(device: torch.device) -> None:
 
 def generator_state() -> Tensor:
     """The states of the default generators now."""
-    states = [torch.get_rng_state()]
+    states = [torch.default_generator.get_state()]
     if (of_device := _of_cuda_device()) is not None:
         states.append(of_device.get_state())
     return torch.cat(states)
@@ -33,7 +33,7 @@ def generator_state() -> Tensor:
 
 def set_generator_state(state: Tensor) -> None:
     """Let the default generators be in these states, from ``generator_state``."""
-    torch.set_rng_state(state[:BYTES_OF_CPU])
+    torch.default_generator.set_state(state[:BYTES_OF_CPU].clone())
     of_device = _of_cuda_device()
     if of_device is not None and len(state) > BYTES_OF_CPU:
         of_device.set_state(state[BYTES_OF_CPU:].clone())

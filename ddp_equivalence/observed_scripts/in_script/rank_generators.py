@@ -64,6 +64,10 @@ def _equal(one: Any, other: Any) -> bool:
     )
 
 
+States = list[dict[str, Tensor]]
+"""For each source, the state of its generator by the kind of device."""
+
+
 class RankGenerators(TorchDispatchMode):
     """``missed``: how often each operation, which draws no rows, drew what not every rank drew.
 
@@ -75,7 +79,7 @@ class RankGenerators(TorchDispatchMode):
         self.missed: dict[str, int] = {}
         self.counts = True
         self._sources: list[Source] = []
-        self._states: list[dict[str, Tensor]] = []
+        self._states: States = []
         self._on = False
         self._row_order: RowOrder = "by row"
 
@@ -100,6 +104,20 @@ class RankGenerators(TorchDispatchMode):
         if not self._on:
             self._on = True
             self.__enter__()  # type: ignore[no-untyped-call]
+
+    @property
+    def active(self) -> bool:
+        """This process draws for several sources now."""
+        return bool(self._sources)
+
+    def states(self) -> States:
+        """Those of the sources now."""
+        return [dict(one) for one in self._states]
+
+    def restore(self, states: States) -> None:
+        """Go back to states of the same sources."""
+        if len(states) == len(self._states):
+            self._states = [dict(one) for one in states]
 
     @contextmanager
     def off(self) -> Iterator[None]:

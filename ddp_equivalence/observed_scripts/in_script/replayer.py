@@ -24,6 +24,9 @@ from ddp_equivalence.observed_scripts.in_script.lengths_of_loaders import Length
 from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors
 from ddp_equivalence.observed_scripts.in_script.rank_generators import RankGenerators, Source
+from ddp_equivalence.observed_scripts.in_script.restored_generators import (
+    follow_restored_states,
+)
 from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
 from ddp_equivalence.observed_scripts.in_script.watch import Watch
 from ddp_equivalence.observed_scripts.listed_rows import TOP, TOP_OF_CALL
@@ -53,6 +56,7 @@ class Replayer(Watch):
         self._answers: list[AnswerOfStep] = []
         self._complete = False
         self._generators = RankGenerators()
+        follow_restored_states(self._generators)
         self._not_given: dict[int, deque[tuple[Query, list[Source]]]] = {}
         self._nudged_inside: NudgedInside | None = None
         self._operations: LoggedOperations | None = None

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ddp_equivalence.observed_scripts.in_script.generator_states import (
     BYTES_OF_CPU,
@@ -17,6 +18,9 @@ from ddp_equivalence.observed_scripts.in_script.generator_states import (
 )
 from ddp_equivalence.observed_scripts.in_script.rank_generators import RankGenerators, Source
 from ddp_equivalence.observed_scripts.in_script.recurrent_layers import let_torch_draw
+from ddp_equivalence.observed_scripts.in_script.restored_generators import (
+    follow_restored_states,
+)
 from ddp_equivalence.observed_scripts.query import RowOrder
 
 Drawn = tuple[Tensor, Tensor]
@@ -278,3 +282,33 @@ def test_noise_that_belongs_to_no_row_is_the_same_for_all_rows(device: str) -> N
     with drawing(whole([state, state], 3), "no rows") as generators:
         assert torch.equal(torch.randn(6, 40, device=device), found)
         assert generators.missed == {}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_in_the_backward_pass_drops_the_same(
+    reentrant: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As activation checkpointing does, which restores the state of the generator for that."""
+    for module in (torch, torch.random):
+        for name in ("get_rng_state", "set_rng_state"):
+            monkeypatch.setattr(module, name, getattr(module, name))  # is put back
+
+    def drop(rows: Tensor) -> Tensor:
+        return nn.functional.dropout(rows.tanh(), 0.5)
+
+    states, found = drawn_by_each(lambda: drop(torch.ones(3, 40, device=device)))
+    rows = torch.ones(6, 40, device=device, requires_grad=True)
+    with drawing(whole(states, 3)) as generators:
+        follow_restored_states(generators)
+        first = checkpoint(drop, rows, use_reentrant=reentrant)
+        second = checkpoint(drop, rows, use_reentrant=reentrant)
+        assert torch.equal(first.detach(), torch.cat(found))
+        (first + 2 * second).sum().backward()
+        third = drop(rows.detach())
+    slope = 2.0 * (1 - torch.tanh(torch.tensor(1.0, device=device)) ** 2)
+    expected = ((first != 0) * 1.0 + (second != 0) * 2.0) * slope
+    torch.testing.assert_close(rows.grad, expected)
+    with drawing(whole(states, 3)):  # the backward pass has not moved what comes next
+        drop(rows.detach())
+        drop(rows.detach())
+        assert torch.equal(third, drop(rows.detach()))
