@@ -58,7 +58,8 @@ from ddp_equivalence.report.render import render, render_full
 from ddp_equivalence.report.unknown_verdicts import unknown
 from ddp_equivalence.report.verdict import Verdict
 
-OTHER_ROW_ORDERS: tuple[RowOrder, ...] = ("in blocks", "in dim 1", "no rows")
+OTHER_ROW_ORDERS: tuple[RowOrder, ...] = ("in blocks", "in dim 1")
+NO_ROWS: RowOrder = "no rows"
 
 EPOCHS_TAKE = 4
 """So many times as long may be spent on a step for which every question takes an epoch."""
@@ -103,7 +104,10 @@ def _with_draws_in_order(script: Script, step: ObservedStep, kind: Kind) -> Verd
     if oracle is None or not draws or verdict.outcome != "different":
         return verdict
     usual, missed = oracle.row_order, oracle.missed
-    for row_order in OTHER_ROW_ORDERS if usual == "by row" else ():
+    others = OTHER_ROW_ORDERS if order_matters(verdict) or missed else ()
+    if step.record.ranks_draw_alike(step.number):
+        others = (*others, NO_ROWS)  # exchanging ranks does not show it
+    for row_order in others if usual == "by row" else ():
         oracle.row_order, oracle.missed = row_order, {}
         other = _compared(script, step, kind)
         is_this = order_matters(verdict) and not order_matters(other) and not oracle.missed

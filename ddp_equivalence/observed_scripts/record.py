@@ -9,6 +9,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event
 from ddp_equivalence.observed_scripts.query import Piece
 from ddp_equivalence.observed_scripts.recorded_step import RecordedStep, StepReader, rank_folder
 from ddp_equivalence.observed_scripts.rows import Rows
@@ -144,6 +147,15 @@ class Record:
             ]
         backwards = [call.backwards for call in self.step(rank, group[0]).calls]
         return [(group[0], backwards.index(one)) for one in sorted(set(backwards))]
+
+    def ranks_draw_alike(self, number: int) -> bool:
+        """True if the generators of all ranks were in the same state when a step first called a
+        module.
+        """
+        event = Event("call").name(0)
+        states = [self.reader(rank, number).tensor(event) for rank in range(self.world_size)]
+        known = [state for state in states if state is not None]
+        return len(known) == len(states) and all(torch.equal(one, known[0]) for one in known)
 
     def ragged_and_drawn(self) -> bool:
         """True if random numbers are drawn in a step in which ranks have padded their rows to
