@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
 
-from ddp_equivalence.observed_scripts.in_script.falling_order import in_falling_order
+from ddp_equivalence.observed_scripts.falling_order import in_falling_order
 from ddp_equivalence.observed_scripts.query import Piece
 from ddp_equivalence.observed_scripts.record import Record, Row, pieces_of
 

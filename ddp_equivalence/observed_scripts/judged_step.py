@@ -46,6 +46,7 @@ from ddp_equivalence.observed_scripts.observations import observations
 from ddp_equivalence.observed_scripts.query import RowOrder
 from ddp_equivalence.observed_scripts.reduced_after_clipping import reduces_after_clipping
 from ddp_equivalence.observed_scripts.rounding_of_script import ExpectedOfScript
+from ddp_equivalence.observed_scripts.running_script import TOO_SLOW
 from ddp_equivalence.observed_scripts.seen_without_reference import (
     SAME_DATA,
     clipped_otherwise,
@@ -97,6 +98,7 @@ def _with_draws_in_order(script: Script, step: ObservedStep, kind: Kind) -> Verd
     """The verdict, where one process draws for the rows in the order that the script really has.
 
     It does not, if another order of the rows gives another gradient. Then other ways are tried.
+    Where all ranks draw the same, their numbers may also belong to no row.
     """
     verdict = _compared(script, step, kind)
     oracle, ranks = step.oracle, range(step.record.world_size)
@@ -121,9 +123,9 @@ def rows_may_be_elsewhere(verdicts: Iterable[Verdict]) -> bool:
     """True if what was taken for rows may be none, such as the steps of a sequence: another order
     of them gives other gradients, or they cannot be joined.
     """
-    return any(
-        order_matters(one) or one.unknown_because is UnknownBecause.CANNOT_REPLAY
-        for one in verdicts
+    cannot = [one for one in verdicts if one.unknown_because is UnknownBecause.CANNOT_REPLAY]
+    return any(map(order_matters, verdicts)) or any(
+        not one.reason.startswith(TOO_SLOW) for one in cannot
     )
 
 

@@ -19,6 +19,7 @@ import psutil
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.observed_scripts.told import STARTED_BY, VARIABLE, Told
+from ddp_equivalence.ranks.float32_precision import TF32_OVERRIDE
 
 STARTUP = Path(__file__).parent / "startup"
 PACKAGE = Path(__file__).parents[2]
@@ -163,6 +164,8 @@ def _environment(told: Told, settings: Path) -> dict[str, str]:
     paths = [str(STARTUP), environment.get("PYTHONPATH", ""), str(PACKAGE)]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     environment.setdefault("OMP_NUM_THREADS", "1")
+    # Another batch size may let cuDNN choose an algorithm that rounds to TF32, or one that does not.
+    environment.setdefault(TF32_OVERRIDE, "0")
     environment |= OFFLINE
     # python and torchrun are those of this environment, whether or not it has been activated.
     own = os.path.dirname(sys.executable)

@@ -74,7 +74,7 @@ def unfaithful(step: ObservedStep, seen: Mapping[int, Observation]) -> Unknown |
     count. Then they are faithful if their models returned what they return in one process. ``seen``
     is what each rank did.
     """
-    communicates = all(map(_reduces_before_backward, seen.values()))
+    communicates = all(map(_communicates_before_backward, seen.values()))
     if communicates and _models_return_the_same(step) and _repeats(step):
         return None
     losses, failed = [], ""
@@ -104,7 +104,7 @@ def unfaithful(step: ObservedStep, seen: Mapping[int, Observation]) -> Unknown |
     )
 
 
-def _reduces_before_backward(seen: Observation) -> bool:
+def _communicates_before_backward(seen: Observation) -> bool:
     """A line of the script communicates before a rank goes backward."""
     for call in seen.calls:
         if call.kind is Kind.BACKWARD:

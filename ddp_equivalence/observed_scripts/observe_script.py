@@ -14,9 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
-from ddp_equivalence.observed_scripts.measured_step import (
-    name_of_script,
-)
+from ddp_equivalence.observed_scripts.measured_step import name_of_script
 from ddp_equivalence.observed_scripts.observed import Observed
 from ddp_equivalence.observed_scripts.one_process import processes_in
 from ddp_equivalence.observed_scripts.options import Command, ObserveOptions, Options, words_of

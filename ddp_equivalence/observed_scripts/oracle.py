@@ -136,10 +136,10 @@ class Oracle:
     ) -> Answer:
         if self._closed:
             raise CannotReplay("the script has been ended")
+        is_epoch = self._record.is_cut_short(group)
         for _ in range(3):
             micro_batches = arranged(self._record, self.arrangement, group, rows)
             self._number += 1
-            is_epoch = self._record.is_cut_short(group)
             if self._script.first is not None and self._script.first.is_epoch and not is_epoch:
                 self._script.stop()  # it may have taken the length of that epoch for good
             query = Query(

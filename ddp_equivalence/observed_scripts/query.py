@@ -103,7 +103,7 @@ class AnswerOfStep:
     that each call of a trained module was given. ``read``: for each micro-batch, digests of the
     tensors of its first call. ``of_other_parameters``: the optimizer that stepped has none of the
     parameters of the one that stepped in the record, such as where two optimizers take turns.
-    ``results``: the norm of what each call of a trained module returned.
+    ``results``: the mark of what each call of a trained module returned.
     ``lowest``: the least precise dtype in which a value was rounded inside a script that computes
     in float64, if the query has a nudge; "" if none was.
     """

@@ -11,9 +11,13 @@ from typing import Any
 
 import torch
 
-from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event
 from ddp_equivalence.observed_scripts.query import Piece
-from ddp_equivalence.observed_scripts.recorded_step import RecordedStep, StepReader, rank_folder
+from ddp_equivalence.observed_scripts.recorded_step import (
+    Event,
+    RecordedStep,
+    StepReader,
+    rank_folder,
+)
 from ddp_equivalence.observed_scripts.rows import Rows
 from ddp_equivalence.observed_scripts.told import Feed
 

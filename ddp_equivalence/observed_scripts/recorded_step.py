@@ -21,6 +21,22 @@ from ddp_equivalence.observed_scripts.time_first import with_rows_first
 
 
 @dataclass(frozen=True)
+class Event:
+    """``number``: how many events of this kind there were before, after so many backward passes.
+
+    ``passes``: those of a whole step; a replay may make others than a rank.
+    """
+
+    kind: str
+    passes: int = 0
+    number: int = 0
+
+    def name(self, passes: int) -> str:
+        """Its name in the record, where a rank has made so many backward passes before it."""
+        return f"generator/{self.kind}/{passes}/{self.number}"
+
+
+@dataclass(frozen=True)
 class SeenCall:
     """A call of an outermost module with gradients enabled, one that is trained.
 
@@ -66,7 +82,7 @@ class RecordedStep:
     the dtypes of the autocast regions in which a module was called. ``planted``: how often a
     planted fault had fired until then; None if none was planted. ``batch_norm``: a trained module
     that was called normalises by the statistics of its batch. ``read``: as in ``AnswerOfStep``.
-    ``results``: the norm of what each call returned.
+    ``results``: the mark of what each call returned, see ``mark_of``.
     ``frozen``: the parameters of the optimizer that require no gradient, and the lines that have
     frozen them. ``earlier``: lines that ran before. ``epoch``: how many batches the first loader
     has in an epoch, and the rows of the last one; 0 if that is not known, or it is as long as the

@@ -12,6 +12,8 @@ from ddp_equivalence.observed_scripts.launch import Running
 from ddp_equivalence.observed_scripts.query import Query
 from ddp_equivalence.observed_scripts.told import Told
 
+TOO_SLOW = "the script did not compute a step in one process within"
+
 
 class CannotReplay(Exception):
     """The script does not compute in one process what it computed on the ranks. Says why."""
@@ -76,10 +78,7 @@ class RunningScript:
             if time.monotonic() - started > self._deadline:
                 end = self._running.last_words
                 self.stop()
-                raise CannotReplay(
-                    f"the script did not compute a step in one process within "
-                    f"{self._deadline:g} s; it printed last:\n{end}"
-                )
+                raise CannotReplay(f"{TOO_SLOW} {self._deadline:g} s; it printed last:\n{end}")
             source = self._connection or self._listener
             if not select.select([source], [], [], 0.05)[0]:
                 if self._connection is None and self._running.exit_code is not None:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -73,7 +74,7 @@ class ScriptObservation:
         self.recording = Recording(self.command, self.options, self.scratch)
 
     def observed(self) -> Observed:
-        """Do it."""
+        """Do it. Raises BadCase and ScriptFailed."""
         started = time.monotonic()
         show("the ranks train")
         record, self.float64 = self.recording.first()
@@ -84,6 +85,7 @@ class ScriptObservation:
         alone = self.in_one_process(record)
         script = self._script(record, recorded - started)
         self.has_explained = self.has_looked_closer = False
+        self.exported: Path | None = None
         before = list(self.notes)
         verdicts = self._judged(script, record, alone, SIDE_BY_SIDE)
         if rows_may_be_elsewhere(verdicts) and record.may_be_time_first:
@@ -92,6 +94,7 @@ class ScriptObservation:
             alone = words_of(self.options.flat, "flat")
             self.notes.append("without accumulation, all rows of a step as one batch")
             verdicts = self._judged(script, record, alone, AT_ONCE)
+        self._move_what_was_exported()
         about_rows = read_by_several_ranks(record), end_is_not_observed(record)
         self.notes += [note for note in about_rows if note and not self.options.plant]
         if self.options.plant:
@@ -130,15 +133,16 @@ class ScriptObservation:
         """The record and the verdicts if batches have their rows in dim 1; those that were given,
         if they do not. ``before``: what there was to note without a verdict.
         """
-        notes, options, recording = self.notes, self.options, self.recording
-        self.notes, self.has_explained, self.has_looked_closer = before, False, False
-        other = self._without_ragged_dropout(Record(record.folder, time_first=True))
-        found = self._judged(script, other, alone, SIDE_BY_SIDE)
-        if not rows_may_be_elsewhere(found):
-            self.notes.append(TIME_FIRST)
-            return other, found
-        self.notes, self.options, self.recording = notes, options, recording
-        self.has_explained = self.has_looked_closer = True
+        usual = dict(vars(self))
+        self.notes, self.exported = before, None
+        self.has_explained = self.has_looked_closer = False
+        with suppress(ScriptFailed):
+            other = self._without_ragged_dropout(Record(record.folder, time_first=True))
+            found = self._judged(script, other, alone, SIDE_BY_SIDE)
+            if not rows_may_be_elsewhere(found):
+                self.notes.append(TIME_FIRST)
+                return other, found
+        vars(self).update(usual)
         return record, verdicts
 
     def in_one_process(self, record: Record) -> tuple[str, ...]:
@@ -182,8 +186,8 @@ class ScriptObservation:
             steps=len(record.steps),
             float64=self.float64,
             without_dropout=not self.options.dropout,
-            # A launcher says how many processes train; other scripts count devices.
             time_first=record.time_first,
+            # A launcher says how many processes train; other scripts count devices.
             devices_on_cpu=self.options.as_cpu
             if tuple(alone) != self.command
             else min(1, self.options.as_cpu),
@@ -216,8 +220,20 @@ class ScriptObservation:
         """Write the step to files, if the user wants that."""
         if self.options.export is None or step.oracle is None:
             return
-        folder, alone = Path(self.options.export), shlex.join(step.oracle.command)
-        script = export(step, folder, headline_text(verdict), shlex.join(self.command), alone)
+        folder = Path(tempfile.mkdtemp(prefix="exported_", dir=self.scratch)) / "step"
+        alone = shlex.join(step.oracle.command)
+        self.exported = export(
+            step, folder, headline_text(verdict), shlex.join(self.command), alone
+        )
+
+    def _move_what_was_exported(self) -> None:
+        """To where the user wants it, once it is known that this is how the rows lie."""
+        if self.exported is None or self.options.export is None:
+            return
+        folder = Path(self.options.export)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(self.exported.parent, folder)
+        script = folder / self.exported.name
         self.notes.append(f"the step is in {folder}; python {script} compares what it holds")
 
     def _look_closer(self, step: ObservedStep, verdict: Verdict) -> SecondRun:

@@ -149,7 +149,8 @@ def _watch_loaders(watch: Watch) -> None:
 
     @counts_as_torch
     def counted(self: DataLoader[Any]) -> int:
-        return watch.length_of(self, length(self))
+        batches = length(self)
+        return watch.length_of(self, batches) if watch.is_on() else batches
 
     DataLoader.__len__ = counted  # type: ignore[method-assign]
     for loader in _subclasses(DataLoader):

@@ -27,9 +27,10 @@ from ddp_equivalence.observed_scripts.in_script.rank_of_process import (
     world_size,
 )
 from ddp_equivalence.observed_scripts.in_script.set_up_calls import SetUpCalls
-from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
+from ddp_equivalence.observed_scripts.in_script.step_in_progress import StepInProgress
 from ddp_equivalence.observed_scripts.in_script.watch import Watch
 from ddp_equivalence.observed_scripts.recorded_step import (
+    Event,
     RecordedStep,
     digests_of_micro_batches,
     rank_folder,

@@ -18,8 +18,8 @@ from torch import nn
 
 from ddp_equivalence.comparison.low_precision import NudgedInside
 from ddp_equivalence.comparison.nudges import nudge_each
+from ddp_equivalence.observed_scripts.falling_order import in_falling_order
 from ddp_equivalence.observed_scripts.in_script.asked_queries import AskedQueries
-from ddp_equivalence.observed_scripts.in_script.falling_order import in_falling_order
 from ddp_equivalence.observed_scripts.in_script.lengths_of_loaders import LengthsOfLoaders
 from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors
@@ -27,12 +27,13 @@ from ddp_equivalence.observed_scripts.in_script.rank_generators import RankGener
 from ddp_equivalence.observed_scripts.in_script.restored_generators import (
     follow_restored_states,
 )
-from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
+from ddp_equivalence.observed_scripts.in_script.step_in_progress import StepInProgress
 from ddp_equivalence.observed_scripts.in_script.watch import Watch
 from ddp_equivalence.observed_scripts.listed_rows import TOP, TOP_OF_CALL
 from ddp_equivalence.observed_scripts.query import Answer, AnswerOfStep, Piece, Query
 from ddp_equivalence.observed_scripts.question_line import QuestionLine
 from ddp_equivalence.observed_scripts.recorded_step import (
+    Event,
     StepReader,
     in_float64,
     loaders_of_training,

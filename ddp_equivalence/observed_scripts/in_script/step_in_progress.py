@@ -13,22 +13,6 @@ from ddp_equivalence.observed_scripts.recorded_step import SeenCall, SeenClip
 from ddp_equivalence.observed_scripts.rows import Rows
 
 
-@dataclass(frozen=True)
-class Event:
-    """``number``: how many events of this kind there were before, after so many backward passes.
-
-    ``passes``: those of a whole step; a replay may make others than a rank.
-    """
-
-    kind: str
-    passes: int = 0
-    number: int = 0
-
-    def name(self, passes: int) -> str:
-        """Its name in the record, where a rank has made so many backward passes before it."""
-        return f"generator/{self.kind}/{passes}/{self.number}"
-
-
 @dataclass
 class StepInProgress:
     """What has happened since the last step of an optimizer.

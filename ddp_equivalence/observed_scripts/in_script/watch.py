@@ -25,10 +25,10 @@ from ddp_equivalence.observed_scripts.in_script.kept_tensors import kept, whole
 from ddp_equivalence.observed_scripts.in_script.marks import mark_of
 from ddp_equivalence.observed_scripts.in_script.names import ModuleNames, named_tensors
 from ddp_equivalence.observed_scripts.in_script.recurrent_layers import let_torch_draw
-from ddp_equivalence.observed_scripts.in_script.step_in_progress import Event, StepInProgress
+from ddp_equivalence.observed_scripts.in_script.step_in_progress import StepInProgress
 from ddp_equivalence.observed_scripts.in_script.sync_batch_norm_on_cpu import is_batch_norm
 from ddp_equivalence.observed_scripts.listed_rows import TOP_OF_CALL
-from ddp_equivalence.observed_scripts.recorded_step import SeenCall, SeenClip
+from ddp_equivalence.observed_scripts.recorded_step import Event, SeenCall, SeenClip
 from ddp_equivalence.observed_scripts.rows import rows_of
 from ddp_equivalence.observed_scripts.time_first import with_rows_first
 

@@ -72,6 +72,14 @@ def test_a_plan_of_a_file_that_cannot_be_imported_fails(tmp_path: Path) -> None:
     assert "no_such_module" in done.stdout
 
 
+def test_warnings_of_other_plugins_do_not_end_a_run(tmp_path: Path) -> None:
+    """pytest-benchmark warns so where xdist is used. In the package's own tests they are errors."""
+    warns = "import warnings\n\ndef pytest_configure(config):\n    warnings.warn('of another')\n"
+    (tmp_path / "warns.py").write_text(warns)
+    done = run(tmp_path, "--plan", "-p", "warns", A_FEW, "-k", "contrastive-1x2")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.usefixtures("no_cuda")
 def test_a_run_says_its_plan_once_and_is_recorded_without_private_names(tmp_path: Path) -> None:
     records = tmp_path / "records"

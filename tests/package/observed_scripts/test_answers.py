@@ -30,4 +30,6 @@ def test_every_field_of_a_query_arrives() -> None:
         logged="model",
         is_epoch=True,
     )
+    usual = {field.name: field.default for field in dataclasses.fields(query)}
+    assert all(getattr(query, name) != value for name, value in usual.items())
     assert Query.from_json(query.to_json()) == query

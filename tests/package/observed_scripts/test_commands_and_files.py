@@ -88,6 +88,20 @@ def fields_of_options() -> list[str]:
     return [one.name for one in dataclasses.fields(Options)]
 
 
+@pytest.mark.parametrize(("own", "found"), [(None, "0"), ("1", "1")])
+def test_float32_is_multiplied_in_full_precision_unless_the_user_says_otherwise(
+    own: str | None, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    if own is not None:
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", own)
+    (tmp_path / "train.py").write_text(
+        "import os\nprint('TF32', os.environ['NVIDIA_TF32_OVERRIDE'])\nraise SystemExit(1)"
+    )
+    with pytest.raises(ScriptFailed, match=f"TF32 {found}"):
+        observe((sys.executable, "train.py"), folder=tmp_path)
+
+
 def test_loggers_reach_no_network_whatever_the_environment_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

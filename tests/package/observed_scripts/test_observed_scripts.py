@@ -263,6 +263,18 @@ def test_rows_that_several_ranks_have_read_are_counted() -> None:
     ]
 
 
+def test_a_step_is_exported_as_its_rows_really_lie(tmp_path: Path) -> None:
+    """Dim 0 is tried first, and differs too."""
+    folder = tmp_path / "new" / "step"
+    found = observed("time_first.py", "sum", steps=1, export=folder)
+    assert found.cause == "mean_not_sum"
+    (script,) = folder.glob("*.py")
+    printed = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=True
+    ).stdout
+    assert set(re.findall(r"nearest multiple (\S+)", printed)) == {"0.5"}, printed
+
+
 FLUSHES = ("accumulating.py", "flushes", "--micro-batches", "4")
 """An epoch has 30 batches, and its last step the two that are left."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_equivalence.observed_scripts.in_script.falling_order import in_falling_order
+from ddp_equivalence.observed_scripts.falling_order import in_falling_order
 from ddp_equivalence.observed_scripts.listed_rows import TOP_OF_CALL
 from ddp_equivalence.observed_scripts.query import Piece
 from ddp_equivalence.observed_scripts.rows import Rows, joined, put_into, rows_of

@@ -69,6 +69,14 @@ def test_the_gpus_that_are_left_to_the_ranks_are_named(monkeypatch: pytest.Monke
     assert "Set: CUDA_VISIBLE_DEVICES=1,0, NVIDIA_TF32_OVERRIDE=1" in text
 
 
+def test_only_the_begin_of_a_long_value_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some images list every driver that they run with."""
+    monkeypatch.setenv("NVIDIA_REQUIRE_CUDA", "cuda>=13.0 " + "brand=tesla,driver>=550 " * 40)
+    (line,) = [one for one in box_lines(Box(GPUS, 2)) if one.startswith("  Set: ")]
+    assert "NVIDIA_REQUIRE_CUDA=cuda>=13.0 brand=tesla" in line
+    assert len(line) < 120
+
+
 def test_gpus_that_torch_cannot_use_are_no_secret() -> None:
     text = "\n".join(box_lines(Box(GPUS, 0)))
     assert "The ranks may use none of them: torch finds no CUDA device" in text
