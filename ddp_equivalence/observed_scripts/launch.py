@@ -164,7 +164,7 @@ def _environment(told: Told, settings: Path) -> dict[str, str]:
     paths = [str(STARTUP), environment.get("PYTHONPATH", ""), str(PACKAGE)]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     environment.setdefault("OMP_NUM_THREADS", "1")
-    # Another batch size may let cuDNN choose an algorithm that rounds to TF32, or one that does not.
+    # With another batch size, cuDNN may choose an algorithm that rounds to TF32, or another one.
     environment.setdefault(TF32_OVERRIDE, "0")
     environment |= OFFLINE
     # python and torchrun are those of this environment, whether or not it has been activated.
