@@ -17,7 +17,8 @@ def end_is_not_observed(record: Record) -> str:
     if record.feed != "loader" or not record.steps:
         return ""
     first = record.step(0, record.steps[0])
-    loader, (batches, last_rows) = first.batches[0][0], first.epoch
+    loader = first.batches[0][0]
+    batches, last_rows = first.epoch.batches, first.epoch.last_rows
     each = len(record.counts(0, record.groups[0]))
     numbers = {
         number

@@ -223,7 +223,7 @@ def _explained(step: ObservedStep, verdict: Verdict, look_closer: LookCloser) ->
         coupled = () if missed else rows_depend_on_each_other(step, analysis.view)
         findings = (*limited_by_hooks(step, analysis.view), *coupled, *findings)
     best = findings[0] if findings and findings[0].accepted else None
-    if best is None:
+    if best is None or step.record.is_cut_short(step.group):
         why = unfaithful(step, seen) or draws_otherwise(step, analysis)
         if why is not None:
             return unknown(verdict, why)

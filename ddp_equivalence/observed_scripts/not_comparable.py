@@ -73,7 +73,11 @@ def unfaithful(step: ObservedStep, seen: Mapping[int, Observation]) -> Unknown |
     Ranks may differ from that because their losses have something that was reduced, such as a
     count. Then they are faithful if their models returned what they return in one process. ``seen``
     is what each rank did.
+
+    At the end of an epoch, one process is told that its epoch has these batches alone. Then the
+    loss must be the same, and not only up to a factor, which may be the length of the loader.
     """
+    end = step.record.is_cut_short(step.group)
     communicates = all(map(_communicates_before_backward, seen.values()))
     if communicates and _models_return_the_same(step) and _repeats(step):
         return None
@@ -89,7 +93,9 @@ def unfaithful(step: ObservedStep, seen: Mapping[int, Observation]) -> Unknown |
         loss, of_rank = sum(losses_alone), sum(recorded.losses)
         in_float64 = all(one.dtype is torch.float64 for one in found.values() if one is not None)
         most = FAITHFUL if in_float64 else FAITHFUL_IN_LOW_PRECISION
-        if abs(loss - of_rank) <= most * abs(of_rank) or left_over(own, [found]) <= most:
+        if abs(loss - of_rank) <= most * abs(of_rank):
+            return None
+        if not end and left_over(own, [found]) <= most:
             return None
         losses.append(f"{text_of(of_rank, '.6g')} on rank {rank}, {text_of(loss, '.6g')} alone")
     if not losses:
@@ -100,7 +106,8 @@ def unfaithful(step: ObservedStep, seen: Mapping[int, Observation]) -> Unknown |
         "one process does not compute again what a rank computed from the same rows alone (losses: "
         f"{'; '.join(losses)}). Either the script computes something else on several ranks, or it "
         "depends on something that is in no weight, buffer or batch, and is not drawn from the "
-        "default random generators of torch",
+        "default random generators of torch"
+        + (". It may be the length of the loader, which is another one here" if end else ""),
     )
 
 

@@ -106,7 +106,7 @@ class Record:
         micro-batches than another one.
         """
         step = self.step(0, group[-1])
-        batches = step.epoch[0]
+        batches = step.epoch.batches
         if self.feed != "loader" or not batches or not step.batches:
             return False
         first = self.step(0, self.steps[0]).batches[0][0]

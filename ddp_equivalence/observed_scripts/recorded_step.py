@@ -66,6 +66,18 @@ class SeenClip:
 
 
 @dataclass(frozen=True)
+class Epoch:
+    """Of a loader. ``batches``: how many it has in an epoch; 0 if that is not known.
+    ``last_rows``: the rows of the last one, if they are fewer than those of the others, else 0.
+    ``made``: the number of loaders that the script had made before this one; None if not known.
+    """
+
+    batches: int = 0
+    last_rows: int = 0
+    made: int | None = None
+
+
+@dataclass(frozen=True)
 class RecordedStep:
     """``number``: of the step, from 0. ``optimizers``: the classes of those that stepped.
 
@@ -84,9 +96,7 @@ class RecordedStep:
     that was called normalises by the statistics of its batch. ``read``: as in ``AnswerOfStep``.
     ``results``: the mark of what each call returned, see ``mark_of``.
     ``frozen``: the parameters of the optimizer that require no gradient, and the lines that have
-    frozen them. ``earlier``: lines that ran before. ``epoch``: how many batches the first loader
-    has in an epoch, and the rows of the last one; 0 if that is not known, or it is as long as the
-    others.
+    frozen them. ``earlier``: lines that ran before. ``epoch``: of the first loader.
     """
 
     number: int
@@ -112,7 +122,7 @@ class RecordedStep:
     results: tuple[float, ...] = ()
     frozen: Mapping[str, Place] = field(default_factory=dict)
     earlier: EarlierPlaces = field(default_factory=EarlierPlaces)
-    epoch: tuple[int, int] = (0, 0)
+    epoch: Epoch = field(default_factory=Epoch)
 
     def to_json(self) -> str:
         """As text."""
@@ -130,7 +140,6 @@ class RecordedStep:
             "autocast",
             "loaders",
             "results",
-            "epoch",
         ):
             raw[name] = tuple(raw[name])
         raw["batches"] = tuple((loader, number) for loader, number in raw["batches"])
@@ -143,6 +152,7 @@ class RecordedStep:
         raw["frozen"] = {name: Place(**place) for name, place in raw["frozen"].items()}
         raw["earlier"] = EarlierPlaces.from_json(raw["earlier"])
         raw["read"] = tuple(map(tuple, raw["read"]))
+        raw["epoch"] = Epoch(**raw["epoch"])
         raw["stepped_at"] = Place(**raw["stepped_at"])
         raw["backward_at"] = tuple(Place(**place) for place in raw["backward_at"])
         return cls(**raw)

@@ -35,8 +35,8 @@ class RunningScript:
         self._listener.bind(told.socket)
         self._listener.listen()
         self._running: Running | None = None
-        self._connection: socket.socket | None = None
-        self._buffer = b""
+        self._connections: dict[socket.socket, bytes] = {}
+        self._asks: socket.socket | None = None
         self.first: Query | None = None
         self.answered = 0
 
@@ -47,54 +47,64 @@ class RunningScript:
 
     def stop(self) -> None:
         """End it. The next question starts it again."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        for connection in self._connections:
+            connection.close()
+        self._connections, self._asks = {}, None
         if self._running is not None:
             self._running.end()
             self._running = None
-        self._buffer = b""
 
     def send(self, query: Query) -> None:
         """Ask it, when it has asked for a query."""
-        assert self._connection is not None
+        assert self._asks is not None
         self.first = self.first or query
-        self._connection.sendall(f"{query.to_json()}\n".encode())
+        self._asks.sendall(f"{query.to_json()}\n".encode())
 
     def wait_until_it_asks(self) -> None:
         """Start it, and let it come to its first question. Raises CannotReplay."""
         line = self.line(time.monotonic())
-        self._buffer = (b"" if line is None else f"{line}\n".encode()) + self._buffer
+        if line is not None and self._asks is not None:
+            self._connections[self._asks] = f"{line}\n".encode() + self._connections[self._asks]
 
     def line(self, started: float) -> str | None:
-        """Its next line, for which one has waited since ``started``; None if it has ended.
+        """Its next line, for which one has waited since ``started``; None if it has ended. Several
+        of its processes may ask, such as one that starts the others and wants to know how long a
+        loader is: ``send`` answers the one whose line was the last.
 
         Raises CannotReplay if it takes too long, or has ended without an answer.
         """
         if self._running is None:
             self._start()
         assert self._running is not None
-        while b"\n" not in self._buffer:
+        while True:
+            for connection, read in self._connections.items():
+                line, end, rest = read.partition(b"\n")
+                if end:
+                    self._connections[connection], self._asks = rest, connection
+                    return line.decode()
             if time.monotonic() - started > self._deadline:
-                end = self._running.last_words
+                words = self._running.last_words
                 self.stop()
-                raise CannotReplay(f"{TOO_SLOW} {self._deadline:g} s; it printed last:\n{end}")
-            source = self._connection or self._listener
-            if not select.select([source], [], [], 0.05)[0]:
-                if self._connection is None and self._running.exit_code is not None:
-                    self._require_answers()
-                    return None
-                continue
-            if self._connection is None:
-                self._connection = self._listener.accept()[0]
-                continue
-            data = self._connection.recv(1 << 20)
-            if not data:
+                raise CannotReplay(f"{TOO_SLOW} {self._deadline:g} s; it printed last:\n{words}")
+            if not self._reads_on():
                 self._require_answers()
                 return None
-            self._buffer += data
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line.decode()
+
+    def _reads_on(self) -> bool:
+        """Read what its processes have sent, for a moment; False if none will ask any more."""
+        assert self._running is not None
+        is_over = self._running.exit_code is not None  # asked first: it may still have sent a line
+        ready = select.select([self._listener, *self._connections], [], [], 0.05)[0]
+        for source in ready:
+            if source is self._listener:
+                self._connections[source.accept()[0]] = b""
+            elif data := _received(source):
+                self._connections[source] += data
+            else:
+                del self._connections[source]
+                source.close()
+        may_ask = not self.answered and not is_over  # who has answered and left does not come back
+        return bool(self._connections) or may_ask
 
     def _require_answers(self) -> None:
         if self.answered:
@@ -116,3 +126,10 @@ class RunningScript:
         self._running = Running(self._command, self._told, self._at, self._log)
         self.first = None
         self.answered = 0
+
+
+def _received(source: socket.socket) -> bytes:
+    try:
+        return source.recv(1 << 20)
+    except ConnectionError:  # the process was killed
+        return b""

@@ -35,6 +35,11 @@ class AskedQueries:
         after, place = self.of_batch(batch)
         return after.is_epoch and place == 0
 
+    def crosses(self, end: int, batch: int) -> bool:
+        """With this batch, a query begins that has batches before and after the one at ``end``."""
+        query, place = self.of_batch(batch)
+        return place == 0 and batch < end < batch + len(query.micro_batches)
+
     def batches_of_epoch(self, batch: int) -> int | None:
         """How many batches the epoch has to which the last batch before this one belongs, if its
         query is not answered yet; otherwise the next epoch. None if no query has it to itself.

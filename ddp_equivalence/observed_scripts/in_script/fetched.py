@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,20 +153,6 @@ class FetchedBatches:
                 if loader not in self._in_order_of_training:
                     self._in_order_of_training.append(loader)
         self._used[loader] = max(until, self._used.get(loader, 0))
-
-
-def epoch_of(loader: Any) -> tuple[int, int]:
-    """How many batches a loader has in an epoch, and the rows of the last one; 0 if that is not
-    known, or it has as many as the others.
-    """
-    try:
-        batches = len(loader)
-        size, sampler = getattr(loader, "batch_size", None), getattr(loader, "sampler", None)
-        if not size or getattr(loader, "drop_last", True) or not isinstance(sampler, Sized):
-            return batches, 0
-        return batches, len(sampler) % size
-    except Exception:  # such as of a stream, or whatever a sampler of the script's own may raise
-        return 0, 0
 
 
 def digest(tensor: Tensor) -> str:

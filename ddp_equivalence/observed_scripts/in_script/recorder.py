@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ddp_equivalence.observed_scripts.in_script.closer_look import CloserLook
 from ddp_equivalence.observed_scripts.in_script.earlier_lines import EarlierLines
-from ddp_equivalence.observed_scripts.in_script.fetched import FetchedBatches, digest, epoch_of
+from ddp_equivalence.observed_scripts.in_script.fetched import FetchedBatches, digest
 from ddp_equivalence.observed_scripts.in_script.float64 import batch_in_float64
 from ddp_equivalence.observed_scripts.in_script.generator_states import generator_state
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import add_rows, whole
@@ -168,7 +168,7 @@ class Recorder(Watch):
 
     def batches_of(self, loader: Any, iterator: Any) -> Iterator[Any]:
         """The loader's own batches, remembered until the model has been called with them."""
-        number = self.number_of(loader)
+        number = self.loaders.begins(loader)
         while True:
             self.note_draws()
             self._fetched.reads_on(number)
@@ -268,7 +268,8 @@ class Recorder(Watch):
         for number, rows in enumerate(seen.call_rows):
             add_rows(tensors, lists, f"call/{number}", rows)
         tensors |= seen.generators
-        loader = self.loaders[self._fetched.of_step[0][0]] if self._fetched.of_step else None
+        used = self._fetched.of_step
+        loader = self.loaders.begun[used[0][0]] if used else None
         step = RecordedStep(
             number=self._written,
             optimizers=tuple(seen.optimizers),
@@ -292,7 +293,7 @@ class Recorder(Watch):
             frozen=seen.frozen,
             earlier=self._earlier_lines.places(seen.optimizer, loader, self.names),
             read=digests_of_micro_batches(seen.calls, seen.call_rows),
-            epoch=epoch_of(loader),
+            epoch=self.loaders.epoch_of(loader),
             planted=None if self.planted is None else self.planted.fired,
         )
         write_step(self._folder, step, tensors, lists)

@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ddp_equivalence.comparison.low_precision import NudgedInside
 from ddp_equivalence.comparison.nudges import nudge_each
 from ddp_equivalence.observed_scripts.falling_order import in_falling_order
 from ddp_equivalence.observed_scripts.in_script.asked_queries import AskedQueries
-from ddp_equivalence.observed_scripts.in_script.lengths_of_loaders import LengthsOfLoaders
+from ddp_equivalence.observed_scripts.in_script.fed_loaders import FedLoaders
 from ddp_equivalence.observed_scripts.in_script.logged_operations import LoggedOperations
 from ddp_equivalence.observed_scripts.in_script.names import named_tensors
 from ddp_equivalence.observed_scripts.in_script.rank_generators import RankGenerators, Source
@@ -36,7 +36,6 @@ from ddp_equivalence.observed_scripts.recorded_step import (
     Event,
     StepReader,
     in_float64,
-    loaders_of_training,
     rank_folder,
 )
 from ddp_equivalence.observed_scripts.rows import Part, joined, put_into
@@ -51,9 +50,8 @@ class Replayer(Watch):
         self._told = told
         self.float64, self.time_first = told.float64, told.time_first
         self._line = QuestionLine(told.socket)
-        self._lengths = LengthsOfLoaders(self._line.folder / "lengths.json")
         self._asked = AskedQueries(self._line)
-        self._fed: dict[int, int] = {}
+        self._fed_loaders = FedLoaders(told, self.loaders, self._asked)
         self._answers: list[AnswerOfStep] = []
         self._complete = False
         self._generators = RankGenerators()
@@ -139,37 +137,24 @@ class Replayer(Watch):
 
     def batches_of(self, loader: Any, iterator: Any) -> Iterator[Any]:
         """The rows of one query after the other, in the containers of the loader's own batches."""
-        number = self.number_of(loader)
-        if self._is_fed(number):
-            self._lengths.is_trained_with(number, loader)
-        native, ended, first = None, False, self._fed.get(number, 0)
-        while not self._epoch_ends(number, first):
+        number = self.loaders.begins(loader)
+        native, ended, first = None, False, self._fed_loaders.batches.get(number, 0)
+        while not self._fed_loaders.ends_epoch(number, first):
             with self._generators.off():
                 try:
                     native = native if ended else next(iterator)
                 except StopIteration:
                     ended = True
-            if ended and (native is None or not self._is_fed(number)):
+            if ended and (native is None or not self._fed_loaders.is_fed(number)):
                 return
             self.goes_on()  # the script goes on reading as long as there are questions
             batch = self._batch(number, native)
             self.was_read(number)
             yield batch
 
-    def _epoch_ends(self, loader: int, first: int) -> bool:
-        """The epoch that began with this batch has no more batches for the script."""
-        batch = self._fed.get(loader, 0)
-        is_first = self._is_fed(loader) and loader == self._loaders_of_training[0]
-        return batch > first and is_first and self._asked.ends_epoch_before(batch)
-
     def length_of(self, loader: Any, batches: int) -> int:
-        """As many as the epoch has that is in progress, or else the next one."""
-        number = self._loader_numbers.get(id(loader))
-        if number is None:  # it is asked before its first epoch
-            number = self._lengths.number_of(loader, batches)
-        if number is None or not self._is_fed(number):
-            return batches
-        return self._asked.batches_of_epoch(self._fed.get(number, 0)) or batches
+        """As many as it has on the ranks, or as an epoch that a query has to itself."""
+        return self._fed_loaders.length_of(loader, batches)
 
     def given(self, loader: int) -> None:
         """Draw from here on what the ranks drew when they had got this batch."""
@@ -183,19 +168,10 @@ class Replayer(Watch):
         """The seed that torch draws for a loader makes no rows."""
         return self._generators.off()
 
-    def _is_fed(self, loader: int) -> bool:
-        return self._told.feed == "loader" and loader in self._loaders_of_training
-
-    @cached_property
-    def _loaders_of_training(self) -> tuple[int, ...]:
-        """Those of rank 0. This process iterates over the same ones."""
-        return loaders_of_training(self._told.folder)
-
     def _batch(self, loader: int, native: Any) -> Any:
-        if not self._is_fed(loader):
+        if not self._fed_loaders.is_fed(loader):
             return native
-        position = self._fed.get(loader, 0)
-        self._fed[loader] = position + 1
+        position = self._fed_loaders.next_batch(loader)
         query, place_in_query = self._asked.of_batch(position)
         pieces: Sequence[Piece] = query.micro_batches[place_in_query]
         where = {
@@ -218,7 +194,7 @@ class Replayer(Watch):
 
     def _recorded_batches(self, piece: Piece, query: Query, loader: int) -> list[tuple[int, int]]:
         """The (step, place) of every batch that a rank read from a loader in a query's steps."""
-        wanted = self._loaders_of_training.index(loader)
+        wanted = self._fed_loaders.in_order.index(loader)
         return [
             (number, place)
             for number in query.steps

@@ -22,6 +22,7 @@ from ddp_equivalence.observed_scripts.in_script.generator_states import (
 )
 from ddp_equivalence.observed_scripts.in_script.hooks import Hooked
 from ddp_equivalence.observed_scripts.in_script.kept_tensors import kept, whole
+from ddp_equivalence.observed_scripts.in_script.loaders import Loaders
 from ddp_equivalence.observed_scripts.in_script.marks import mark_of
 from ddp_equivalence.observed_scripts.in_script.names import ModuleNames, named_tensors
 from ddp_equivalence.observed_scripts.in_script.recurrent_layers import let_torch_draw
@@ -44,7 +45,7 @@ class Watch:
     were made, with the lines that made them. ``no_sync_at``: the last lines that called the no_sync
     of one. ``hooked``: the communication hooks of wrappers. ``frozen``: the lines that have frozen
     parameters. ``planted``: the fault that is planted
-    here. ``loaders``: those over which the script has iterated, in the order of the first time.
+    here. ``loaders``: those of this process.
     """
 
     float64 = time_first = False
@@ -61,8 +62,7 @@ class Watch:
         self.frozen = FrozenParameters()
         self._of_this_backward: dict[str, Tensor] = {}
         self._last_state: Tensor | None = None
-        self._loader_numbers: dict[int, int] = {}
-        self.loaders: list[Any] = []
+        self.loaders = Loaders()
         self._scale_of_backward = self._scale_of_clip = 1.0
         self._read_inside: list[dict[int, None]] = []
 
@@ -274,13 +274,6 @@ class Watch:
         self.now.optimizers.append(type(optimizer).__name__)
         self.now.optimizer, self.now.stepped_at = optimizer, place_of_caller()
         self.ends_step()
-
-    def number_of(self, loader: Any) -> int:
-        """The number of a loader, in the order in which the script first iterated over them."""
-        if id(loader) not in self._loader_numbers:
-            self._loader_numbers[id(loader)] = len(self.loaders)
-            self.loaders.append(loader)
-        return self._loader_numbers[id(loader)]
 
     def _hook_parameters(self, name: str, module: nn.Module) -> None:
         new = self.names.learn_parameters(name)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_equivalence.observed_scripts.in_script.fetched import (
     MOST_AHEAD,
     FetchedBatches,
-    epoch_of,
 )
 from ddp_equivalence.observed_scripts.rows import rows_of
 
@@ -128,31 +123,3 @@ def test_batches_that_are_never_trained_with_are_forgotten(fetched: FetchedBatch
     assert fetched.used == ()
     fetched.trained_with(batch(MOST_AHEAD))
     assert fetched.batches_of_step()
-
-
-class Stream(IterableDataset[int]):
-    """Has no length."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(10))
-
-
-class LengthIsSecret:
-    """A batch sampler whose length is not known before its first epoch."""
-
-    def __len__(self) -> int:
-        raise RuntimeError("begin an epoch first")
-
-
-def test_the_length_of_an_epoch_is_asked_of_the_loader() -> None:
-    rows = list(range(10))
-    assert epoch_of(DataLoader(rows, batch_size=4)) == (3, 2)  # type: ignore[arg-type]
-    assert epoch_of(DataLoader(rows, batch_size=5)) == (2, 0)  # type: ignore[arg-type]
-    assert epoch_of(DataLoader(rows, batch_size=4, drop_last=True)) == (2, 0)  # type: ignore[arg-type]
-
-
-def test_a_loader_that_does_not_know_its_length_makes_no_script_fail() -> None:
-    assert epoch_of(None) == (0, 0)
-    assert epoch_of(DataLoader(Stream(), batch_size=4)) == (0, 0)
-    secret: Any = LengthIsSecret()
-    assert epoch_of(DataLoader([1, 2], batch_sampler=secret)) == (0, 0)  # type: ignore[arg-type]

@@ -297,6 +297,24 @@ def test_a_full_step_at_the_end_of_an_epoch_stays_in_that_epoch() -> None:
     assert found.outcome == "same", str(found)
 
 
+@pytest.mark.parametrize("word", ["by_length", "by_length_before"])
+def test_the_loader_of_one_process_is_as_long_as_that_of_a_rank(word: str) -> None:
+    """It has more batches, but a loss that is divided by their number is the same."""
+    found = observed("accumulating.py", word, steps=2)
+    assert found.outcome == "same", str(found)
+
+
+def test_a_length_that_one_process_is_told_only_at_the_end_of_an_epoch_is_no_fault() -> None:
+    found = observed(*FLUSHES, "by_length", from_step=6, steps=2)
+    assert [verdict.outcome for verdict in found.verdicts] == ["same", "unknown"], str(found)
+    assert "It may be the length of the loader" in found.verdict.reason
+
+
+def test_a_process_that_starts_the_others_may_ask_how_long_a_loader_is() -> None:
+    found = observed("spawned.py", steps=1)
+    assert found.outcome == "same", str(found)
+
+
 def test_a_fault_at_the_end_of_an_epoch_is_named() -> None:
     found = observed(*FLUSHES, "unreduced", from_step=6, steps=2)
     assert [verdict.outcome for verdict in found.verdicts] == ["same", "different"], str(found)

@@ -18,13 +18,16 @@ def train(options):
     data = TensorDataset(torch.randn(120, 4), torch.randn(120, 2))
     loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    known_before = len(loader) if "by_length_before" in options else 1
     for epoch in range(2):
         batches = len(loader)
         for number, (inputs, targets) in enumerate(loader, start=1):
             complete = number % micro_batches == 0
             last = complete or ("flushes" in options and number == batches)
             model.require_backward_grad_sync = complete if "unreduced" in options else last
-            loss = mse_loss(model(inputs), targets) / divisor
+            loss = mse_loss(model(inputs), targets) / (divisor * known_before)
+            if "by_length" in options:
+                loss = loss / len(loader)
             (loss * (1 + epoch) if "by_epoch" in options else loss).backward()
             if last:
                 optimizer.step()

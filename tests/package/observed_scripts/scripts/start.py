@@ -1,4 +1,4 @@
-"""Starts the ranks of the scripts in this folder: forked, which is faster than torchrun."""
+"""Starts the ranks of the scripts in this folder. To fork them is faster than torchrun."""
 
 import os
 import socket
@@ -10,13 +10,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def run(train):
+def run(train, start_method="fork"):
     """Run ``train(options)`` on as many ranks as ``--nprocs`` says; options are the other words."""
     options = sys.argv[1:]
     number = int(options[options.index("--nprocs") + 1])
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        mp.start_processes(_rank, (number, store, train, options), number, start_method="fork")
+        mp.start_processes(
+            _rank, (number, store, train, options), number, start_method=start_method
+        )
 
 
 def _rank(rank, world_size, store, train, options):
