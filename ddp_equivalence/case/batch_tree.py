@@ -73,6 +73,14 @@ def leaves_of(
         yield from leaves_of(value, is_leaf, path + end)
 
 
+def name_of_leaf(path: str) -> str:
+    """The path of a leaf as a report names it: ``['mask']`` is "mask", and ``[1]`` is "entry 1 of
+    the batch".
+    """
+    name = path.strip("[]'.")
+    return f"entry {name} of the batch" if name.isdecimal() else name or "the batch"
+
+
 def tensors_of(batch: Any) -> list[Tensor]:
     """The tensors among the leaves."""
     return [leaf for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ddp_equivalence.case.batch_tree import leaves_of
+from ddp_equivalence.case.batch_tree import leaves_of, name_of_leaf
 from ddp_equivalence.case.losses.token_mean import PADDING
 
 SUMMED = ("len", "num", "count", "size", "weight")
@@ -21,7 +21,7 @@ def all_divisors(batch: Any, examples: int) -> Mapping[str, float]:
         if not isinstance(leaf, Tensor) or leaf.is_complex():
             continue
         leaf = leaf.detach().to_dense()
-        name = path.strip("[]'.") or "the batch"
+        name = name_of_leaf(path)
         divisors[f"elements of {name}"] = leaf.numel()
         if bool(((leaf == 0) | (leaf == 1)).all()):
             unit, is_counted = f"elements of {name} that are set", leaf != 0
@@ -45,7 +45,7 @@ def all_weights(batch: Any) -> Mapping[str, float]:
     for path, leaf in leaves_of(batch):
         if not isinstance(leaf, Tensor) or leaf.is_complex() or not leaf.numel():
             continue
-        leaf, name = leaf.detach().to_dense(), path.strip("[]'.") or "the batch"
+        leaf, name = leaf.detach().to_dense(), name_of_leaf(path)
         if not leaf.is_floating_point():
             weights[f"elements of {name} above 0"] = int((leaf > 0).sum())
             weights[f"elements of {name} that are not 0"] = int((leaf != 0).sum())

@@ -126,7 +126,8 @@ class LineTracer:
     def tracing(self, running: FrameType | None = None) -> Iterator[None]:
         """Trace this thread inside the block, unless somebody else does already.
 
-        ``running``: the innermost of the functions that run already, and are to be followed too.
+        ``running``: the innermost of the functions that run already, and are to be followed too,
+        from the line on that each of them is at.
         """
         if sys.gettrace() is not None:
             yield
@@ -136,6 +137,8 @@ class LineTracer:
         while running is not None:
             if is_users(running.f_code.co_filename):
                 running.f_trace = self._on_line
+                self._number_in[id(running)] = running.f_lineno  # the rest of this line runs now
+                self._note_run(running)
                 followed.append(running)
             running = running.f_back
         try:

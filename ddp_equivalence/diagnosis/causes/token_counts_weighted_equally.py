@@ -9,6 +9,7 @@ from ddp_equivalence.diagnosis.causes.uneven_shards_weighted_equally import (
     is_mean_over_examples,
     mean_of_means,
 )
+from ddp_equivalence.diagnosis.class_weights import ClassWeights, class_weights
 from ddp_equivalence.diagnosis.divisors import counts_of_parts, is_weighted_mean
 from ddp_equivalence.diagnosis.hypothesis import Hypothesis, Prediction, Words
 from ddp_equivalence.diagnosis.lines.lines_in_order import in_order
@@ -48,8 +49,16 @@ def counted(view: View) -> str | None:
         total = sum(counts)
         if total > 0 and min(counts) >= 0 and is_weighted_mean(view, parts, counts):
             return f"the loss divides by {unit}"
+    of_classes = _of_classes(view)
+    if of_classes is not None:
+        return f"the loss divides by {of_classes.text}"
     # A loss of the catalogue is a mean over its own counts, of one term or of several.
     return "" if isinstance(view.setting.case.loss, str) else None
+
+
+def _of_classes(view: View) -> ClassWeights | None:
+    parts = [part for of_rank in view.parts.by_rank or () for part in of_rank]
+    return class_weights(view, parts)
 
 
 def _of_micro_batches(view: View) -> bool:
@@ -88,11 +97,13 @@ def lines(view: View) -> Sequence[PointedLine]:
 
 def fix(view: View) -> str:
     """Divide by the count of all ranks."""
-    count = view.world_size
+    count, unit = view.world_size, "count"
+    if _of_classes(view) is not None:
+        unit = "sum of the weights"
     if count == 1:
-        return "divide each micro-batch's summed loss by the count of the whole window."
+        return f"divide each micro-batch's summed loss by the {unit} of the whole window."
     window = "the whole window on " if _of_micro_batches(view) else ""
-    summed = f"divide the summed loss by the count of {window}all ranks"
+    summed = f"divide the summed loss by the {unit} of {window}all ranks"
     if is_unseen(view):
         return f"{summed}; under DDP, multiply it by {count} too."
     if averages(view):

@@ -91,6 +91,18 @@ def mean_of_positives(model: nn.Module, batch: Any) -> Any:
     return errors[positive].sum() / positive.sum()
 
 
+def weighted_cross_entropy(model: nn.Module, batch: Any) -> Any:
+    weight = torch.tensor([1.0, 5.0, 25.0], dtype=batch["rows"].dtype) / 3
+    return F.cross_entropy(model(batch["rows"]), batch["classes"], weight=weight)
+
+
+def weighted_by_place(model: nn.Module, batch: Any) -> Any:
+    """The classes have no weights of their own: it is the rows that have."""
+    weight = batch["rows"][:, 0].abs()
+    errors = F.cross_entropy(model(batch["rows"]), batch["classes"], reduction="none")
+    return (errors * weight).sum() / weight.sum()
+
+
 COUNTED: list[tuple[Any, Loss, str]] = [
     (padded, token_mean, "elements of labels that are not -100"),
     (padded_with_zero, token_mean_zero, "elements of labels above 0"),
@@ -98,6 +110,11 @@ COUNTED: list[tuple[Any, Loss, str]] = [
     (with_weights, weighted_mean, "the sum of weight"),
     (with_mask, masked_mean, "elements of mask that are set"),
     (with_classes, mean_of_positives, "elements of classes above 0"),
+    (
+        with_classes,
+        weighted_cross_entropy,
+        "weights (1 : 5 : 25) of the classes 0, 1, 2 in classes",
+    ),
 ]
 
 
@@ -110,3 +127,19 @@ def test_the_count_that_a_loss_divides_by_is_named(
     verdict = check(case(layout, batch=batch, loss=loss), reduced(loss))
     assert verdict.causes == ("token_counts_weighted_equally",), verdict
     assert f"the loss divides by {unit}" in report_of(verdict)
+
+
+def test_weights_of_classes_are_summed_in_the_fix() -> None:
+    verdict = check(
+        case(batch=with_classes, loss=weighted_cross_entropy), under_ddp(weighted_cross_entropy)
+    )
+    fix = "Fix: divide the summed loss by the sum of the weights of all ranks, and multiply it by 2"
+    assert fix in report_of(verdict)
+
+
+@pytest.mark.parametrize("layout", ["1x2", "1x4"])
+def test_weights_of_rows_are_not_taken_for_those_of_classes(layout: str) -> None:
+    loss = weighted_by_place
+    verdict = check(case(layout, batch=with_classes, loss=loss), under_ddp(loss))
+    assert verdict.outcome == "different"
+    assert "of the classes" not in report_of(verdict)

@@ -32,6 +32,14 @@ def test_the_line_that_is_wrong_is_marked(word: str, cause: str, line: str) -> N
     assert f"  Steps: {steps}\n" in str(found)  # the centres are equal before the first step
 
 
+def test_a_line_that_calls_the_model_may_be_the_one_that_is_wrong() -> None:
+    """The ranks are watched from the call of the model on, in the middle of this line."""
+    found = observed("class_weights.py", steps=1)
+    assert (found.outcome, found.cause) == ("different", "token_counts_weighted_equally")
+    assert source_of_fault(found) == "loss = criterion(model(inputs), labels)"
+    assert "weights (1 : 4) of the classes 0, 1 in entry 1 of the batch" in str(found)
+
+
 def test_what_is_clipped_before_the_reduction_is_right_if_no_rank_reaches_the_limit() -> None:
     assert observed("classifier.py", "reduced_last", "loosely", steps=2).outcome == "same"
 
