@@ -43,6 +43,16 @@ def test_in_the_precision_of_the_script_the_limit_is_wider(observed_on: partial[
     assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 2, str(found)
 
 
+def test_convolutions_of_float32_do_not_depend_on_the_size_of_the_batch(
+    observed_on: partial[Observed],
+) -> None:
+    """Cudnn would round to TF32 in some of its algorithms, and chooses one by the batch size."""
+    found = observed_on("images_on_gpu.py", precision="own", steps=2)
+    assert [verdict.outcome for verdict in found.verdicts] == ["same"] * 2, str(found)
+    errors = [verdict.error for verdict in found.verdicts]
+    assert all(error is not None and error < 1e-5 for error in errors), errors
+
+
 @pytest.mark.parametrize(
     ("word", "cause", "line"),
     [
