@@ -10,11 +10,12 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from ddp_equivalence.commands import check, observe, run
+from ddp_equivalence.commands import check, gate, observe, run
 from ddp_equivalence.commands.doctor import command as doctor
 from ddp_equivalence.commands.explain import command as explain
 from ddp_equivalence.commands.explore import command as explore
 from ddp_equivalence.commands.faults import command as faults
+from ddp_equivalence.commands.record import command as record
 from ddp_equivalence.commands.sandbox import command as sandbox
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ COMMANDS: Mapping[str, Command] = {
     "run": run,
     "check": check,
     "observe": observe,
+    "record": record,
+    "gate": gate,
     "explore": explore,
     "faults": faults,
     "explain": explain,

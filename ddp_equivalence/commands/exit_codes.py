@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 SAME, DIFFERENT, BAD_INPUT, NOT_JUDGED = 0, 1, 2, 3
+YELLOW = 4
 INTERRUPTED = 130
 EXIT_CODE_OF_OUTCOME = {"same": SAME, "different": DIFFERENT, "unknown": NOT_JUDGED}

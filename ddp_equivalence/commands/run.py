@@ -59,7 +59,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> NoReturn:
     """Become pytest, which runs the comparisons. Raises BadCase if the results have no place."""
-    from ddp_equivalence.commands.suite_folder import is_checkout, suite_folder
+    from ddp_equivalence.commands.suite_folder import TESTS, is_checkout, suite_folder
 
     require_writable_file("json", arguments.json)
     record = _folder_of_records(arguments.record)
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     rest = arguments.rest
     of_pytest = [
         "-o",
-        "testpaths=tests/equivalence tests/difference tests/diagnosis/test_planted_faults.py",
+        f"testpaths={TESTS}",
         "--ddp-require-comparison",
         "--ddp-repeat-with=ddp-equivalence run",
         "--ddp-suite-run",

@@ -8,6 +8,9 @@ from ddp_equivalence.case.errors import SuiteBug
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
+TESTS = "tests/equivalence tests/difference tests/diagnosis/test_planted_faults.py"
+"""The tests that compare, in this folder; the others check the suite itself."""
+
 
 def suite_folder() -> Path:
     """The folder with pytest.ini, conftest.py and tests/. Raises SuiteBug if there is none."""

@@ -246,6 +246,7 @@ def _rank_error(
         within=distance <= limit.absolute and sums.element <= limit.element,
         place=place,
         alone=0 < sums.difference < MOSTLY_ONE * sums.largest * sums.largest,
+        bits=b"" if sums.zero else sums.bits.digest(),
     )
 
 

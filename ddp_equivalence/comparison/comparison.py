@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.digits import in_order
 from ddp_equivalence.comparison.structure import OtherForm
 from ddp_equivalence.comparison.tolerance import Limit
+
+DIGITS = 32
+"""So many hexadecimal digits of a digest are kept."""
 
 CERTAIN = 1000.0
 """A parameter that is so many times beyond its limit is wrong, however well it is rounded."""
@@ -20,7 +25,7 @@ class RankError:
 
     ``distance``: ||m - t||. ``error``: ||m - t|| / ||t||. ``element``: the worst
     |m_i - t_i| / max(|t_i|, rms of t), and ``place`` is the index i of that element. ``alone``:
-    True if no other element is off.
+    True if no other element is off. ``bits``: a hash of its bytes; empty if all are zeros.
     ``factor``: the number k for which k t is nearest to m. ``unexplained``: ||m - k t|| / ||m||.
     ``ratio``: ||m|| / ||t||. ``within``: True if error and element are within the limit.
     """
@@ -35,6 +40,7 @@ class RankError:
     within: bool
     place: tuple[int, ...] = ()
     alone: bool = False
+    bits: bytes = field(default=b"", repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,21 @@ class Comparison:
         gathers one, and a loss or a count may be reduced.
         """
         return min(2, max((math.prod(one.shape) for one in self.parameters), default=2))
+
+    @property
+    def digests(self) -> Mapping[int, str]:
+        """Of what each rank holds: names, shapes and bytes of all parameters that are compared.
+
+        It does not depend on the order of the parameters. Gradients of other bytes have another
+        digest, but for a chance of 2^-32 for a tensor of 64 KiB or more. Zeros have one whatever
+        their sign.
+        """
+        hashes = {rank: hashlib.sha256() for rank in self.ranks}
+        for one in sorted(self.parameters, key=lambda parameter: parameter.key):
+            for of_rank in one.by_rank:
+                described = repr((one.key, one.shape)).encode()
+                hashes[of_rank.rank].update(described + of_rank.bits)
+        return {rank: hashed.hexdigest()[:DIGITS] for rank, hashed in hashes.items()}
 
     @property
     def ranks_agree(self) -> bool:

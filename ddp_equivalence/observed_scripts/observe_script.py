@@ -20,6 +20,7 @@ from ddp_equivalence.observed_scripts.one_process import processes_in
 from ddp_equivalence.observed_scripts.options import Command, ObserveOptions, Options, words_of
 from ddp_equivalence.observed_scripts.plan import plan_lines
 from ddp_equivalence.observed_scripts.script_observation import ScriptObservation
+from ddp_equivalence.report import listeners
 from ddp_equivalence.report.line import Line
 
 DEVICES_OF_UNKNOWN = 2
@@ -36,7 +37,10 @@ def observe(command: Command, **options: Unpack[ObserveOptions]) -> Observed:
     it has made the steps to record.
     """
     with _observation(command, options) as observation:
-        return observation.observed()
+        found = observation.observed()
+    for verdict in found.verdicts:
+        listeners.tell(verdict, None)
+    return found
 
 
 def plan(command: Command, **options: Unpack[ObserveOptions]) -> tuple[Line, ...]:

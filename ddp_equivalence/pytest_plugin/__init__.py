@@ -53,6 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_settings] = options.settings_of_run(config, run_until)
     config.stash[_results] = run_results.RunResults()
     config.pluginmanager.register(config.stash[_results])
+    if config.getoption("--ddp-lines") is not None and not hasattr(config, "workerinput"):
+        from ddp_equivalence.pytest_plugin.recorded_lines import RecordedLines
+
+        lines, of = config.getoption("--ddp-lines"), config.getoption("--ddp-lines-of")
+        config.pluginmanager.register(RecordedLines(lines, of))
     if config.getoption("--ddp-suite-run"):
         # It imports torch, which other people's runs do only when they need it.
         from ddp_equivalence.pytest_plugin.suite_run import plugin

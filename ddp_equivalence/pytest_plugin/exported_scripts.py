@@ -26,7 +26,9 @@ def requests_kept(item: pytest.Item) -> Iterator[None]:
         yield
         return
 
-    def keep(verdict: Verdict, request: Request) -> None:
+    def keep(verdict: Verdict, request: Request | None) -> None:
+        if request is None:  # a script has an export of its own
+            return
         if verdict.outcome == "different" or verdict.failure is not None:
             from ddp_equivalence.report.short.headline import headline_text
 

@@ -139,6 +139,9 @@ def _add_options_of_results(group: pytest.OptionGroup) -> None:
     group.addoption("--ddp-suite-run", action="store_true", help=argparse.SUPPRESS)
     group.addoption("--ddp-plan", action="store_true", help=argparse.SUPPRESS)
     group.addoption("--ddp-record", type=Path, help=argparse.SUPPRESS)
+    # For ``ddp-equivalence record``: it adds every test and check to a record, under these names.
+    group.addoption("--ddp-lines", type=Path, help=argparse.SUPPRESS)
+    group.addoption("--ddp-lines-of", default="", help=argparse.SUPPRESS)
 
 
 def _seconds(text: str) -> float:

@@ -52,7 +52,7 @@ class Planting:
 
         fired_on_ranks: list[int] = []
 
-        def count(verdict: Verdict, request: Request) -> None:
+        def count(verdict: Verdict, request: Request | None) -> None:
             fired_on_ranks.extend(one.planted or 0 for one in verdict.evidence.values())
 
         here: PlantedFault | None = None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def added_to_report(item: pytest.Item) -> Iterator[None]:
     """Add what ranks printed in the checks of the block. Ranks that printed the same share it."""
 
-    def add_sections(verdict: Verdict, request: Request) -> None:
+    def add_sections(verdict: Verdict, request: Request | None) -> None:
         ranks_by_output: dict[str, list[int]] = {}
         for rank, text in sorted(verdict.output.items()):
             if text.strip():

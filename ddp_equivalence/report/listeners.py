@@ -1,4 +1,4 @@
-"""Functions that are called with every verdict that ``check`` reaches."""
+"""Functions that are called with every verdict that ``check`` or ``observe`` reaches."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from ddp_equivalence.measurement.request import Request
     from ddp_equivalence.report.verdict import Verdict
 
-    Listener = Callable[[Verdict, Request], None]
-    """Gets the verdict, and the request that it answers."""
+    Listener = Callable[[Verdict, Request | None], None]
+    """Gets the verdict, and the request that it answers; None for a step of an observed script."""
 
 _listeners: list[Listener] = []
 
@@ -26,7 +26,7 @@ def listening(listener: Listener) -> Iterator[None]:
         _listeners.remove(listener)
 
 
-def tell(verdict: Verdict, request: Request) -> None:
+def tell(verdict: Verdict, request: Request | None) -> None:
     """Pass a verdict on to all listeners."""
     for listener in _listeners:
         listener(verdict, request)

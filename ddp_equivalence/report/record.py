@@ -28,6 +28,8 @@ class Record:
     big batch, the most likely first: each with its ``file`` and ``line``, and the ``change`` in
     words, such as "with `a` in place of `b`".
 
+    ``digests``: of the gradients of each rank, in their order, in a run that asks for them.
+
     ``report``, ``full_report``, ``headline`` (the first line of the report), ``file`` and ``line``
     (of the code to look at): only where the outcome is not "same", and only in a run that asks for
     them.
@@ -57,6 +59,7 @@ class Record:
     confirmed: bool = False
     gpu: str = ""
     repairs: tuple[Mapping[str, str | int], ...] = ()
+    digests: tuple[str, ...] = ()
     report: str = ""
     full_report: str = ""
     headline: str = ""
@@ -76,11 +79,13 @@ def record_of(
     planted: str,
     with_floor: bool,
     with_report: bool = False,
+    with_digests: bool = False,
 ) -> Record:
     """The record of one verdict. Errors that are not finite become None, since JSON has none.
 
     ``with_floor``: include the rounding floor, which may have to be measured first.
-    ``with_report``: include the texts of a verdict that is not "same".
+    ``with_report``: include the texts of a verdict that is not "same". ``with_digests``: include
+    those of the gradients.
     """
     comparison = verdict.comparison
     texts = _texts(verdict) if with_report and verdict.outcome != "same" else {}
@@ -112,6 +117,7 @@ def record_of(
             {"file": one.line.file, "line": one.line.number, "change": one.text}
             for one in verdict.repairs.found
         ),
+        digests=tuple(comparison.digests.values()) if comparison and with_digests else (),
         **texts,
     )
 

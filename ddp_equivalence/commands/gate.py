@@ -1,0 +1,52 @@
+"""``ddp-equivalence gate``: hold one record against another, red or green with reasons."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_equivalence.commands.exit_codes import DIFFERENT, SAME, YELLOW
+from ddp_equivalence.report.terminal import painted
+
+if TYPE_CHECKING:
+    from ddp_equivalence.commands import Commands
+
+
+def add(commands: Commands) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "gate",
+        help="hold a record against another one: red or green, with reasons",
+        description="Say what has changed between two records of `ddp-equivalence record`, such as "
+        "under two versions of torch, and whether that is red, yellow or information. Exit code "
+        "0: green, 1: red, 2: bad input, 4: yellow, and nothing is red.",
+    )
+    parser.add_argument("old", metavar="OLD", type=Path, help="the record that was good")
+    parser.add_argument("new", metavar="NEW", type=Path, help="the record to judge")
+    parser.add_argument(
+        "--policy",
+        type=Path,
+        metavar="FILE",
+        help="a TOML file that says which findings are red, yellow or information "
+        "(docs/upgrades.md)",
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="print every finding, and not only the first of a kind"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the findings. Raises BadCase for what is no record, or no policy."""
+    from ddp_equivalence.gate.judge import judge
+    from ddp_equivalence.gate.policy import read_policy
+    from ddp_equivalence.gate.recorded import read_record
+    from ddp_equivalence.gate.text import report
+
+    policy = read_policy(arguments.policy)
+    old, new = read_record(arguments.old), read_record(arguments.new)
+    judgement = judge(old, new, policy, datetime.date.today())
+    print(painted(report(judgement, arguments.full), sys.stdout), end="")
+    return {"red": DIFFERENT, "yellow": YELLOW}.get(judgement.level, SAME)

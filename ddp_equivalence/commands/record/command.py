@@ -1,0 +1,180 @@
+"""``ddp-equivalence record``: runs the suite and one's own checks, and writes a record."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
+from ddp_equivalence.commands.results import require_writable_folder
+
+if TYPE_CHECKING:
+    from ddp_equivalence.commands import Commands
+
+NOTHING_COLLECTED = 5
+"""Pytest's exit code where there is no test."""
+
+
+def add(commands: Commands) -> None:
+    """Add the command's parser."""
+    parser = commands.add_parser(
+        "record",
+        help="write down what the suite and your own checks show here, for `gate`",
+        description="Run the suite and your own checks, and write a record of verdicts, errors, "
+        "digests of gradients, times, defaults and versions. `ddp-equivalence gate OLD NEW` holds "
+        "one record against another. Exit code 0: everything passed, 1: something failed, 2: bad "
+        "input, 3: the run was cut off.",
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write; must not exist")
+    parser.add_argument(
+        "paths",
+        metavar="PATH",
+        nargs="*",
+        help="your own checks: a file or folder of tests (test_*.py), or a file for `check`, "
+        "FILE.py or FILE.py:NAME",
+    )
+    parser.add_argument(
+        "--observe",
+        action="append",
+        default=[],
+        metavar="COMMAND",
+        help="a training command to observe, such as 'torchrun --nproc-per-node 2 train.py'; may "
+        "be repeated",
+    )
+    parser.add_argument("--no-suite", action="store_true", help="leave the suite out")
+    parser.add_argument(
+        "-n", default="0", metavar="N", help="run so many tests at a time, as `pytest -n` does"
+    )
+    parser.add_argument(
+        "-k", default="", metavar="WORDS", help="only the tests that these words select"
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run of pytest. ``of``: stands before the names of its tests."""
+
+    of: str
+    arguments: Sequence[str]
+    at: Path
+    environment: dict[str, str]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the record. Raises BadCase for input that cannot be right, before anything runs."""
+    out: Path = arguments.out
+    if out.exists():
+        raise BadCase("OUT", str(out), "a folder that does not exist yet: a record is never mixed")
+    require_writable_folder("OUT", out)
+    runs = list(_runs(arguments))
+    if not runs:
+        raise BadCase("PATH", "", "checks of your own beside --no-suite, or the suite")
+    from ddp_equivalence.gate.record_lines import NAME, RecordWriter
+
+    out.mkdir(parents=True)
+    path = (out / NAME).resolve()
+    started = time.monotonic()
+    _write_begin(RecordWriter(path), arguments)
+    codes = [_ran(one, path) for one in runs]
+    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    RecordWriter(path).write(
+        "end",
+        exit_codes=codes,
+        seconds=round(time.monotonic() - started, 1),
+        peak_mib=round(largest / 1024, 1),
+    )
+    print(f"This run is recorded in {out}. To compare it: ddp-equivalence gate OLD {out}")
+    if arguments.k and set(codes) != {NOTHING_COLLECTED}:
+        codes = [code for code in codes if code != NOTHING_COLLECTED]
+    if set(codes) <= {0}:
+        return SAME
+    return DIFFERENT if set(codes) <= {0, 1} else NOT_JUDGED
+
+
+def _runs(arguments: argparse.Namespace) -> list[_Run]:
+    from ddp_equivalence.commands.record.given_checks import variable
+    from ddp_equivalence.commands.suite_folder import TESTS, suite_folder
+
+    common = [*(["-n", arguments.n] if arguments.n != "0" else []), *_words(arguments.k)]
+    runs = []
+    if not arguments.no_suite:
+        of_suite = ["-o", f"testpaths={TESTS}", "-W", "default", "-o", f"cache_dir={_cache()}"]
+        runs.append(_Run("suite: ", [*of_suite, *common], suite_folder(), {}))
+    tests, files = _sorted_paths(arguments.paths)
+    here = Path.cwd()
+    if tests:
+        runs.append(_Run("", [*tests, "-o", f"cache_dir={_cache()}", *common], here, {}))
+    if files or arguments.observe:
+        with_given = ["-p", "ddp_equivalence.commands.record.given_checks", *common]
+        environment = variable(files, arguments.observe)
+        runs.append(_Run("", with_given, here, environment))
+    return runs
+
+
+def _words(text: str) -> list[str]:
+    return ["-k", text] if text else []
+
+
+def _cache() -> str:
+    return str(Path(tempfile.gettempdir()) / f"ddp_equivalence-pytest-cache-{os.getuid()}")
+
+
+def _sorted_paths(paths: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Those that pytest collects, and those for `check`. Raises BadCase for others."""
+    tests: list[str] = []
+    files: list[str] = []
+    for text in paths:
+        file = text.partition("::")[0] if "::" in text else text
+        name = Path(file if file.endswith(".py") else file.rpartition(":")[0] or file)
+        if not name.exists():
+            raise BadCase("PATH", text, "a file or folder that exists")
+        is_test = name.is_dir() or name.name.startswith("test_") or name.stem.endswith("_test")
+        if name.is_file() and name.suffix != ".py":
+            raise BadCase("PATH", text, "a folder, or a file of Python")
+        (tests if is_test else files).append(text)
+    return tests, files
+
+
+def _write_begin(writer: object, arguments: argparse.Namespace) -> None:
+    from ddp_equivalence.commands.suite_folder import suite_folder
+    from ddp_equivalence.gate.defaults import defaults
+    from ddp_equivalence.gate.record_lines import SCHEMA, RecordWriter
+    from ddp_equivalence.gate.surroundings import source_digest, surroundings
+
+    assert isinstance(writer, RecordWriter)
+    writer.write(
+        "record",
+        schema=SCHEMA,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        source=source_digest(suite_folder()),
+        suite=not arguments.no_suite,
+        paths=list(arguments.paths),
+        observed=list(arguments.observe),
+        selected=arguments.k,
+    )
+    writer.write("environment", values=surroundings(Path.cwd()))
+    writer.write("defaults", values=defaults())
+
+
+def _ran(one: _Run, path: Path) -> int:
+    """Run pytest, and return its exit code."""
+    with tempfile.TemporaryDirectory(prefix="ddp_equivalence-") as nothing:
+        has_paths = any(not word.startswith("-") for word in one.arguments[:1])
+        arguments = [] if has_paths or one.of else [nothing, f"--rootdir={nothing}"]
+        command = [
+            *(sys.executable, "-m", "pytest", *arguments, *one.arguments),
+            *(f"--ddp-lines={path}", f"--ddp-lines-of={one.of}"),
+        ]
+        run = subprocess.run(command, cwd=one.at, env={**os.environ, **one.environment})
+    return run.returncode

@@ -1,0 +1,46 @@
+"""Holds one record against another: what has changed, and whether that is red."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from datetime import date
+
+from ddp_equivalence.gate.finding import LEVELS, Finding, Level
+from ddp_equivalence.gate.policy import Policy
+from ddp_equivalence.gate.recorded import Recorded
+from ddp_equivalence.gate.rules_of_checks import changed_checks
+from ddp_equivalence.gate.rules_of_surroundings import changed_surroundings
+from ddp_equivalence.gate.rules_of_tests import changed_tests
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """``findings``: the worst first. ``compared``: how many checks both records have."""
+
+    old: Recorded
+    new: Recorded
+    findings: tuple[Finding, ...]
+    compared: int
+
+    @property
+    def level(self) -> Level:
+        """The worst of all; "information" if nothing is red or yellow."""
+        found = {one.level for one in self.findings}
+        return next((one for one in ("red", "yellow") if one in found), "information")
+
+    @property
+    def counts(self) -> Counter[Level]:
+        """How many findings each level has."""
+        return Counter(one.level for one in self.findings)
+
+
+def judge(old: Recorded, new: Recorded, policy: Policy, today: date) -> Judgement:
+    """Hold ``new`` against ``old``."""
+    seen = [
+        *changed_checks(old, new, policy.ratios),
+        *changed_tests(old, new, policy.ratios),
+        *changed_surroundings(old, new),
+    ]
+    findings = sorted(policy.judged(seen, today), key=lambda one: LEVELS.index(one.level))
+    return Judgement(old, new, tuple(findings), len(old.checks.keys() & new.checks.keys()))

@@ -1,0 +1,150 @@
+"""What is known of a recorded run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.gate.record_lines import NAME, SCHEMA, read_lines
+
+MOST_TEXT = 2_000
+"""Longer texts of a record are cut."""
+
+
+@dataclass(frozen=True)
+class RecordedTest:
+    """``outcome``: "passed", "failed" or "skipped"; ``reason``: why, if it did not pass."""
+
+    outcome: str
+    seconds: float
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class RecordedCheck:
+    """One check of a test. ``error``, ``floor`` and ``limit``: of the worst parameter, or None.
+    ``digests``: of what each rank held. ``expected``: the outcome that the test asks for.
+    """
+
+    outcome: str
+    expected: str
+    cause: str
+    lane: str
+    error: float | None
+    floor: float | None
+    limit: float | None
+    seconds: float
+    digests: tuple[str, ...] = ()
+    planted: str = ""
+
+
+@dataclass
+class Recorded:
+    """``name``: of the record, for reports. ``facts``: of its first line. ``environment`` and
+    ``defaults``: name -> value. ``tests``: id -> test; ``checks``: (id, number) -> check. ``end``:
+    of its last line; None if the run was cut off.
+    """
+
+    name: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, str] = field(default_factory=dict)
+    tests: dict[str, RecordedTest] = field(default_factory=dict)
+    checks: dict[tuple[str, int], RecordedCheck] = field(default_factory=dict)
+    end: Mapping[str, Any] | None = None
+
+    def checks_of(self, test: str) -> Iterator[RecordedCheck]:
+        """The checks that one test made."""
+        number = 0
+        while (check := self.checks.get((test, number))) is not None:
+            yield check
+            number += 1
+
+
+def read_record(folder: Path) -> Recorded:
+    """Read a record. ``folder``: the one that ``record`` has written, or the file in it.
+
+    Raises BadCase if it is no record, one of a later version, or one that was changed.
+    """
+    path = folder / NAME if folder.is_dir() else folder
+    if not path.is_file():
+        raise BadCase("record", str(folder), f"a folder with {NAME}, as `record` writes it")
+    found = Recorded(folder.name or str(folder))
+    for number, line in enumerate(read_lines(path)):
+        if number == 0:
+            _require_schema(path, line)
+        try:
+            _take(found, line)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            right = f"fields as version {SCHEMA} has them, also in line {number + 1}; {error!r}"
+            raise BadCase("record", str(path), right) from error
+    if not found.facts:
+        raise BadCase("record", str(path), "a record that has begun; this file is empty")
+    return found
+
+
+def _require_schema(path: Path, line: Mapping[str, Any]) -> None:
+    schema = line.get("schema")
+    if line["kind"] != "record" or not isinstance(schema, int):
+        raise BadCase("record", str(path), "a file whose first line says that it is a record")
+    if schema > SCHEMA:
+        right = f"version {SCHEMA} or earlier: a later ddp_equivalence wrote version {schema}"
+        raise BadCase("record", str(path), right)
+
+
+def _take(found: Recorded, line: Mapping[str, Any]) -> None:
+    kind = line["kind"]
+    if kind == "record":
+        found.facts = line
+    elif kind == "environment":
+        found.environment = {str(name): value for name, value in line["values"].items()}
+    elif kind == "defaults":
+        found.defaults = {str(name): _text(value) for name, value in line["values"].items()}
+    elif kind == "test":
+        reason = _text(line.get("reason", ""))
+        test = RecordedTest(_text(line["outcome"]), _number(line["seconds"]) or 0.0, reason)
+        found.tests[_text(line["id"])] = test
+    elif kind == "check":
+        found.checks[_text(line["test"]), int(line["number"])] = _check(line)
+    elif kind == "end":
+        found.end = line
+
+
+def _check(line: Mapping[str, Any]) -> RecordedCheck:
+    return RecordedCheck(
+        outcome=_text(line["outcome"]),
+        expected=_text(line["expected"]),
+        cause=_text(line.get("cause") or ""),
+        lane=_text(line["backend"]),
+        error=_number(line["error"]),
+        floor=_number(line["floor"]),
+        limit=_number(line["limit"]),
+        seconds=_number(line["seconds"]) or 0.0,
+        digests=tuple(map(_text, line.get("digests", ()))),
+        planted=_text(line.get("planted", "")),
+    )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:60]} is no text")
+    return value[:MOST_TEXT]
+
+
+def _number(value: object) -> float | None:
+    """A number that is finite; None for none. Raises ValueError for another value."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{str(value)[:60]} is no number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError("a number is too large")
+    return number

@@ -1,0 +1,62 @@
+"""What has changed around the tests: defaults, packages, variables and the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddp_equivalence.gate.finding import Seen
+from ddp_equivalence.gate.recorded import Recorded
+from ddp_equivalence.gate.surroundings import MACHINE
+
+OF_MACHINE = (*MACHINE, "cores", "driver")
+OF_TORCH = ("torch", "python", "cuda", "nccl", "cudnn", "ddp_equivalence")
+LONGEST = 60
+
+
+def changed_surroundings(old: Recorded, new: Recorded) -> Iterator[Seen]:
+    """Compare defaults, packages, variables and machines."""
+    yield from _changed_defaults(old, new)
+    for name in OF_TORCH:
+        yield from _differs("package_changed", name, old.environment, new.environment)
+    before, after = _table(old, "packages"), _table(new, "packages")
+    for name in sorted({*before, *after} - {"torch", "ddp-equivalence"}):
+        yield from _differs("package_changed", name, before, after)
+    before, after = _table(old, "variables"), _table(new, "variables")
+    for name in sorted({*before, *after}):
+        yield from _differs("variable_changed", name, before, after)
+    for name in OF_MACHINE:
+        yield from _differs("machine_changed", name, old.environment, new.environment)
+
+
+def _changed_defaults(old: Recorded, new: Recorded) -> Iterator[Seen]:
+    for name in sorted({*old.defaults, *new.defaults}):
+        before, after = old.defaults.get(name), new.defaults.get(name)
+        if before == after:
+            continue
+        if before is None or after is None:
+            function = name.partition("(")[0]
+            both = (old.defaults, new.defaults)
+            if not all(any(one.startswith(f"{function}(") for one in known) for known in both):
+                continue  # the whole function is new, or its package is
+            text = f"is {after}, and is new" if before is None else f"was {before}, and is gone"
+            yield Seen("default_new", name, text)
+        else:
+            yield Seen("default_changed", name, f"{before} -> {after}")
+
+
+def _table(record: Recorded, name: str) -> Mapping[str, Any]:
+    found = record.environment.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _differs(
+    kind: str, name: str, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> Iterator[Seen]:
+    if before.get(name) != after.get(name):
+        yield Seen(kind, name, f"{_text(before.get(name))} -> {_text(after.get(name))}")
+
+
+def _text(value: Any) -> str:
+    text = "none" if value is None or value == [] else str(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

@@ -1,0 +1,98 @@
+"""Where a run took place: versions, machine, variables, and the commit of the user's repository."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ddp_equivalence.ranks.gpus import gpus
+from ddp_equivalence.report.set_variables import set_variables
+from ddp_equivalence.report.versions import versions
+
+PACKAGE = Path(__file__).parents[1]
+MACHINE = ("processor", "vectors", "machine", "gpus")
+"""Names of facts: with others, rounding is another one too, and so is the time."""
+
+
+def surroundings(folder: Path) -> Mapping[str, Any]:
+    """Facts by name. ``folder``: in the user's repository."""
+    import torch
+
+    cards = gpus()
+    known = {name: value for name, value in versions().items() if name != "cuda_devices"}
+    return {
+        **known,
+        "cudnn": _cudnn(),
+        "driver": cards.driver,
+        "gpus": [gpu.name or "unknown GPU" for gpu in cards.gpus],
+        "machine": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "cores": len(os.sched_getaffinity(0)),
+        "variables": set_variables(),
+        "packages": dict(sorted(_packages())),
+        "commit": _commit(folder),
+    }
+
+
+def _cudnn() -> int | None:
+    import torch
+
+    try:
+        version: int | None = torch.backends.cudnn.version()
+    except RuntimeError:  # torch found another version than that which it was built for
+        return None
+    return version
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _packages() -> Iterator[tuple[str, str]]:
+    for one in metadata.distributions():
+        name = one.metadata["Name"]
+        if name:
+            yield name.lower().replace("_", "-"), one.version
+
+
+def _commit(folder: Path) -> str:
+    """The commit, with "+" for changes that are not committed; "" without a repository."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no") if commit else ""
+    return f"{commit}+" if changed else commit
+
+
+def _git(folder: Path, *words: str) -> str:
+    try:
+        run = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return run.stdout.strip() if run.returncode == 0 else ""
+
+
+@cache
+def source_digest(suite: Path) -> str:
+    """A hash of the source of this package, and of the suite's tests. ``suite``: their folder."""
+    hashed = hashlib.sha256()
+    for folder in (PACKAGE, suite / "tests" / "equivalence", suite / "tests" / "difference"):
+        for path in sorted(folder.rglob("*.py")):
+            inside = path.relative_to(folder)
+            if folder == PACKAGE and inside.parts[0] == "suite":
+                continue  # in a wheel, it is the folder of the tests
+            hashed.update(f"{inside.as_posix()}\n".encode() + path.read_bytes())
+    return hashed.hexdigest()[:32]

@@ -1,0 +1,67 @@
+"""Adds every test and every check of a run to a record, as soon as the test has ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_equivalence.gate.record_lines import RecordWriter
+from ddp_equivalence.pytest_plugin.run_results import ATTRIBUTE
+
+LONGEST_REASON = 300
+
+OF_CHECKS = (
+    *("strategy", "layout", "backend", "dtype", "expected", "outcome", "cause", "causes"),
+    *("error", "floor", "limit", "seconds", "reason", "parameters", "elements", "ranks"),
+    *("planted", "known", "gpu", "digests"),
+)
+"""The fields of a check that a record has."""
+
+
+class RecordedLines:
+    """``path``: of the record. ``of``: stands before the names of the tests, such as "suite:"."""
+
+    def __init__(self, path: Path, of: str) -> None:
+        self._writer = RecordWriter(path)
+        self._of = of
+        self._reports: dict[str, list[pytest.TestReport]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        reports = self._reports.setdefault(report.nodeid, [])
+        reports.append(report)
+        if report.when == "teardown":
+            self._write(report.nodeid, self._reports.pop(report.nodeid))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            reason = _first_line(report.longreprtext)
+            self._test(report.nodeid, outcome="failed", seconds=0.0, reason=reason)
+
+    def _write(self, nodeid: str, reports: list[pytest.TestReport]) -> None:
+        outcomes = {report.outcome for report in reports}
+        outcome = next((one for one in ("failed", "skipped") if one in outcomes), "passed")
+        reasons = [_reason(report) for report in reports if report.outcome == outcome != "passed"]
+        seconds = round(sum(report.duration for report in reports), 4)
+        self._test(nodeid, outcome=outcome, seconds=seconds, reason="; ".join(reasons))
+        number = 0
+        for report in reports:
+            for record in getattr(report, ATTRIBUTE, {}).get("records", ()):
+                fields = {name: record[name] for name in OF_CHECKS}
+                self._writer.write("check", test=f"{self._of}{nodeid}", number=number, **fields)
+                number += 1
+
+    def _test(self, nodeid: str, **fields: Any) -> None:
+        self._writer.write("test", id=f"{self._of}{nodeid}", **fields)
+
+
+def _reason(report: pytest.TestReport) -> str:
+    if isinstance(report.longrepr, tuple):  # it was skipped
+        return _first_line(report.longrepr[2].removeprefix("Skipped: "))
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return _first_line(str(report.longrepr) if crash is None else crash.message)
+
+
+def _first_line(text: str) -> str:
+    return " ".join(text.strip().partition("\n")[0].split())[:LONGEST_REASON]

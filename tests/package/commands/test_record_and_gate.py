@@ -1,0 +1,193 @@
+"""``record`` writes what one's own checks show, and ``gate`` says what has changed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.commands.exit_codes import BAD_INPUT, DIFFERENT, NOT_JUDGED, SAME, YELLOW
+from ddp_equivalence.commands.main import main
+from ddp_equivalence.gate.recorded import Recorded, read_record
+from tests.package.gate.records import write
+
+MINE = """
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from ddp_equivalence import Case
+
+def loss(model, batch):
+    return nn.functional.mse_loss(model(batch["rows"]), batch["targets"])
+
+def make_batch(generator):
+    rows = torch.randn(8, 5, generator=generator)
+    return {"rows": rows, "targets": torch.randn(8, 3, generator=generator)}
+
+case = Case(model=lambda: nn.Linear(5, 3), batch=make_batch, loss=loss, layout="1x2")
+
+def step(model, shard, rank):
+    ddp = DistributedDataParallel(model)
+    (loss(ddp, shard) * FACTOR).backward()
+"""
+
+TEST = """
+import pytest
+from mine import case, step
+
+def test_step(equivalence):
+    equivalence.assert_equivalent(case, step)
+
+def test_of_something_else():
+    pass
+
+@pytest.mark.skip(reason="not today")
+def test_skipped():
+    pass
+"""
+
+WORKS_WITH_THE_UPGRADE, AFTER_IT = "1", "rank.world_size"
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A folder with a step and a test."""
+    (tmp_path / "mine.py").write_text(MINE.replace("FACTOR", WORKS_WITH_THE_UPGRADE))
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_mine.py").write_text(TEST)
+    (tmp_path / "conftest.py").write_text("")
+    return tmp_path
+
+
+def recorded(folder: Path, name: str, *words: str) -> tuple[int, str]:
+    """Record into the folder ``name``. Returns the exit code and what was printed."""
+    run = subprocess.run(
+        [sys.executable, "-m", "ddp_equivalence", "record", name, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    return run.returncode, run.stdout + run.stderr
+
+
+def record_in(folder: Path, name: str) -> Recorded:
+    return read_record(folder / name)
+
+
+CHECK, IN_A_TEST = "check mine.py", "tests/test_mine.py::test_step"
+
+
+def test_the_whole_way(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(own)
+    code, printed = recorded(own, "before", "--no-suite", "mine.py", "tests")
+    assert code == SAME, printed
+    assert "To compare it: ddp-equivalence gate OLD before" in printed
+    before = record_in(own, "before")
+    outcomes = {name: test.outcome for name, test in before.tests.items()}
+    assert outcomes == {
+        CHECK: "passed",
+        IN_A_TEST: "passed",
+        "tests/test_mine.py::test_of_something_else": "passed",
+        "tests/test_mine.py::test_skipped": "skipped",
+    }
+    assert before.tests["tests/test_mine.py::test_skipped"].reason == "not today"
+    for name in (CHECK, IN_A_TEST):
+        check = before.checks[name, 0]
+        assert (check.outcome, len(check.digests)) == ("same", 2)
+        assert check.error is not None
+        assert check.floor is not None
+    assert before.checks[CHECK, 0].digests == before.checks[IN_A_TEST, 0].digests
+    assert before.environment["packages"]["torch"]
+    assert "torch.nn.parallel.DistributedDataParallel(bucket_cap_mb)" in before.defaults
+    assert before.end is not None
+    assert before.end["peak_mib"] > 50
+
+    code, printed = recorded(own, "again", "--no-suite", "mine.py", "tests", "-n", "2")
+    assert code == SAME, printed
+    assert record_in(own, "again").checks[CHECK, 0].digests == before.checks[CHECK, 0].digests
+    assert main(["gate", "before", "again"]) in (SAME, YELLOW)  # yellow if it took much longer
+    assert "RED" not in capsys.readouterr().out
+
+    (own / "mine.py").write_text(MINE.replace("FACTOR", AFTER_IT))
+    code, printed = recorded(own, "after", "--no-suite", "mine.py", "tests")
+    assert code == DIFFERENT, printed
+    assert main(["gate", "before", "after"]) == DIFFERENT
+    report = capsys.readouterr().out
+    assert report.startswith("red: before -> after (the same packages)\n")
+    assert "RED  verdict_worse: 2   A check that was right is not" in report
+    assert f"  {CHECK}\n      same -> different [sum_not_mean], error 1, limit" in report
+    assert "test_failed" not in report
+    assert not [path for path in own.rglob("*") if path.name == ".pytest_cache"]
+
+
+def test_the_suite_is_recorded_unless_it_is_left_out(own: Path) -> None:
+    words = ("ddp_sum and 1x1 and float64 and gru_tied",)
+    code, printed = recorded(own, "suite", "mine.py", "-k", f"({words[0]}) or mine")
+    assert code == SAME, printed
+    found = record_in(own, "suite")
+    of_suite = [name for name in found.tests if name.startswith("suite: tests/equivalence/")]
+    assert of_suite
+    assert {name.partition(" ")[0] for name in found.tests} == {"suite:", "check"}
+
+
+def test_a_run_in_which_nothing_is_selected_is_no_success(own: Path) -> None:
+    code, printed = recorded(own, "nothing", "--no-suite", "tests", "-k", "nothing_like_it")
+    assert code == NOT_JUDGED, printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["record", "taken"], "OUT = 'taken': a folder that does not exist yet"),
+        (["record", "out", "--no-suite"], "checks of your own beside --no-suite"),
+        (["record", "out", "none.py"], "PATH = 'none.py': a file or folder that exists"),
+        (["record", "out", "notes.txt"], "PATH = 'notes.txt': a folder, or a file of Python"),
+        (["gate", "taken", "none"], "record = 'taken': a folder with record.jsonl"),
+        (["gate", "good", "good", "--policy", "none.toml"], "policy = 'none.toml'"),
+    ],
+)
+def test_bad_input_is_named(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "notes.txt").write_text("")
+    write(tmp_path / "good")
+    assert main(words) == BAD_INPUT
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_option_is_no_path(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["record", "out", "--no-siute"])
+    assert raised.value.code == BAD_INPUT
+    assert "unrecognized arguments: --no-siute" in capsys.readouterr().err
+
+
+def test_a_policy_makes_yellow_of_red(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "old")
+    write(tmp_path / "new", checks={"mine.py": {"limit": 1e-12}})
+    assert main(["gate", "old", "new"]) == DIFFERENT
+    (tmp_path / "policy.toml").write_text("[levels]\nlimit_grew = 'yellow'\n")
+    assert main(["gate", "old", "new", "--policy", "policy.toml"]) == YELLOW
+    assert "decided by policy.toml: levels.limit_grew" in capsys.readouterr().out
+
+
+def test_raised_errors_are_those_of_the_package() -> None:
+    with pytest.raises(BadCase):
+        read_record(Path("/nowhere"))

@@ -1,0 +1,1 @@
+"""Tests of ddp_equivalence/gate."""

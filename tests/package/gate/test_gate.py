@@ -1,0 +1,147 @@
+"""What is red, yellow or information between two records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_equivalence.gate.finding import KINDS, LEVELS
+from ddp_equivalence.gate.text import report
+from tests.package.gate.records import DEFAULTS, TESTS, found, judged, write
+
+SUITE, OTHER, MINE = TESTS
+BUCKET = next(iter(DEFAULTS))
+
+
+def test_the_same_run_twice_is_green(tmp_path: Path) -> None:
+    judgement = judged(write(tmp_path / "old"), write(tmp_path / "new"))
+    assert (found(judgement), judgement.level, judgement.compared) == ([], "information", 3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "kind", "of"),
+    [
+        ({"checks": {MINE: {"outcome": "different", "cause": "sum_not_mean", "error": 1.0}}},
+         "red", "verdict_worse", MINE),
+        ({"checks": {SUITE: {"outcome": "unknown", "error": None}}}, "red", "verdict_worse", SUITE),
+        ({"tests": {OTHER: {"outcome": "failed", "reason": "ValueError: no"}}},
+         "red", "test_failed", OTHER),
+        ({"tests": {OTHER: {"outcome": "skipped", "reason": "needs a GPU"}}},
+         "red", "stopped_running", OTHER),
+        ({"tests": {OTHER: None}}, "red", "vanished", OTHER),
+        ({"ends": False}, "red", "incomplete", "new"),
+        ({"checks": {SUITE: {"error": 3e-15}}}, "red", "error_grew", SUITE),
+        ({"checks": {SUITE: {"limit": 2e-13}}}, "red", "limit_grew", SUITE),
+        ({"defaults": {BUCKET: "50"}}, "red", "default_changed", BUCKET),
+        ({"tests": {MINE: {"seconds": 2.0}}}, "red", "slower", MINE),
+        ({"peak_mib": 900.0}, "yellow", "memory_grew", "new"),
+        ({"environment": {"variables": {"NCCL_ALGO": "Ring"}}},
+         "yellow", "variable_changed", "NCCL_ALGO"),
+        ({"checks": {MINE: {"digests": ["a1", "c3"]}}}, "information", "digest_changed", MINE),
+        ({"environment": {"torch": "2.13.0"}}, "information", "package_changed", "torch"),
+        ({"environment": {"packages": {"torch": "2.12.1"}}},
+         "information", "package_changed", "numpy"),
+        ({"environment": {"vectors": "AVX2"}}, "information", "machine_changed", "vectors"),
+        ({"tests": {"suite: test_new": {}}}, "information", "appeared", "suite: test_new"),
+        ({"defaults": {"torch.nn.parallel.DistributedDataParallel(new)": "1"}},
+         "information", "default_new", "torch.nn.parallel.DistributedDataParallel(new)"),
+    ],
+)  # fmt: skip
+def test_a_change_has_its_level_and_its_reason(
+    changed: dict[str, Any], level: str, kind: str, of: str, tmp_path: Path
+) -> None:
+    judgement = judged(write(tmp_path / "old"), write(tmp_path / "new", **changed))
+    assert (level, kind, of) in found(judgement)
+    assert judgement.level == (level if level != "ignored" else "information")
+    beside = [one for one in found(judgement) if one[1] not in (kind, "total_slower")]
+    assert not beside, "nothing else has changed"
+    text = "\n".join(line.text for line in report(judgement))
+    assert of in text
+    assert KINDS[kind].meaning in text
+    assert f"decided by the default level of {kind}" in text
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param({"checks": {SUITE: {"error": 9e-16}}}, id="an error of three times the floor"),
+        pytest.param({"checks": {SUITE: {"error": 0.0}}}, id="no error at all"),
+        pytest.param({"checks": {SUITE: {"limit": 6e-14}}}, id="a limit that is hardly wider"),
+        pytest.param({"tests": {SUITE: {"seconds": 0.65}}}, id="half a second"),
+        pytest.param({"peak_mib": 500.0}, id="a quarter more memory"),
+    ],
+)
+def test_noise_is_green(changed: dict[str, Any], tmp_path: Path) -> None:
+    judgement = judged(write(tmp_path / "old"), write(tmp_path / "new", **changed))
+    assert [one for one in found(judgement) if one[1] != "total_slower"] == []
+
+
+def test_a_slow_machine_makes_no_test_slower_than_the_others(tmp_path: Path) -> None:
+    seconds = {name: {"seconds": 4.0} for name in TESTS}
+    judgement = judged(write(tmp_path / "old"), write(tmp_path / "new", tests=seconds))
+    assert found(judgement) == [("yellow", "total_slower", "new")]
+
+
+def test_what_was_wrong_may_become_right(tmp_path: Path) -> None:
+    wrong = {MINE: {"outcome": "different", "cause": "sum_not_mean", "error": 1.0}}
+    old = write(tmp_path / "old", checks=wrong, tests={MINE: {"outcome": "failed"}})
+    judgement = judged(old, write(tmp_path / "new"))
+    assert found(judgement) == [
+        ("information", "verdict_better", MINE),
+        ("information", "test_passes", MINE),
+    ]
+
+
+def test_a_known_difference_that_goes_is_worse(tmp_path: Path) -> None:
+    known = {"expected": "different", "outcome": "different", "cause": "sum_not_mean"}
+    old = write(tmp_path / "old", checks={MINE: known})
+    gone = {**known, "outcome": "same", "cause": None}
+    judgement = judged(old, write(tmp_path / "new", checks={MINE: gone}))
+    assert found(judgement) == [("red", "verdict_worse", MINE)]
+    other = {**known, "cause": "averaged_twice"}
+    judgement = judged(old, write(tmp_path / "other", checks={MINE: other}))
+    assert found(judgement) == [("yellow", "cause_changed", MINE)]
+
+
+def test_a_test_that_fails_because_of_its_check_is_told_once(tmp_path: Path) -> None:
+    worse = {MINE: {"outcome": "different", "error": 1.0}}
+    new = write(tmp_path / "new", checks=worse, tests={MINE: {"outcome": "failed"}})
+    assert found(judged(write(tmp_path / "old"), new)) == [("red", "verdict_worse", MINE)]
+
+
+def test_a_record_without_any_comparison_is_red(tmp_path: Path) -> None:
+    skipped = {name: {"outcome": "skipped"} for name in TESTS}
+    judgement = judged(write(tmp_path / "old"), write(tmp_path / "new", tests=skipped))
+    assert ("red", "nothing_compared", "new") in found(judgement)
+
+
+def test_a_report_shows_the_first_of_many(tmp_path: Path) -> None:
+    names = [f"suite: test_{number}" for number in range(30)]
+    old = write(tmp_path / "old", tests={name: {} for name in names})
+    judgement = judged(old, write(tmp_path / "new"))
+    short = "\n".join(line.text for line in report(judgement))
+    assert "... and 22 more (--full)" in short
+    assert "RED  vanished: 30" in short
+    long = "\n".join(line.text for line in report(judgement, full=True))
+    assert all(name in long for name in names)
+
+
+def test_a_name_does_not_command_the_terminal(tmp_path: Path) -> None:
+    new = write(tmp_path / "new", tests={"suite: \x1b[2J\nred": {}})
+    text = [line.text for line in report(judged(write(tmp_path / "old"), new))]
+    assert "  suite: ?[2J?red" in text
+
+
+def test_every_kind_has_a_level_and_a_sentence() -> None:
+    for name, kind in KINDS.items():
+        assert kind.level in LEVELS, name
+        assert kind.meaning.endswith("."), name
+
+
+def test_the_documents_list_every_kind() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "upgrades.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    expected = [f"| `{name}` | {kind.level} | {kind.meaning} |" for name, kind in KINDS.items()]
+    assert rows == expected

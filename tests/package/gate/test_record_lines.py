@@ -1,0 +1,135 @@
+"""Records that were cut off, changed or made to do harm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.gate import record_lines
+from ddp_equivalence.gate.record_lines import NAME, RecordWriter, read_lines
+from tests.package.gate.records import TESTS, read, write
+
+
+def lines_of(folder: Path) -> list[str]:
+    return (folder / NAME).read_text().splitlines(keepends=True)
+
+
+def test_a_run_that_was_killed_leaves_what_it_has_done(tmp_path: Path) -> None:
+    """At any byte."""
+    folder = write(tmp_path / "whole")
+    whole = (folder / NAME).read_bytes()
+    beginning = whole.index(b"\n") + 1
+    for length in range(beginning, len(whole), 97):
+        (folder / NAME).write_bytes(whole[:length])
+        found = read(folder)
+        assert found.end is None
+        assert len(found.tests) <= len(TESTS)
+    (folder / NAME).write_bytes(whole)
+    assert read(folder).end is not None
+
+
+def test_another_process_goes_on_with_a_record(tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    RecordWriter(path).write("record", schema=1)
+    RecordWriter(path).write("end", seconds=1.0)
+    assert [line["kind"] for line in read_lines(path)] == ["record", "end"]
+
+
+def test_a_record_that_was_changed_by_hand_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "record", checks={TESTS[0]: {"outcome": "different"}})
+    text = (folder / NAME).read_text()
+    assert text.count('"different"') == 1
+    (folder / NAME).write_text(text.replace('"different"', '"same"'))
+    with pytest.raises(BadCase, match="line 5 or one before it was changed"):
+        read(folder)
+
+
+@pytest.mark.parametrize("place", [1, 4])
+def test_a_line_that_was_taken_out_or_moved_is_noticed(place: int, tmp_path: Path) -> None:
+    folder = write(tmp_path / "record")
+    lines = lines_of(folder)
+    (folder / NAME).write_text("".join(lines[:place] + lines[place + 1 :]))
+    with pytest.raises(BadCase, match="was changed"):
+        read(folder)
+    lines[place], lines[place + 1] = lines[place + 1], lines[place]
+    (folder / NAME).write_text("".join(lines))
+    with pytest.raises(BadCase, match="was changed"):
+        read(folder)
+
+
+def test_a_record_of_a_later_version_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "record", schema=record_lines.SCHEMA + 1)
+    with pytest.raises(BadCase, match="a later ddp_equivalence wrote version 2"):
+        read(folder)
+
+
+NESTED = '{"kind": "test", "values": ' + "[" * 40 + "]" * 40 + "}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("", "a record that has begun"),
+        ("[]\n", "an object in each line"),
+        ("no JSON\n", "an object in each line"),
+        ('{"kind": 3}\n', "an object in each line"),
+        ('{"kind": "record", "schema": NaN}\n', "no number of JSON"),
+        (NESTED, "values in at most 12 others"),
+        ('{"kind": ' + "[" * 100_000 + "\n", "an object in each line"),
+        ('{"kind": "record", "schema": 1}\n', "was changed"),
+        ("{" + " " * (2 << 20) + "}\n", "lines of at most 1024 KiB"),
+    ],
+)
+def test_what_is_no_record_is_refused(text: str, right: str, tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text(text)
+    with pytest.raises(BadCase) as raised:
+        read(tmp_path)
+    assert right in raised.value.right
+
+
+def test_a_large_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with (tmp_path / NAME).open("wb") as file:
+        file.truncate(record_lines.LARGEST_FILE + 1)  # it takes no room on the disk
+    with pytest.raises(BadCase, match="at most 256 MiB"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "right"),
+    [
+        ("test", {"id": "a", "outcome": "passed", "seconds": 10**400}, "too large"),
+        ("test", {"id": "a", "outcome": "passed", "seconds": "1"}, "is no number"),
+        ("test", {"id": 3, "outcome": "passed", "seconds": 1}, "is no text"),
+        ("test", {"outcome": "passed", "seconds": 1}, "'id'"),
+        ("environment", {"values": 3}, "no attribute"),
+        ("check", {"test": "a", "number": "x"}, "fields as version 1"),
+    ],
+)
+def test_a_field_that_is_none_of_this_version_is_named(
+    kind: str, fields: dict[str, object], right: str, tmp_path: Path
+) -> None:
+    writer = RecordWriter(tmp_path / NAME)
+    writer.write("record", schema=1)
+    writer.write(kind, **fields)
+    with pytest.raises(BadCase) as raised:
+        read(tmp_path)
+    assert right in raised.value.right
+    assert "line 2" in raised.value.right
+
+
+def test_long_names_are_cut_and_controls_are_kept_out_of_the_file(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path / NAME)
+    writer.write("record", schema=1)
+    writer.write("test", id="<b>\x1b[31m" + "x" * 9_000, outcome="passed", seconds=0.1)
+    found = read(tmp_path)
+    assert [len(name) for name in found.tests] == [2_000]
+    assert "\x1b" not in (tmp_path / NAME).read_text()
+    assert json.loads(lines_of(tmp_path)[1])["id"].startswith("<b>\x1b")
+
+
+def test_a_folder_without_a_record_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadCase, match="as `record` writes it"):
+        read(tmp_path)
