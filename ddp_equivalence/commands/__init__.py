@@ -15,6 +15,7 @@ from ddp_equivalence.commands.doctor import command as doctor
 from ddp_equivalence.commands.explain import command as explain
 from ddp_equivalence.commands.explore import command as explore
 from ddp_equivalence.commands.faults import command as faults
+from ddp_equivalence.commands.matrix import command as matrix
 from ddp_equivalence.commands.record import command as record
 from ddp_equivalence.commands.sandbox import command as sandbox
 
@@ -43,6 +44,7 @@ COMMANDS: Mapping[str, Command] = {
     "observe": observe,
     "record": record,
     "gate": gate,
+    "matrix": matrix,
     "explore": explore,
     "faults": faults,
     "explain": explain,

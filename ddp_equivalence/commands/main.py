@@ -37,7 +37,7 @@ def _run(command_line: Sequence[str] | None) -> int:
     for command in COMMANDS.values():
         command.add(commands)
     arguments, rest = parser.parse_known_args(command_line)
-    if arguments.command == "record":  # argparse takes no paths after the options
+    if arguments.command in ("record", "matrix"):  # argparse takes no paths after the options
         arguments.paths += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
     if rest and arguments.command != "run":  # run gives them to pytest

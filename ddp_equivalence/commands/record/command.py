@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
+from ddp_equivalence.commands.record.asked import asked
 from ddp_equivalence.commands.results import require_writable_folder
 
 if TYPE_CHECKING:
@@ -158,10 +159,9 @@ def _write_begin(writer: object, arguments: argparse.Namespace) -> None:
         schema=SCHEMA,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         source=source_digest(suite_folder()),
-        suite=not arguments.no_suite,
-        paths=list(arguments.paths),
-        observed=list(arguments.observe),
-        selected=arguments.k,
+        asked=asked(
+            arguments.paths, arguments.observe, arguments.k, with_suite=not arguments.no_suite
+        ),
     )
     writer.write("environment", values=surroundings(Path.cwd()))
     writer.write("defaults", values=defaults())

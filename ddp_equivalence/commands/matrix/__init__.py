@@ -1,0 +1,1 @@
+"""``ddp-equivalence matrix``: record under several versions, and compare neighbours."""

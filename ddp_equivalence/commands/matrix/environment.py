@@ -1,0 +1,140 @@
+"""A Python environment with the versions that are asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from ddp_equivalence.commands.suite_folder import is_checkout, suite_folder
+
+LAST_LINES = 6
+"""So many lines of an installer that failed are shown."""
+
+
+class CannotInstall(Exception):
+    """The requirements do not go together, or cannot be had. Says what the installer printed."""
+
+
+class Environment:
+    """``folder``: to make it in. ``on_top``: it has what this environment has, beside its own."""
+
+    def __init__(self, folder: Path, on_top: bool) -> None:
+        self._folder, self._on_top = folder, on_top
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self._folder / "bin" / "python"
+
+    def make(self, requirements: Sequence[str], file: Path | None) -> None:
+        """Make it, and install this package, the requirements and those in a file.
+
+        Raises CannotInstall.
+        """
+        uv = None if self._on_top else shutil.which("uv")
+        if uv is not None:
+            self._install([uv, "venv", "--quiet", "--python", sys.executable, str(self._folder)])
+            install = [uv, "pip", "install", "--quiet", "--python", str(self.python)]
+        elif importlib.util.find_spec("pip") is not None:
+            self._install([sys.executable, "-m", "venv", "--without-pip", str(self._folder)])
+            pip = [sys.executable, "-m", "pip", "--python", str(self.python)]
+            install = [*pip, "install", "--quiet"]
+        else:
+            self._install([sys.executable, "-m", "venv", str(self._folder)])
+            install = [str(self.python), "-m", "pip", "install", "--quiet"]
+        if self._on_top:
+            self._see_the_present_packages()
+        needed = [*requirements, *([] if file is None else ["-r", str(file)])]
+        self._install([*install, *needed, *([] if self._on_top else this_package(requirements))])
+
+    def delete(self) -> None:
+        """Delete it."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _see_the_present_packages(self) -> None:
+        """Its own packages come first, and hide those of the same name."""
+        folders = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
+        lines = [f"import site; site.addsitedir({folder!r})" for folder in folders]
+        if not is_installed():
+            lines.append(str(suite_folder()))
+        of_its_own = next(self._folder.glob("lib/python*/site-packages"))
+        (of_its_own / "present_environment.pth").write_text("\n".join(lines) + "\n")
+
+    def _install(self, command: Sequence[str]) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        run = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if run.returncode:
+            lines = [line for line in (run.stdout + run.stderr).splitlines() if line.strip()]
+            told = [line for line in lines if not line.lower().startswith(("warning", "[notice]"))]
+            raise CannotInstall("\n".join(told[-LAST_LINES:]))
+
+
+def is_installed() -> bool:
+    """False if this package is only found because of a variable, or the folder that one is in."""
+    try:
+        metadata.distribution("ddp_equivalence")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def this_package(requirements: Sequence[str]) -> list[str]:
+    """What an environment from nothing needs beside the requirements: this package, and the torch
+    of this environment, unless the requirements name another one.
+    """
+    names = {one.partition("==")[0].partition("[")[0].lower() for one in requirements}
+    torch = [] if "torch" in names else [f"torch=={metadata.version('torch').partition('+')[0]}"]
+    if is_checkout():
+        return [*torch, str(suite_folder())]
+    return [*torch, f"ddp_equivalence=={metadata.version('ddp_equivalence')}"]
+
+
+def size_of_packages(names: Sequence[str]) -> int:
+    """How many bytes these packages take here, with all that they need: about what they take in
+    another version.
+    """
+    known: set[str] = set()
+    waiting = [*names]
+    size = 0
+    while waiting:
+        name = waiting.pop().lower().replace("_", "-")
+        if name in known:
+            continue
+        known.add(name)
+        try:
+            found = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        size += sum(file.size or 0 for file in found.files or ())
+        waiting += [_name_of(one) for one in found.requires or () if "extra ==" not in one]
+    return size
+
+
+def _name_of(requirement: str) -> str:
+    end = next(
+        (number for number, one in enumerate(requirement) if not (one.isalnum() or one in "-_.")),
+        len(requirement),
+    )
+    return requirement[:end]
+
+
+def free_bytes(folder: Path) -> int:
+    """The room that is left where a folder is to be made."""
+    nearest = next(one for one in (folder, *folder.parents) if one.exists())
+    return shutil.disk_usage(nearest).free
+
+
+def folder_for_environments(keep: Path | None) -> Path:
+    """Where environments are made, one after the other."""
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        return keep.resolve()
+    return Path(tempfile.mkdtemp(prefix="ddp_equivalence-matrix-"))

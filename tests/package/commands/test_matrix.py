@@ -1,0 +1,130 @@
+"""``matrix`` records under several versions, and finds the release that changed a verdict."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.commands.exit_codes import BAD_INPUT, DIFFERENT, NOT_JUDGED
+from ddp_equivalence.commands.main import main
+from ddp_equivalence.commands.matrix.environment import size_of_packages, this_package
+from ddp_equivalence.commands.matrix.versions import Wanted, between, wanted
+
+RELEASES = {"1.0": True, "1.1": True, "1.2": False, "1.10": False}
+"""The versions of a small package, and whether it is right."""
+
+TEST = """
+import small_package
+
+def test_it_is_right():
+    assert small_package.RIGHT
+"""
+
+
+def wheel(folder: Path, version: str, right: bool) -> None:
+    """A wheel of the package, as the packaging standard has it."""
+    at = f"small_package-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"small_package-{version}-py3-none-any.whl", "w") as file:
+        file.writestr("small_package/__init__.py", f"RIGHT = {right}\n")
+        metadata = f"Metadata-Version: 2.1\nName: small_package\nVersion: {version}\n"
+        file.writestr(f"{at}/METADATA", metadata)
+        file.writestr(
+            f"{at}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        names = ("small_package/__init__.py", f"{at}/METADATA", f"{at}/WHEEL", f"{at}/RECORD")
+        file.writestr(f"{at}/RECORD", "".join(f"{name},,\n" for name in names))
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a test, beside releases that pip finds, and pip finds nothing else."""
+    (tmp_path / "wheels").mkdir()
+    for version, right in RELEASES.items():
+        wheel(tmp_path / "wheels", version, right)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_small_package.py").write_text(TEST)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_release_that_changed_a_verdict_is_found(
+    index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["matrix", "--on-top", "tests", "--bisect", "small-package==1.0..1.10"]
+    assert main(words) == DIFFERENT
+    printed = capsys.readouterr().out
+    assert "small-package==1.2 is the first release with other verdicts." in printed
+    assert "small-package==1.1 is the last one before it that has those of" in printed
+    assert "RED  test_failed: 1" in printed
+    assert "passed -> failed: assert False" in printed
+
+    with_a_gap = "small-package==1.1,small-package==1.7,small-package==1.2"
+    assert main(["matrix", "--on-top", "tests", "--with", with_a_gap]) == DIFFERENT
+    printed = capsys.readouterr().out
+    assert "small-package==1.1 (1 of 3): recorded before" in printed
+    assert "red: small-package==1.1 -> small-package==1.2" in printed
+    assert "small-package==1.7: NOT RECORDED\n" in printed
+    assert "(from versions: 1.0, 1.1, 1.2, 1.10)" in printed
+
+    (index / "tests" / "test_small_package.py").write_text(f"{TEST}# another one\n")
+    both = "small-package==1.7,small-package==1.8"
+    assert main(["matrix", "--on-top", "tests", "--with", both]) == NOT_JUDGED
+    assert not list(index.glob("**/bin"))  # no environment is left
+
+
+def test_what_is_wanted() -> None:
+    found = wanted(["present", "torch==2.12.1,torch==2.13.0&numpy==2.4.0"])
+    assert [one.name for one in found] == ["present", "torch==2.12.1", "torch==2.13.0+numpy==2.4.0"]
+    present, torch, both = found
+    assert present.is_neighbour_of(torch)
+    assert not torch.is_neighbour_of(both)
+    assert torch.is_neighbour_of(Wanted(("torch==2.15.0",)))
+
+
+def test_releases_are_in_their_order(index: Path) -> None:
+    names = [one.name for one in between("small-package==1.1..1.10")]
+    assert names == [f"small-package=={version}" for version in ("1.1", "1.2", "1.10")]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--with", "torch", "--with", "x==1"], "with = 'torch': NAME==VERSION"),
+        (["--with", "torch==2.13.0; rm"], "NAME==VERSION"),
+        (["--with", "torch==2.13.0"], "two or more; present is the environment of now"),
+        (["--with", "torch==2.13.0,torch==2.13.0"], "each environment once"),
+        (["--bisect", "small-package==1.0"], "NAME==FIRST..LAST"),
+        (["--bisect", "small-package==1.0..1.3"], "1.3 is none of them (the last are 1.0, 1.1"),
+        (["--bisect", "small-package==1.2..1.1"], "a first version that is older"),
+        (["--bisect", "no-such-package==1..2"], "a package that the index has"),
+        (["--with", "a==1,b==1", "--bisect", "a==1..2"], "either --with or --bisect"),
+        (["--with", "a==1,b==1", "-r", "none.txt"], "requirements = 'none.txt'"),
+    ],
+)
+def test_bad_input_is_named(
+    words: list[str], message: str, index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["matrix", "tests", *words]) == BAD_INPUT
+    assert message in capsys.readouterr().err
+    assert not (index / "matrix").exists()
+
+
+def test_an_environment_from_nothing_has_this_package_and_torch() -> None:
+    assert [one.partition("==")[0] for one in this_package(["numpy==2.4.0"])][0] == "torch"
+    assert len(this_package(["torch==2.13.0"])) == 1
+
+
+def test_the_size_counts_what_a_package_needs() -> None:
+    assert size_of_packages(["torch"]) > 100 << 20
+    assert size_of_packages(["torch", "sympy"]) == size_of_packages(["torch"])  # torch needs it
+    assert size_of_packages(["no-such-package"]) == 0
+
+
+def test_a_package_that_is_asked_for_in_words_is_none() -> None:
+    with pytest.raises(BadCase):
+        wanted(["--index-url==http"])
