@@ -265,10 +265,11 @@ class _Matrix:
         names |= set() if self._arguments.on_top else {"torch", "ddp-equivalence"}
         kept = self._arguments.keep_environments is not None
         size, free = size_of_packages(sorted(names)), free_bytes(self._out.resolve())
-        many = f"{len(wanted)} {plural(len(wanted), 'environment')}"
+        many = f"{len(wanted)} {plural(len(wanted), 'environment')}, each"
+        many = "Environments" if self._arguments.bisect else many
         how = "which are kept" if kept else "one at a time"
         room = f"about {size / GIB:.1f} GiB as the packages take here"
-        print(f"{many}, each of {room}, {how}; {free / GIB:.0f} GiB are free", flush=True)
+        print(f"{many} of {room}, {how}; {free / GIB:.0f} GiB are free", flush=True)
 
     def _judged(self, before: Wanted, after: Wanted) -> Judgement:
         from ddp_equivalence.gate.judge import judge
