@@ -6,7 +6,7 @@ import hashlib
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -37,7 +37,7 @@ def surroundings(folder: Path) -> Mapping[str, Any]:
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "cores": len(os.sched_getaffinity(0)),
         "variables": set_variables(),
-        "packages": dict(sorted(_packages())),
+        "packages": _packages(),
         "commit": _commit(folder),
     }
 
@@ -61,11 +61,13 @@ def _processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def _packages() -> Iterator[tuple[str, str]]:
+def _packages() -> dict[str, str]:
+    """Name -> version. Of several with the same name, Python imports the first one."""
+    found: dict[str, str] = {}
     for one in metadata.distributions():
-        name = one.metadata["Name"]
-        if name:
-            yield name.lower().replace("_", "-"), one.version
+        if name := one.metadata["Name"]:
+            found.setdefault(name.lower().replace("_", "-"), one.version)
+    return dict(sorted(found.items()))
 
 
 def _commit(folder: Path) -> str:

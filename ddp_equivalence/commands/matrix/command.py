@@ -262,9 +262,10 @@ class _Matrix:
         from ddp_equivalence.commands.matrix.environment import free_bytes, size_of_packages
 
         names = {name for one in wanted for name in one.packages}
-        names |= set() if self._arguments.on_top else {"torch", "ddp-equivalence"}
+        on_top = self._arguments.on_top
+        names |= set() if on_top else {"torch", "ddp-equivalence"}
         kept = self._arguments.keep_environments is not None
-        size, free = size_of_packages(sorted(names)), free_bytes(self._out.resolve())
+        size, free = size_of_packages(sorted(names), alone=on_top), free_bytes(self._out.resolve())
         many = f"{len(wanted)} {plural(len(wanted), 'environment')}, each"
         many = "Environments" if self._arguments.bisect else many
         how = "which are kept" if kept else "one at a time"

@@ -97,9 +97,9 @@ def this_package(requirements: Sequence[str]) -> list[str]:
     return [*torch, f"ddp_equivalence=={metadata.version('ddp_equivalence')}"]
 
 
-def size_of_packages(names: Sequence[str]) -> int:
-    """How many bytes these packages take here, with all that they need: about what they take in
-    another version.
+def size_of_packages(names: Sequence[str], alone: bool = False) -> int:
+    """How many bytes these packages take here, with all that they need, unless ``alone``: about
+    what they take in another version.
     """
     known: set[str] = set()
     waiting = [*names]
@@ -114,7 +114,8 @@ def size_of_packages(names: Sequence[str]) -> int:
         except metadata.PackageNotFoundError:
             continue
         size += sum(file.size or 0 for file in found.files or ())
-        waiting += [_name_of(one) for one in found.requires or () if "extra ==" not in one]
+        needed = () if alone else found.requires or ()
+        waiting += [_name_of(one) for one in needed if "extra ==" not in one]
     return size
 
 

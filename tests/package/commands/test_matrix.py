@@ -124,6 +124,7 @@ def test_the_size_counts_what_a_package_needs() -> None:
     assert size_of_packages(["torch"]) > 100 << 20
     assert size_of_packages(["torch", "sympy"]) == size_of_packages(["torch"])  # torch needs it
     assert size_of_packages(["no-such-package"]) == 0
+    assert size_of_packages(["torch"], alone=True) < size_of_packages(["torch"])
 
 
 def test_a_package_that_is_asked_for_in_words_is_none() -> None:
