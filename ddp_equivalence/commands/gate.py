@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.commands.exit_codes import DIFFERENT, SAME, YELLOW
+from ddp_equivalence.commands.results import require_writable_file
 from ddp_equivalence.report.terminal import painted
 
 if TYPE_CHECKING:
@@ -34,19 +35,44 @@ def add(commands: Commands) -> None:
         "(docs/upgrades.md)",
     )
     parser.add_argument(
+        "--markdown",
+        type=Path,
+        metavar="PATH",
+        help="add the findings to this file, as for a comment or $GITHUB_STEP_SUMMARY",
+    )
+    parser.add_argument("--junit", type=Path, metavar="PATH", help="write JUnit XML to this file")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write JSON to this file")
+    parser.add_argument(
+        "--github",
+        action="store_true",
+        help="print an annotation for GitHub Actions for each finding that is red",
+    )
+    parser.add_argument(
         "--full", action="store_true", help="print every finding, and not only the first of a kind"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the findings. Raises BadCase for what is no record, or no policy."""
+    from ddp_equivalence.gate import outputs
     from ddp_equivalence.gate.judge import judge
     from ddp_equivalence.gate.policy import read_policy
     from ddp_equivalence.gate.recorded import read_record
     from ddp_equivalence.gate.text import report
 
+    for name in ("markdown", "junit", "json"):
+        require_writable_file(name, getattr(arguments, name))
     policy = read_policy(arguments.policy)
     old, new = read_record(arguments.old), read_record(arguments.new)
     judgement = judge(old, new, policy, datetime.date.today())
     print(painted(report(judgement, arguments.full), sys.stdout), end="")
+    for name, write in (
+        ("markdown", outputs.write_markdown),
+        ("junit", outputs.write_junit),
+        ("json", outputs.write_json),
+    ):
+        if (path := getattr(arguments, name)) is not None:
+            write(judgement, path)
+    if arguments.github:
+        print("\n".join(outputs.github_annotations(judgement)))
     return {"red": DIFFERENT, "yellow": YELLOW}.get(judgement.level, SAME)

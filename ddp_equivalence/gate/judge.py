@@ -9,7 +9,7 @@ from datetime import date
 from ddp_equivalence.gate.finding import LEVELS, Finding, Level
 from ddp_equivalence.gate.policy import Policy
 from ddp_equivalence.gate.recorded import Recorded
-from ddp_equivalence.gate.rules_of_checks import changed_checks
+from ddp_equivalence.gate.rules_of_checks import changed_checks, name_of_check
 from ddp_equivalence.gate.rules_of_surroundings import changed_surroundings
 from ddp_equivalence.gate.rules_of_tests import changed_tests
 
@@ -22,6 +22,10 @@ class Judgement:
     new: Recorded
     findings: tuple[Finding, ...]
     compared: int
+
+    def name_of(self, test: str, number: int) -> str:
+        """How findings name a check: a test may make several."""
+        return name_of_check(self.old, test, number)
 
     @property
     def level(self) -> Level:

@@ -27,7 +27,8 @@ class RecordedTest:
 @dataclass(frozen=True)
 class RecordedCheck:
     """One check of a test. ``error``, ``floor`` and ``limit``: of the worst parameter, or None.
-    ``digests``: of what each rank held. ``expected``: the outcome that the test asks for.
+    ``expected``: the outcome that the test asks for. ``ranks``, ``parameters`` and ``elements``:
+    how many were compared. ``digests``: of what each rank held.
     """
 
     outcome: str
@@ -38,6 +39,10 @@ class RecordedCheck:
     floor: float | None
     limit: float | None
     seconds: float
+    dtype: str
+    ranks: int
+    parameters: int
+    elements: int
     digests: tuple[str, ...] = ()
     planted: str = ""
 
@@ -124,6 +129,10 @@ def _check(line: Mapping[str, Any]) -> RecordedCheck:
         floor=_number(line["floor"]),
         limit=_number(line["limit"]),
         seconds=_number(line["seconds"]) or 0.0,
+        dtype=_text(line["dtype"]),
+        ranks=_count(line["ranks"]),
+        parameters=_count(line["parameters"]),
+        elements=_count(line["elements"]),
         digests=tuple(map(_text, line.get("digests", ()))),
         planted=_text(line.get("planted", "")),
     )
@@ -133,6 +142,12 @@ def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{str(value)[:60]} is no text")
     return value[:MOST_TEXT]
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 62:
+        raise TypeError(f"{str(value)[:60]} is no count")
+    return value
 
 
 def _number(value: object) -> float | None:

@@ -14,7 +14,7 @@ GOOD = "same"
 def changed_checks(old: Recorded, new: Recorded, ratios: Mapping[str, float]) -> Iterator[Seen]:
     """Compare the checks that both have made, and say which one has not."""
     for (test, number), before in old.checks.items():
-        name = f"{test} (check {number + 1})" if (test, 1) in old.checks else test
+        name = name_of_check(old, test, number)
         after = new.checks.get((test, number))
         if after is not None:
             yield from _changed(name, before, after, ratios)
@@ -25,6 +25,11 @@ def changed_checks(old: Recorded, new: Recorded, ratios: Mapping[str, float]) ->
             yield Seen("appeared", f"{test} (check {number + 1})", after.outcome)
 
 
+def name_of_check(old: Recorded, test: str, number: int) -> str:
+    """The test, and which of its checks, if the old record has several of it."""
+    return f"{test} (check {number + 1})" if (test, 1) in old.checks else test
+
+
 def _runs(test: RecordedTest | None) -> bool:
     return test is not None and test.outcome != "skipped"
 
@@ -32,6 +37,7 @@ def _runs(test: RecordedTest | None) -> bool:
 def _changed(
     name: str, before: RecordedCheck, after: RecordedCheck, ratios: Mapping[str, float]
 ) -> Iterator[Seen]:
+    yield from _other_check(name, before, after)
     if after.outcome != before.outcome:
         better = before.outcome != after.expected and after.outcome == after.expected
         kind = "verdict_better" if better else "verdict_worse"
@@ -42,6 +48,21 @@ def _changed(
         yield from _within_the_limit(name, before, after, ratios)
     if after.outcome == before.outcome and _bits_differ(before, after):
         yield Seen("digest_changed", name, f"on {len(after.digests)} ranks")
+
+
+def _other_check(name: str, before: RecordedCheck, after: RecordedCheck) -> Iterator[Seen]:
+    """What makes it another check, whatever its verdict is."""
+    if after.expected != before.expected:
+        yield Seen("expected_otherwise", name, f"{before.expected} -> {after.expected}")
+    if after.lane != before.lane:
+        yield Seen("lane_changed", name, f"{before.lane} -> {after.lane}")
+    if after.dtype != before.dtype:
+        yield Seen("compared_less", name, f"in {after.dtype}, and in {before.dtype} before")
+    for what in ("ranks", "parameters", "elements"):
+        counts = getattr(before, what), getattr(after, what)
+        if counts[1] < counts[0]:
+            yield Seen("compared_less", name, f"{counts[1]} {what}, and {counts[0]} before")
+            return
 
 
 def _within_the_limit(

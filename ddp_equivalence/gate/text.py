@@ -28,14 +28,28 @@ def report(judgement: Judgement, full: bool = False) -> Iterator[Line]:
     an escape sequence in the name of a test, is shown as "?".
     """
     for line in _lines(judgement, full):
-        yield replace(line, text="".join(one if one.isprintable() else "?" for one in line.text))
+        yield replace(line, text=printable(line.text))
+
+
+def printable(text: str) -> str:
+    """The text, with "?" for every character that is no visible one."""
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
+def colour_of(judgement: Judgement) -> str:
+    """Red, yellow or green."""
+    return "green" if judgement.level == "information" else judgement.level
+
+
+def title(judgement: Judgement) -> str:
+    """The first line of a report."""
+    old, new = judgement.old, judgement.new
+    return f"{colour_of(judgement)}: {old.name} -> {new.name}{_versions(old, new)}"
 
 
 def _lines(judgement: Judgement, full: bool) -> Iterator[Line]:
-    old, new, level = judgement.old, judgement.new, judgement.level
-    colour = "green" if level == "information" else level
-    style = Style.GOOD if level == "information" else STYLES[level]
-    yield Line(f"{colour}: {old.name} -> {new.name}{_versions(old, new)}", style)
+    level = judgement.level
+    yield Line(title(judgement), Style.GOOD if level == "information" else STYLES[level])
     for one in LEVELS:
         chosen = [finding for finding in judgement.findings if finding.level == one]
         for kind in KINDS:

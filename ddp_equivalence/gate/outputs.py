@@ -1,0 +1,136 @@
+"""What the gate found, for other programs: GitHub and GitLab, JUnit readers, and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from ddp_equivalence.gate.finding import KINDS, Finding
+from ddp_equivalence.gate.judge import Judgement
+from ddp_equivalence.gate.text import colour_of, printable, title
+from ddp_equivalence.report.github import annotation
+
+MOST_ROWS = 50
+"""So many findings of each level stand in a comment; GitHub takes 65,536 characters."""
+
+
+def write_markdown(judgement: Judgement, path: Path) -> None:
+    """A comment for a pull request, or a step summary of GitHub Actions. It is added to the file,
+    since GitHub gives a file that other steps have written to.
+    """
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n".join(_markdown(judgement)) + "\n")
+
+
+def _markdown(judgement: Judgement) -> Iterator[str]:
+    sign = {"red": "\U0001f534", "yellow": "\U0001f7e1"}.get(judgement.level, "\U0001f7e2")
+    yield f"### {sign} {_cell(title(judgement))}"
+    yield ""
+    for level in ("red", "yellow", "information"):
+        found = [one for one in judgement.findings if one.level == level]
+        if not found:
+            continue
+        if level == "information":
+            yield f"<details><summary>{len(found)} for information</summary>"
+            yield ""
+        yield "| | finding | of | what has changed | decided by |"
+        yield "| --- | --- | --- | --- | --- |"
+        for one in found[:MOST_ROWS]:
+            cells = (level, one.seen.kind, one.seen.of, one.seen.text, one.decided_by)
+            yield f"| {' | '.join(map(_cell, cells))} |"
+        if len(found) > MOST_ROWS:
+            yield f"| | | | {len(found) - MOST_ROWS} more | |"
+        if level == "information":
+            yield ""
+            yield "</details>"
+        yield ""
+    yield f"{judgement.compared} checks are in both records."
+
+
+def _cell(text: str) -> str:
+    """The text as it is, whatever it holds: names of tests are those of users."""
+    escaped = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    for sign in "\\`*_[]|@#":
+        escaped = escaped.replace(sign, f"&#{ord(sign)};" if sign in "@#|" else f"\\{sign}")
+    return escaped
+
+
+def github_annotations(judgement: Judgement) -> Iterator[str]:
+    """A line for GitHub Actions for every finding that is red."""
+    for one in _reds(judgement):
+        message = f"{printable(one.seen.of)}\n{printable(one.seen.text)}\n{one.decided_by}"
+        yield annotation("", 0, f"{one.seen.kind}: {KINDS[one.seen.kind].meaning}", message)
+
+
+def _reds(judgement: Judgement) -> list[Finding]:
+    return [one for one in judgement.findings if one.level == "red"]
+
+
+def write_junit(judgement: Judgement, path: Path) -> None:
+    """JUnit XML, as GitLab, Jenkins and others read it: a test case for each check of both records,
+    with its numbers as properties, and one for each finding that is about no check.
+    """
+    new, reds = judgement.new, _reds(judgement)
+    by_name: dict[str, list[Finding]] = {}
+    for one in reds:
+        by_name.setdefault(one.seen.of, []).append(one)
+    suite = ElementTree.Element("testsuite", name=printable(title(judgement)))
+    for (test, number), check in new.checks.items():
+        name = judgement.name_of(test, number)
+        case = _case(suite, name, by_name.pop(name, []), check.seconds)
+        properties = ElementTree.SubElement(case, "properties")
+        facts = {
+            **{"outcome": check.outcome, "cause": check.cause, "lane": check.lane},
+            **{"error": check.error, "floor": check.floor, "limit": check.limit},
+        }
+        for key, value in facts.items():
+            if value not in (None, ""):
+                ElementTree.SubElement(properties, "property", name=key, value=str(value))
+    for name, findings in by_name.items():
+        _case(suite, name, findings, 0.0)
+    suite.set("tests", str(len(suite)))
+    suite.set("failures", str(sum(case.find("failure") is not None for case in suite)))
+    ElementTree.ElementTree(suite).write(path, encoding="utf-8", xml_declaration=True)
+
+
+def _case(
+    suite: ElementTree.Element, name: str, findings: Sequence[Finding], seconds: float
+) -> ElementTree.Element:
+    case = ElementTree.SubElement(
+        suite, "testcase", classname="gate", name=printable(name), time=f"{seconds:.3f}"
+    )
+    if findings:
+        kinds = ", ".join(dict.fromkeys(one.seen.kind for one in findings))
+        failure = ElementTree.SubElement(case, "failure", message=kinds, type=findings[0].seen.kind)
+        texts = (f"{printable(one.seen.text)} ({one.decided_by})" for one in findings)
+        failure.text = "\n".join(texts)
+    return case
+
+
+def write_json(judgement: Judgement, path: Path) -> None:
+    """All findings, for another program."""
+    path.write_text(json.dumps(as_json(judgement), indent=1, allow_nan=False) + "\n")
+
+
+def as_json(judgement: Judgement) -> dict[str, Any]:
+    """The same as values."""
+    return {
+        "schema": 1,
+        "colour": colour_of(judgement),
+        "old": judgement.old.name,
+        "new": judgement.new.name,
+        "compared": judgement.compared,
+        "findings": [
+            {
+                "level": one.level,
+                "kind": one.seen.kind,
+                "of": one.seen.of,
+                "text": one.seen.text,
+                "decided_by": one.decided_by,
+            }
+            for one in judgement.findings
+        ],
+    }
