@@ -11,7 +11,7 @@ from typing import Any
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.gate.record_lines import NAME, SCHEMA, read_lines
 
-MOST_TEXT = 2_000
+MOST_TEXT, MOST_OF_A_REPORT = 2_000, 10_000
 """Longer texts of a record are cut."""
 
 
@@ -22,6 +22,20 @@ class RecordedTest:
     outcome: str
     seconds: float
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class Details:
+    """Of a check that did not come out as its test expects. ``report``: the short one. ``shares``:
+    how often each of ``pieces``, such as examples, entered what each of ``ranks`` holds.
+    ``parameters``: name, error, rounding floor and limit of each, in the order of backward.
+    """
+
+    report: str
+    pieces: str
+    ranks: tuple[int, ...]
+    shares: tuple[tuple[float | None, ...], ...]
+    parameters: tuple[tuple[Any, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -43,8 +57,12 @@ class RecordedCheck:
     ranks: int
     parameters: int
     elements: int
+    strategy: str = ""
+    layout: str = ""
+    known: bool = False
     digests: tuple[str, ...] = ()
     planted: str = ""
+    details: Details | None = None
 
 
 @dataclass
@@ -133,15 +151,30 @@ def _check(line: Mapping[str, Any]) -> RecordedCheck:
         ranks=_count(line["ranks"]),
         parameters=_count(line["parameters"]),
         elements=_count(line["elements"]),
+        strategy=_text(line.get("strategy", "")),
+        layout=_text(line.get("layout", "")),
+        known=line.get("known") is True,
         digests=tuple(map(_text, line.get("digests", ()))),
         planted=_text(line.get("planted", "")),
+        details=None if line.get("details") is None else _details(line["details"]),
     )
 
 
-def _text(value: object) -> str:
+def _details(raw: Mapping[str, Any]) -> Details:
+    shares = raw.get("shares")
+    return Details(
+        report=_text(raw["report"], MOST_OF_A_REPORT),
+        pieces="" if shares is None else _text(shares["pieces"]),
+        ranks=() if shares is None else tuple(_count(rank) for rank in shares["ranks"]),
+        shares=() if shares is None else tuple(tuple(map(_number, r)) for r in shares["rows"]),
+        parameters=tuple((_text(n), *map(_number, rest)) for n, *rest in raw["parameters"]),
+    )
+
+
+def _text(value: object, most: int = MOST_TEXT) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{str(value)[:60]} is no text")
-    return value[:MOST_TEXT]
+    return value[:most]
 
 
 def _count(value: object) -> int:

@@ -14,6 +14,9 @@ from ddp_equivalence.pytest_plugin.run_results import RunResults
 from ddp_equivalence.report.record import Record
 from ddp_equivalence.report.versions import versions
 
+OF_A_RECORD = frozenset(("digests", "details"))
+"""They are known in a run that is recorded."""
+
 OF_A_REPORT = frozenset(("report", "full_report", "headline", "file", "line"))
 
 _error = pytest.StashKey[OSError]()
@@ -59,7 +62,7 @@ def _write(path: Path, results: RunResults, must_run: Sequence[str]) -> None:
 
 def _case(record: Record) -> Mapping[str, object]:
     """The fields of a record; those of a report only where there is one."""
-    fields = asdict(record)
+    fields = {name: value for name, value in asdict(record).items() if name not in OF_A_RECORD}
     if record.report:
         return fields
     return {name: value for name, value in fields.items() if name not in OF_A_REPORT}

@@ -15,7 +15,7 @@ LONGEST_REASON = 300
 OF_CHECKS = (
     *("strategy", "layout", "backend", "dtype", "expected", "outcome", "cause", "causes"),
     *("error", "floor", "limit", "seconds", "reason", "parameters", "elements", "ranks"),
-    *("planted", "known", "gpu", "digests"),
+    *("planted", "known", "gpu", "digests", "details"),
 )
 """The fields of a check that a record has."""
 

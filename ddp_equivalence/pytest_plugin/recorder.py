@@ -32,14 +32,12 @@ def checks_recorded(item: pytest.Item) -> Iterator[None]:
     to_json = item.config.getoption("--ddp-json") is not None
     with_report = to_json or item.config.getoption("--ddp-github")
 
-    with_digests = item.config.getoption("--ddp-lines") is not None
-    with_floor = to_json or with_digests
+    recorded = item.config.getoption("--ddp-lines") is not None
+    with_floor = to_json or recorded
 
     def record(verdict: Verdict, request: Request | None) -> None:
         fault = planted.args[0] if planted else ""
-        made = record_of(
-            verdict, item.nodeid, expected, fault, with_floor, with_report, with_digests
-        )
+        made = record_of(verdict, item.nodeid, expected, fault, with_floor, with_report, recorded)
         if made.report and not made.file:  # nothing of it is the user's code but the test
             file, line, _ = item.location
             made = replace(made, file=str(item.config.rootpath / file), line=(line or 0) + 1)

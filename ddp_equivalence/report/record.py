@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ddp_equivalence.report.details import details_of
+
 if TYPE_CHECKING:
     from ddp_equivalence.report.verdict import Verdict
 
@@ -28,7 +30,8 @@ class Record:
     big batch, the most likely first: each with its ``file`` and ``line``, and the ``change`` in
     words, such as "with `a` in place of `b`".
 
-    ``digests``: of the gradients of each rank, in their order, in a run that asks for them.
+    ``digests``: of the gradients of each rank, in their order, and ``details``, of an outcome that
+    the test does not expect: only in a run that is recorded.
 
     ``report``, ``full_report``, ``headline`` (the first line of the report), ``file`` and ``line``
     (of the code to look at): only where the outcome is not "same", and only in a run that asks for
@@ -60,6 +63,7 @@ class Record:
     gpu: str = ""
     repairs: tuple[Mapping[str, str | int], ...] = ()
     digests: tuple[str, ...] = ()
+    details: Mapping[str, Any] | None = None
     report: str = ""
     full_report: str = ""
     headline: str = ""
@@ -79,13 +83,13 @@ def record_of(
     planted: str,
     with_floor: bool,
     with_report: bool = False,
-    with_digests: bool = False,
+    for_a_record: bool = False,
 ) -> Record:
     """The record of one verdict. Errors that are not finite become None, since JSON has none.
 
     ``with_floor``: include the rounding floor, which may have to be measured first.
-    ``with_report``: include the texts of a verdict that is not "same". ``with_digests``: include
-    those of the gradients.
+    ``with_report``: include the texts of a verdict that is not "same". ``for_a_record``: include
+    digests and details.
     """
     comparison = verdict.comparison
     texts = _texts(verdict) if with_report and verdict.outcome != "same" else {}
@@ -117,7 +121,8 @@ def record_of(
             {"file": one.line.file, "line": one.line.number, "change": one.text}
             for one in verdict.repairs.found
         ),
-        digests=tuple(comparison.digests.values()) if comparison and with_digests else (),
+        digests=tuple(comparison.digests.values()) if comparison and for_a_record else (),
+        details=details_of(verdict) if for_a_record and verdict.outcome != expected else None,
         **texts,
     )
 

@@ -47,7 +47,8 @@ class _FileItem(_GivenItem):
 
         file, _, name = self.name.rpartition(":")
         found = load(Path(file), name) if ".py:" in self.name else load(Path(self.name), "step")
-        with settings.using(settings.replaced(repeat=f"ddp-equivalence check {self.name}")):
+        repeat = {"repeat": f"ddp-equivalence check {self.name}", "full_report_with": "--full"}
+        with settings.using(settings.replaced(**repeat)):
             assert_equivalent(found.case, found.step, **found.options)
 
 
