@@ -49,6 +49,7 @@ def test_the_suite_runs_from_the_wheel_in_an_empty_folder(unpacked: Path, tmp_pa
 
 def test_the_wheel_is_typed_and_has_its_licence_and_plugin(unpacked: Path) -> None:
     assert (unpacked / "ddp_equivalence" / "py.typed").is_file()
+    assert (unpacked / "ddp_equivalence" / "gate" / "template" / "page.html").is_file()
     assert list(unpacked.glob("*.dist-info/licenses/LICENSE"))
     (entry_points,) = unpacked.glob("*.dist-info/entry_points.txt")
     text = entry_points.read_text()
