@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from ddp_equivalence.commands import check, gate, observe, report, run
+from ddp_equivalence.commands import check, gate, observe, receipt, report, run, verify_receipt
 from ddp_equivalence.commands.doctor import command as doctor
 from ddp_equivalence.commands.explain import command as explain
 from ddp_equivalence.commands.explore import command as explore
@@ -46,6 +46,8 @@ COMMANDS: Mapping[str, Command] = {
     "gate": gate,
     "matrix": matrix,
     "report": report,
+    "receipt": receipt,
+    "verify-receipt": verify_receipt,
     "explore": explore,
     "faults": faults,
     "explain": explain,

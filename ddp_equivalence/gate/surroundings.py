@@ -91,10 +91,14 @@ def _git(folder: Path, *words: str) -> str:
 def source_digest(suite: Path) -> str:
     """A hash of the source of this package, and of the suite's tests. ``suite``: their folder."""
     hashed = hashlib.sha256()
-    for folder in (PACKAGE, suite / "tests" / "equivalence", suite / "tests" / "difference"):
-        for path in sorted(folder.rglob("*.py")):
-            inside = path.relative_to(folder)
-            if folder == PACKAGE and inside.parts[0] == "suite":
-                continue  # in a wheel, it is the folder of the tests
-            hashed.update(f"{inside.as_posix()}\n".encode() + path.read_bytes())
+    folders = [suite / "tests" / name for name in ("equivalence", "difference")]
+    tests = [path for folder in folders for path in folder.rglob("*.py")]
+    others = [suite / "tests" / "diagnosis" / "test_planted_faults.py"]
+    settings = [suite / "conftest.py", suite / "pytest.ini", *others]
+    # In a wheel, the folder of the tests lies in the package.
+    package = [path for path in PACKAGE.rglob("*.py") if not path.is_relative_to(PACKAGE / "suite")]
+    for root, paths in ((PACKAGE, package), (suite, [*tests, *settings])):
+        for path in sorted(paths):
+            name = path.relative_to(root).as_posix()
+            hashed.update(f"{name}\n".encode() + path.read_bytes())
     return hashed.hexdigest()[:32]

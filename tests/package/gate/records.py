@@ -62,6 +62,7 @@ def write(
     schema: int = SCHEMA,
     ends: bool = True,
     peak_mib: float = 400.0,
+    exit_code: int = 0,
 ) -> Path:
     """Write a record. ``tests`` and ``checks``: changed fields by test; None for one that is gone.
     ``defaults`` and ``environment``: changed values.
@@ -80,7 +81,7 @@ def write(
             fields = {**CHECK, **(checks or {}).get(name, {})}
             writer.write("check", test=name, number=0, **fields)
     if ends:
-        writer.write("end", exit_codes=[0], seconds=3.0, peak_mib=peak_mib)
+        writer.write("end", exit_codes=[exit_code], seconds=3.0, peak_mib=peak_mib)
     return folder
 
 
