@@ -12,6 +12,8 @@ from ddp_equivalence.gate.surroundings import MACHINE
 OF_MACHINE = (*MACHINE, "cores", "driver")
 OF_TORCH = ("torch", "python", "cuda", "nccl", "cudnn", "ddp_equivalence")
 LONGEST = 60
+SAY_NOTHING = ("<object object>", "<factory>")
+"""Defaults that only mean that nothing was given."""
 
 
 def changed_surroundings(old: Recorded, new: Recorded) -> Iterator[Seen]:
@@ -41,6 +43,8 @@ def _changed_defaults(old: Recorded, new: Recorded) -> Iterator[Seen]:
                 continue  # the whole function is new, or its package is
             text = f"is {after}, and is new" if before is None else f"was {before}, and is gone"
             yield Seen("default_new", name, text)
+        elif before in SAY_NOTHING or after in SAY_NOTHING:
+            yield Seen("default_new", name, f"{before} -> {after}, which is replaced inside")
         else:
             yield Seen("default_changed", name, f"{before} -> {after}")
 

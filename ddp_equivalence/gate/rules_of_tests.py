@@ -12,6 +12,9 @@ from ddp_equivalence.gate.recorded import Recorded, RecordedTest
 LEAST_SECONDS = 0.5
 """A test that takes so much longer, and no less, may be slower: shorter times are noise."""
 
+LEAST_OF_ALL_SECONDS = 10.0
+"""The same of a whole run, which starts ranks and imports torch."""
+
 
 def changed_tests(old: Recorded, new: Recorded, ratios: Mapping[str, float]) -> Iterator[Seen]:
     """Compare the tests of both records, and the time that they take."""
@@ -78,7 +81,7 @@ def _slower(old: Recorded, new: Recorded, ratios: Mapping[str, float]) -> Iterat
         if after > ratios["seconds"] * expected and after - expected > LEAST_SECONDS:
             yield Seen("slower", name, _times(before, after, usual))
     total = (sum(one for one, _ in pairs.values()), sum(one for _, one in pairs.values()))
-    if total[1] > ratios["total_seconds"] * total[0] and total[1] - total[0] > LEAST_SECONDS:
+    if total[1] > max(ratios["total_seconds"] * total[0], total[0] + LEAST_OF_ALL_SECONDS):
         yield Seen("total_slower", new.name, _times(*total, 1.0))
     yield from _more_memory(old, new, ratios)
 

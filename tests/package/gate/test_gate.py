@@ -86,6 +86,15 @@ def test_a_slow_machine_makes_no_test_slower_than_the_others(tmp_path: Path) -> 
     seconds = {name: {"seconds": 4.0} for name in TESTS}
     judgement = judged(write(tmp_path / "old"), write(tmp_path / "new", tests=seconds))
     assert found(judgement) == [("yellow", "total_slower", "new")]
+    seconds = {name: {"seconds": 3.0} for name in TESTS}
+    judgement = judged(tmp_path / "old", write(tmp_path / "other", tests=seconds))
+    assert found(judgement) == []  # less than ten seconds in all
+
+
+def test_a_default_that_is_replaced_inside_is_no_change(tmp_path: Path) -> None:
+    new = write(tmp_path / "new", defaults={BUCKET: "<object object>"})
+    judgement = judged(write(tmp_path / "old"), new)
+    assert found(judgement) == [("information", "default_new", BUCKET)]
 
 
 def test_what_was_wrong_may_become_right(tmp_path: Path) -> None:
