@@ -32,8 +32,11 @@ KINDS: Mapping[str, Kind] = {
     "nothing_compared": Kind("red", "A run compared nothing."),
     "error_grew": Kind("red", "An error is within its limit, and was much smaller before."),
     "limit_grew": Kind("red", "A check allows much more error than before."),
-    "default_changed": Kind("red", "A default decides what a script does that names none."),
+    "default_changed": Kind("red", "Scripts that do not set this default train otherwise now."),
     "slower": Kind("red", "A test takes much longer, beside what the others take."),
+    "appeared_failing": Kind("yellow", "A test or a check is new, and is not right."),
+    "failure_changed": Kind("yellow", "A test still does not pass, for another reason."),
+    "other_checks": Kind("yellow", "The two records are not of the same checks."),
     "cause_changed": Kind("yellow", "What was different still is, with another cause."),
     "total_slower": Kind("yellow", "The whole run takes longer."),
     "memory_grew": Kind("yellow", "The largest process needs more memory."),
@@ -43,8 +46,8 @@ KINDS: Mapping[str, Kind] = {
     "test_passes": Kind("information", "A test that failed or was skipped passes."),
     "appeared": Kind("information", "A test or a check is new."),
     "default_new": Kind("information", "A default is there that was not, or the other way round."),
-    "digest_changed": Kind("information", "Gradients are other bits, and right as before."),
-    "machine_changed": Kind("information", "Another machine rounds otherwise, in another time."),
+    "digest_changed": Kind("information", "Gradients differ in their last digits, and are right."),
+    "machine_changed": Kind("information", "Another machine may round otherwise."),
     "package_changed": Kind("information", "A package has another version."),
 }
 """All kinds by name, the worst first."""

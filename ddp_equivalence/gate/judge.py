@@ -10,7 +10,7 @@ from ddp_equivalence.gate.finding import LEVELS, Finding, Level
 from ddp_equivalence.gate.policy import Policy
 from ddp_equivalence.gate.recorded import Recorded
 from ddp_equivalence.gate.rules_of_checks import changed_checks, name_of_check
-from ddp_equivalence.gate.rules_of_surroundings import changed_surroundings
+from ddp_equivalence.gate.rules_of_surroundings import changed_surroundings, other_checks
 from ddp_equivalence.gate.rules_of_tests import changed_tests
 
 
@@ -45,6 +45,7 @@ def judge(old: Recorded, new: Recorded, policy: Policy, today: date) -> Judgemen
         *changed_checks(old, new, policy.ratios),
         *changed_tests(old, new, policy.ratios),
         *changed_surroundings(old, new),
+        *other_checks(old, new),
     ]
     findings = sorted(policy.judged(seen, today), key=lambda one: LEVELS.index(one.level))
     return Judgement(old, new, tuple(findings), len(old.checks.keys() & new.checks.keys()))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,9 @@ class PolicyException:
 
     def covers(self, seen: Seen) -> bool:
         """True if it is about this finding."""
-        return fnmatchcase(seen.kind, self.finding) and fnmatchcase(seen.of, self.of)
+        is_kind = self.finding in ("*", seen.kind)
+        of = ".*".join(map(re.escape, self.of.split("*")))
+        return is_kind and re.fullmatch(of, seen.of, re.DOTALL) is not None
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,9 @@ def _exceptions(entries: Any) -> Iterator[PolicyException]:
             raise BadCase(f"{here}.reason", reason, "why it is an exception, in words")
         if until is not None and type(until) is not date:
             raise BadCase(f"{here}.until", until, "a day, such as 2027-01-31, without quotes")
-        of = entry.get("of", "*")
+        of = entry.get("of")
         if not isinstance(of, str):
-            raise BadCase(f"{here}.of", of, "the name of a test or default, in which * is anything")
+            raise BadCase(f"{here}.of", of, "a test or default; * stands for anything")
         level = _level(f"{here}.level", entry.get("level", "information"))
         yield PolicyException(number, entry.get("finding", "*"), of, level, reason, until)
 

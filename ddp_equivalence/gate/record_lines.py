@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,8 +35,10 @@ class RecordWriter:
         self._path = path
         self._hash = ""
         if path.exists():
-            for line in read_lines(path):
-                self._hash = line[HASH]
+            length = 0
+            for line, end in _lines_and_ends(path):
+                self._hash, length = line[HASH], end
+            os.truncate(path, length)  # without a line that was cut off
 
     def write(self, kind: str, **fields: Any) -> None:
         """Add one line, of which a reader sees all or nothing."""
@@ -51,6 +54,12 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises BadCase if the file is none that this package has written, or was changed afterwards.
     """
+    for line, _ in _lines_and_ends(path):
+        yield line
+
+
+def _lines_and_ends(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each line, and the place in the file where it ends."""
     if path.stat().st_size > LARGEST_FILE:
         _refuse(path, f"a record of at most {LARGEST_FILE >> 20} MiB")
     known, number = "", 0
@@ -66,7 +75,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 right = f"lines as they were written: line {number} or one before it was changed"
                 _refuse(path, right)
             known = line[HASH]
-            yield line
+            yield line, file.tell()
 
 
 def _parsed(path: Path, number: int, text: bytes) -> dict[str, Any]:

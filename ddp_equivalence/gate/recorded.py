@@ -17,7 +17,9 @@ MOST_TEXT, MOST_OF_A_REPORT = 2_000, 10_000
 
 @dataclass(frozen=True)
 class RecordedTest:
-    """``outcome``: "passed", "failed" or "skipped"; ``reason``: why, if it did not pass."""
+    """``outcome``: "passed", "failed", "skipped" or "xfailed", which is a failure that is expected.
+    ``reason``: why, if it did not pass.
+    """
 
     outcome: str
     seconds: float
@@ -69,7 +71,9 @@ class RecordedCheck:
 class Recorded:
     """``name``: of the record, for reports. ``facts``: of its first line. ``environment`` and
     ``defaults``: name -> value. ``tests``: id -> test; ``checks``: (id, number) -> check. ``end``:
-    of its last line; None if the run was cut off.
+    of its last line; None if the run was cut off. ``collected``: how many tests pytest was going to
+    run; 0 if that is not known. ``exit_codes``: those of pytest. ``peak_mib``: of the largest
+    process.
     """
 
     name: str
@@ -79,6 +83,9 @@ class Recorded:
     tests: dict[str, RecordedTest] = field(default_factory=dict)
     checks: dict[tuple[str, int], RecordedCheck] = field(default_factory=dict)
     end: Mapping[str, Any] | None = None
+    collected: int = 0
+    exit_codes: tuple[int, ...] = ()
+    peak_mib: float = 0.0
 
     def checks_of(self, test: str) -> Iterator[RecordedCheck]:
         """The checks that one test made."""
@@ -100,6 +107,8 @@ def read_record(folder: Path) -> Recorded:
     for number, line in enumerate(read_lines(path)):
         if number == 0:
             _require_schema(path, line)
+        elif line["kind"] == "record" or found.end is not None:
+            raise BadCase("record", str(path), "one record, and nothing after its end")
         try:
             _take(found, line)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -127,14 +136,18 @@ def _take(found: Recorded, line: Mapping[str, Any]) -> None:
         found.environment = {str(name): value for name, value in line["values"].items()}
     elif kind == "defaults":
         found.defaults = {str(name): _text(value) for name, value in line["values"].items()}
+    elif kind == "collected":
+        found.collected += _count(line["tests"])
     elif kind == "test":
         reason = _text(line.get("reason", ""))
         test = RecordedTest(_text(line["outcome"]), _number(line["seconds"]) or 0.0, reason)
         found.tests[_text(line["id"])] = test
     elif kind == "check":
-        found.checks[_text(line["test"]), int(line["number"])] = _check(line)
+        found.checks[_text(line["test"]), _count(line["number"])] = _check(line)
     elif kind == "end":
         found.end = line
+        found.exit_codes = tuple(map(_code, line["exit_codes"]))
+        found.peak_mib = _number(line.get("peak_mib")) or 0.0
 
 
 def _check(line: Mapping[str, Any]) -> RecordedCheck:
@@ -175,6 +188,12 @@ def _text(value: object, most: int = MOST_TEXT) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{str(value)[:60]} is no text")
     return value[:most]
+
+
+def _code(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{str(value)[:60]} is no exit code")
+    return value
 
 
 def _count(value: object) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from ddp_equivalence.comparison.digits import text_of
@@ -13,16 +14,45 @@ GOOD = "same"
 
 def changed_checks(old: Recorded, new: Recorded, ratios: Mapping[str, float]) -> Iterator[Seen]:
     """Compare the checks that both have made, and say which one has not."""
+    gone: list[tuple[str, RecordedCheck]] = []
+    added: list[tuple[str, RecordedCheck]] = []
     for (test, number), before in old.checks.items():
         name = name_of_check(old, test, number)
         after = new.checks.get((test, number))
         if after is not None:
             yield from _changed(name, before, after, ratios)
         elif _runs(new.tests.get(test)):
-            yield Seen("vanished", name, f"its test runs without it; it was {before.outcome}")
+            gone.append((name, before))
     for (test, number), after in new.checks.items():
         if (test, number) not in old.checks and _runs(old.tests.get(test)):
-            yield Seen("appeared", f"{test} (check {number + 1})", after.outcome)
+            added.append((f"{test} (check {number + 1})", after))
+    yield from _gone_or_added(gone, added)
+
+
+def _gone_or_added(
+    gone: list[tuple[str, RecordedCheck]], added: list[tuple[str, RecordedCheck]]
+) -> Iterator[Seen]:
+    """A check of a fixture belongs to the test that runs first: it may have moved."""
+    moved = Counter(_kind_of(check) for _, check in gone)
+    moved &= Counter(_kind_of(check) for _, check in added)
+    for checks, finding in ((gone, "vanished"), (added, "appeared")):
+        left = moved.copy()
+        for name, check in checks:
+            if left[_kind_of(check)]:
+                left[_kind_of(check)] -= 1
+            elif finding == "vanished":
+                yield Seen("vanished", name, f"its test runs without it; it was {check.outcome}")
+            elif check.outcome == check.expected:
+                yield Seen("appeared", name, check.outcome)
+            else:
+                yield Seen("appeared_failing", name, _verdict(check))
+
+
+def _kind_of(check: RecordedCheck) -> tuple[object, ...]:
+    return (
+        *(check.strategy, check.layout, check.lane, check.dtype, check.outcome, check.cause),
+        *(check.ranks, check.parameters, check.elements),
+    )
 
 
 def name_of_check(old: Recorded, test: str, number: int) -> str:
@@ -30,8 +60,13 @@ def name_of_check(old: Recorded, test: str, number: int) -> str:
     return f"{test} (check {number + 1})" if (test, 1) in old.checks else test
 
 
+def is_worse(before: RecordedCheck, after: RecordedCheck) -> bool:
+    """It has another outcome, and not the one that was asked for before."""
+    return after.outcome != before.outcome and after.outcome != before.expected
+
+
 def _runs(test: RecordedTest | None) -> bool:
-    return test is not None and test.outcome != "skipped"
+    return test is not None and test.outcome not in ("skipped", "xfailed")
 
 
 def _changed(
@@ -39,8 +74,7 @@ def _changed(
 ) -> Iterator[Seen]:
     yield from _other_check(name, before, after)
     if after.outcome != before.outcome:
-        better = before.outcome != after.expected and after.outcome == after.expected
-        kind = "verdict_better" if better else "verdict_worse"
+        kind = "verdict_worse" if is_worse(before, after) else "verdict_better"
         yield Seen(kind, name, f"{_verdict(before)} -> {_verdict(after)}{_error(after)}")
     elif after.cause != before.cause:
         yield Seen("cause_changed", name, f"{_verdict(before)} -> {_verdict(after)}")
@@ -56,8 +90,10 @@ def _other_check(name: str, before: RecordedCheck, after: RecordedCheck) -> Iter
         yield Seen("expected_otherwise", name, f"{before.expected} -> {after.expected}")
     if after.lane != before.lane:
         yield Seen("lane_changed", name, f"{before.lane} -> {after.lane}")
-    if after.dtype != before.dtype:
-        yield Seen("compared_less", name, f"in {after.dtype}, and in {before.dtype} before")
+    for what in ("strategy", "layout", "dtype"):
+        texts = getattr(before, what), getattr(after, what)
+        if texts[1] != texts[0]:
+            yield Seen("compared_less", name, f"{what} {texts[0]} -> {texts[1]}")
     for what in ("ranks", "parameters", "elements"):
         counts = getattr(before, what), getattr(after, what)
         if counts[1] < counts[0]:
@@ -68,19 +104,24 @@ def _other_check(name: str, before: RecordedCheck, after: RecordedCheck) -> Iter
 def _within_the_limit(
     name: str, before: RecordedCheck, after: RecordedCheck, ratios: Mapping[str, float]
 ) -> Iterator[Seen]:
-    noise = max(before.floor or 0.0, after.floor or 0.0)
-    usual = max(before.error or 0.0, noise)
-    if after.error is not None and 0 < ratios["error"] * usual < after.error:
+    for what in ("error", "limit"):
+        if getattr(after, what) is None and getattr(before, what) is not None:
+            yield Seen("compared_less", name, f"its {what} is not known any more")
+    # The rounding of before, so that a larger one now hides no error.
+    noise = after.floor if before.floor is None else before.floor
+    usual = max(before.error or 0.0, noise or 0.0)
+    if after.error is not None and after.error > ratios["error"] * usual:
         text = f"error {_digits(before.error or 0.0)} -> {_digits(after.error)}"
-        beside = f"limit {_digits(after.limit or 0.0)}, rounding {_digits(noise)}"
-        yield Seen("error_grew", name, f"{text}, {beside}: {_times(after.error / usual)}")
-    if after.limit and before.limit and after.limit > ratios["limit"] * before.limit:
-        text = f"limit {_digits(before.limit)} -> {_digits(after.limit)}"
-        yield Seen("limit_grew", name, f"{text}: {_times(after.limit / before.limit)}")
+        beside = f"limit {_digits(after.limit or 0.0)}, rounding {_digits(noise or 0.0)}"
+        yield Seen("error_grew", name, f"{text}, {beside}{_times(after.error, usual)}")
+    limit = before.limit or 0.0
+    if after.limit is not None and after.limit > ratios["limit"] * limit:
+        text = f"limit {_digits(limit)} -> {_digits(after.limit)}"
+        yield Seen("limit_grew", name, f"{text}{_times(after.limit, limit)}")
 
 
-def _times(ratio: float) -> str:
-    return f"{text_of(ratio, '.3g')} times as much"
+def _times(value: float, of: float) -> str:
+    return f": {text_of(value / of, '.3g')} times as much" if of else ""
 
 
 def _digits(value: float) -> str:

@@ -31,6 +31,29 @@ def changed_surroundings(old: Recorded, new: Recorded) -> Iterator[Seen]:
         yield from _differs("machine_changed", name, old.environment, new.environment)
 
 
+def other_checks(old: Recorded, new: Recorded) -> Iterator[Seen]:
+    """What the records say of themselves: which checks they are of."""
+    asked = old.facts.get("asked"), new.facts.get("asked")
+    before, after = (one if isinstance(one, dict) else {} for one in asked)
+    for name, what in (
+        ("files", "the files of your checks"),
+        ("selected", "the words of -k"),
+        ("paths", "the paths"),
+        ("observed", "the observed commands"),
+        ("suite", "whether the suite runs"),
+    ):
+        if before.get(name) != after.get(name):
+            text = _differing(before.get(name), after.get(name)) if name != "files" else "changed"
+            yield Seen("other_checks", what, text)
+    is_of_suite = before.get("suite") and after.get("suite")
+    if is_of_suite and old.facts.get("source") != new.facts.get("source"):
+        yield Seen("other_checks", "the source of ddp_equivalence or its suite", "changed")
+
+
+def _differing(before: Any, after: Any) -> str:
+    return f"{_text(before)} -> {_text(after)}"
+
+
 def _changed_defaults(old: Recorded, new: Recorded) -> Iterator[Seen]:
     for name in sorted({*old.defaults, *new.defaults}):
         before, after = old.defaults.get(name), new.defaults.get(name)
@@ -58,7 +81,7 @@ def _differs(
     kind: str, name: str, before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> Iterator[Seen]:
     if before.get(name) != after.get(name):
-        yield Seen(kind, name, f"{_text(before.get(name))} -> {_text(after.get(name))}")
+        yield Seen(kind, name, _differing(before.get(name), after.get(name)))
 
 
 def _text(value: Any) -> str:

@@ -8,12 +8,21 @@ from statistics import median
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.gate.finding import Seen
 from ddp_equivalence.gate.recorded import Recorded, RecordedTest
+from ddp_equivalence.gate.rules_of_checks import is_worse
+from ddp_equivalence.report.wrapping import plural
 
-LEAST_SECONDS = 0.5
-"""A test that takes so much longer, and no less, may be slower: shorter times are noise."""
+LEAST_SECONDS = 5.0
+"""A test that takes so much longer, and no less, may be slower: the first test of so many ranks
+starts them, which takes seconds."""
 
 LEAST_OF_ALL_SECONDS = 10.0
 """The same of a whole run, which starts ranks and imports torch."""
+
+LONG = 0.05
+"""Shorter tests do not show how fast a machine is."""
+
+NOTHING_COLLECTED = 5
+"""Pytest's exit code of a run whose -k selects nothing."""
 
 
 def changed_tests(old: Recorded, new: Recorded, ratios: Mapping[str, float]) -> Iterator[Seen]:
@@ -24,45 +33,59 @@ def changed_tests(old: Recorded, new: Recorded, ratios: Mapping[str, float]) -> 
         after = new.tests.get(name)
         if after is None:
             yield Seen("vanished", name, f"it {_did(before)} before")
-        elif not _says_so_itself(old, new, name):
-            yield from _changed(name, before, after)
+        else:
+            yield from _changed(old, new, name, before, after)
     for name, after in new.tests.items():
         if name not in old.tests:
-            yield Seen("appeared", name, f"it {_did(after)}")
+            kind = "appeared_failing" if after.outcome == "failed" else "appeared"
+            yield Seen(kind, name, f"it {_did(after)}{_because(after)}")
     yield from _slower(old, new, ratios)
+    yield from _more_memory(old, new, ratios)
 
 
 def _incomplete(record: Recorded) -> Iterator[Seen]:
+    count = len(record.tests)
+    tests = f"{count} {plural(count, 'test')}"
     if record.end is None:
-        text = f"the run was cut off after {len(record.tests)} tests"
+        yield Seen("incomplete", record.name, f"the run was cut off after {tests}")
+    elif record.collected > count:
+        text = f"pytest collected {record.collected} tests, and ran {count}"
+        yield Seen("incomplete", record.name, text)
+    elif unusual := [code for code in record.exit_codes if code not in (0, 1, NOTHING_COLLECTED)]:
+        text = f"pytest ended with exit code {unusual[0]} after {tests}"
+        yield Seen("incomplete", record.name, text)
+    elif 1 in record.exit_codes and all(one.outcome != "failed" for one in record.tests.values()):
+        text = "pytest ended with exit code 1, although none of its tests failed"
         yield Seen("incomplete", record.name, text)
     if not any(one.outcome in ("same", "different") for one in record.checks.values()):
-        yield Seen("nothing_compared", record.name, f"{len(record.tests)} tests compared nothing")
+        yield Seen("nothing_compared", record.name, f"no gradients were compared in {tests}")
 
 
-def _says_so_itself(old: Recorded, new: Recorded, name: str) -> bool:
-    """True if a check of a test that fails now, or did before, has another outcome than before."""
-    if "skipped" in (old.tests[name].outcome, new.tests[name].outcome):
-        return False
-    pairs = zip(old.checks_of(name), new.checks_of(name), strict=False)
-    return any(before.outcome != after.outcome for before, after in pairs)
-
-
-def _changed(name: str, before: RecordedTest, after: RecordedTest) -> Iterator[Seen]:
+def _changed(
+    old: Recorded, new: Recorded, name: str, before: RecordedTest, after: RecordedTest
+) -> Iterator[Seen]:
     if after.outcome == before.outcome:
+        if after.outcome != "passed" and after.reason != before.reason:
+            text = f"{after.outcome}, before: {before.reason}; now: {after.reason}"
+            yield Seen("failure_changed", name, text)
         return
-    reason = f": {after.reason}" if after.reason else ""
-    text = f"{before.outcome} -> {after.outcome}{reason}"
-    if after.outcome == "skipped":
+    text = f"{before.outcome} -> {after.outcome}{_because(after)}"
+    pairs = list(zip(old.checks_of(name), new.checks_of(name), strict=False))
+    if after.outcome in ("skipped", "xfailed"):
         yield Seen("stopped_running", name, text)
-    elif after.outcome == "passed":
+    elif after.outcome == "failed":
+        if not any(is_worse(*pair) for pair in pairs):  # that says it already
+            yield Seen("test_failed", name, text)
+    elif not any(one.outcome != other.outcome for one, other in pairs):
         yield Seen("test_passes", name, text)
-    else:
-        yield Seen("test_failed", name, text)
+
+
+def _because(test: RecordedTest) -> str:
+    return f": {test.reason}" if test.reason else ""
 
 
 def _did(test: RecordedTest) -> str:
-    return {"passed": "passed", "failed": "failed"}.get(test.outcome, f"was {test.outcome}")
+    return test.outcome if test.outcome in ("passed", "failed") else f"was {test.outcome}"
 
 
 def _slower(old: Recorded, new: Recorded, ratios: Mapping[str, float]) -> Iterator[Seen]:
@@ -72,18 +95,18 @@ def _slower(old: Recorded, new: Recorded, ratios: Mapping[str, float]) -> Iterat
         same = new.tests.get(name)
         if same is not None and test.outcome == same.outcome == "passed":
             pairs[name] = test.seconds, same.seconds
-    if not pairs:
-        return
-    long = [after / before for before, after in pairs.values() if before > 0.05]
-    usual = max(1.0, median(long)) if long else 1.0
+    long = {name: after / before for name, (before, after) in pairs.items() if before > LONG}
     for name, (before, after) in pairs.items():
+        if after - before <= LEAST_SECONDS:
+            continue
+        others = [ratio for other, ratio in long.items() if other != name]
+        usual = max(1.0, median(others)) if others else 1.0
         expected = before * usual
         if after > ratios["seconds"] * expected and after - expected > LEAST_SECONDS:
             yield Seen("slower", name, _times(before, after, usual))
     total = (sum(one for one, _ in pairs.values()), sum(one for _, one in pairs.values()))
     if total[1] > max(ratios["total_seconds"] * total[0], total[0] + LEAST_OF_ALL_SECONDS):
         yield Seen("total_slower", new.name, _times(*total, 1.0))
-    yield from _more_memory(old, new, ratios)
 
 
 def _times(before: float, after: float, usual: float) -> str:
@@ -93,9 +116,6 @@ def _times(before: float, after: float, usual: float) -> str:
 
 
 def _more_memory(old: Recorded, new: Recorded, ratios: Mapping[str, float]) -> Iterator[Seen]:
-    before, after = (
-        float(record.end.get("peak_mib", 0.0)) if record.end is not None else 0.0
-        for record in (old, new)
-    )
+    before, after = old.peak_mib, new.peak_mib
     if before and after > ratios["memory"] * before:
         yield Seen("memory_grew", new.name, f"{before:.0f} MiB -> {after:.0f} MiB at the peak")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Mapping
 from functools import cache
@@ -37,7 +38,7 @@ def surroundings(folder: Path) -> Mapping[str, Any]:
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "cores": len(os.sched_getaffinity(0)),
         "variables": set_variables(),
-        "packages": _packages(),
+        "packages": packages(),
         "commit": _commit(folder),
     }
 
@@ -61,12 +62,12 @@ def _processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def _packages() -> dict[str, str]:
+def packages() -> dict[str, str]:
     """Name -> version. Of several with the same name, Python imports the first one."""
     found: dict[str, str] = {}
     for one in metadata.distributions():
         if name := one.metadata["Name"]:
-            found.setdefault(name.lower().replace("_", "-"), one.version)
+            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), one.version)
     return dict(sorted(found.items()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,32 @@ class RecordedLines:
         self._writer = RecordWriter(path)
         self._of = of
         self._reports: dict[str, list[pytest.TestReport]] = {}
+        self._has_collected = False
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Without xdist, whose workers collect."""
+        if session.items:
+            self._collected(len(session.items))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
+        """All workers collect the same tests."""
+        self._collected(len(ids))
+
+    def _collected(self, tests: int) -> None:
+        if not self._has_collected:
+            self._has_collected = True
+            self._writer.write("collected", tests=tests)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Write what is known when a test has ended, or its worker has crashed."""
         reports = self._reports.setdefault(report.nodeid, [])
         reports.append(report)
-        if report.when == "teardown":
+        if report.when not in ("setup", "call"):
             self._write(report.nodeid, self._reports.pop(report.nodeid))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that cannot be collected is a test that fails."""
         if report.failed:
             reason = _first_line(report.longreprtext)
             self._test(report.nodeid, outcome="failed", seconds=0.0, reason=reason)
@@ -43,6 +62,8 @@ class RecordedLines:
         outcomes = {report.outcome for report in reports}
         outcome = next((one for one in ("failed", "skipped") if one in outcomes), "passed")
         reasons = [_reason(report) for report in reports if report.outcome == outcome != "passed"]
+        if outcome == "skipped" and any(hasattr(report, "wasxfail") for report in reports):
+            outcome = "xfailed"
         seconds = round(sum(report.duration for report in reports), 4)
         self._test(nodeid, outcome=outcome, seconds=seconds, reason="; ".join(reasons))
         number = 0

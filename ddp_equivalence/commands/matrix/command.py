@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import shutil
-import subprocess
+import signal
 import sys
-import time
+import tempfile
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME, YELLOW
-from ddp_equivalence.commands.record.asked import asked
+from ddp_equivalence.commands.matrix.recordings import Recordings
 from ddp_equivalence.commands.results import require_writable_folder
 from ddp_equivalence.report.terminal import painted
 from ddp_equivalence.report.wrapping import plural
@@ -98,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ddp_equivalence.gate.policy import read_policy
 
     if bool(arguments.with_) == bool(arguments.bisect):
-        raise BadCase("with", arguments.with_, "either --with or --bisect")
+        raise BadCase("with", ", ".join(arguments.with_), "either --with or --bisect, and not both")
     if not (arguments.paths or arguments.observe or arguments.suite):
         raise BadCase("PATH", "", "checks of your own, or --suite")
     file: Path | None = arguments.requirements
@@ -106,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise BadCase("requirements", str(file), "a file that exists")
     require_writable_folder("out", arguments.out)
     policy = read_policy(arguments.policy)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left behind
     if arguments.bisect:
         return _Matrix(arguments, policy).bisect(versions.between(arguments.bisect))
     return _Matrix(arguments, policy).compare(versions.wanted(arguments.with_))
@@ -116,11 +115,7 @@ class _Matrix:
 
     def __init__(self, arguments: argparse.Namespace, policy: Policy) -> None:
         self._arguments, self._policy = arguments, policy
-        self._out: Path = arguments.out
-        self._failed: dict[str, str] = {}
-        self._asked = asked(
-            arguments.paths, arguments.observe, arguments.k, with_suite=arguments.suite
-        )
+        self._recordings = Recordings(arguments)
 
     # --- many versions
 
@@ -128,21 +123,20 @@ class _Matrix:
         """Record each, and hold those with the same packages against the one before."""
         self._say_what_is_needed(wanted)
         for number, one in enumerate(wanted, start=1):
-            self._record(one, f"{number} of {len(wanted)}")
-        levels = []
-        recorded = [one for one in wanted if self._is_recorded(one)]
-        for before, after in pairwise(recorded):
-            if before.is_neighbour_of(after):
-                judgement = self._judged(before, after)
-                self._print(judgement)
-                levels.append(judgement.level)
-        for name, why in self._failed.items():
-            print(f"\n{name}: NOT RECORDED\n{_indented(why)}")
+            self._recordings.record(one, f"{number} of {len(wanted)}")
+        recorded = [one for one in wanted if self._recordings.is_recorded(one)]
+        levels: list[str] = []
+        for number, after in enumerate(recorded):
+            earlier = [one for one in recorded[:number] if one.is_neighbour_of(after)]
+            if earlier:
+                levels.append(self._print(self._judged(earlier[-1], after)))
+        self._say_what_failed()
         if "red" in levels:
             return DIFFERENT
-        if self._failed:
+        if self._recordings.failed or not levels:
+            print("" if levels else "\nNothing was held against anything.", end="")
             return NOT_JUDGED
-        return YELLOW if "yellow" in levels else SAME
+        return _exit_code(levels)
 
     # --- the release that changed a verdict
 
@@ -151,19 +145,21 @@ class _Matrix:
         self._say_what_is_needed(released[:1])
         first, last = released[0], released[-1]
         for one in (first, last):
-            self._record(one, f"{len(released)} releases to look through")
-        if not (self._is_recorded(first) and self._is_recorded(last)):
-            return self._gives_up()
+            self._recordings.record(one, f"{len(released)} releases to look through")
+        if not (self._recordings.is_recorded(first) and self._recordings.is_recorded(last)):
+            self._say_what_failed()
+            return NOT_JUDGED
         if self._verdicts_alike(first, last):
             print(f"\n{last.name} has the verdicts of {first.name}: there is nothing to look for.")
-            self._print(self._judged(first, last))
-            return SAME
+            return _exit_code([self._print(self._judged(first, last))])
         good, bad, untried = 0, len(released) - 1, set[int]()
         while choices := [n for n in range(good + 1, bad) if n not in untried]:
             middle = choices[len(choices) // 2]
             one = released[middle]
-            self._record(one, f"{len(choices)} {plural(len(choices), 'release')} left to try")
-            if not self._is_recorded(one):
+            self._recordings.record(
+                one, f"{len(choices)} {plural(len(choices), 'release')} left to try"
+            )
+            if not self._recordings.is_recorded(one):
                 untried.add(middle)
             elif self._verdicts_alike(first, one):
                 good = middle
@@ -172,89 +168,25 @@ class _Matrix:
         print(f"\n{released[bad].name} is the first release with other verdicts.")
         print(f"{released[good].name} is the last one before it that has those of {first.name}.")
         for number in sorted(n for n in untried if good < n < bad):
-            print(f"Not tried, since it could not be installed: {released[number].name}")
+            print(f"Nothing is known of {released[number].name}")
+        self._say_what_failed()
         self._print(self._judged(released[good], released[bad]))
         return DIFFERENT
 
     def _verdicts_alike(self, first: Wanted, other: Wanted) -> bool:
-        kinds = ("verdict_worse", "verdict_better", "test_failed", "test_passes", "cause_changed")
-        findings = self._judged(first, other).findings
-        return not any(one.seen.kind in kinds and one.level != "ignored" for one in findings)
-
-    def _gives_up(self) -> int:
-        for name, why in self._failed.items():
-            print(f"\n{name}: NOT RECORDED\n{_indented(why)}")
-        return NOT_JUDGED
-
-    # --- one version
-
-    def _folder(self, one: Wanted) -> Path:
-        return self._out / one.name
-
-    def _is_recorded(self, one: Wanted) -> bool:
-        from ddp_equivalence.gate.recorded import read_record
-
-        if not self._folder(one).is_dir():
-            return False
-        try:
-            found = read_record(self._folder(one))
-        except BadCase:
-            return False
-        return found.end is not None and found.facts.get("asked") == self._asked
-
-    def _record(self, one: Wanted, place: str) -> None:
-        from ddp_equivalence.commands.matrix.environment import (
-            CannotInstall,
-            Environment,
-            folder_for_environments,
+        kinds = (
+            *("verdict_worse", "verdict_better", "test_failed", "test_passes", "cause_changed"),
+            *("vanished", "stopped_running", "nothing_compared", "incomplete", "compared_less"),
+        )
+        seen = [one.seen for one in self._judged(first, other).findings if one.level != "ignored"]
+        of_first = {one.kind for one in seen if one.of == first.name}  # such as that it is empty
+        return not any(
+            one.kind in kinds and one.of != first.name and one.kind not in of_first for one in seen
         )
 
-        if self._is_recorded(one):
-            print(f"{one.name} ({place}): recorded before, in {self._folder(one)}", flush=True)
-            return
-        if not one.requirements:
-            self._run(one, sys.executable)
-            return
-        print(f"{one.name} ({place}): installing", flush=True)
-        started = time.monotonic()
-        keep: Path | None = self._arguments.keep_environments
-        base = folder_for_environments(keep)
-        environment = Environment(base / one.name, self._arguments.on_top)
-        try:
-            environment.delete()
-            environment.make(one.requirements, self._arguments.requirements)
-            installed = time.monotonic() - started
-            print(f"{one.name} ({place}): installed in {installed:.0f} s, recording", flush=True)
-            self._run(one, str(environment.python))
-        except CannotInstall as error:
-            self._failed[one.name] = str(error)
-            print(f"{one.name} ({place}): could not be installed", flush=True)
-        finally:
-            if keep is None:
-                shutil.rmtree(base, ignore_errors=True)
-
-    def _run(self, one: Wanted, python: str) -> None:
-        given = self._arguments
-        folder, log = self._folder(one), self._out / f"{one.name}.txt"
-        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run has left
-        self._out.mkdir(parents=True, exist_ok=True)
-        words = [
-            *(python, "-m", "ddp_equivalence", "record", str(folder)),
-            *(["-n", given.n] if given.n != "0" else []),
-            *(["-k", given.k] if given.k else []),
-            *([] if given.suite else ["--no-suite"]),
-            *(word for command in given.observe for word in ("--observe", command)),
-            *given.paths,
-        ]
-        started = time.monotonic()
-        with log.open("wb") as output:
-            code = subprocess.run(words, stdout=output, stderr=subprocess.STDOUT).returncode
-        seconds = time.monotonic() - started
-        says = {SAME: "everything passed", DIFFERENT: "something failed"}
-        print(f"{one.name}: {says.get(code, 'cut off')} in {seconds:.0f} s ({log})", flush=True)
-        if not self._is_recorded(one):
-            printed = log.read_text(errors="replace").strip().splitlines()
-            self._failed[one.name] = "\n".join(printed[-6:])
+    def _say_what_failed(self) -> None:
+        for name, why in self._recordings.failed.items():
+            print(f"\n{name}: NOT RECORDED\n{_indented(why)}")
 
     # --- what is printed
 
@@ -265,7 +197,8 @@ class _Matrix:
         on_top = self._arguments.on_top
         names |= set() if on_top else {"torch", "ddp-equivalence"}
         kept = self._arguments.keep_environments is not None
-        size, free = size_of_packages(sorted(names), alone=on_top), free_bytes(self._out.resolve())
+        where = self._arguments.keep_environments or Path(tempfile.gettempdir())
+        size, free = size_of_packages(sorted(names), alone=on_top), free_bytes(where)
         many = f"{len(wanted)} {plural(len(wanted), 'environment')}, each"
         many = "Environments" if self._arguments.bisect else many
         how = "which are kept" if kept else "one at a time"
@@ -276,13 +209,24 @@ class _Matrix:
         from ddp_equivalence.gate.judge import judge
         from ddp_equivalence.gate.recorded import read_record
 
-        old, new = read_record(self._folder(before)), read_record(self._folder(after))
+        old, new = (
+            read_record(self._recordings.folder(before)),
+            read_record(self._recordings.folder(after)),
+        )
         return judge(old, new, self._policy, datetime.date.today())
 
-    def _print(self, judgement: Judgement) -> None:
+    def _print(self, judgement: Judgement) -> str:
+        """Print the report, and return the level."""
         from ddp_equivalence.gate.text import report
 
         print(f"\n{painted(report(judgement), sys.stdout)}", end="", flush=True)
+        return judgement.level
+
+
+def _exit_code(levels: Sequence[str]) -> int:
+    if "red" in levels:
+        return DIFFERENT
+    return YELLOW if "yellow" in levels else SAME
 
 
 def _indented(text: str) -> str:

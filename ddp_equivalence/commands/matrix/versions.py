@@ -35,13 +35,24 @@ class Wanted:
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """The names of its packages."""
-        return tuple(one.partition("==")[0] for one in self.requirements)
+        """The names of its packages, as the packaging standard writes them, in their order."""
+        return tuple(sorted(name for name, _ in self.versions))
+
+    @property
+    def versions(self) -> tuple[tuple[str, str], ...]:
+        """The names, and the versions that are asked for."""
+        pairs = (one.partition("==") for one in self.requirements)
+        return tuple((standard_name(name), version) for name, _, version in pairs)
 
     def is_neighbour_of(self, other: Wanted) -> bool:
         """They have other versions of the same packages; all are neighbours of the present one."""
         is_present = not (self.requirements and other.requirements)
         return is_present or self.packages == other.packages
+
+
+def standard_name(name: str) -> str:
+    """``Small_Package[extra]`` is "small-package". Source: PEP 503."""
+    return re.sub(r"[-_.]+", "-", name.partition("[")[0]).lower()
 
 
 def wanted(texts: Sequence[str]) -> list[Wanted]:
@@ -92,5 +103,8 @@ def _released(name: str) -> list[str]:
     for line in run.stdout.splitlines():
         if line.startswith("Available versions:"):
             return [one.strip() for one in line.partition(":")[2].split(",")][::-1]
+    if "No module named pip" in run.stderr:
+        right = "a Python with pip, which knows the releases of the index; this one has none"
+        raise BadCase("bisect", sys.executable, right)
     last = (run.stderr.strip().splitlines() or ["pip printed nothing"])[-1]
     raise BadCase("bisect", name, f"a package that the index has; pip says: {last}")

@@ -4,23 +4,53 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ddp_equivalence.case.errors import BadCase
+
+
+@dataclass(frozen=True)
+class Given:
+    """One PATH of the command line. ``is_test``: pytest collects it; else it is for ``check``."""
+
+    text: str
+    file: Path
+    is_test: bool
+
+
+def given(text: str) -> Given:
+    """``tests/``, ``test_a.py``, ``test_a.py::test_b``, ``mine.py`` or ``mine.py:step``.
+
+    Raises BadCase for what is none of these, or does not exist.
+    """
+    name, colons, _ = text.partition("::")
+    step = ""
+    if not colons and ".py:" in text:
+        name, _, step = text.rpartition(":")
+    path = Path(name)
+    if not path.exists():
+        raise BadCase("PATH", text, "a file or folder that exists")
+    if path.is_file() and path.suffix != ".py":
+        raise BadCase("PATH", text, "a folder, or a file of Python")
+    is_test = path.name.startswith("test_") or path.stem.endswith("_test")
+    if colons and not is_test:
+        raise BadCase("PATH", text, f"{name}:STEP for a step of a file for `check`")
+    return Given(text, path, path.is_dir() or (is_test and not step))
 
 
 def asked(
     paths: Sequence[str], commands: Sequence[str], words: str, *, with_suite: bool
 ) -> Mapping[str, Any]:
     """What the first line of a record says of it, with a digest of the files. What these import
-    is not in the digest.
+    is not in the digest. Raises BadCase.
     """
     hashed = hashlib.sha256()
     for text in paths:
-        path = Path(text if text.endswith(".py") else text.partition("::")[0].rpartition(":")[0])
-        path = path if path.exists() else Path(text)
-        files = sorted(path.rglob("*.py")) if path.is_dir() else [path] if path.is_file() else []
-        for file in files:
-            hashed.update(f"{file.as_posix()}\n".encode() + file.read_bytes())
+        file = given(text).file
+        for one in sorted(file.rglob("*.py")) if file.is_dir() else [file]:
+            hashed.update(f"{one.as_posix()}\n".encode() + one.read_bytes())
     return {
         "suite": with_suite,
         "paths": list(paths),

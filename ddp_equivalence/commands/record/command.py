@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
-from ddp_equivalence.commands.record.asked import asked
+from ddp_equivalence.commands.record.asked import asked, given
 from ddp_equivalence.commands.results import require_writable_folder
 
 if TYPE_CHECKING:
@@ -78,6 +78,12 @@ def run(arguments: argparse.Namespace) -> int:
     if out.exists():
         raise BadCase("OUT", str(out), "a folder that does not exist yet: a record is never mixed")
     require_writable_folder("OUT", out)
+    every = [*arguments.paths, *arguments.observe]
+    twice = next((text for text in every if every.count(text) > 1), None)
+    if twice is not None:
+        raise BadCase("PATH", twice, "each check once")
+    if not arguments.n.isdecimal() and arguments.n not in ("auto", "logical"):
+        raise BadCase("n", arguments.n, "a number of workers, or auto")
     runs = list(_runs(arguments))
     if not runs:
         raise BadCase("PATH", "", "checks of your own beside --no-suite, or the suite")
@@ -112,7 +118,9 @@ def _runs(arguments: argparse.Namespace) -> list[_Run]:
     if not arguments.no_suite:
         of_suite = ["-o", f"testpaths={TESTS}", "-W", "default", "-o", f"cache_dir={_cache()}"]
         runs.append(_Run("suite: ", [*of_suite, *common], suite_folder(), {}))
-    tests, files = _sorted_paths(arguments.paths)
+    paths = [given(text) for text in arguments.paths]
+    tests = [one.text for one in paths if one.is_test]
+    files = [one.text for one in paths if not one.is_test]
     here = Path.cwd()
     if tests:
         runs.append(_Run("", [*tests, "-o", f"cache_dir={_cache()}", *common], here, {}))
@@ -129,22 +137,6 @@ def _words(text: str) -> list[str]:
 
 def _cache() -> str:
     return str(Path(tempfile.gettempdir()) / f"ddp_equivalence-pytest-cache-{os.getuid()}")
-
-
-def _sorted_paths(paths: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Those that pytest collects, and those for `check`. Raises BadCase for others."""
-    tests: list[str] = []
-    files: list[str] = []
-    for text in paths:
-        file = text.partition("::")[0] if "::" in text else text
-        name = Path(file if file.endswith(".py") else file.rpartition(":")[0] or file)
-        if not name.exists():
-            raise BadCase("PATH", text, "a file or folder that exists")
-        is_test = name.is_dir() or name.name.startswith("test_") or name.stem.endswith("_test")
-        if name.is_file() and name.suffix != ".py":
-            raise BadCase("PATH", text, "a folder, or a file of Python")
-        (tests if is_test else files).append(text)
-    return tests, files
 
 
 def _write_begin(writer: object, arguments: argparse.Namespace) -> None:
@@ -170,6 +162,7 @@ def _write_begin(writer: object, arguments: argparse.Namespace) -> None:
 def _ran(one: _Run, path: Path) -> int:
     """Run pytest, and return its exit code."""
     with tempfile.TemporaryDirectory(prefix="ddp_equivalence-") as nothing:
+        Path(nothing, "pytest.ini").write_text("[pytest]\n")  # no other one counts
         has_paths = any(not word.startswith("-") for word in one.arguments[:1])
         arguments = [] if has_paths or one.of else [nothing, f"--rootdir={nothing}"]
         command = [

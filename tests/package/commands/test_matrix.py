@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_small_package.py").write_text(TEST)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     return tmp_path
 
 
@@ -72,9 +75,40 @@ def test_the_release_that_changed_a_verdict_is_found(
     assert "(from versions: 1.0, 1.1, 1.2, 1.10)" in printed
 
     (index / "tests" / "test_small_package.py").write_text(f"{TEST}# another one\n")
+    both = "small-package==1.0,Small_Package==1.1"
+    assert main(["matrix", "--on-top", "tests", "--with", both]) == DIFFERENT  # nothing compared
+    printed = capsys.readouterr().out
+    assert "recorded before" not in printed
+    assert "red: small-package==1.0 -> Small_Package==1.1" in printed
+    assert not list((index / "temporary").glob("ddp_equivalence-matrix-*"))  # all are deleted
+
+
+def test_what_is_not_compared_with_anything_is_no_success(
+    index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     both = "small-package==1.7,small-package==1.8"
     assert main(["matrix", "--on-top", "tests", "--with", both]) == NOT_JUDGED
-    assert not list(index.glob("**/bin"))  # no environment is left
+    assert "Nothing was held against anything." in capsys.readouterr().out
+
+
+def test_a_folder_of_the_user_is_not_deleted(index: Path) -> None:
+    (index / "matrix" / "present").mkdir(parents=True)
+    (index / "matrix" / "present" / "thesis.txt").write_text("mine")
+    words = ["matrix", "tests", "--on-top", "--with", "present,small-package==1.0"]
+    assert main(words) == BAD_INPUT
+    assert (index / "matrix" / "present" / "thesis.txt").read_text() == "mine"
+
+
+def test_another_version_than_the_one_that_was_asked_for_is_not_recorded(
+    index: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with zipfile.ZipFile(index / "wheels" / "small_package-1.1-py3-none-any.whl") as file:
+        file.extractall(index / "first")
+    monkeypatch.setenv("PYTHONPATH", str(index / "first"))
+    words = ["matrix", "tests", "--on-top", "--with", "small-package==1.0,small-package==1.2"]
+    assert main(words) == NOT_JUDGED
+    printed = capsys.readouterr().out
+    assert "small-package 1.0 was asked for, and 1.1 ran" in printed
 
 
 def test_what_is_wanted() -> None:
@@ -83,6 +117,7 @@ def test_what_is_wanted() -> None:
     present, torch, both = found
     assert present.is_neighbour_of(torch)
     assert not torch.is_neighbour_of(both)
+    assert Wanted(("a_b==1", "c==2")).is_neighbour_of(Wanted(("C==3", "A-B==1")))
     assert torch.is_neighbour_of(Wanted(("torch==2.15.0",)))
 
 

@@ -149,6 +149,9 @@ def test_a_run_in_which_nothing_is_selected_is_no_success(own: Path) -> None:
         (["record", "out", "--no-suite"], "checks of your own beside --no-suite"),
         (["record", "out", "none.py"], "PATH = 'none.py': a file or folder that exists"),
         (["record", "out", "notes.txt"], "PATH = 'notes.txt': a folder, or a file of Python"),
+        (["record", "out", "a.py", "a.py"], "PATH = 'a.py': each check once"),
+        (["record", "out", "a.py::step"], "PATH = 'a.py::step': a.py:STEP for a step"),
+        (["record", "out", "a.py", "-n", "many"], "n = 'many': a number of workers"),
         (["gate", "taken", "none"], "record = 'taken': a folder with record.jsonl"),
         (["gate", "good", "good", "--policy", "none.toml"], "policy = 'none.toml'"),
     ],
@@ -163,6 +166,7 @@ def test_bad_input_is_named(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     (tmp_path / "notes.txt").write_text("")
+    (tmp_path / "a.py").write_text("")
     write(tmp_path / "good")
     assert main(words) == BAD_INPUT
     assert message in capsys.readouterr().err
@@ -191,3 +195,47 @@ def test_a_policy_makes_yellow_of_red(
 def test_raised_errors_are_those_of_the_package() -> None:
     with pytest.raises(BadCase):
         read_record(Path("/nowhere"))
+
+
+CRASHES = """
+import os
+
+def test_before():
+    pass
+
+def test_that_ends_its_process():
+    os._exit(1)
+"""
+
+
+def test_a_worker_that_crashes_is_a_test_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "test_crash.py").write_text(CRASHES)
+    words = ("--no-suite", "test_crash.py", "-n", "1")
+    code, printed = recorded(tmp_path, "record", *words)
+    assert code == DIFFERENT, printed
+    found = record_in(tmp_path, "record")
+    outcomes = {name.rpartition("::")[2]: test.outcome for name, test in found.tests.items()}
+    assert outcomes == {"test_before": "passed", "test_that_ends_its_process": "failed"}
+    assert found.collected == 2
+    code, printed = recorded(tmp_path, "killed", "--no-suite", "test_crash.py", "-k", "process")
+    assert code == DIFFERENT, printed  # pytest itself ended with the test
+    assert record_in(tmp_path, "killed").tests == {}
+    assert record_in(tmp_path, "killed").collected == 1
+
+
+XFAILS = """
+import pytest
+
+@pytest.mark.xfail(reason="later")
+def test_it():
+    raise ValueError("no")
+"""
+
+
+def test_a_failure_that_is_expected_is_no_pass_and_no_skip(tmp_path: Path) -> None:
+    (tmp_path / "test_later.py").write_text(XFAILS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    code, printed = recorded(tmp_path, "record", "--no-suite", "test_later.py")
+    assert code == SAME, printed
+    (test,) = record_in(tmp_path, "record").tests.values()
+    assert (test.outcome, test.reason) == ("xfailed", "ValueError: no")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,21 +63,28 @@ def write(
     ends: bool = True,
     peak_mib: float = 400.0,
     exit_code: int = 0,
+    collected: int = 0,
+    asked: Mapping[str, Any] | None = None,
+    without_checks: Sequence[str] = (),
 ) -> Path:
     """Write a record. ``tests`` and ``checks``: changed fields by test; None for one that is gone.
     ``defaults`` and ``environment``: changed values.
     """
     folder.mkdir()
     writer = RecordWriter(folder / NAME)
-    writer.write("record", schema=schema, created="2026-11-26T10:00:00+00:00", source="c3")
+    of_all = {"suite": True, "files": "e5", "selected": "", "paths": ["mine.py"], "observed": []}
+    facts = {"created": "2026-11-26T10:00:00+00:00", "source": "c3"}
+    writer.write("record", schema=schema, asked={**of_all, **(asked or {})}, **facts)
     writer.write("environment", values={**ENVIRONMENT, **(environment or {})})
     writer.write("defaults", values={**DEFAULTS, **(defaults or {})})
+    if collected:
+        writer.write("collected", tests=collected)
     for name in dict.fromkeys([*TESTS, *(tests or {})]):
         changed = (tests or {}).get(name, {})
         if changed is None:
             continue
         writer.write("test", **{"id": name, "outcome": "passed", "seconds": 0.2, **changed})
-        if changed.get("outcome") != "skipped":
+        if changed.get("outcome") not in ("skipped", "xfailed") and name not in without_checks:
             fields = {**CHECK, **(checks or {}).get(name, {})}
             writer.write("check", test=name, number=0, **fields)
     if ends:

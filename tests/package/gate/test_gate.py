@@ -35,7 +35,22 @@ def test_the_same_run_twice_is_green(tmp_path: Path) -> None:
         ({"checks": {SUITE: {"error": 3e-15}}}, "red", "error_grew", SUITE),
         ({"checks": {SUITE: {"limit": 2e-13}}}, "red", "limit_grew", SUITE),
         ({"defaults": {BUCKET: "50"}}, "red", "default_changed", BUCKET),
-        ({"tests": {MINE: {"seconds": 2.0}}}, "red", "slower", MINE),
+        ({"tests": {MINE: {"seconds": 8.0}}}, "red", "slower", MINE),
+        ({"checks": {SUITE: {"limit": None}}}, "red", "compared_less", SUITE),
+        ({"checks": {SUITE: {"error": 5e-14, "floor": 2e-14}}}, "red", "error_grew", SUITE),
+        ({"checks": {MINE: {"ranks": 1}}}, "red", "compared_less", MINE),
+        ({"checks": {MINE: {"elements": 99}}}, "red", "compared_less", MINE),
+        ({"checks": {MINE: {"layout": "1x1"}}}, "red", "compared_less", MINE),
+        ({"exit_code": -9}, "red", "incomplete", "new"),
+        ({"exit_code": 3}, "red", "incomplete", "new"),
+        ({"exit_code": 1}, "red", "incomplete", "new"),
+        ({"collected": 4}, "red", "incomplete", "new"),
+        ({"tests": {OTHER: {"outcome": "xfailed", "reason": "ImportError"}}},
+         "red", "stopped_running", OTHER),
+        ({"tests": {"suite: test_new": {"outcome": "failed"}}},
+         "yellow", "appeared_failing", "suite: test_new"),
+        ({"asked": {"files": "other"}}, "yellow", "other_checks", "the files of your checks"),
+        ({"asked": {"selected": "ddp"}}, "yellow", "other_checks", "the words of -k"),
         ({"checks": {MINE: {"backend": "gloo_fallback"}}}, "red", "lane_changed", MINE),
         ({"checks": {MINE: {"parameters": 3}}}, "red", "compared_less", MINE),
         ({"checks": {MINE: {"dtype": "float32"}}}, "red", "compared_less", MINE),
@@ -73,7 +88,7 @@ def test_a_change_has_its_level_and_its_reason(
         pytest.param({"checks": {SUITE: {"error": 9e-16}}}, id="an error of three times the floor"),
         pytest.param({"checks": {SUITE: {"error": 0.0}}}, id="no error at all"),
         pytest.param({"checks": {SUITE: {"limit": 6e-14}}}, id="a limit that is hardly wider"),
-        pytest.param({"tests": {SUITE: {"seconds": 0.65}}}, id="half a second"),
+        pytest.param({"tests": {SUITE: {"seconds": 4.0}}}, id="the start of the ranks"),
         pytest.param({"peak_mib": 500.0}, id="a quarter more memory"),
     ],
 )
@@ -157,3 +172,58 @@ def test_the_documents_list_every_kind() -> None:
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     expected = [f"| `{name}` | {kind.level} | {kind.meaning} |" for name, kind in KINDS.items()]
     assert rows == expected
+
+
+def test_the_limit_of_an_exact_check_is_zero(tmp_path: Path) -> None:
+    exact = {"error": 0.0, "floor": 0.0, "limit": 0.0}
+    old = write(tmp_path / "old", checks={MINE: exact})
+    assert found(judged(old, write(tmp_path / "same", checks={MINE: exact}))) == []
+    off = write(tmp_path / "off", checks={MINE: {**exact, "error": 4e-14}})
+    assert found(judged(old, off)) == [("red", "error_grew", MINE)]
+    wide = write(tmp_path / "wide", checks={MINE: {**exact, "limit": 1.0}})
+    assert found(judged(old, wide)) == [("red", "limit_grew", MINE)]
+
+
+def test_an_old_record_that_was_cut_off_is_red_too(tmp_path: Path) -> None:
+    judgement = judged(write(tmp_path / "old", ends=False), write(tmp_path / "new"))
+    assert found(judgement) == [("red", "incomplete", "old")]
+
+
+def test_a_check_that_is_gone_from_a_test_that_runs_is_red(tmp_path: Path) -> None:
+    new = write(tmp_path / "new", without_checks=(MINE,))
+    judgement = judged(write(tmp_path / "old"), new)
+    assert found(judgement) == [("red", "vanished", MINE)]
+    back = judged(new, tmp_path / "old")
+    assert found(back) == [("information", "appeared", f"{MINE} (check 1)")]
+
+
+def test_a_check_of_a_fixture_may_move_to_another_test(tmp_path: Path) -> None:
+    """It belongs to the test that runs first."""
+    old = write(tmp_path / "old", without_checks=(MINE,))
+    new = write(tmp_path / "new", without_checks=(OTHER,))
+    assert found(judged(old, new)) == []
+
+
+def test_what_was_expected_before_says_what_is_worse(tmp_path: Path) -> None:
+    """The test passes: it asks for the difference now."""
+    changed = {MINE: {"outcome": "different", "expected": "different", "error": 1.0}}
+    judgement = judged(write(tmp_path / "old"), write(tmp_path / "new", checks=changed))
+    assert found(judgement) == [
+        ("red", "expected_otherwise", MINE),
+        ("red", "verdict_worse", MINE),
+    ]
+
+
+def test_a_test_that_fails_for_another_reason_is_named(tmp_path: Path) -> None:
+    failed = {OTHER: {"outcome": "failed", "reason": "ValueError: a"}}
+    other = {OTHER: {"outcome": "failed", "reason": "ImportError: b"}}
+    old, new = write(tmp_path / "old", tests=failed), write(tmp_path / "new", tests=other)
+    assert found(judged(old, new)) == [("yellow", "failure_changed", OTHER)]
+    assert found(judged(old, old)) == []
+
+
+def test_a_test_is_slow_beside_the_others_and_not_beside_itself(tmp_path: Path) -> None:
+    none = dict.fromkeys(TESTS[1:])
+    old = write(tmp_path / "old", tests=none)
+    new = write(tmp_path / "new", tests={**none, SUITE: {"seconds": 9.9}})
+    assert found(judged(old, new)) == [("red", "slower", SUITE)]

@@ -73,6 +73,7 @@ def test_an_exception_counts_until_its_day(tmp_path: Path) -> None:
         ("levels = 3\n", "levels", "a table"),
         ("[other]\n", "policy", "only these names: levels, ratios, exceptions"),
         ("[[exceptions]]\nof = 'x'\n", "exceptions[1].reason", "why it is an exception"),
+        ("[[exceptions]]\nreason = 'x'\n", "exceptions[1].of", "* stands for anything"),
         ("[[exceptions]]\nreason = 'x'\nuntil = '2027-01-01'\n", "exceptions[1].until", "a day"),
         ("[[exceptions]]\nreason = 'x'\nfinding = 'all'\n", "exceptions[1].finding", "one of"),
         ("exceptions = 1\n", "exceptions", "tables"),
@@ -89,3 +90,23 @@ def test_a_mistake_in_the_file_is_named(text: str, field: str, right: str, tmp_p
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadCase, match="a file that can be read"):
         read_policy(tmp_path / "none.toml")
+
+
+def test_an_exception_means_the_very_name_that_it_gives(tmp_path: Path) -> None:
+    """Brackets are those of parametrised tests."""
+    names = ("suite: test_x[1x2]", "suite: test_x1")
+    worse = {name: {"outcome": "different", "error": 1.0} for name in names}
+    new = write(tmp_path / "new", tests={name: {} for name in names}, checks=worse)
+    old = write(tmp_path / "old", tests={name: {} for name in names})
+    text = EXCEPTION.format(day=26).replace("mine*", "suite: test_x[1x2]")
+    judgement = judged(old, new, policy(tmp_path, text))
+    assert found(judgement) == [
+        ("red", "verdict_worse", "suite: test_x1"),
+        ("ignored", "verdict_worse", "suite: test_x[1x2]"),
+    ]
+
+
+def test_an_exception_is_about_its_finding_alone(tmp_path: Path) -> None:
+    new = write(tmp_path / "new", checks={MINE: {"limit": 1.0}})
+    judgement = judged(write(tmp_path / "old"), new, policy(tmp_path, EXCEPTION.format(day=26)))
+    assert found(judgement) == [("red", "limit_grew", MINE)]

@@ -34,7 +34,7 @@ def test_a_run_that_was_killed_leaves_what_it_has_done(tmp_path: Path) -> None:
 def test_another_process_goes_on_with_a_record(tmp_path: Path) -> None:
     path = tmp_path / NAME
     RecordWriter(path).write("record", schema=1)
-    RecordWriter(path).write("end", seconds=1.0)
+    RecordWriter(path).write("end", exit_codes=[0], seconds=1.0)
     assert [line["kind"] for line in read_lines(path)] == ["record", "end"]
 
 
@@ -106,6 +106,8 @@ def test_a_large_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
         ("test", {"outcome": "passed", "seconds": 1}, "'id'"),
         ("environment", {"values": 3}, "no attribute"),
         ("check", {"test": "a", "number": "x"}, "fields as version 1"),
+        ("end", {"exit_codes": [0], "peak_mib": "x"}, "is no number"),
+        ("end", {"exit_codes": ["0"]}, "is no exit code"),
     ],
 )
 def test_a_field_that_is_none_of_this_version_is_named(
@@ -133,3 +135,21 @@ def test_long_names_are_cut_and_controls_are_kept_out_of_the_file(tmp_path: Path
 def test_a_folder_without_a_record_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadCase, match="as `record` writes it"):
         read(tmp_path)
+
+
+def test_a_line_that_was_cut_off_is_replaced_by_the_next_one(tmp_path: Path) -> None:
+    folder = write(tmp_path / "record", ends=False)
+    path = folder / NAME
+    path.write_bytes(path.read_bytes()[:-40])
+    RecordWriter(path).write("end", exit_codes=[-9], seconds=1.0)
+    found = read(folder)
+    assert found.end is not None
+    assert found.exit_codes == (-9,)
+
+
+@pytest.mark.parametrize("kind", ["record", "test"])
+def test_nothing_comes_after_the_end(kind: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "record")
+    RecordWriter(folder / NAME).write(kind, schema=1, id="x", outcome="passed", seconds=1.0)
+    with pytest.raises(BadCase, match="nothing after its end"):
+        read(folder)
