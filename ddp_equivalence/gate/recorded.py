@@ -18,12 +18,13 @@ MOST_TEXT, MOST_OF_A_REPORT = 2_000, 10_000
 @dataclass(frozen=True)
 class RecordedTest:
     """``outcome``: "passed", "failed", "skipped" or "xfailed", which is a failure that is expected.
-    ``reason``: why, if it did not pass.
+    ``reason``: why, if it did not pass. ``starts``: how many sets of ranks it has started.
     """
 
     outcome: str
     seconds: float
     reason: str = ""
+    starts: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ def _take(found: Recorded, line: Mapping[str, Any]) -> None:
         found.collected += _count(line["tests"])
     elif kind == "test":
         reason = _text(line.get("reason", ""))
-        test = RecordedTest(_text(line["outcome"]), _number(line["seconds"]) or 0.0, reason)
+        seconds, starts = _number(line["seconds"]) or 0.0, _count(line.get("starts", 0))
+        test = RecordedTest(_text(line["outcome"]), seconds, reason, starts)
         found.tests[_text(line["id"])] = test
     elif kind == "check":
         found.checks[_text(line["test"]), _count(line["number"])] = _check(line)

@@ -11,9 +11,8 @@ from ddp_equivalence.gate.recorded import Recorded, RecordedTest
 from ddp_equivalence.gate.rules_of_checks import is_worse
 from ddp_equivalence.report.wrapping import plural
 
-LEAST_SECONDS = 5.0
-"""A test that takes so much longer, and no less, may be slower: the first test of so many ranks
-starts them, which takes seconds."""
+LEAST_SECONDS = 2.0
+"""A test that takes so much longer, and no less, may be slower: shorter times are noise."""
 
 LEAST_OF_ALL_SECONDS = 10.0
 """The same of a whole run, which starts ranks and imports torch."""
@@ -93,7 +92,9 @@ def _slower(old: Recorded, new: Recorded, ratios: Mapping[str, float]) -> Iterat
     pairs: dict[str, tuple[float, float]] = {}
     for name, test in old.tests.items():
         same = new.tests.get(name)
-        if same is not None and test.outcome == same.outcome == "passed":
+        if same is None or same.starts != test.starts:
+            continue  # ranks stay for the tests that follow: one of them pays for their start
+        if test.outcome == same.outcome == "passed":
             pairs[name] = test.seconds, same.seconds
     long = {name: after / before for name, (before, after) in pairs.items() if before > LONG}
     for name, (before, after) in pairs.items():

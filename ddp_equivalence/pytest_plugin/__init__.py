@@ -96,7 +96,8 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    run_results.attach(report, recorder.records(item, report), recorder.not_run(item, report))
+    records, not_run = recorder.records(item, report), recorder.not_run(item, report)
+    run_results.attach(report, records, not_run, recorder.starts_of_ranks())
     if report.failed:
         lines = exported_scripts.export(item)
         report.sections += [("reproduction", line) for line in lines]

@@ -29,6 +29,7 @@ class RecordedLines:
         self._of = of
         self._reports: dict[str, list[pytest.TestReport]] = {}
         self._has_collected = False
+        self._starts: dict[str, int] = {}
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Without xdist, whose workers collect."""
@@ -65,13 +66,21 @@ class RecordedLines:
         if outcome == "skipped" and any(hasattr(report, "wasxfail") for report in reports):
             outcome = "xfailed"
         seconds = round(sum(report.duration for report in reports), 4)
-        self._test(nodeid, outcome=outcome, seconds=seconds, reason="; ".join(reasons))
+        facts = {"outcome": outcome, "seconds": seconds, "reason": "; ".join(reasons)}
+        self._test(nodeid, **facts, starts=self._starts_in(reports))
         number = 0
         for report in reports:
             for record in getattr(report, ATTRIBUTE, {}).get("records", ()):
                 fields = {name: record[name] for name in OF_CHECKS}
                 self._writer.write("check", test=f"{self._of}{nodeid}", number=number, **fields)
                 number += 1
+
+    def _starts_in(self, reports: Sequence[pytest.TestReport]) -> int:
+        """How many sets of ranks the test has started, in its process."""
+        worker = getattr(reports[-1], "worker_id", "")
+        now: int = max(getattr(report, ATTRIBUTE, {}).get("starts", 0) for report in reports)
+        before, self._starts[worker] = self._starts.get(worker, 0), now
+        return max(0, now - before)
 
     def _test(self, nodeid: str, **fields: Any) -> None:
         self._writer.write("test", id=f"{self._of}{nodeid}", **fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -71,6 +72,12 @@ def not_run(item: pytest.Item, report: pytest.TestReport) -> NotRun | None:
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     strategy, layout, lane = trial.args
     return NotRun(strategy, layout, lane, reason.removeprefix("Skipped: "))
+
+
+def starts_of_ranks() -> int:
+    """How many sets of ranks this process has started; it is not imported for that."""
+    rank_set = sys.modules.get("ddp_equivalence.ranks.rank_set")
+    return 0 if rank_set is None else rank_set.starts()
 
 
 def _is_known_to_differ(item: pytest.Item) -> bool:

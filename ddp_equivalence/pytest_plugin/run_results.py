@@ -26,11 +26,16 @@ class NotRun:
     reason: str
 
 
-def attach(report: pytest.TestReport, records: Sequence[Record], not_run: NotRun | None) -> None:
-    """Send the results of one test along with its report."""
+def attach(
+    report: pytest.TestReport, records: Sequence[Record], not_run: NotRun | None, starts: int
+) -> None:
+    """Send the results of one test along with its report. ``starts``: how many sets of ranks this
+    process has started by now.
+    """
     report.__dict__[ATTRIBUTE] = {
         "records": [asdict(record) for record in records],
         "not_run": None if not_run is None else asdict(not_run),
+        "starts": starts,
     }
 
 

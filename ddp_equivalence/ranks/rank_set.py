@@ -28,6 +28,14 @@ STOP_TIMEOUT = 2.0
 """Seconds that processes have to end after they are told to stop, and again after SIGKILL."""
 
 
+_starts: list[str] = []
+
+
+def starts() -> int:
+    """How many sets of ranks this process has started by now."""
+    return len(_starts)
+
+
 class Ranks(Protocol):
     """All that the rest of the package needs from a set of ranks, however they are started."""
 
@@ -84,6 +92,7 @@ class RankSet:
 
         Raises RankFailed or RanksTimedOut, or OSError if the system has no room for more processes.
         """
+        _starts.append(self.token)
         if self._method == "forkserver":
             start_server()
         with empty_main_module():

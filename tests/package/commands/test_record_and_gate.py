@@ -103,6 +103,7 @@ def test_the_whole_way(
         assert (check.outcome, len(check.digests)) == ("same", 2)
         assert check.error is not None
         assert check.floor is not None
+    assert sum(test.starts for test in before.tests.values()) == 2  # in a process of its own each
     assert before.checks[CHECK, 0].digests == before.checks[IN_A_TEST, 0].digests
     assert before.environment["packages"]["torch"]
     assert "torch.nn.parallel.DistributedDataParallel(bucket_cap_mb)" in before.defaults

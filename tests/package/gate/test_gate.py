@@ -88,7 +88,8 @@ def test_a_change_has_its_level_and_its_reason(
         pytest.param({"checks": {SUITE: {"error": 9e-16}}}, id="an error of three times the floor"),
         pytest.param({"checks": {SUITE: {"error": 0.0}}}, id="no error at all"),
         pytest.param({"checks": {SUITE: {"limit": 6e-14}}}, id="a limit that is hardly wider"),
-        pytest.param({"tests": {SUITE: {"seconds": 4.0}}}, id="the start of the ranks"),
+        pytest.param({"tests": {SUITE: {"seconds": 2.0}}}, id="less than two seconds"),
+        pytest.param({"tests": {SUITE: {"seconds": 9.0, "starts": 1}}}, id="the start of ranks"),
         pytest.param({"peak_mib": 500.0}, id="a quarter more memory"),
     ],
 )
