@@ -56,8 +56,9 @@ class Environment:
         self._install([*install, *needed, *([] if self._on_top else this_package(requirements))])
 
     def delete(self) -> None:
-        """Delete it."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Delete it, if there is one; no other folder of that name."""
+        if (self._folder / "pyvenv.cfg").is_file():
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _see_the_present_packages(self) -> None:
         """Its own packages come first, and hide those of the same name."""

@@ -11,7 +11,11 @@ import pytest
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import BAD_INPUT, DIFFERENT, NOT_JUDGED
 from ddp_equivalence.commands.main import main
-from ddp_equivalence.commands.matrix.environment import size_of_packages, this_package
+from ddp_equivalence.commands.matrix.environment import (
+    Environment,
+    size_of_packages,
+    this_package,
+)
 from ddp_equivalence.commands.matrix.versions import Wanted, between, wanted
 
 RELEASES = {"1.0": True, "1.1": True, "1.2": False, "1.10": False}
@@ -97,6 +101,15 @@ def test_a_folder_of_the_user_is_not_deleted(index: Path) -> None:
     words = ["matrix", "tests", "--on-top", "--with", "present,small-package==1.0"]
     assert main(words) == BAD_INPUT
     assert (index / "matrix" / "present" / "thesis.txt").read_text() == "mine"
+
+
+def test_only_an_environment_is_deleted(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    Environment(tmp_path, on_top=True).delete()
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+    (tmp_path / "pyvenv.cfg").write_text("")
+    Environment(tmp_path, on_top=True).delete()
+    assert not tmp_path.exists()
 
 
 def test_another_version_than_the_one_that_was_asked_for_is_not_recorded(
