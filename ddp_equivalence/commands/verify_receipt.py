@@ -18,7 +18,7 @@ from ddp_equivalence.ranks.backend_names import LANES
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
 
-NEEDS_NOTHING = {"CUDA_VISIBLE_DEVICES": ""}
+WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def add(commands: Commands) -> None:
@@ -87,7 +87,7 @@ def _tests_of_the_suite() -> list[str]:
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", *words],
         cwd=suite_folder(),
-        env={**os.environ, **NEEDS_NOTHING},
+        env={**os.environ, **WITHOUT_GPUS},
         capture_output=True,
         text=True,
     )

@@ -58,6 +58,9 @@ def class_weights(view: View, parts: Sequence[Indices]) -> ClassWeights | None:
     That they fit is no accident: every element of the gradient is an equation for a few of them,
     and that the parts are weighted by their sums is another one.
     """
+    setting = view.setting
+    if setting.has_batch_norm or setting.batch_coupled or view.examples.draws_random_numbers:
+        return None  # then the gradient of a part is not what it is in the big batch
     for name, labels in _labels(view):
         weights = _solved(view, labels)
         if weights is None:

@@ -38,7 +38,7 @@ class Details:
     pieces: str
     ranks: tuple[int, ...]
     shares: tuple[tuple[float | None, ...], ...]
-    parameters: tuple[tuple[Any, ...], ...]
+    parameters: tuple[tuple[str, float | None, float | None, float | None], ...]
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,10 @@ def _details(raw: Mapping[str, Any]) -> Details:
         pieces="" if shares is None else _text(shares["pieces"]),
         ranks=() if shares is None else tuple(_count(rank) for rank in shares["ranks"]),
         shares=() if shares is None else tuple(tuple(map(_number, r)) for r in shares["rows"]),
-        parameters=tuple((_text(n), *map(_number, rest)) for n, *rest in raw["parameters"]),
+        parameters=tuple(
+            (_text(name), _number(error), _number(floor), _number(limit))
+            for name, error, floor, limit in raw["parameters"]
+        ),
     )
 
 

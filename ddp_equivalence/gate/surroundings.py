@@ -67,8 +67,13 @@ def packages() -> dict[str, str]:
     found: dict[str, str] = {}
     for one in metadata.distributions():
         if name := one.metadata["Name"]:
-            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), one.version)
+            found.setdefault(standard_name(name), one.version)
     return dict(sorted(found.items()))
+
+
+def standard_name(name: str) -> str:
+    """``Small_Package[extra]`` is "small-package". Source: PEP 503."""
+    return re.sub(r"[-_.]+", "-", name.partition("[")[0]).lower()
 
 
 def _commit(folder: Path) -> str:

@@ -98,7 +98,7 @@ def _counts(judgement: Judgement) -> Iterator[Line]:
     old, new, counts = judgement.old, judgement.new, judgement.counts
     yield Line(
         f"{judgement.compared} {plural(judgement.compared, 'check')} in both records; "
-        f"{len(old.tests)} tests before, {len(new.tests)} now; "
+        f"{len(old.tests)} {plural(len(old.tests), 'test')} before, {len(new.tests)} now; "
         f"{counts['red']} red, {counts['yellow']} yellow, {counts['information']} information, "
         f"{counts['ignored']} ignored"
     )

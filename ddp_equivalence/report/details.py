@@ -20,10 +20,16 @@ def details_of(verdict: Verdict) -> dict[str, Any]:
     error, rounding floor and limit of each, in the order in which backward reaches them.
     """
     return {
-        "report": str(verdict)[:LONGEST_REPORT],
+        "report": _report(verdict)[:LONGEST_REPORT],
         "shares": _shares(verdict),
         "parameters": _parameters(verdict),
     }
+
+
+def _report(verdict: Verdict) -> str:
+    if verdict.of_script and verdict.outcome == "different" and not verdict.findings:
+        return "Only the first step of a script that differs is explained."
+    return str(verdict)
 
 
 def _shares(verdict: Verdict) -> Mapping[str, Any] | None:

@@ -104,10 +104,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise BadCase("requirements", str(file), "a file that exists")
     require_writable_folder("out", arguments.out)
     policy = read_policy(arguments.policy)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing is left behind
-    if arguments.bisect:
-        return _Matrix(arguments, policy).bisect(versions.between(arguments.bisect))
-    return _Matrix(arguments, policy).compare(versions.wanted(arguments.with_))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves nothing, as Ctrl-C
+    try:
+        if arguments.bisect:
+            return _Matrix(arguments, policy).bisect(versions.between(arguments.bisect))
+        return _Matrix(arguments, policy).compare(versions.wanted(arguments.with_))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Matrix:
@@ -202,7 +205,8 @@ class _Matrix:
         many = f"{len(wanted)} {plural(len(wanted), 'environment')}, each"
         many = "Environments" if self._arguments.bisect else many
         how = "which are kept" if kept else "one at a time"
-        room = f"about {size / GIB:.1f} GiB as the packages take here"
+        gigabytes = f"{size / GIB:.1f} GiB" if size > GIB / 10 else f"{size >> 20} MiB"
+        room = f"about {gigabytes}, which is what the packages take here"
         print(f"{many} of {room}, {how}; {free / GIB:.0f} GiB are free", flush=True)
 
     def _judged(self, before: Wanted, after: Wanted) -> Judgement:

@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ddp_equivalence.commands.suite_folder import is_checkout, suite_folder
+from ddp_equivalence.gate.surroundings import standard_name
 
 LAST_LINES = 6
 """So many lines of an installer that failed are shown."""
@@ -91,7 +92,7 @@ def this_package(requirements: Sequence[str]) -> list[str]:
     """What an environment from nothing needs beside the requirements: this package, and the torch
     of this environment, unless the requirements name another one.
     """
-    names = {one.partition("==")[0].partition("[")[0].lower() for one in requirements}
+    names = {standard_name(one.partition("==")[0]) for one in requirements}
     torch = [] if "torch" in names else [f"torch=={metadata.version('torch').partition('+')[0]}"]
     if is_checkout():
         return [*torch, str(suite_folder())]
@@ -106,7 +107,7 @@ def size_of_packages(names: Sequence[str], alone: bool = False) -> int:
     waiting = [*names]
     size = 0
     while waiting:
-        name = waiting.pop().lower().replace("_", "-")
+        name = standard_name(waiting.pop())
         if name in known:
             continue
         known.add(name)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.gate.surroundings import standard_name
 
 NAME = r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)"
 REQUIREMENT = re.compile(rf"^{NAME}(\[[A-Za-z0-9,._-]+\])?==[A-Za-z0-9][\w.!+-]*$")
@@ -48,11 +49,6 @@ class Wanted:
         """They have other versions of the same packages; all are neighbours of the present one."""
         is_present = not (self.requirements and other.requirements)
         return is_present or self.packages == other.packages
-
-
-def standard_name(name: str) -> str:
-    """``Small_Package[extra]`` is "small-package". Source: PEP 503."""
-    return re.sub(r"[-_.]+", "-", name.partition("[")[0]).lower()
 
 
 def wanted(texts: Sequence[str]) -> list[Wanted]:

@@ -22,6 +22,7 @@ from ddp_equivalence.commands.results import require_writable_folder
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
+    from ddp_equivalence.gate.record_lines import RecordWriter
 
 NOTHING_COLLECTED = 5
 """Pytest's exit code where there is no test."""
@@ -64,9 +65,12 @@ def add(commands: Commands) -> None:
 
 @dataclass(frozen=True)
 class _Run:
-    """One run of pytest. ``of``: stands before the names of its tests."""
+    """One run of pytest. ``of``: stands before the names of its tests. ``collects``: pytest looks
+    for tests; else it is given all of them.
+    """
 
     of: str
+    collects: bool
     arguments: Sequence[str]
     at: Path
     environment: dict[str, str]
@@ -117,17 +121,17 @@ def _runs(arguments: argparse.Namespace) -> list[_Run]:
     runs = []
     if not arguments.no_suite:
         of_suite = ["-o", f"testpaths={TESTS}", "-W", "default", "-o", f"cache_dir={_cache()}"]
-        runs.append(_Run("suite: ", [*of_suite, *common], suite_folder(), {}))
+        runs.append(_Run("suite: ", True, [*of_suite, *common], suite_folder(), {}))
     paths = [given(text) for text in arguments.paths]
     tests = [one.text for one in paths if one.is_test]
     files = [one.text for one in paths if not one.is_test]
     here = Path.cwd()
     if tests:
-        runs.append(_Run("", [*tests, "-o", f"cache_dir={_cache()}", *common], here, {}))
+        runs.append(_Run("", True, [*tests, "-o", f"cache_dir={_cache()}", *common], here, {}))
     if files or arguments.observe:
         with_given = ["-p", "ddp_equivalence.commands.record.given_checks", *common]
         environment = variable(files, arguments.observe)
-        runs.append(_Run("", with_given, here, environment))
+        runs.append(_Run("", False, with_given, here, environment))
     return runs
 
 
@@ -139,13 +143,12 @@ def _cache() -> str:
     return str(Path(tempfile.gettempdir()) / f"ddp_equivalence-pytest-cache-{os.getuid()}")
 
 
-def _write_begin(writer: object, arguments: argparse.Namespace) -> None:
+def _write_begin(writer: RecordWriter, arguments: argparse.Namespace) -> None:
     from ddp_equivalence.commands.suite_folder import suite_folder
     from ddp_equivalence.gate.defaults import defaults
-    from ddp_equivalence.gate.record_lines import SCHEMA, RecordWriter
+    from ddp_equivalence.gate.record_lines import SCHEMA
     from ddp_equivalence.gate.surroundings import source_digest, surroundings
 
-    assert isinstance(writer, RecordWriter)
     writer.write(
         "record",
         schema=SCHEMA,
@@ -163,8 +166,7 @@ def _ran(one: _Run, path: Path) -> int:
     """Run pytest, and return its exit code."""
     with tempfile.TemporaryDirectory(prefix="ddp_equivalence-") as nothing:
         Path(nothing, "pytest.ini").write_text("[pytest]\n")  # no other one counts
-        has_paths = any(not word.startswith("-") for word in one.arguments[:1])
-        arguments = [] if has_paths or one.of else [nothing, f"--rootdir={nothing}"]
+        arguments = [] if one.collects else [nothing, f"--rootdir={nothing}"]
         command = [
             *(sys.executable, "-m", "pytest", *arguments, *one.arguments),
             *(f"--ddp-lines={path}", f"--ddp-lines-of={one.of}"),

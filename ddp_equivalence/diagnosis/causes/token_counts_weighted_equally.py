@@ -44,20 +44,20 @@ def counted(view: View) -> str | None:
 
     Parts with weights of their own would fit many a loss that is no mean, or that is random.
     """
-    parts = [part for of_rank in view.parts.by_rank or () for part in of_rank]
-    for unit, counts in counts_of_parts(view, parts).items():
-        total = sum(counts)
-        if total > 0 and min(counts) >= 0 and is_weighted_mean(view, parts, counts):
-            return f"the loss divides by {unit}"
-    of_classes = _of_classes(view)
-    if of_classes is not None:
-        return f"the loss divides by {of_classes.text}"
+    divisor = _divisor(view)
+    if divisor is not None:
+        return f"the loss divides by {divisor if isinstance(divisor, str) else divisor.text}"
     # A loss of the catalogue is a mean over its own counts, of one term or of several.
     return "" if isinstance(view.setting.case.loss, str) else None
 
 
-def _of_classes(view: View) -> ClassWeights | None:
+def _divisor(view: View) -> str | ClassWeights | None:
+    """The unit of the count, or the weights of classes, by which the loss divides, if known."""
     parts = [part for of_rank in view.parts.by_rank or () for part in of_rank]
+    for unit, counts in counts_of_parts(view, parts).items():
+        total = sum(counts)
+        if total > 0 and min(counts) >= 0 and is_weighted_mean(view, parts, counts):
+            return unit
     return class_weights(view, parts)
 
 
@@ -98,7 +98,7 @@ def lines(view: View) -> Sequence[PointedLine]:
 def fix(view: View) -> str:
     """Divide by the count of all ranks."""
     count, unit = view.world_size, "count"
-    if _of_classes(view) is not None:
+    if isinstance(_divisor(view), ClassWeights):
         unit = "sum of the weights"
     if count == 1:
         return f"divide each micro-batch's summed loss by the {unit} of the whole window."

@@ -53,7 +53,8 @@ class FedLoaders:
         if self._told.feed != "loader":
             return batches
         number = self._loaders.number_of(loader)
-        if number is None and self._loaders.made_as(loader) == self._epoch.made:
+        made = self._loaders.made_as(loader)
+        if number is None and made is not None and made == self._epoch.made:
             number = self.in_order[0]  # it is asked before its first epoch
         if number is None or not self.is_fed(number):
             return batches

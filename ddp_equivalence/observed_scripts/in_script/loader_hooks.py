@@ -81,7 +81,7 @@ def watch_loaders(watch: Watch) -> None:
             if module in sys.modules:
                 _watch_own_iteration(getattr(sys.modules[module], name), watch)
         initialise(self, *arguments, **named)
-        watch.loaders.is_made(self)
+        watch.loaders.note_made(self)
 
     DataLoader.__init__ = initialised  # type: ignore[method-assign]
 

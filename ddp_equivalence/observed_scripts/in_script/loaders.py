@@ -17,8 +17,8 @@ class Loaders:
         self._numbers: dict[int, int] = {}
         self._made: list[weakref.ref[Any]] = []
 
-    def is_made(self, loader: Any) -> None:
-        """The script makes this loader."""
+    def note_made(self, loader: Any) -> None:
+        """The script has made this loader."""
         self._made.append(weakref.ref(loader))
 
     def begins(self, loader: Any) -> int:

@@ -17,6 +17,7 @@ from ddp_equivalence.commands.suite_folder import suite_folder
 from ddp_equivalence.gate.receipt import (
     LARGEST,
     Wanted,
+    _digest,
     read_receipt,
     receipt_of,
     refusals,
@@ -74,6 +75,14 @@ def test_a_run_that_failed_is_refused(tmp_path: Path) -> None:
     found = why(tmp_path, tests={ON_GPU: {"outcome": "failed"}}, exit_code=1)
     failed = f"1 tests failed, such as {ON_GPU}"
     assert found == ["the run did not pass: pytest ended with [1]", failed]
+
+
+def test_every_run_of_pytest_must_have_passed(tmp_path: Path) -> None:
+    receipt = receipt_of(read(record(tmp_path / "record")), "")
+    for codes, reasons in (([0, 0], 0), ([0, 1], 1), ([], 1), ("00", 1)):
+        changed = {**receipt, "exit_codes": codes}
+        changed["digest"] = _digest({k: v for k, v in changed.items() if k != "digest"})
+        assert len(list(refusals(changed, WANTED, NOW))) == reasons, codes
 
 
 def test_a_run_that_was_cut_off_leaves_none(tmp_path: Path) -> None:
@@ -137,8 +146,6 @@ def test_a_large_file_is_refused(tmp_path: Path) -> None:
 def test_fields_of_the_wrong_kind_are_refused_and_raise_nothing(
     content: dict[str, Any], tmp_path: Path
 ) -> None:
-    from ddp_equivalence.gate.receipt import _digest
-
     found = list(refusals({**content, "digest": _digest(content)}, WANTED, NOW))
     assert len(found) >= 4
 

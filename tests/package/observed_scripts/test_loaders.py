@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from ddp_equivalence.observed_scripts.in_script.fed_loaders import FedLoaders
 from ddp_equivalence.observed_scripts.in_script.loaders import Loaders
 from ddp_equivalence.observed_scripts.recorded_step import Epoch
 
@@ -56,7 +57,7 @@ def test_a_loader_is_known_by_how_many_were_made_before_it() -> None:
     loaders = Loaders()
     kept, other = loader(), loader()
     for one in (loader(), kept):  # nobody keeps the first one
-        loaders.is_made(one)
+        loaders.note_made(one)
     assert loaders.made_as(kept) == 1
     assert loaders.made_as(other) is None
     assert loaders.epoch_of(kept) == Epoch(3, 0, made=1)
@@ -65,7 +66,15 @@ def test_a_loader_is_known_by_how_many_were_made_before_it() -> None:
 def test_a_loader_around_another_one_has_its_number() -> None:
     """As those that accelerate makes."""
     loaders, inside = Loaders(), loader()
-    loaders.is_made(inside)
+    loaders.note_made(inside)
     loaders.begins(inside)
     around = SimpleNamespace(base_dataloader=inside)
     assert (loaders.number_of(around), loaders.made_as(around)) == (0, 0)
+
+
+def test_a_loader_that_was_not_seen_keeps_its_length() -> None:
+    """Neither was that of the ranks: then nothing says that they are the same one."""
+    told: Any = SimpleNamespace(feed="loader")
+    fed = FedLoaders(told, Loaders(), asked=None)  # type: ignore[arg-type]
+    vars(fed).update(in_order=(0,), _epoch=Epoch(batches=3, made=None))
+    assert fed.length_of(loader(), 7) == 7
