@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from ddp_equivalence.gate.judge import Judgement, judge
 from ddp_equivalence.gate.policy import Policy
 from ddp_equivalence.gate.record_lines import NAME, SCHEMA, RecordWriter
 from ddp_equivalence.gate.recorded import Recorded, read_record
-from tests.package.gate.days import TODAY
+
+TODAY = datetime.date(2026, 11, 26)
+"""The day on which these tests judge."""
 
 DEFAULTS = {"torch.nn.parallel.DistributedDataParallel(bucket_cap_mb)": "None"}
 

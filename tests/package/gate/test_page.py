@@ -12,8 +12,7 @@ import pytest
 
 from ddp_equivalence.gate.page import write_page
 from ddp_equivalence.gate.policy import Policy
-from tests.package.gate.days import TODAY
-from tests.package.gate.records import TESTS, read, write
+from tests.package.gate.records import TESTS, TODAY, read, write
 
 MINE = TESTS[2]
 
