@@ -16,4 +16,4 @@ must_run=()
 for lane in ${MUST_RUN:-nccl data_parallel}; do
     must_run+=(--must-run "$lane")
 done
-.venv/bin/ddp-equivalence run --json "${RESULTS:-results.json}" "${must_run[@]}" "$@"
+.venv/bin/ddp-equivalence run --all --json "${RESULTS:-results.json}" "${must_run[@]}" "$@"

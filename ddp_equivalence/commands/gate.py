@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, SAME, YELLOW
 from ddp_equivalence.commands.results import require_writable_file
 from ddp_equivalence.report.terminal import painted
@@ -25,8 +26,29 @@ def add(commands: Commands) -> None:
         "under two versions of torch, and whether that is red, yellow or information. Exit code "
         "0: green, 1: red, 2: bad input, 4: yellow, and nothing is red.",
     )
-    parser.add_argument("old", metavar="OLD", type=Path, help="the record that was good")
-    parser.add_argument("new", metavar="NEW", type=Path, help="the record to judge")
+    parser.add_argument(
+        "records",
+        metavar="RECORD",
+        type=Path,
+        nargs="+",
+        help="the record that was good, and the one to judge; with more of them, the last is "
+        "judged, the one before it is what it is held against, and those before it show how much "
+        "errors and times vary",
+    )
+    parser.add_argument(
+        "--against-now",
+        type=Path,
+        metavar="OUT",
+        help="record here and now what the last RECORD is of, into this folder, and judge that",
+    )
+    parser.add_argument("-n", default="0", metavar="N", help="with --against-now, as for `record`")
+    parser.add_argument(
+        "--observe",
+        action="append",
+        default=[],
+        metavar="COMMAND",
+        help="with --against-now: allow this command, which the record has observed, to be run",
+    )
     parser.add_argument(
         "--policy",
         type=Path,
@@ -54,6 +76,7 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the findings. Raises BadCase for what is no record, or no policy."""
+    from ddp_equivalence.commands.record import command
     from ddp_equivalence.gate import outputs
     from ddp_equivalence.gate.judge import judge
     from ddp_equivalence.gate.policy import read_policy
@@ -63,8 +86,14 @@ def run(arguments: argparse.Namespace) -> int:
     for name in ("markdown", "junit", "json"):
         require_writable_file(name, getattr(arguments, name))
     policy = read_policy(arguments.policy)
-    old, new = read_record(arguments.old), read_record(arguments.new)
-    judgement = judge(old, new, policy, datetime.date.today())
+    if arguments.against_now is None and len(arguments.records) == 1:
+        raise BadCase("RECORD", str(arguments.records[0]), "two records, or one and --against-now")
+    records = list(map(read_record, arguments.records))
+    if arguments.against_now is not None:
+        command.record_again(records[-1], arguments.against_now, arguments.n, arguments.observe)
+        records.append(read_record(arguments.against_now))
+    *earlier, old, new = records
+    judgement = judge(old, new, policy, datetime.date.today(), earlier)
     print(painted(report(judgement, arguments.full), sys.stdout), end="")
     for name, write in (
         ("markdown", outputs.write_markdown),

@@ -30,6 +30,13 @@ def add(commands: Commands) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
+        "--all",
+        action="store_true",
+        help="run all tests. By default so many run that every pair of strategy, layout, model, "
+        "loss, shards, type, cause and lane that the suite has is run (pairwise). Tests that are "
+        "named, such as by -k, all run",
+    )
+    parser.add_argument(
         "--json", type=Path, metavar="PATH", help="write the results to this file, as JSON"
     )
     parser.add_argument(
@@ -79,6 +86,8 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         *(f"--must-run={lane}" for lane in arguments.must_run),
         *(_absolute(argument, before) for argument, before in zip(rest, ["", *rest], strict=False)),
     ]
+    if not arguments.all:
+        of_pytest.append("--ddp-pairwise")
     if arguments.json is not None:
         of_pytest.append(f"--ddp-json={arguments.json.resolve()}")
     if record is not None:

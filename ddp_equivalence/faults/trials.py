@@ -33,6 +33,11 @@ class FaultTrial:
             return "every rank's loss divides by the same number"
         return self.fault.why_it_cannot_show(case.ranks)
 
+    @property
+    def factors(self) -> dict[str, object]:
+        """Those of its trial, and the fault in place of the cause."""
+        return {**self.trial.factors, "cause": None, "fault": self.fault.name}
+
     def __str__(self) -> str:
         return f"{self.fault.name}-{self.trial.strategy}-{self.trial}"
 

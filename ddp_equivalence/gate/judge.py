@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
+from itertools import chain
 
 from ddp_equivalence.gate.finding import LEVELS, Finding, Level
+from ddp_equivalence.gate.history import with_history, with_noise_of
 from ddp_equivalence.gate.policy import Policy
 from ddp_equivalence.gate.recorded import Recorded
 from ddp_equivalence.gate.rules_of_checks import changed_checks, name_of_check
@@ -39,13 +42,19 @@ class Judgement:
         return Counter(one.level for one in self.findings)
 
 
-def judge(old: Recorded, new: Recorded, policy: Policy, today: date) -> Judgement:
-    """Hold ``new`` against ``old``."""
-    seen = [
-        *changed_checks(old, new, policy.ratios),
-        *changed_tests(old, new, policy.ratios),
-        *changed_surroundings(old, new),
-        *other_checks(old, new),
-    ]
+def judge(
+    old: Recorded, new: Recorded, policy: Policy, today: date, earlier: Sequence[Recorded] = ()
+) -> Judgement:
+    """Hold ``new`` against ``old``. ``earlier``: records that were made before ``old``, the first
+    of all first. They show how much errors and times vary, and what was stable.
+    """
+    usual = with_noise_of(earlier, old)
+    found = chain(
+        changed_checks(usual, new, policy.ratios),
+        changed_tests(usual, new, policy.ratios),
+        changed_surroundings(old, new),
+        other_checks(old, new),
+    )
+    seen = with_history(found, earlier, old)
     findings = sorted(policy.judged(seen, today), key=lambda one: LEVELS.index(one.level))
     return Judgement(old, new, tuple(findings), len(old.checks.keys() & new.checks.keys()))

@@ -42,6 +42,7 @@ def receipt_of(record: Recorded, key: str) -> dict[str, Any]:
         "schema": SCHEMA,
         "made": record.facts.get("created"),
         "source": record.facts.get("source"),
+        "suite": record.suite,
         "record": record.end.get("so_far"),
         "exit_codes": record.end.get("exit_codes"),
         "environment": {name: record.environment.get(name) for name in VERSIONS},
@@ -113,7 +114,9 @@ def refusals(receipt: Mapping[str, Any], wanted: Wanted, now: datetime.datetime)
     if failed:
         yield f"{len(failed)} tests failed, such as {failed[0]}"
     missing = Counter(map(_without_lane, wanted.tests)) - Counter(map(_without_lane, outcomes))
-    if missing:
+    if missing and receipt.get("suite") == "pairwise":
+        yield "it is of a selection of the tests: `ddp-equivalence record --all` runs all"
+    elif missing:
         yield f"{sum(missing.values())} tests are missing, such as {next(iter(missing))}"
     for lane in wanted.must_run:
         lanes = receipt.get("lanes")

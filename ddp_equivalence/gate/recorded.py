@@ -11,6 +11,9 @@ from typing import Any
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.gate.record_lines import NAME, SCHEMA, read_lines
 
+OF_SUITE = "suite: "
+"""What the name of a test of the suite begins with."""
+
 MOST_TEXT, MOST_OF_A_REPORT = 2_000, 10_000
 """Longer texts of a record are cut."""
 
@@ -19,12 +22,14 @@ MOST_TEXT, MOST_OF_A_REPORT = 2_000, 10_000
 class RecordedTest:
     """``outcome``: "passed", "failed", "skipped" or "xfailed", which is a failure that is expected.
     ``reason``: why, if it did not pass. ``starts``: how many sets of ranks it has started.
+    ``cpu_seconds``: processor time of the work of its ranks, and of processes that it has started.
     """
 
     outcome: str
     seconds: float
     reason: str = ""
     starts: int = 0
+    cpu_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,20 @@ class Recorded:
     exit_codes: tuple[int, ...] = ()
     peak_mib: float = 0.0
 
+    @property
+    def suite(self) -> str:
+        """How much of the suite it is of: "all", "pairwise" or "none"; "" if that is not known."""
+        asked = self.facts.get("asked")
+        suite = asked.get("suite") if isinstance(asked, dict) else None
+        return suite if isinstance(suite, str) else ""
+
+    def asked_for(self, name: str) -> list[str]:
+        """What its first line says that was asked for: "paths", "observed" or "selected"."""
+        asked = self.facts.get("asked")
+        found = asked.get(name) if isinstance(asked, dict) else None
+        texts = found if isinstance(found, list) else [found]
+        return [one for one in texts if isinstance(one, str) and one]
+
     def checks_of(self, test: str) -> Iterator[RecordedCheck]:
         """The checks that one test made."""
         number = 0
@@ -142,7 +161,8 @@ def _take(found: Recorded, line: Mapping[str, Any]) -> None:
     elif kind == "test":
         reason = _text(line.get("reason", ""))
         seconds, starts = _number(line["seconds"]) or 0.0, _count(line.get("starts", 0))
-        test = RecordedTest(_text(line["outcome"]), seconds, reason, starts)
+        cpu = _number(line.get("cpu_seconds")) or 0.0
+        test = RecordedTest(_text(line["outcome"]), seconds, reason, starts, cpu)
         found.tests[_text(line["id"])] = test
     elif kind == "check":
         found.checks[_text(line["test"]), _count(line["number"])] = _check(line)

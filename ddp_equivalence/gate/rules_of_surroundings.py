@@ -40,12 +40,12 @@ def other_checks(old: Recorded, new: Recorded) -> Iterator[Seen]:
         ("selected", "the words of -k"),
         ("paths", "the paths"),
         ("observed", "the observed commands"),
-        ("suite", "whether the suite runs"),
+        ("suite", "how much of the suite runs"),
     ):
         if before.get(name) != after.get(name):
             text = _differing(before.get(name), after.get(name)) if name != "files" else "changed"
             yield Seen("other_checks", what, text)
-    is_of_suite = before.get("suite") and after.get("suite")
+    is_of_suite = "none" not in (before.get("suite"), after.get("suite"))
     if is_of_suite and old.facts.get("source") != new.facts.get("source"):
         yield Seen("other_checks", "the source of ddp_equivalence or its suite", "changed")
 

@@ -7,13 +7,16 @@ from statistics import median
 
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.gate.finding import Seen
-from ddp_equivalence.gate.recorded import Recorded, RecordedTest
+from ddp_equivalence.gate.recorded import OF_SUITE, Recorded, RecordedTest
 from ddp_equivalence.gate.rules_of_checks import is_worse
 from ddp_equivalence.report.wrapping import plural
 
 LEAST_SECONDS = 10.0
 """A test that takes so much longer, and no less, may be slower. Shorter times are noise: the first
 test of a process imports torch, and others wait while the machine starts ranks."""
+
+LEAST_CPU_SECONDS = 0.5
+"""The same of processor time, which does not depend on what else the machine does."""
 
 LEAST_OF_ALL_SECONDS = 10.0
 """The same of a whole run, which starts ranks and imports torch."""
@@ -30,17 +33,42 @@ def changed_tests(old: Recorded, new: Recorded, ratios: Mapping[str, float]) -> 
     for record in (old, new):
         yield from _incomplete(record)
     for name, before in old.tests.items():
-        after = new.tests.get(name)
-        if after is None:
-            yield Seen("vanished", name, f"it {_did(before)} before")
-        else:
-            yield from _changed(old, new, name, before, after)
-    for name, after in new.tests.items():
-        if name not in old.tests:
-            kind = "appeared_failing" if after.outcome == "failed" else "appeared"
-            yield Seen(kind, name, f"it {_did(after)}{_because(after)}")
+        if name in new.tests:
+            yield from _changed(old, new, name, before, new.tests[name])
+    yield from _only_in_one(old, new)
     yield from _slower(old, new, ratios)
     yield from _more_memory(old, new, ratios)
+
+
+def _only_in_one(old: Recorded, new: Recorded) -> Iterator[Seen]:
+    """Tests of one record only. What another selection left out is one finding."""
+    gone = [name for name in old.tests if name not in new.tests]
+    added = [name for name in new.tests if name not in old.tests]
+    if _selected_otherwise(old, new):
+        advice = "record both with one version of the suite, and with --all"
+        for kind, names in (("vanished", gone), ("appeared", added)):
+            not_selected = [name for name in names if name.startswith(OF_SUITE)]
+            if not_selected:
+                count = f"{len(not_selected)} {plural(len(not_selected), 'test')}"
+                record = new.name if kind == "vanished" else old.name
+                text = f"are not in {record}, such as {not_selected[0]}: {advice}"
+                yield Seen(kind, f"{count} of the suite", text)
+        gone = [name for name in gone if not name.startswith(OF_SUITE)]
+        failed = [name for name in added if new.tests[name].outcome == "failed"]
+        added = [*(name for name in added if not name.startswith(OF_SUITE)), *failed]
+    for name in gone:
+        yield Seen("vanished", name, f"it {_did(old.tests[name])} before")
+    for name in dict.fromkeys(added):
+        after = new.tests[name]
+        kind = "appeared_failing" if after.outcome == "failed" else "appeared"
+        yield Seen(kind, name, f"it {_did(after)}{_because(after)}")
+
+
+def _selected_otherwise(old: Recorded, new: Recorded) -> bool:
+    """True if the suite may have selected other tests: all or not, or from other tests."""
+    if "pairwise" not in (old.suite, new.suite):
+        return False
+    return old.suite != new.suite or old.facts.get("source") != new.facts.get("source")
 
 
 def _incomplete(record: Recorded) -> Iterator[Seen]:
@@ -90,29 +118,42 @@ def _did(test: RecordedTest) -> str:
 
 def _slower(old: Recorded, new: Recorded, ratios: Mapping[str, float]) -> Iterator[Seen]:
     """Each test beside the others: where all take longer, the machine does, or the whole run."""
-    pairs: dict[str, tuple[float, float]] = {}
+    both: dict[str, tuple[RecordedTest, RecordedTest]] = {}
     for name, test in old.tests.items():
         same = new.tests.get(name)
         if same is None or same.starts != test.starts:
             continue  # ranks stay for the tests that follow: one of them pays for their start
         if test.outcome == same.outcome == "passed":
-            pairs[name] = test.seconds, same.seconds
-    long = {name: after / before for name, (before, after) in pairs.items() if before > LONG}
-    for name, (before, after) in pairs.items():
-        if after - before <= LEAST_SECONDS:
-            continue
-        others = [ratio for other, ratio in long.items() if other != name]
-        usual = max(1.0, median(others)) if others else 1.0
-        expected = before * usual
-        if after > ratios["seconds"] * expected and after - expected > LEAST_SECONDS:
-            yield Seen("slower", name, _times(before, after, usual))
-    total = (sum(one for one, _ in pairs.values()), sum(one for _, one in pairs.values()))
+            both[name] = test, same
+    times = {name: (test.seconds, same.seconds) for name, (test, same) in both.items()}
+    of_cpu = {name: (test.cpu_seconds, same.cpu_seconds) for name, (test, same) in both.items()}
+    found = dict(_longer(of_cpu, ratios["seconds"], LEAST_CPU_SECONDS, " of processor time"))
+    for name, text in {**dict(_longer(times, ratios["seconds"], LEAST_SECONDS)), **found}.items():
+        yield Seen("slower", name, text)
+    total = (sum(one for one, _ in times.values()), sum(one for _, one in times.values()))
     if total[1] > max(ratios["total_seconds"] * total[0], total[0] + LEAST_OF_ALL_SECONDS):
         yield Seen("total_slower", new.name, _times(*total, 1.0))
 
 
-def _times(before: float, after: float, usual: float) -> str:
-    text = f"{before:.2f} s -> {after:.2f} s"
+def _longer(
+    times: Mapping[str, tuple[float, float]], ratio: float, least: float, what: str = ""
+) -> Iterator[tuple[str, str]]:
+    """The tests that take so many times as long as before, and at least so many seconds longer,
+    each with a text.
+    """
+    ratios = {name: after / before for name, (before, after) in times.items() if before > LONG}
+    for name, (before, after) in times.items():
+        if after - before <= least:
+            continue
+        others = [one for other, one in ratios.items() if other != name]
+        usual = max(1.0, median(others)) if others else 1.0
+        expected = before * usual
+        if after > ratio * expected and after - expected > least:
+            yield name, _times(before, after, usual, what)
+
+
+def _times(before: float, after: float, usual: float, what: str = "") -> str:
+    text = f"{before:.2f} s -> {after:.2f} s{what}"
     beside = f", while the others take {text_of(usual, '.2g')} times as long" if usual > 1 else ""
     return f"{text}: {text_of(after / before, '.2g') if before else 'many'} times as long{beside}"
 

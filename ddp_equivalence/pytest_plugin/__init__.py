@@ -28,7 +28,7 @@ from ddp_equivalence.pytest_plugin import (
 from ddp_equivalence.pytest_plugin.equivalence_fixture import Equivalence, equivalence
 from ddp_equivalence.pytest_plugin.planting import Planting
 from ddp_equivalence.pytest_plugin.run_deadline import RunDeadline
-from ddp_equivalence.pytest_plugin.suite_run import SUITE_RUN
+from ddp_equivalence.pytest_plugin.suite_run import SELECTION, SUITE_RUN
 from ddp_equivalence.pytest_plugin.unread_verdicts import UnreadVerdicts
 
 __all__ = ["Equivalence", "equivalence"]  # the fixture, which pytest finds here, and its type
@@ -58,6 +58,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
         lines, of = config.getoption("--ddp-lines"), config.getoption("--ddp-lines-of")
         config.pluginmanager.register(RecordedLines(lines, of))
+    if config.getoption("--ddp-pairwise"):
+        from ddp_equivalence.pytest_plugin.suite_run.selection import PairwiseSelection
+
+        config.pluginmanager.register(PairwiseSelection(config), SELECTION)
     if config.getoption("--ddp-suite-run"):
         # It imports torch, which other people's runs do only when they need it.
         from ddp_equivalence.pytest_plugin.suite_run import plugin
@@ -97,7 +101,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     records, not_run = recorder.records(item, report), recorder.not_run(item, report)
-    run_results.attach(report, records, not_run, recorder.starts_of_ranks())
+    run_results.attach(report, records, not_run, recorder.spent())
     if report.failed:
         lines = exported_scripts.export(item)
         report.sections += [("reproduction", line) for line in lines]
@@ -132,6 +136,9 @@ def pytest_terminal_summary(
         return  # a run that has nothing to do with this package
     terminalreporter.section("compared with one big batch", "=")
     summary_table.write(terminalreporter, results, must_run)
+    selection = config.pluginmanager.get_plugin(SELECTION)
+    if selection is not None:
+        summary_table.write_lines(terminalreporter, selection.after)
     suite_run = config.pluginmanager.get_plugin(SUITE_RUN)
     if suite_run is not None:
         summary_table.write_lines(terminalreporter, suite_run.after)

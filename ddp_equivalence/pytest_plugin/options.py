@@ -139,6 +139,8 @@ def _add_options_of_results(group: pytest.OptionGroup) -> None:
     group.addoption("--ddp-suite-run", action="store_true", help=argparse.SUPPRESS)
     group.addoption("--ddp-plan", action="store_true", help=argparse.SUPPRESS)
     group.addoption("--ddp-record", type=Path, help=argparse.SUPPRESS)
+    # For both of these and ``record``: all pairs of values of the catalogue, in few tests.
+    group.addoption("--ddp-pairwise", action="store_true", help=argparse.SUPPRESS)
     # For ``ddp-equivalence record``: it adds every test and check to a record, under these names.
     group.addoption("--ddp-lines", type=Path, help=argparse.SUPPRESS)
     group.addoption("--ddp-lines-of", default="", help=argparse.SUPPRESS)

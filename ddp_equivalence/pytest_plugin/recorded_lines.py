@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddp_equivalence.gate.record_lines import RecordWriter
-from ddp_equivalence.pytest_plugin.run_results import ATTRIBUTE
+from ddp_equivalence.pytest_plugin.run_results import ATTRIBUTE, Spent
 
 LONGEST_REASON = 300
+NOTHING = Spent(0, 0.0)
 
 OF_CHECKS = (
     *("strategy", "layout", "backend", "dtype", "expected", "outcome", "cause", "causes"),
@@ -29,7 +31,7 @@ class RecordedLines:
         self._of = of
         self._reports: dict[str, list[pytest.TestReport]] = {}
         self._has_collected = False
-        self._starts: dict[str, int] = {}
+        self._spent: dict[str, Spent] = {}
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Without xdist, whose workers collect."""
@@ -67,7 +69,7 @@ class RecordedLines:
             outcome = "xfailed"
         seconds = round(sum(report.duration for report in reports), 4)
         facts = {"outcome": outcome, "seconds": seconds, "reason": "; ".join(reasons)}
-        self._test(nodeid, **facts, starts=self._starts_in(reports))
+        self._test(nodeid, **facts, **self._spent_in(reports))
         number = 0
         for report in reports:
             for record in getattr(report, ATTRIBUTE, {}).get("records", ()):
@@ -75,12 +77,15 @@ class RecordedLines:
                 self._writer.write("check", test=f"{self._of}{nodeid}", number=number, **fields)
                 number += 1
 
-    def _starts_in(self, reports: Sequence[pytest.TestReport]) -> int:
-        """How many sets of ranks the test has started, in its process."""
+    def _spent_in(self, reports: Sequence[pytest.TestReport]) -> dict[str, Any]:
+        """What the test has spent, in its process."""
         worker = getattr(reports[-1], "worker_id", "")
-        now: int = max(getattr(report, ATTRIBUTE, {}).get("starts", 0) for report in reports)
-        before, self._starts[worker] = self._starts.get(worker, 0), now
-        return max(0, now - before)
+        attached = [getattr(report, ATTRIBUTE, {}).get("spent") for report in reports]
+        now = max((Spent(**one) for one in attached if one), key=astuple, default=NOTHING)
+        before, self._spent[worker] = self._spent.get(worker, NOTHING), now
+        cpu_seconds = max(0.0, now.cpu_seconds - before.cpu_seconds)
+        starts = max(0, now.starts - before.starts)
+        return {"starts": starts, "cpu_seconds": round(cpu_seconds, 4)}
 
     def _test(self, nodeid: str, **fields: Any) -> None:
         self._writer.write("test", id=f"{self._of}{nodeid}", **fields)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from ddp_equivalence.pytest_plugin.run_results import NotRun
+from ddp_equivalence.pytest_plugin.run_results import NotRun, Spent
 from ddp_equivalence.report import listeners
 from ddp_equivalence.report.record import Record, record_of
 
@@ -74,10 +75,14 @@ def not_run(item: pytest.Item, report: pytest.TestReport) -> NotRun | None:
     return NotRun(strategy, layout, lane, reason.removeprefix("Skipped: "))
 
 
-def starts_of_ranks() -> int:
-    """How many sets of ranks this process has started; it is not imported for that."""
+def spent() -> Spent:
+    """What this process has spent by now, beside its own processor time: that of a test depends on
+    which test is the first to import torch. Nothing is imported for that.
+    """
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     rank_set = sys.modules.get("ddp_equivalence.ranks.rank_set")
-    return 0 if rank_set is None else rank_set.starts()
+    of_ranks = (0, 0.0) if rank_set is None else astuple(rank_set.SPENT)
+    return Spent(of_ranks[0], of_ranks[1] + ended.ru_utime + ended.ru_stime)
 
 
 def _is_known_to_differ(item: pytest.Item) -> bool:

@@ -26,16 +26,24 @@ class NotRun:
     reason: str
 
 
-def attach(
-    report: pytest.TestReport, records: Sequence[Record], not_run: NotRun | None, starts: int
-) -> None:
-    """Send the results of one test along with its report. ``starts``: how many sets of ranks this
-    process has started by now.
+@dataclass(frozen=True)
+class Spent:
+    """What a process has spent by now. ``starts``: how many sets of ranks it has started.
+    ``cpu_seconds``: processor time of its ranks' work, and of child processes that have ended.
     """
+
+    starts: int
+    cpu_seconds: float
+
+
+def attach(
+    report: pytest.TestReport, records: Sequence[Record], not_run: NotRun | None, spent: Spent
+) -> None:
+    """Send the results of one test along with its report. ``spent``: by its process, by now."""
     report.__dict__[ATTRIBUTE] = {
         "records": [asdict(record) for record in records],
         "not_run": None if not_run is None else asdict(not_run),
-        "starts": starts,
+        "spent": asdict(spent),
     }
 
 

@@ -32,7 +32,7 @@ class Finished:
     number of collectives of the default group that the rank has issued since it started, or None if
     it is not known. ``changed``: the state that the work changed and the rank has since restored.
     ``running``: the threads and processes that the work left running. ``libraries``: those that any
-    work has imported so far.
+    work has imported so far. ``cpu_seconds``: processor time of the work, of all its threads.
     """
 
     results: list[object]
@@ -43,6 +43,7 @@ class Finished:
     changed: tuple[str, ...]
     running: tuple[str, ...]
     libraries: tuple[str, ...]
+    cpu_seconds: float
 
 
 @dataclass(frozen=True)

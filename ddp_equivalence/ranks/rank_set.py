@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ddp_equivalence.case.layouts import Layout, RankPlace
@@ -28,12 +29,17 @@ STOP_TIMEOUT = 2.0
 """Seconds that processes have to end after they are told to stop, and again after SIGKILL."""
 
 
-_starts: list[str] = []
+@dataclass
+class Spent:
+    """What the ranks of this process have cost by now. ``starts``: how many sets of ranks it has
+    started. ``cpu_seconds``: processor time of their work, without their start.
+    """
+
+    starts: int = 0
+    cpu_seconds: float = 0.0
 
 
-def starts() -> int:
-    """How many sets of ranks this process has started by now."""
-    return len(_starts)
+SPENT = Spent()
 
 
 class Ranks(Protocol):
@@ -92,7 +98,7 @@ class RankSet:
 
         Raises RankFailed or RanksTimedOut, or OSError if the system has no room for more processes.
         """
-        _starts.append(self.token)
+        SPENT.starts += 1
         if self._method == "forkserver":
             start_server()
         with empty_main_module():
@@ -136,6 +142,7 @@ class RankSet:
             results = payload
             if kind == messages.FINISHED:
                 results = payload.results
+                SPENT.cpu_seconds += payload.cpu_seconds
                 if payload.changed or payload.running:
                     self.changed[rank] = payload.changed + payload.running
                 self.not_compared.update(payload.not_compared)

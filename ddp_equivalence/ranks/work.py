@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -44,6 +45,7 @@ def do_next_work(rank: Rank, connection: Connection) -> bool:
 
 def _run(rank: Rank, connection: Connection, work: bytes) -> messages.Finished:
     """Run the work and send its results, except the last ones, which the returned message holds."""
+    began = time.process_time()
     groups = existing_groups()
     libraries.begin_work()
     results: list[object] = []
@@ -76,6 +78,7 @@ def _run(rank: Rank, connection: Connection, work: bytes) -> messages.Finished:
         changed=process_state.restore(before),
         running=left_running(before.threads),
         libraries=libraries.imported(),
+        cpu_seconds=time.process_time() - began,
     )
     flush_output()
     return finished

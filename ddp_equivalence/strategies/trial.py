@@ -39,6 +39,23 @@ class Trial:
         """The cause's name if the strategy is known to differ here; None if its promise holds."""
         return _cause(self)
 
+    @property
+    def factors(self) -> dict[str, object]:
+        """What a trial is made of: a pairwise selection has every pair of these values."""
+        case = self.case
+        return {
+            "strategy": self.strategy,
+            "layout": case.layout,
+            "model": case.model,
+            "loss": case.loss,
+            "shards": case.shards,
+            "dtype": case.dtype_name,
+            "exact": case.exact,
+            "steps": self.steps if isinstance(self.steps, int) else "shorter_last",
+            "compare": self.compare,
+            "cause": self.cause,
+        }
+
     def __str__(self) -> str:
         case = self.case
         parts = [case.model, case.loss, case.layout, case.shards, case.dtype_name]

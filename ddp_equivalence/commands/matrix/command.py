@@ -59,6 +59,7 @@ def add(commands: Commands) -> None:
         "--observe", action="append", default=[], metavar="COMMAND", help="as for `record`"
     )
     parser.add_argument("--suite", action="store_true", help="run the suite as well")
+    parser.add_argument("--all", action="store_true", help="with --suite, as for `record`")
     parser.add_argument(
         "--out",
         type=Path,

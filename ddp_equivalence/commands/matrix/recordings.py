@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, SAME
-from ddp_equivalence.commands.record.asked import asked
+from ddp_equivalence.commands.record.asked import asked, part_of_suite
 from ddp_equivalence.commands.suite_folder import suite_folder
 
 if TYPE_CHECKING:
@@ -28,7 +28,10 @@ class Recordings:
         self._out: Path = arguments.out
         self.failed: dict[str, str] = {}
         self._asked = asked(
-            arguments.paths, arguments.observe, arguments.k, with_suite=arguments.suite
+            arguments.paths,
+            arguments.observe,
+            arguments.k,
+            part_of_suite(is_run=arguments.suite, whole=arguments.all),
         )
 
     def is_recorded(self, one: Wanted) -> bool:
@@ -105,6 +108,7 @@ class Recordings:
             *(["-n", given.n] if given.n != "0" else []),
             *(["-k", given.k] if given.k else []),
             *([] if given.suite else ["--no-suite"]),
+            *(["--all"] if given.all else []),
             *(word for command in given.observe for word in ("--observe", command)),
             *given.paths,
         ]

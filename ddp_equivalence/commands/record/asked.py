@@ -6,9 +6,19 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ddp_equivalence.case.errors import BadCase
+
+PartOfSuite = Literal["none", "pairwise", "all"]
+"""How much of the suite runs. With ``-k``, all tests run that its words select."""
+
+
+def part_of_suite(*, is_run: bool, whole: bool) -> PartOfSuite:
+    """The part that is run. ``whole``: as the option ``--all`` asks for."""
+    if not is_run:
+        return "none"
+    return "all" if whole else "pairwise"
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ def given(text: str) -> Given:
 
 
 def asked(
-    paths: Sequence[str], commands: Sequence[str], words: str, *, with_suite: bool
+    paths: Sequence[str], commands: Sequence[str], words: str, suite: PartOfSuite
 ) -> Mapping[str, Any]:
     """What the first line of a record says of it, with a digest of the files. What these import
     is not in the digest. Raises BadCase.
@@ -52,7 +62,7 @@ def asked(
         for one in sorted(file.rglob("*.py")) if file.is_dir() else [file]:
             hashed.update(f"{one.as_posix()}\n".encode() + one.read_bytes())
     return {
-        "suite": with_suite,
+        "suite": suite,
         "paths": list(paths),
         "observed": list(commands),
         "selected": words,

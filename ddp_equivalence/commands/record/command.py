@@ -6,6 +6,7 @@ import argparse
 import datetime
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -17,12 +18,13 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
-from ddp_equivalence.commands.record.asked import asked, given
+from ddp_equivalence.commands.record.asked import asked, given, part_of_suite
 from ddp_equivalence.commands.results import require_writable_folder
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
     from ddp_equivalence.gate.record_lines import RecordWriter
+    from ddp_equivalence.gate.recorded import Recorded
 
 NOTHING_COLLECTED = 5
 """Pytest's exit code where there is no test."""
@@ -55,6 +57,12 @@ def add(commands: Commands) -> None:
         "be repeated",
     )
     parser.add_argument("--no-suite", action="store_true", help="leave the suite out")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="run all tests of the suite, and not only so many that every pair of its strategies, "
+        "layouts, models ... is run",
+    )
     parser.add_argument(
         "-n", default="0", metavar="N", help="run so many tests at a time, as `pytest -n` does"
     )
@@ -113,15 +121,48 @@ def run(arguments: argparse.Namespace) -> int:
     return DIFFERENT if set(codes) <= {0, 1} else NOT_JUDGED
 
 
+def record_again(earlier: Recorded, out: Path, workers: str, commands: Sequence[str]) -> None:
+    """Record what an earlier record is of, here and now.
+
+    ``commands``: those of it that may be run. A record may come from somebody else: it does not
+    decide alone which commands are run, or which files outside this folder. Raises BadCase.
+    """
+    paths, observed = earlier.asked_for("paths"), earlier.asked_for("observed")
+    if not earlier.suite:
+        raise BadCase("record", earlier.name, "a record that says what it is of")
+    for path in paths:
+        if not Path(path.partition(":")[0]).resolve().is_relative_to(Path.cwd()):
+            right = "a record of files in this folder: call `record` yourself for others"
+            raise BadCase("record", earlier.name, f"{right}; this one is of {path!r}")
+    if sorted(observed) != sorted(commands):
+        right = "the commands of the record, each of which will be run: "
+        words = " ".join(f"--observe {shlex.quote(one)}" for one in observed)
+        raise BadCase("observe", ", ".join(commands), right + (words or "none"))
+    run(
+        argparse.Namespace(
+            out=out,
+            paths=paths,
+            observe=observed,
+            no_suite=earlier.suite == "none",
+            all=earlier.suite == "all",
+            n=workers,
+            k=" ".join(earlier.asked_for("selected")),
+        )
+    )
+
+
 def _runs(arguments: argparse.Namespace) -> list[_Run]:
     from ddp_equivalence.commands.record.given_checks import variable
     from ddp_equivalence.commands.suite_folder import TESTS, suite_folder
+    from ddp_equivalence.gate.recorded import OF_SUITE
 
     common = [*(["-n", arguments.n] if arguments.n != "0" else []), *_words(arguments.k)]
     runs = []
     if not arguments.no_suite:
         of_suite = ["-o", f"testpaths={TESTS}", "-W", "default", "-o", f"cache_dir={_cache()}"]
-        runs.append(_Run("suite: ", True, [*of_suite, *common], suite_folder(), {}))
+        if not arguments.all:
+            of_suite.append("--ddp-pairwise")
+        runs.append(_Run(OF_SUITE, True, [*of_suite, *common], suite_folder(), {}))
     paths = [given(text) for text in arguments.paths]
     tests = [one.text for one in paths if one.is_test]
     files = [one.text for one in paths if not one.is_test]
@@ -155,7 +196,10 @@ def _write_begin(writer: RecordWriter, arguments: argparse.Namespace) -> None:
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         source=source_digest(suite_folder()),
         asked=asked(
-            arguments.paths, arguments.observe, arguments.k, with_suite=not arguments.no_suite
+            arguments.paths,
+            arguments.observe,
+            arguments.k,
+            part_of_suite(is_run=not arguments.no_suite, whole=arguments.all),
         ),
     )
     writer.write("environment", values=surroundings(Path.cwd()))

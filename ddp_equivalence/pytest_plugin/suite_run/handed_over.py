@@ -1,6 +1,7 @@
 """Under xdist the workers collect the tests: the first one hands its plan over to the controller.
 
-It writes the plan to a file, since xdist itself tells the controller only the ids of the tests.
+With it goes how many tests were selected. It writes both to a file, since xdist itself tells the
+controller only the ids of the tests.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from ddp_equivalence.pytest_plugin.suite_run.plan import PlannedTest, planned
+from ddp_equivalence.pytest_plugin.suite_run.selection import Selected, selected
 
 FILE = "ddp_equivalence_plan"
 """The key of xdist's ``workerinput`` under which a worker finds the path of the file."""
@@ -27,7 +29,9 @@ class PlanHandedOver:
     @pytest.hookimpl(tryfirst=True)  # before xdist tells the controller that the file is there
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         tests = [asdict(test) for test in planned(session.items)]
-        self._file.write_text(json.dumps(tests), encoding="utf-8")
+        counts = selected(session.config)
+        plan = {"tests": tests, "selected": None if counts is None else asdict(counts)}
+        self._file.write_text(json.dumps(plan), encoding="utf-8")
 
 
 def file_for(config: pytest.Config) -> Path | None:
@@ -37,9 +41,12 @@ def file_for(config: pytest.Config) -> Path | None:
     return None if path is None else Path(path)
 
 
-def read(file: Path) -> list[PlannedTest]:
+def read(file: Path) -> tuple[list[PlannedTest], Selected | None]:
     """The plan that a worker has written; empty if the worker could not write it."""
     try:
-        return [PlannedTest(**test) for test in json.loads(file.read_text(encoding="utf-8"))]
+        plan = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return []
+        return [], None
+    counts = plan["selected"]
+    tests = [PlannedTest(**test) for test in plan["tests"]]
+    return tests, None if counts is None else Selected(**counts)

@@ -24,6 +24,7 @@ from ddp_equivalence.pytest_plugin.suite_run import (
     time_needed,
 )
 from ddp_equivalence.pytest_plugin.suite_run.plan import PlannedTest
+from ddp_equivalence.pytest_plugin.suite_run.selection import Selected, selected
 from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
 from ddp_equivalence.ranks.gpus import visible_gpus
 from ddp_equivalence.ranks.nccl_transport import transport
@@ -64,11 +65,12 @@ class SuiteRun:
         self._stopwatch = time_needed.Stopwatch()
         self._began = time.time()
         self._tests: list[PlannedTest] = []
+        self._selected: Selected | None = None
         self._to_print: list[str] = []
         self.after: list[Line] = []
 
     def pytest_report_collectionfinish(self, items: Sequence[pytest.Item]) -> list[str]:
-        return list(self._before(plan.planned(items)))
+        return list(self._before(plan.planned(items), selected(self._config)))
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -78,7 +80,7 @@ class SuiteRun:
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any) -> None:
         if node.gateway.id == FIRST_WORKER:
-            self._to_print = list(self._before(handed_over.read(self._file)))
+            self._to_print = list(self._before(*handed_over.read(self._file)))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logstart(self) -> None:
@@ -124,9 +126,9 @@ class SuiteRun:
     def _workers(self) -> int:
         return self._config.getoption("numprocesses", None) or 1
 
-    def _before(self, tests: list[PlannedTest]) -> Iterator[str]:
+    def _before(self, tests: list[PlannedTest], counts: Selected | None) -> Iterator[str]:
         """What is printed before the first test."""
-        self._tests = tests
+        self._tests, self._selected = tests, counts
         self._stopwatch.kinds = {test.id: time_needed.kind_of(test) for test in tests}
         if self._line is not None:
             self._line.pace = progress_line.Pace(tests, self._timings, self._workers)
@@ -136,13 +138,20 @@ class SuiteRun:
         box = this_box()
         if box.has_gpus or whole_plan:
             yield from box_lines(box)
-            yield from plan.plan_lines(tests)
+            yield from self._plan_lines()
             if box.devices and any(not test.reason for test in tests):
                 yield from gpu_processes.process_lines()
         else:
             yield box_in_short(box)
             yield plan.plan_in_short(tests)
+            if counts is not None:
+                yield f"Tests: {counts.text}"
         yield time_needed.estimate_text(tests, self._timings, self._workers)
+
+    def _plan_lines(self) -> Iterator[str]:
+        yield from plan.plan_lines(self._tests)
+        if self._selected is not None:
+            yield f"Tests: {self._selected.text}"
 
     def _gpu_lines(self, box: Box, session: pytest.Session) -> Iterator[Line]:
         """Which GPUs were used, and how NCCL sent data between them."""
@@ -170,7 +179,7 @@ class SuiteRun:
             workers=self._workers,
             exit_code=exit_code,
             counts={word: len(stats[word]) for word in words if stats.get(word)},
-            plan=list(plan.plan_lines(self._tests)),
+            plan=list(self._plan_lines()),
             table=[line.text for line in table],
             failed=[report.nodeid for word in NOT_PASSED for report in stats.get(word, ())],
         )

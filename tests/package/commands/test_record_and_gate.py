@@ -12,8 +12,9 @@ import pytest
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import BAD_INPUT, DIFFERENT, NOT_JUDGED, SAME, YELLOW
 from ddp_equivalence.commands.main import main
+from ddp_equivalence.gate.record_lines import NAME, read_lines
 from ddp_equivalence.gate.recorded import Recorded, read_record
-from tests.package.gate.records import write
+from tests.package.gate.records import validate, write
 
 MINE = """
 import torch
@@ -110,22 +111,51 @@ def test_the_whole_way(
     assert before.end is not None
     assert before.end["peak_mib"] > 50
 
-    code, printed = recorded(own, "again", "--no-suite", "mine.py", "tests", "-n", "2")
-    assert code == SAME, printed
-    assert record_in(own, "again").checks[CHECK, 0].digests == before.checks[CHECK, 0].digests
-    assert main(["gate", "before", "again"]) in (SAME, YELLOW)  # yellow if it took much longer
-    assert "RED" not in capsys.readouterr().out
+    for line in read_lines(own / "before" / NAME):
+        validate(line)
+    code = main(["gate", "before", "--against-now", "again", "-n", "2"])
+    printed = capsys.readouterr().out
+    assert code in (SAME, YELLOW), printed  # yellow if it took much longer
+    assert "RED" not in printed
+    again = record_in(own, "again")
+    assert again.checks[CHECK, 0].digests == before.checks[CHECK, 0].digests
+    assert again.facts["asked"] == before.facts["asked"]
 
     (own / "mine.py").write_text(MINE.replace("FACTOR", AFTER_IT))
     code, printed = recorded(own, "after", "--no-suite", "mine.py", "tests")
     assert code == DIFFERENT, printed
-    assert main(["gate", "before", "after"]) == DIFFERENT
+    assert main(["gate", "before", "again", "after"]) == DIFFERENT
     report = capsys.readouterr().out
-    assert report.startswith("red: before -> after (the same packages)\n")
+    assert report.startswith("red: again -> after (the same packages)\n")
     assert "RED  verdict_worse: 2   A check that was right is not" in report
     assert f"  {CHECK}\n      same -> different [sum_not_mean], error 1, limit" in report
+    assert "; before that same 1 time\n" in report
     assert "test_failed" not in report
     assert not [path for path in own.rglob("*") if path.name == ".pytest_cache"]
+
+
+def record_of(folder: Path, **asked: object) -> None:
+    """A record that says that it is of this."""
+    of_nothing = {"suite": "none", "paths": [], "observed": [], "selected": ""}
+    write(folder, asked={**of_nothing, **asked})
+
+
+def test_a_record_does_not_decide_alone_what_is_run(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may come from somebody else."""
+    monkeypatch.chdir(own)
+    (own.parent / "outside.py").write_text("open('was_run', 'w')\n")
+    record_of(own / "observing", observed=["touch was_run"])
+    record_of(own / "outside", paths=["../outside.py"])
+    for name, message in (
+        ("observing", "each of which will be run: --observe 'touch was_run'"),
+        ("outside", "call `record` yourself for others; this one is of '../outside.py'"),
+    ):
+        assert main(["gate", name, "--against-now", "out"]) == BAD_INPUT
+        assert message in " ".join(capsys.readouterr().err.split())
+    assert not (own / "out").exists()
+    assert not (own / "was_run").exists()
 
 
 def test_the_suite_is_recorded_unless_it_is_left_out(own: Path) -> None:
@@ -153,6 +183,7 @@ def test_a_run_in_which_nothing_is_selected_is_no_success(own: Path) -> None:
         (["record", "out", "a.py", "a.py"], "PATH = 'a.py': each check once"),
         (["record", "out", "a.py::step"], "PATH = 'a.py::step': a.py:STEP for a step"),
         (["record", "out", "a.py", "-n", "many"], "n = 'many': a number of workers"),
+        (["gate", "good"], "RECORD = 'good': two records, or one and --against-now"),
         (["gate", "taken", "none"], "record = 'taken': a folder with record.jsonl"),
         (["gate", "good", "good", "--policy", "none.toml"], "policy = 'none.toml'"),
     ],

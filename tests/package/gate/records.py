@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from jsonschema import Draft202012Validator
+
+from ddp_equivalence import gate
 from ddp_equivalence.gate.judge import Judgement, judge
 from ddp_equivalence.gate.policy import Policy
-from ddp_equivalence.gate.record_lines import NAME, SCHEMA, RecordWriter
+from ddp_equivalence.gate.record_lines import NAME, SCHEMA, RecordWriter, read_lines
 from ddp_equivalence.gate.recorded import Recorded, read_record
 
 TODAY = datetime.date(2026, 11, 26)
@@ -52,7 +57,8 @@ CHECK: Mapping[str, Any] = {
     "digests": ["a1", "b2"],
 }
 
-TESTS = ("suite: test_a", "suite: test_b", "mine.py")
+MINE = "mine.py"
+TESTS = ("suite: test_a", "suite: test_b", MINE)
 
 
 def write(
@@ -75,7 +81,7 @@ def write(
     """
     folder.mkdir()
     writer = RecordWriter(folder / NAME)
-    of_all = {"suite": True, "files": "e5", "selected": "", "paths": ["mine.py"], "observed": []}
+    of_all = {"suite": "all", "files": "e5", "selected": "", "paths": ["mine.py"], "observed": []}
     facts = {"created": "2026-11-26T10:00:00+00:00", "source": "c3"}
     writer.write("record", schema=schema, asked={**of_all, **(asked or {})}, **facts)
     writer.write("environment", values={**ENVIRONMENT, **(environment or {})})
@@ -108,3 +114,19 @@ def found(judgement: Judgement) -> list[tuple[str, str, str]]:
 def read(folder: Path) -> Recorded:
     """The record in a folder."""
     return read_record(folder)
+
+
+def lines_of_kind(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of one kind of the record in a folder."""
+    return [line for line in read_lines(folder / NAME) if line["kind"] == kind]
+
+
+@cache
+def schema() -> Any:
+    """The published schema of a line of a record."""
+    return json.loads(Path(gate.__file__).with_name("record.schema.json").read_text())
+
+
+def validate(line: dict[str, Any]) -> None:
+    """Raises ValidationError if the line is not as the schema says."""
+    Draft202012Validator(schema()).validate(line)

@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 
 from ddp_equivalence.gate.finding import KINDS, LEVELS
+from ddp_equivalence.gate.judge import judge
+from ddp_equivalence.gate.policy import Policy
+from ddp_equivalence.gate.recorded import Recorded
 from ddp_equivalence.gate.text import report
-from tests.package.gate.records import DEFAULTS, TESTS, found, judged, write
+from tests.package.gate.records import DEFAULTS, TESTS, TODAY, found, judged, read, write
 
 SUITE, OTHER, MINE = TESTS
+EMPTY: dict[str, Any] = {}
 BUCKET = next(iter(DEFAULTS))
 
 
@@ -228,3 +232,76 @@ def test_a_test_is_slow_beside_the_others_and_not_beside_itself(tmp_path: Path) 
     old = write(tmp_path / "old", tests=none)
     new = write(tmp_path / "new", tests={**none, SUITE: {"seconds": 10.3}})
     assert found(judged(old, new))[0] == ("red", "slower", SUITE)
+
+
+def test_what_another_selection_leaves_out_is_one_finding(tmp_path: Path) -> None:
+    """A run of all tests of the suite, and one of some: nothing is known of the others."""
+    of_suite = [f"suite: test_a[{number}]" for number in range(5)]
+    tests = dict.fromkeys(of_suite, EMPTY)
+    old = write(tmp_path / "old", tests=tests, asked={"suite": "all"})
+    left_out = dict.fromkeys(of_suite[1:])
+    new = write(tmp_path / "new", tests={**tests, **left_out}, asked={"suite": "pairwise"})
+    judgement = judged(old, new)
+    assert [one for one in found(judgement) if one[1] == "vanished"] == [
+        ("red", "vanished", "4 tests of the suite")
+    ]
+    assert "--all" in next(
+        one.seen.text for one in judgement.findings if one.seen.kind == "vanished"
+    )
+    back = judged(new, old)
+    assert [one for one in found(back) if one[1] == "appeared"] == [
+        ("information", "appeared", "4 tests of the suite")
+    ]
+
+
+def test_a_test_that_a_selection_of_the_same_suite_lacks_is_named(tmp_path: Path) -> None:
+    gone, asked = "suite: test_gone", {"suite": "pairwise"}
+    old = write(tmp_path / "old", tests={gone: {}}, asked=asked)
+    new = write(tmp_path / "new", asked=asked)
+    assert ("red", "vanished", gone) in found(judged(old, new))
+
+
+def test_processor_time_shows_what_a_short_test_takes_longer(tmp_path: Path) -> None:
+    old = write(tmp_path / "old", tests={SUITE: {"cpu_seconds": 0.3}, MINE: {"cpu_seconds": 0.3}})
+    new = write(tmp_path / "new", tests={SUITE: {"cpu_seconds": 0.95}, MINE: {"cpu_seconds": 0.31}})
+    assert found(judged(old, new)) == [("red", "slower", SUITE)]
+    assert "0.30 s -> 0.95 s of processor time" in judged(old, new).findings[0].seen.text
+    busy = {name: {"cpu_seconds": 0.95} for name in TESTS}
+    before = {name: {"cpu_seconds": 0.3} for name in TESTS}
+    old, new = write(tmp_path / "idle", tests=before), write(tmp_path / "busy", tests=busy)
+    assert found(judged(old, new)) == []  # all take longer: the machine does
+
+
+# --- several records before
+
+
+def test_what_varied_before_is_no_finding(tmp_path: Path) -> None:
+    def with_error(name: str, error: float) -> Recorded:
+        return read(write(tmp_path / name, checks={MINE: {"error": error}}))
+
+    small, large, again = with_error("a", 2e-16), with_error("b", 4e-15), with_error("c", 5e-15)
+    policy = Policy()
+    alone = judge(small, again, policy, TODAY)
+    assert ("red", "error_grew", MINE) in found(alone)
+    assert found(judge(small, again, policy, TODAY, [large])) == []
+    grown = with_error("d", 4e-14)
+    assert ("red", "error_grew", MINE) in found(judge(small, grown, policy, TODAY, [large]))
+
+
+def test_a_red_finding_says_what_the_records_before_have_shown(tmp_path: Path) -> None:
+    wrong = {MINE: {"outcome": "different", "cause": "sum_not_mean"}}
+    names = ("a", "b", "c", "last")
+    *earlier, last = [
+        read(write(tmp_path / name, checks=wrong if name == "b" else {})) for name in names
+    ]
+    new = read(write(tmp_path / "new", checks=wrong))
+    (finding,) = judge(last, new, Policy(), TODAY, earlier).findings
+    assert finding.seen.kind == "verdict_worse"
+    assert finding.seen.text.endswith("; before that same 2 times, different 1 time")
+
+
+def test_a_limit_that_was_larger_once_allows_nothing(tmp_path: Path) -> None:
+    loose = {MINE: {"limit": 1e-3}}
+    earlier = [read(write(tmp_path / "a", checks=loose))]
+    old, new = read(write(tmp_path / "b")), read(write(tmp_path / "c", checks=loose))
+    assert ("red", "limit_grew", MINE) in found(judge(old, new, Policy(), TODAY, earlier))

@@ -14,6 +14,8 @@ def run(train, start_method="fork"):
     """Run ``train(options)`` on as many ranks as ``--nprocs`` says; options are the other words."""
     options = sys.argv[1:]
     number = int(options[options.index("--nprocs") + 1])
+    if start_method == "fork":
+        import torch._dynamo  # noqa: F401  # each rank would import it for DDP
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         mp.start_processes(
