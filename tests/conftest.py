@@ -27,7 +27,6 @@ ONE_OF = {
     "package": 4,
     "package/diagnosis": 8,
     "package/observed_scripts": 1,
-    "package/observed_scripts/test_observed_scripts.py": 5,
     "package/ranks": 8,
     "package/report": 6,
 }

@@ -92,6 +92,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.against_now is not None:
         command.record_again(records[-1], arguments.against_now, arguments.n, arguments.observe)
         records.append(read_record(arguments.against_now))
+    for record, path in zip(records, [*arguments.records, arguments.against_now], strict=False):
+        if sum(one.name == record.name for one in records) > 1:
+            record.name = str(path)
     *earlier, old, new = records
     judgement = judge(old, new, policy, datetime.date.today(), earlier)
     print(painted(report(judgement, arguments.full), sys.stdout), end="")

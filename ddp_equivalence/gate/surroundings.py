@@ -39,6 +39,7 @@ def surroundings(folder: Path) -> Mapping[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "variables": set_variables(),
         "packages": packages(),
+        "hidden": hidden_by(folder),
         "commit": _commit(folder),
     }
 
@@ -69,6 +70,17 @@ def packages() -> dict[str, str]:
         if name := one.metadata["Name"]:
             found.setdefault(standard_name(name), one.version)
     return dict(sorted(found.items()))
+
+
+def hidden_by(folder: Path) -> list[str]:
+    """The installed packages that Python does not import from this working folder, because a folder
+    or a file of the same name lies there.
+    """
+    files = folder.glob("*.py") if os.access(folder, os.R_OK) else ()
+    folders = (one.parent for one in folder.glob("*/__init__.py"))
+    importable = {one.stem for one in (*files, *folders)}
+    installed = metadata.packages_distributions()
+    return sorted({standard_name(one) for name in importable for one in installed.get(name, ())})
 
 
 def standard_name(name: str) -> str:

@@ -15,3 +15,4 @@ import ddp_equivalence.measurement.on_rank  # noqa: F401
 # walk through the memory that the rank shares with the server, and thereby copy it.
 gc.collect()
 gc.freeze()
+gc.enable()

@@ -39,6 +39,9 @@ otherwise.
 FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "512"}
 """Torch keeps so many collectives of a process that is watched."""
 
+start = subprocess.Popen
+"""Starts a process. The tests of this package put something in its place."""
+
 LAST_LINES = 12
 
 LONGEST = 40
@@ -69,7 +72,7 @@ class Running:
         self._output = log.open("wb")
         self._temporary = tempfile.mkdtemp(prefix="obs", dir=_short_folder())
         try:
-            self._process = subprocess.Popen(
+            self._process = start(
                 self.command,
                 cwd=at,
                 env={**_environment(told, self._settings), "TMPDIR": self._temporary},

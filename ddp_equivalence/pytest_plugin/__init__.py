@@ -101,7 +101,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     records, not_run = recorder.records(item, report), recorder.not_run(item, report)
-    run_results.attach(report, records, not_run, recorder.spent())
+    expected_failure = recorder.of_expected_failure(item, report)
+    run_results.attach(report, records, expected_failure, not_run, recorder.spent())
     if report.failed:
         lines = exported_scripts.export(item)
         report.sections += [("reproduction", line) for line in lines]

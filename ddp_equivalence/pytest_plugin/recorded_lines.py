@@ -72,7 +72,8 @@ class RecordedLines:
         self._test(nodeid, **facts, **self._spent_in(reports))
         number = 0
         for report in reports:
-            for record in getattr(report, ATTRIBUTE, {}).get("records", ()):
+            attached = getattr(report, ATTRIBUTE, {})
+            for record in (*attached.get("records", ()), *attached.get("of_expected_failure", ())):
                 fields = {name: record[name] for name in OF_CHECKS}
                 self._writer.write("check", test=f"{self._of}{nodeid}", number=number, **fields)
                 number += 1

@@ -65,6 +65,13 @@ def records(item: pytest.Item, report: pytest.TestReport) -> Sequence[Record]:
     return made
 
 
+def of_expected_failure(item: pytest.Item, report: pytest.TestReport) -> Sequence[Record]:
+    """The checks of a test that is marked to fail (xfail) and does: tables do not count them."""
+    if report.when != "call" or not report.skipped or not hasattr(report, "wasxfail"):
+        return ()
+    return [replace(record, expected=record.outcome) for record in item.stash[_records]]
+
+
 def not_run(item: pytest.Item, report: pytest.TestReport) -> NotRun | None:
     """The test's trial of the catalogue, if this report says that it was skipped."""
     trial = item.get_closest_marker("trial")

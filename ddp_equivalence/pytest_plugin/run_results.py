@@ -37,11 +37,16 @@ class Spent:
 
 
 def attach(
-    report: pytest.TestReport, records: Sequence[Record], not_run: NotRun | None, spent: Spent
+    report: pytest.TestReport,
+    records: Sequence[Record],
+    of_expected_failure: Sequence[Record],
+    not_run: NotRun | None,
+    spent: Spent,
 ) -> None:
     """Send the results of one test along with its report. ``spent``: by its process, by now."""
     report.__dict__[ATTRIBUTE] = {
         "records": [asdict(record) for record in records],
+        "of_expected_failure": [asdict(record) for record in of_expected_failure],
         "not_run": None if not_run is None else asdict(not_run),
         "spent": asdict(spent),
     }

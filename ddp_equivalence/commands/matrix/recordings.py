@@ -142,8 +142,14 @@ class Recordings:
         """What ran although another version was asked for; "" if nothing did."""
         from ddp_equivalence.gate.recorded import read_record
 
-        found = read_record(self.folder(one)).environment["packages"]
+        environment = read_record(self.folder(one)).environment
+        found = environment["packages"]
+        hidden = [name for name, _ in one.versions if name in environment["hidden"]]
         wrong = [
+            f"{name} of this folder is imported, and not the package: call `matrix` elsewhere"
+            for name in hidden
+        ]
+        wrong += [
             f"{name} {version} was asked for, and {found.get(name, 'none')} ran: is another one "
             "found first, such as by PYTHONPATH?"
             for name, version in one.versions

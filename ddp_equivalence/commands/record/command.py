@@ -67,7 +67,10 @@ def add(commands: Commands) -> None:
         "-n", default="0", metavar="N", help="run so many tests at a time, as `pytest -n` does"
     )
     parser.add_argument(
-        "-k", default="", metavar="WORDS", help="only the tests that these words select"
+        "-k",
+        default="",
+        metavar="WORDS",
+        help="only the tests and checks that these words select, of all that are given",
     )
 
 

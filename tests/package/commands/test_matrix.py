@@ -124,6 +124,18 @@ def test_another_version_than_the_one_that_was_asked_for_is_not_recorded(
     assert "small-package 1.0 was asked for, and 1.1 ran" in printed
 
 
+def test_a_folder_that_hides_the_package_that_was_asked_for_is_found(
+    index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is imported first, and has no version."""
+    (index / "small_package").mkdir()
+    (index / "small_package" / "__init__.py").write_text("RIGHT = True\n")
+    code = main(["matrix", "--on-top", "tests", "--with", "small-package==1.0"])
+    printed = capsys.readouterr().out
+    assert code == NOT_JUDGED
+    assert "small-package of this folder is imported, and not the package" in printed
+
+
 def test_what_is_wanted() -> None:
     found = wanted(["present", "torch==2.12.1,torch==2.13.0&numpy==2.4.0"])
     assert [one.name for one in found] == ["present", "torch==2.12.1", "torch==2.13.0+numpy==2.4.0"]

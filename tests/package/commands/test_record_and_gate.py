@@ -271,3 +271,31 @@ def test_a_failure_that_is_expected_is_no_pass_and_no_skip(tmp_path: Path) -> No
     assert code == SAME, printed
     (test,) = record_in(tmp_path, "record").tests.values()
     assert (test.outcome, test.reason) == ("xfailed", "ValueError: no")
+
+
+WRONG = """
+import pytest
+from mine import case, step
+
+def twice(model, shard, rank):
+    step(model, shard, rank)
+    for parameter in model.parameters():
+        parameter.grad *= 2
+
+@pytest.mark.xfail(reason="until the release")
+def test_wrong(equivalence):
+    equivalence.assert_equivalent(case, twice)
+"""
+
+
+def test_the_checks_of_a_failure_that_is_expected_are_recorded(own: Path) -> None:
+    """Its cause may change."""
+    (own / "test_wrong.py").write_text(WRONG)
+    code, printed = recorded(own, "record", "--no-suite", "test_wrong.py")
+    assert code == SAME, printed
+    assert "1 xfailed" in printed
+    found = record_in(own, "record")
+    check = found.checks["test_wrong.py::test_wrong", 0]
+    assert (check.outcome, check.expected) == ("different", "different")
+    assert check.cause == "sum_not_mean"
+    assert "compared with one big batch" not in printed  # the table counts what passed or failed

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 from ddp_equivalence import observe
+from ddp_equivalence.observed_scripts import launch
 from ddp_equivalence.observed_scripts.observed import Observed
 from ddp_equivalence.report.short.fault_line import line_to_look_at
+from tests.package.observed_scripts.interpreters import started
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def observed(script: str, *words: str, **options: object) -> Observed:
-    """The script on two ranks."""
+    """The script on two ranks, in forks of one interpreter."""
     command = (sys.executable, script, *words, "--nprocs", "2")
-    return observe(command, folder=SCRIPTS, **options)  # type: ignore[arg-type]
+    with patch.object(launch, "start", started):
+        return observe(command, folder=SCRIPTS, **options)  # type: ignore[arg-type]
 
 
 def source_of_fault(found: Observed) -> str:

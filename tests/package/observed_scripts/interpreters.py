@@ -1,0 +1,192 @@
+"""Runs the scripts of these tests in forks of one interpreter that has imported torch.
+
+``observe`` starts an interpreter two or three times for a script, and each needs two seconds of
+processor time to import torch and torch._dynamo. A fork of one that has imported them needs none.
+It gets the same command, environment, folder and output, and the same watch begins in it. Tests
+whose subject is how a command is started, such as by torchrun, start real ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import util
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+
+from ddp_equivalence.observed_scripts import launch
+from ddp_equivalence.observed_scripts.told import VARIABLE
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a fork is to run, and with what."""
+
+    command: Sequence[str]
+    at: str
+    environment: Mapping[str, str]
+    output: str
+
+
+# --- in the interpreter that is forked
+
+
+def serve(descriptor: int) -> None:
+    """Fork for every ``Start`` that comes, and answer with the process id; for a process id, answer
+    with its exit code, or None. Ends, with all forks, when the other side does. ``descriptor``: of
+    this side of a pipe.
+    """
+    connection = Connection(descriptor)
+    import torch._dynamo
+    import torch.distributed
+    import torch.optim  # noqa: F401
+
+    import ddp_equivalence.observed_scripts.in_script.begin
+    import ddp_equivalence.observed_scripts.in_script.hooks
+    import ddp_equivalence.observed_scripts.in_script.recorder
+    import ddp_equivalence.observed_scripts.in_script.replayer  # noqa: F401
+
+    forks: list[int] = []
+    with suppress(EOFError):
+        while True:
+            asked = connection.recv()
+            if isinstance(asked, Start):
+                pid = os.fork()
+                if pid == 0:
+                    connection.close()
+                    _run(asked)
+                forks.append(pid)
+                connection.send(pid)
+            else:
+                ended, status = os.waitpid(asked, os.WNOHANG)
+                connection.send(os.waitstatus_to_exitcode(status) if ended else None)
+    for pid in forks:
+        for one in processes_of(pid):
+            one.kill()
+
+
+def _run(start: Start) -> NoReturn:
+    """Be the interpreter that was to be started."""
+    os.setsid()
+    os.chdir(start.at)
+    for number, path, mode in ((0, os.devnull, os.O_RDONLY), (1, start.output, os.O_WRONLY)):
+        file = os.open(path, mode | os.O_APPEND)
+        os.dup2(file, number)
+    os.dup2(1, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ.clear()
+    os.environ.update(start.environment)
+    _, script, *words = start.command
+    sys.argv, sys.orig_argv = [script, *words], list(start.command)
+    paths = start.environment["PYTHONPATH"].split(os.pathsep)
+    sys.path[:] = [os.path.dirname(os.path.abspath(script)), *paths, *sys.path]
+    code = 0
+    try:
+        startup = runpy.run_path(str(launch.STARTUP / "sitecustomize.py"))
+        if VARIABLE in os.environ:
+            startup["_seed_numpy"]()  # torch and numpy are there: no import begins the watch
+            startup["_begin"]()
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    with suppress(BaseException):
+        util._exit_function()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def processes_of(leader: int) -> list[psutil.Process]:
+    """All processes in the session that this process leads."""
+    found = []
+    for one in psutil.process_iter():
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getsid(one.pid) == leader:
+                found.append(one)
+    return found
+
+
+# --- in the process of the tests
+
+
+class ForkedProcess:
+    """Stands in for ``subprocess.Popen`` where ``Running`` starts a command."""
+
+    def __init__(self, command: Sequence[str], cwd: Path, env: Mapping[str, str], **more: Any):
+        self._output = Path(more["stdout"].name)
+        self.pid: int = _asked(Start(tuple(command), str(cwd), dict(env), str(self._output)))
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            self._code = _asked(self.pid)
+            if self._code is not None:
+                self.kill()  # what it has left behind
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        until = time.monotonic() + (timeout or 60)
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("a forked script", timeout or 60)
+            time.sleep(0.005)
+        return code
+
+    def kill(self) -> None:
+        for one in processes_of(self.pid):
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+
+
+@cache
+def _interpreter() -> Connection:
+    """The connection to it. It ends with this process: the connection is closed then."""
+    ours, theirs = multiprocessing.Pipe()
+    interpreter = subprocess.Popen(
+        [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
+        pass_fds=[theirs.fileno()],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(launch.PACKAGE)},
+        cwd=launch.PACKAGE,
+        start_new_session=True,
+    )
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        interpreter.wait()
+
+    atexit.register(end)
+    return ours
+
+
+def _asked(question: Start | int) -> Any:
+    connection = _interpreter()
+    connection.send(question)
+    return connection.recv()
+
+
+def started(command: Sequence[str], **keywords: Any) -> Any:
+    """A fork for a script of these tests, which is started as ``python SCRIPT ...``; else a real
+    process.
+    """
+    if len(command) > 1 and command[0] == sys.executable and command[1].endswith(".py"):
+        return ForkedProcess(command, **keywords)
+    return subprocess.Popen(command, **keywords)
