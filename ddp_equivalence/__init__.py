@@ -77,6 +77,10 @@ def __getattr__(name: str) -> object:
     # torch.
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    try:
+        module = import_module(f"{__name__}.{_MODULE_OF[name]}")
+    except AttributeError as error:  # Python would only say that the name cannot be imported
+        raise ImportError(f"{_MODULE_OF[name]} cannot be imported: {error}") from error
+    value: object = getattr(module, name)
     globals()[name] = value
     return value

@@ -41,8 +41,6 @@ TO_PYTHON = frozenset({"item", "tolist", "numpy", "__float__", "__array__"})
 OF_NO_VALUES = frozenset({"grad", "_grad", "new_tensor", "new_empty", "new_zeros", "new_ones"})
 """What these return does not depend on the values of a tensor that has a gradient."""
 
-_APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
-
 
 class CutWatch(TorchFunctionMode):
     """``now()``: the number of the step, how many calls of backward have begun, and whether one
@@ -262,7 +260,33 @@ def _tensors(values: Any, deepest: int = 3) -> list[Tensor]:
 def _is_inside_a_function(frame: FrameType | None) -> bool:
     """True inside the forward method of an ``autograd.Function``, which has its own backward."""
     while frame is not None:
-        if frame.f_code is _APPLY:
+        code = frame.f_code
+        # The id of a code is its key, because a hash of its content would take longer.
+        known = _FORWARD_METHODS.get(id(code))
+        if known is None:
+            known = _FORWARD_METHODS[id(code)] = code, _is_forward(code)
+        if known[1]:
             return True
         frame = frame.f_back
+    return False
+
+
+_FORWARD_METHODS: dict[int, tuple[CodeType, bool]] = {}
+"""id of a code -> the code, and whether it is that of a forward method."""
+
+
+def _is_forward(code: CodeType) -> bool:
+    """True for the forward method of an ``autograd.Function``. Since torch 2.14 it is called from
+    C, so that there is no frame of ``apply`` to look for.
+    """
+    waiting: list[Any] = [Function]
+    while waiting:
+        one = waiting.pop()
+        waiting += one.__subclasses__()
+        method = vars(one).get("forward")
+        method = getattr(method, "__func__", method)  # of a staticmethod
+        while method is not None:  # it may be decorated
+            if getattr(method, "__code__", None) is code:
+                return True
+            method = getattr(method, "__wrapped__", None)
     return False

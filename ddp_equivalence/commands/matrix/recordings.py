@@ -31,7 +31,7 @@ class Recordings:
             arguments.paths,
             arguments.observe,
             arguments.k,
-            part_of_suite(is_run=arguments.suite, whole=arguments.all),
+            part_of_suite(is_run=arguments.suite, whole=arguments.all or bool(arguments.k)),
         )
 
     def is_recorded(self, one: Wanted) -> bool:

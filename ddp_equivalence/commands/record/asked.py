@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ddp_equivalence.case.errors import BadCase
 
 PartOfSuite = Literal["none", "pairwise", "all"]
-"""How much of the suite runs. With ``-k``, all tests run that its words select."""
+"""How much of the suite runs. With ``-k`` it is "all", of those tests that its words select."""
 
 
 def part_of_suite(*, is_run: bool, whole: bool) -> PartOfSuite:

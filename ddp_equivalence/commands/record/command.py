@@ -202,7 +202,7 @@ def _write_begin(writer: RecordWriter, arguments: argparse.Namespace) -> None:
             arguments.paths,
             arguments.observe,
             arguments.k,
-            part_of_suite(is_run=not arguments.no_suite, whole=arguments.all),
+            part_of_suite(is_run=not arguments.no_suite, whole=arguments.all or bool(arguments.k)),
         ),
     )
     writer.write("environment", values=surroundings(Path.cwd()))

@@ -135,7 +135,7 @@ def test_a_rank_that_trains_something_alone_is_told(
     (tmp_path / "t.py").write_text(ONE_RANK_ALONE)
     command = "torchrun --standalone --nproc-per-node 2 t.py"
     with pytest.raises(ScriptFailed, match="Only rank 0 made them"):
-        observe(command, steps=2, deadline=20)
+        observe(command, steps=2, deadline=30)
 
 
 def test_the_error_of_the_script_is_shown_and_not_that_of_its_launcher() -> None:
