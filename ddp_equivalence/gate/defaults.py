@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 CALLABLES = (
@@ -39,6 +40,12 @@ CALLABLES = (
 )
 """Functions and classes, whose defaults are those of their parameters."""
 
+NOT_OF_TRAINING = (
+    *("hub_", "push_to_hub", "logging_", "log_", "report_to", "run_name", "disable_tqdm"),
+    *("save_", "output_dir", "eval_", "project", "trackio_", "include_for_metrics"),
+)
+"""What the names of parameters begin with that say where results go, and nothing of training."""
+
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 LONGEST = 200
 
@@ -60,8 +67,15 @@ def _of_callables() -> Iterator[tuple[str, str]]:
         except (TypeError, ValueError):
             continue
         for parameter in parameters.values():
-            if parameter.default is not inspect.Parameter.empty:
-                yield f"{name}({parameter.name})", _text(parameter.default)
+            default = parameter.default
+            if default is inspect.Parameter.empty or parameter.name.startswith(NOT_OF_TRAINING):
+                continue
+            if is_dataclass(default) and not isinstance(default, type):  # it may get a new field
+                for field in fields(default):
+                    value = getattr(default, field.name)
+                    yield f"{name}({parameter.name}.{field.name})", _text(value)
+            else:
+                yield f"{name}({parameter.name})", _text(default)
 
 
 def _found(name: str) -> Any:

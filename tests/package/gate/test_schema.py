@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from jsonschema import ValidationError
 
+from ddp_equivalence.gate.defaults import defaults
 from ddp_equivalence.gate.record_lines import HASH, SCHEMA, read_lines
 from ddp_equivalence.pytest_plugin.recorded_lines import OF_CHECKS
 from tests.package.gate.records import MINE, lines_of_kind, schema, validate, write
@@ -55,3 +56,12 @@ def test_another_line_is_not(tmp_path: Path, kind: str, changed: dict[str, Any])
         validate({**line, **changed})
     with pytest.raises(ValidationError):
         validate({name: value for name, value in line.items() if name != "so_far"})
+
+
+def test_defaults_are_those_of_training_and_objects_have_one_for_each_field() -> None:
+    found = defaults()
+    policy = "torch.distributed.fsdp.fully_shard(mp_policy."
+    assert found[f"{policy}param_dtype)"] == "None"
+    assert f"{policy})" not in found
+    assert "transformers.TrainingArguments(optim)" in found
+    assert not [name for name in found if "(hub_" in name or "(output_dir" in name]
