@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from ddp_equivalence.comparison.digits import text_of
 from ddp_equivalence.gate.finding import Seen
 from ddp_equivalence.gate.recorded import Recorded, RecordedCheck, RecordedTest
+from ddp_equivalence.report.wrapping import plural
 
 GOOD = "same"
 
@@ -81,7 +82,8 @@ def _changed(
     elif after.outcome == GOOD:
         yield from _within_the_limit(name, before, after, ratios)
     if after.outcome == before.outcome and _bits_differ(before, after):
-        yield Seen("digest_changed", name, f"on {len(after.digests)} ranks")
+        count = len(after.digests)
+        yield Seen("digest_changed", name, f"on {count} {plural(count, 'rank')}")
 
 
 def _other_check(name: str, before: RecordedCheck, after: RecordedCheck) -> Iterator[Seen]:

@@ -28,6 +28,6 @@ DEFECT = KnownDefect(
     outcome="different",
     words="gradients of some ranks are missing",
     upstream=("https://github.com/pytorch/pytorch/issues/80832",),
-    seen_in=("2.13.0",),
+    seen_in=("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"),
     instead="leave static_graph out",
 )

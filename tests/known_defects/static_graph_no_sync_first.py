@@ -29,6 +29,6 @@ DEFECT = KnownDefect(
         "https://github.com/huggingface/accelerate/issues/3679",
         "https://github.com/pytorch/pytorch/pull/187732",
     ),
-    seen_in=("2.13.0",),
+    seen_in=("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"),
     instead="make the first step without no_sync; or leave static_graph out",
 )

@@ -56,6 +56,6 @@ DEFECT = KnownDefect(
         "https://github.com/pytorch/pytorch/issues/106690",
         "https://github.com/huggingface/transformers/issues/25357",
     ),
-    seen_in=("2.13.0",),
+    seen_in=("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"),
     instead="return tensors, tuples or dicts; or leave static_graph out",
 )

@@ -25,6 +25,6 @@ DEFECT = KnownDefect(
     outcome="different",
     cause="backward_after_reduction",
     upstream=("https://github.com/pytorch/pytorch/issues/80832",),
-    seen_in=("2.13.0",),
+    seen_in=("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"),
     instead="add the losses, and call backward once",
 )

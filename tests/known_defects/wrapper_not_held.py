@@ -20,6 +20,6 @@ DEFECT = KnownDefect(
     step=step,
     outcome="different",
     cause="wrapper_dropped",
-    seen_in=("2.13.0",),
+    seen_in=("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"),
     instead="keep the wrapper in a variable until backward has run",
 )
