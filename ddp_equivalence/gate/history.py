@@ -38,7 +38,11 @@ def _usual(check: RecordedCheck, before: Sequence[RecordedCheck]) -> RecordedChe
     alike = [one for one in before if one.outcome == check.outcome]
     errors = [one.error for one in (*alike, check) if one.error is not None]
     floors = [one.floor for one in (*alike, check) if one.floor is not None]
-    return replace(check, error=max(errors, default=None), floor=max(floors, default=None))
+    return replace(
+        check,
+        error=None if check.error is None else max(errors),
+        floor=None if check.floor is None else max(floors),
+    )
 
 
 def _slowest(test: RecordedTest, before: Sequence[RecordedTest]) -> RecordedTest:

@@ -143,7 +143,7 @@ def _longer(
     """
     ratios = {name: after / before for name, (before, after) in times.items() if before > LONG}
     for name, (before, after) in times.items():
-        if after - before <= least:
+        if not before or after - before <= least:  # earlier records have no processor time
             continue
         others = [one for other, one in ratios.items() if other != name]
         usual = max(1.0, median(others)) if others else 1.0

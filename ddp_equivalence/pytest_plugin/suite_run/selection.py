@@ -18,8 +18,8 @@ LIKE_THE_CONTROLLER = "ddp_equivalence_selects"
 COUNTS = "ddp_equivalence_selected"
 """The key of xdist's ``workeroutput`` under which a worker leaves the counts."""
 
-
 TIMES_OF_A_DIFFERENCE = 3
+"""Of the time of a trial that is the same: about as many runs of its step."""
 
 
 @dataclass(frozen=True)

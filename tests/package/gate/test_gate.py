@@ -266,6 +266,8 @@ def test_processor_time_shows_what_a_short_test_takes_longer(tmp_path: Path) -> 
     new = write(tmp_path / "new", tests={SUITE: {"cpu_seconds": 0.95}, MINE: {"cpu_seconds": 0.31}})
     assert found(judged(old, new)) == [("red", "slower", SUITE)]
     assert "0.30 s -> 0.95 s of processor time" in judged(old, new).findings[0].seen.text
+    unknown = write(tmp_path / "earlier")  # it has no such times
+    assert found(judged(unknown, new)) == []
     busy = {name: {"cpu_seconds": 0.95} for name in TESTS}
     before = {name: {"cpu_seconds": 0.3} for name in TESTS}
     old, new = write(tmp_path / "idle", tests=before), write(tmp_path / "busy", tests=busy)
