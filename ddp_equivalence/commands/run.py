@@ -32,9 +32,9 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="run all tests. By default so many run that every pair of strategy, layout, model, "
-        "loss, shards, type, cause and lane that the suite has is run (pairwise). Tests that are "
-        "named, such as by -k, all run",
+        help="run all tests. By default, run only a selection in which every pair of strategy, "
+        "layout, model, loss, shards, type, cause and lane occurs that the suite has (pairwise). "
+        "Tests that are named, such as by -k, all run",
     )
     parser.add_argument(
         "--json", type=Path, metavar="PATH", help="write the results to this file, as JSON"

@@ -11,14 +11,15 @@ from ddp_equivalence.gate.recorded import Recorded, RecordedCheck, RecordedTest
 from ddp_equivalence.gate.rules_of_checks import name_of_check
 from ddp_equivalence.report.wrapping import plural
 
-OF_ONE_TEST = ("verdict_worse", "verdict_better", "cause_changed", "test_failed", "test_passes")
-"""The findings that say what the records before have shown of the same test or check."""
+OF_A_CHECK = ("verdict_worse", "verdict_better", "cause_changed")
+OF_A_TEST = ("test_failed", "test_passes")
+"""The findings that say what the records before have shown of the same check or test."""
 
 
 def with_noise_of(earlier: Sequence[Recorded], last: Recorded) -> Recorded:
-    """The last record, with the largest error, rounding floor, limit and time that any of them has:
-    what was there before and was right is no finding when it comes again. A limit is that of the
-    last record, because another one is no noise.
+    """The last record, with the largest error, rounding floor, time and memory that any record has
+    of the same check or test: what was as large before is no finding. Limits stay those of the last
+    record, because another limit is no noise.
     """
     if not earlier:
         return last
@@ -35,7 +36,7 @@ def with_noise_of(earlier: Sequence[Recorded], last: Recorded) -> Recorded:
 
 
 def _usual(check: RecordedCheck, before: Sequence[RecordedCheck]) -> RecordedCheck:
-    alike = [one for one in before if one.outcome == check.outcome]
+    alike = [one for one in before if _kind_of(one) == _kind_of(check)]
     errors = [one.error for one in (*alike, check) if one.error is not None]
     floors = [one.floor for one in (*alike, check) if one.floor is not None]
     return replace(
@@ -45,8 +46,15 @@ def _usual(check: RecordedCheck, before: Sequence[RecordedCheck]) -> RecordedChe
     )
 
 
+def _kind_of(check: RecordedCheck) -> tuple[object, ...]:
+    return (
+        *(check.outcome, check.strategy, check.layout, check.lane, check.dtype),
+        *(check.ranks, check.parameters, check.elements),
+    )
+
+
 def _slowest(test: RecordedTest, before: Sequence[RecordedTest]) -> RecordedTest:
-    alike = [one for one in before if one.starts == test.starts]
+    alike = [one for one in before if (one.outcome, one.starts) == (test.outcome, test.starts)]
     return replace(
         test,
         seconds=max(one.seconds for one in (*alike, test)),
@@ -58,10 +66,13 @@ def with_history(
     seen: Iterator[Seen], earlier: Sequence[Recorded], last: Recorded
 ) -> Iterator[Seen]:
     """The findings; those about one test say what the records before the last have shown of it."""
-    outcomes = [_outcomes(one, last) for one in earlier]
+    of_checks = [_outcomes_of_checks(one, last) for one in earlier]
+    of_tests = [{name: test.outcome for name, test in one.tests.items()} for one in earlier]
+    known = {**dict.fromkeys(OF_A_CHECK, of_checks), **dict.fromkeys(OF_A_TEST, of_tests)}
     for one in seen:
+        outcomes = known.get(one.kind, ())
         counts = Counter(of_record[one.of] for of_record in outcomes if one.of in of_record)
-        if one.kind in OF_ONE_TEST and counts:
+        if counts:
             said = ", ".join(
                 f"{outcome} {count} {plural(count, 'time')}" for outcome, count in counts.items()
             )
@@ -70,10 +81,9 @@ def with_history(
             yield one
 
 
-def _outcomes(record: Recorded, last: Recorded) -> dict[str, str]:
-    """What findings name -> its outcome."""
-    of_checks = {
+def _outcomes_of_checks(record: Recorded, last: Recorded) -> dict[str, str]:
+    """The name that a finding has -> the outcome."""
+    return {
         name_of_check(last, test, number): check.outcome
         for (test, number), check in record.checks.items()
     }
-    return {**{name: test.outcome for name, test in record.tests.items()}, **of_checks}

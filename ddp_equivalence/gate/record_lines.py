@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from ddp_equivalence.case.errors import BadCase
 
-SCHEMA = 1
+SCHEMA = 2
 """The version of this format. It grows by one when a field changes its meaning or goes."""
 
 NAME = "record.jsonl"

@@ -22,7 +22,7 @@ MOST_TEXT, MOST_OF_A_REPORT = 2_000, 10_000
 class RecordedTest:
     """``outcome``: "passed", "failed", "skipped" or "xfailed", which is a failure that is expected.
     ``reason``: why, if it did not pass. ``starts``: how many sets of ranks it has started.
-    ``cpu_seconds``: processor time of the work of its ranks, and of processes that it has started.
+    ``cpu_seconds``: processor time of the work of its ranks.
     """
 
     outcome: str
@@ -98,6 +98,8 @@ class Recorded:
         """How much of the suite it is of: "all", "pairwise" or "none"; "" if that is not known."""
         asked = self.facts.get("asked")
         suite = asked.get("suite") if isinstance(asked, dict) else None
+        if isinstance(suite, bool):  # of version 1, which knew no selection
+            return "all" if suite else "none"
         return suite if isinstance(suite, str) else ""
 
     def asked_for(self, name: str) -> list[str]:

@@ -60,6 +60,13 @@ def _changed_defaults(old: Recorded, new: Recorded) -> Iterator[Seen]:
         if before == after:
             continue
         if before is None or after is None:
+            others = new.defaults if after is None else old.defaults
+            if any(one.startswith(f"{name[:-1]}.") for one in others):
+                text = f"{before or 'an object'} -> {after or 'an object'}"
+                yield Seen("default_changed", name, text)
+                continue
+            if f"{name.partition('(')[0]}({_parameter(name)})" in others:
+                continue  # a field of an object; the object itself says it
             function = name.partition("(")[0]
             both = (old.defaults, new.defaults)
             if not all(any(one.startswith(f"{function}(") for one in known) for known in both):
@@ -70,6 +77,11 @@ def _changed_defaults(old: Recorded, new: Recorded) -> Iterator[Seen]:
             yield Seen("default_new", name, f"{before} -> {after}, which is replaced inside")
         else:
             yield Seen("default_changed", name, f"{before} -> {after}")
+
+
+def _parameter(name: str) -> str:
+    """``policy`` of ``function(policy.field)``."""
+    return name.partition("(")[2].rstrip(")").partition(".")[0]
 
 
 def _table(record: Recorded, name: str) -> Mapping[str, Any]:

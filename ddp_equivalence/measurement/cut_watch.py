@@ -283,8 +283,7 @@ def _is_forward(code: CodeType) -> bool:
     while waiting:
         one = waiting.pop()
         waiting += one.__subclasses__()
-        method = vars(one).get("forward")
-        method = getattr(method, "__func__", method)  # of a staticmethod
+        method = getattr(one, "forward", None)  # perhaps of another base class
         while method is not None:  # it may be decorated
             if getattr(method, "__code__", None) is code:
                 return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -69,7 +68,8 @@ def of_expected_failure(item: pytest.Item, report: pytest.TestReport) -> Sequenc
     """The checks of a test that is marked to fail (xfail) and does: tables do not count them."""
     if report.when != "call" or not report.skipped or not hasattr(report, "wasxfail"):
         return ()
-    return [replace(record, expected=record.outcome) for record in item.stash[_records]]
+    made: list[Record] = item.stash[_records]
+    return made
 
 
 def not_run(item: pytest.Item, report: pytest.TestReport) -> NotRun | None:
@@ -83,13 +83,9 @@ def not_run(item: pytest.Item, report: pytest.TestReport) -> NotRun | None:
 
 
 def spent() -> Spent:
-    """What this process has spent by now, beside its own processor time: that of a test depends on
-    which test is the first to import torch. Nothing is imported for that.
-    """
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    """What the ranks of this process have spent by now; nothing is imported for that."""
     rank_set = sys.modules.get("ddp_equivalence.ranks.rank_set")
-    of_ranks = (0, 0.0) if rank_set is None else astuple(rank_set.SPENT)
-    return Spent(of_ranks[0], of_ranks[1] + ended.ru_utime + ended.ru_stime)
+    return Spent(0, 0.0) if rank_set is None else Spent(*astuple(rank_set.SPENT))
 
 
 def _is_known_to_differ(item: pytest.Item) -> bool:

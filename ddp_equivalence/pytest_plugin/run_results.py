@@ -29,7 +29,7 @@ class NotRun:
 @dataclass(frozen=True)
 class Spent:
     """What a process has spent by now. ``starts``: how many sets of ranks it has started.
-    ``cpu_seconds``: processor time of its ranks' work, and of child processes that have ended.
+    ``cpu_seconds``: processor time of their work.
     """
 
     starts: int

@@ -60,8 +60,8 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="run all tests of the suite, and not only so many that every pair of its strategies, "
-        "layouts, models ... is run",
+        help="run all tests of the suite, and not only a selection in which every pair of its "
+        "strategies, layouts, models ... occurs",
     )
     parser.add_argument(
         "-n", default="0", metavar="N", help="run so many tests at a time, as `pytest -n` does"

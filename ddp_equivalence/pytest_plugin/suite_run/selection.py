@@ -89,7 +89,7 @@ def selected(config: pytest.Config) -> Selected | None:
 def _user_chose(config: pytest.Config) -> bool:
     """True if the command line names tests."""
     named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    options = ("keyword", "markexpr", "lf", "deselect")
+    options = ("keyword", "markexpr", "lf")
     return named or any(getattr(config.option, name, None) for name in options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from ddp_equivalence.gate.finding import KINDS, LEVELS
 from ddp_equivalence.gate.judge import judge
 from ddp_equivalence.gate.policy import Policy
-from ddp_equivalence.gate.recorded import Recorded
+from ddp_equivalence.gate.recorded import Recorded, RecordedTest
 from ddp_equivalence.gate.text import report
 from tests.package.gate.records import DEFAULTS, TESTS, TODAY, found, judged, read, write
 
@@ -262,14 +263,19 @@ def test_a_test_that_a_selection_of_the_same_suite_lacks_is_named(tmp_path: Path
 
 
 def test_processor_time_shows_what_a_short_test_takes_longer(tmp_path: Path) -> None:
-    old = write(tmp_path / "old", tests={SUITE: {"cpu_seconds": 0.3}, MINE: {"cpu_seconds": 0.3}})
-    new = write(tmp_path / "new", tests={SUITE: {"cpu_seconds": 0.95}, MINE: {"cpu_seconds": 0.31}})
+    """It is that of two ranks, which is what the check of each of these tests has."""
+    old = write(tmp_path / "old", tests={SUITE: {"cpu_seconds": 0.6}, MINE: {"cpu_seconds": 0.6}})
+    new = write(tmp_path / "new", tests={SUITE: {"cpu_seconds": 1.9}, MINE: {"cpu_seconds": 0.62}})
     assert found(judged(old, new)) == [("red", "slower", SUITE)]
-    assert "0.30 s -> 0.95 s of processor time" in judged(old, new).findings[0].seen.text
+    text = judged(old, new).findings[0].seen.text
+    assert "0.30 s -> 0.95 s of processor time on each rank" in text
+    first = write(tmp_path / "first", tests={SUITE: {"cpu_seconds": 0.2}})
+    imports = write(tmp_path / "imports", tests={SUITE: {"cpu_seconds": 0.9}})
+    assert found(judged(first, imports)) == []
     unknown = write(tmp_path / "earlier")  # it has no such times
     assert found(judged(unknown, new)) == []
-    busy = {name: {"cpu_seconds": 0.95} for name in TESTS}
-    before = {name: {"cpu_seconds": 0.3} for name in TESTS}
+    busy = {name: {"cpu_seconds": 1.9} for name in TESTS}
+    before = {name: {"cpu_seconds": 0.6} for name in TESTS}
     old, new = write(tmp_path / "idle", tests=before), write(tmp_path / "busy", tests=busy)
     assert found(judged(old, new)) == []  # all take longer: the machine does
 
@@ -307,3 +313,51 @@ def test_a_limit_that_was_larger_once_allows_nothing(tmp_path: Path) -> None:
     earlier = [read(write(tmp_path / "a", checks=loose))]
     old, new = read(write(tmp_path / "b")), read(write(tmp_path / "c", checks=loose))
     assert ("red", "limit_grew", MINE) in found(judge(old, new, Policy(), TODAY, earlier))
+
+
+def test_only_what_was_alike_before_shows_what_is_usual(tmp_path: Path) -> None:
+    """Neither a check in another precision, nor a test that failed at its deadline."""
+    before = write(
+        tmp_path / "before",
+        checks={MINE: {"dtype": "float32", "error": 1e-7}},
+        tests={MINE: {"outcome": "failed", "reason": "too late", "seconds": 300.0}},
+    )
+    old, grown = write(tmp_path / "old"), write(tmp_path / "grown", checks={MINE: {"error": 4e-14}})
+    slow = write(tmp_path / "slow", tests={MINE: {"seconds": 100.0}})
+    earlier = [read(before)]
+    for new, kind in ((grown, "error_grew"), (slow, "slower")):
+        assert ("red", kind, MINE) in found(judge(read(old), read(new), Policy(), TODAY, earlier))
+
+
+def test_a_test_that_failed_before_is_not_said_to_have_been_right(tmp_path: Path) -> None:
+    """The test fails beside its check, which is right."""
+    failed = {MINE: {"outcome": "failed", "reason": "AssertionError"}}
+    before = read(write(tmp_path / "before", tests=failed))
+    old, new = read(write(tmp_path / "old")), read(write(tmp_path / "new", tests=failed))
+    (finding,) = judge(old, new, Policy(), TODAY, [before]).findings
+    assert finding.seen.kind == "test_failed"
+    assert finding.seen.text.endswith("; before that failed 1 time")
+
+
+def test_an_expected_failure_that_is_mended_is_good_news(tmp_path: Path) -> None:
+    record = read(write(tmp_path / "old"))
+    wrong = replace(record.checks[MINE, 0], outcome="different", cause="sum_not_mean")
+    record.tests[MINE], record.checks[MINE, 0] = RecordedTest("xfailed", 0.2), wrong
+    judgement = judge(record, read(write(tmp_path / "new")), Policy(), TODAY)
+    assert {level for level, _, _ in found(judgement)} == {"information"}
+
+
+def test_the_whole_run_may_need_more_processor_time(tmp_path: Path) -> None:
+    old = write(tmp_path / "old", tests={name: {"cpu_seconds": 6.0} for name in TESTS})
+    new = write(tmp_path / "new", tests={name: {"cpu_seconds": 12.0} for name in TESTS})
+    assert found(judged(old, new)) == [("yellow", "total_slower", "new")]
+
+
+def test_a_default_that_was_an_object_has_changed(tmp_path: Path) -> None:
+    name = "torch.distributed.fsdp.fully_shard(offload_policy"
+    other = {"torch.distributed.fsdp.fully_shard(mesh)": "None"}
+    old = write(tmp_path / "old", defaults={**other, f"{name}.pin_memory)": "True"})
+    new = write(tmp_path / "new", defaults={**other, f"{name})": "None"})
+    for one, another in ((old, new), (new, old)):
+        assert ("red", "default_changed", f"{name})") in found(judged(one, another))
+        assert len(judged(one, another).findings) == 1

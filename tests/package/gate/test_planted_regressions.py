@@ -87,7 +87,7 @@ REGRESSIONS = {
     "a step takes longer": Regression(
         DDP_MEAN,
         STEP,
-        f'        sum(range(20_000_000 if task.case.model == "frozen" else 0))\n{STEP}',
+        f'        sum(range(60_000_000 if task.case.model == "frozen" else 0))\n{STEP}',
         "slower",
         "frozen",
     ),

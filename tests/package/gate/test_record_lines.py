@@ -62,7 +62,7 @@ def test_a_line_that_was_taken_out_or_moved_is_noticed(place: int, tmp_path: Pat
 
 def test_a_record_of_a_later_version_is_refused(tmp_path: Path) -> None:
     folder = write(tmp_path / "record", schema=record_lines.SCHEMA + 1)
-    with pytest.raises(BadCase, match="a later ddp_equivalence wrote version 2"):
+    with pytest.raises(BadCase, match="a later ddp_equivalence wrote version 3"):
         read(folder)
 
 
@@ -105,7 +105,7 @@ def test_a_large_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
         ("test", {"id": 3, "outcome": "passed", "seconds": 1}, "is no text"),
         ("test", {"outcome": "passed", "seconds": 1}, "'id'"),
         ("environment", {"values": 3}, "no attribute"),
-        ("check", {"test": "a", "number": "x"}, "fields as version 1"),
+        ("check", {"test": "a", "number": "x"}, "fields as version 2"),
         ("end", {"exit_codes": [0], "peak_mib": "x"}, "is no number"),
         ("end", {"exit_codes": ["0"]}, "is no exit code"),
     ],
@@ -153,3 +153,11 @@ def test_nothing_comes_after_the_end(kind: str, tmp_path: Path) -> None:
     RecordWriter(folder / NAME).write(kind, schema=1, id="x", outcome="passed", seconds=1.0)
     with pytest.raises(BadCase, match="nothing after its end"):
         read(folder)
+
+
+@pytest.mark.parametrize(("suite", "means"), [(True, "all"), (False, "none")])
+def test_records_of_version_1_can_be_read(suite: bool, means: str, tmp_path: Path) -> None:
+    """They said only whether the suite ran, which was all of it."""
+    found = read(write(tmp_path / "record", schema=1, asked={"suite": suite}))
+    assert found.suite == means
+    assert found.checks

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
+import gc
+import runpy
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -15,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from ddp_equivalence.measurement.calls import Kind
 from ddp_equivalence.measurement.line_tracer import code_of
 from ddp_equivalence.observed_scripts.in_script.set_up_calls import SetUpCalls
+from ddp_equivalence.observed_scripts.launch import STARTUP
 
 
 def test_what_cannot_be_recorded_does_not_fail_in_the_script() -> None:
@@ -88,4 +92,32 @@ class Profiled(Dataset[bool]):
 def _no_profiler() -> Iterator[None]:
     assert sys.getprofile() is None
     yield
+    assert sys.getprofile() is None
+
+
+def test_a_profiler_of_a_user_goes_on_while_torch_is_imported() -> None:
+    quick = runpy.run_path(str(STARTUP / "sitecustomize.py"))["_quick"]
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        with quick():
+            assert not gc.isenabled()
+            sorted([1])
+        assert gc.isenabled()
+    finally:
+        profiler.disable()
+    assert [one for one in profiler.getstats() if "sorted" in str(one.code)]
+
+
+def test_the_watch_over_calls_rests_while_torch_is_imported() -> None:
+    quick = runpy.run_path(str(STARTUP / "sitecustomize.py"))["_quick"]
+    calls = SetUpCalls()
+    calls.begin()
+    watch = sys.getprofile()
+    try:
+        with quick():
+            assert sys.getprofile() is None
+        assert sys.getprofile() == watch is not None
+    finally:
+        calls.stop()
     assert sys.getprofile() is None
