@@ -20,6 +20,7 @@ ONE_OF = {
     "diagnosis/names/test_claims.py": 48,
     "difference": 16,
     "equivalence": 8,
+    "examples": 2,
     "faulty_steps": 6,
     "faulty_steps/test_keys.py": 48,
     "faulty_steps/test_reports.py": 24,
@@ -27,6 +28,8 @@ ONE_OF = {
     "package": 4,
     "package/diagnosis": 8,
     "package/observed_scripts": 1,
+    "package/observed_scripts/test_marked_lines.py": 2,
+    "package/observed_scripts/test_observed_scripts.py": 3,
     "package/ranks": 8,
     "package/report": 6,
 }
