@@ -137,8 +137,10 @@ def _slower(old: Recorded, new: Recorded, ratios: Mapping[str, float]) -> Iterat
     found = dict(_longer(of_cpu, ratios["seconds"], LEAST_CPU_SECONDS, what))
     for name, text in {**dict(_longer(times, ratios["seconds"], LEAST_SECONDS)), **found}.items():
         yield Seen("slower", name, text)
+    # Tests that run side by side take longer each.
+    alike = old.facts.get("workers") == new.facts.get("workers")
     for what, pairs in (
-        ("", [(test.seconds, same.seconds) for test, same in both.values()]),
+        ("", [(test.seconds, same.seconds) for test, same in both.values() if alike]),
         (
             " of processor time",
             [(test.cpu_seconds, same.cpu_seconds) for test, same in both.values()],

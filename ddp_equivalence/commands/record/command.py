@@ -198,6 +198,7 @@ def _write_begin(writer: RecordWriter, arguments: argparse.Namespace) -> None:
         schema=SCHEMA,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         source=source_digest(suite_folder()),
+        workers=arguments.n,
         asked=asked(
             arguments.paths,
             arguments.observe,

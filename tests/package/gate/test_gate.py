@@ -361,3 +361,12 @@ def test_a_default_that_was_an_object_has_changed(tmp_path: Path) -> None:
     for one, another in ((old, new), (new, old)):
         assert ("red", "default_changed", f"{name})") in found(judged(one, another))
         assert len(judged(one, another).findings) == 1
+
+
+def test_runs_with_other_numbers_of_workers_are_not_held_to_one_time(tmp_path: Path) -> None:
+    before = {name: {"seconds": 10.0} for name in TESTS}
+    old = read(write(tmp_path / "old", tests=before))
+    new = read(write(tmp_path / "new", tests={name: {"seconds": 20.0} for name in TESTS}))
+    assert found(judge(old, new, Policy(), TODAY)) == [("yellow", "total_slower", "new")]
+    new.facts = {**new.facts, "workers": "2"}
+    assert found(judge(old, new, Policy(), TODAY)) == []
