@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ddp_equivalence.gate.finding import Seen
 from ddp_equivalence.gate.recorded import Recorded, RecordedCheck, RecordedTest
-from ddp_equivalence.gate.rules_of_checks import name_of_check
+from ddp_equivalence.gate.rules_of_checks import kind_of, name_of_check
 from ddp_equivalence.report.wrapping import plural
 
 OF_A_CHECK = ("verdict_worse", "verdict_better", "cause_changed")
@@ -36,20 +36,13 @@ def with_noise_of(earlier: Sequence[Recorded], last: Recorded) -> Recorded:
 
 
 def _usual(check: RecordedCheck, before: Sequence[RecordedCheck]) -> RecordedCheck:
-    alike = [one for one in before if _kind_of(one) == _kind_of(check)]
+    alike = [one for one in before if kind_of(one) == kind_of(check)]
     errors = [one.error for one in (*alike, check) if one.error is not None]
     floors = [one.floor for one in (*alike, check) if one.floor is not None]
     return replace(
         check,
         error=None if check.error is None else max(errors),
         floor=None if check.floor is None else max(floors),
-    )
-
-
-def _kind_of(check: RecordedCheck) -> tuple[object, ...]:
-    return (
-        *(check.outcome, check.strategy, check.layout, check.lane, check.dtype),
-        *(check.ranks, check.parameters, check.elements),
     )
 
 

@@ -34,13 +34,13 @@ def _gone_or_added(
     gone: list[tuple[str, RecordedCheck]], added: list[tuple[str, RecordedCheck]]
 ) -> Iterator[Seen]:
     """A check of a fixture belongs to the test that runs first: it may have moved."""
-    moved = Counter(_kind_of(check) for _, check in gone)
-    moved &= Counter(_kind_of(check) for _, check in added)
+    moved = Counter(kind_of(check) for _, check in gone)
+    moved &= Counter(kind_of(check) for _, check in added)
     for checks, finding in ((gone, "vanished"), (added, "appeared")):
         left = moved.copy()
         for name, check in checks:
-            if left[_kind_of(check)]:
-                left[_kind_of(check)] -= 1
+            if left[kind_of(check)]:
+                left[kind_of(check)] -= 1
             elif finding == "vanished":
                 yield Seen("vanished", name, f"its test runs without it; it was {check.outcome}")
             elif check.outcome == check.expected:
@@ -49,7 +49,8 @@ def _gone_or_added(
                 yield Seen("appeared_failing", name, _verdict(check))
 
 
-def _kind_of(check: RecordedCheck) -> tuple[object, ...]:
+def kind_of(check: RecordedCheck) -> tuple[object, ...]:
+    """What two checks have in common that compare the same, with the same verdict."""
     return (
         *(check.strategy, check.layout, check.lane, check.dtype, check.outcome, check.cause),
         *(check.ranks, check.parameters, check.elements),

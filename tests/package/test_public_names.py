@@ -41,3 +41,15 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         getattr(ddp_equivalence, "nothing")  # noqa: B009
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         getattr(ddp_equivalence.explain, "nothing")  # noqa: B009
+
+
+def test_a_module_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python turns an AttributeError into "cannot import name", and leaves the reason out."""
+
+    def fails(name: str) -> None:
+        raise AttributeError("torch has no such thing")
+
+    monkeypatch.delattr(ddp_equivalence, "check", raising=False)
+    monkeypatch.setattr(ddp_equivalence, "import_module", fails)
+    with pytest.raises(ImportError, match="check_equivalence cannot be imported: torch has no"):
+        exec("from ddp_equivalence import check")

@@ -45,7 +45,9 @@ def test_a_fork_is_killed_with_what_it_has_started(tmp_path: Path) -> None:
     command = (sys.executable, str(tmp_path / "sleeps.py"))
     with (tmp_path / "output").open("wb") as output:
         process = ForkedProcess(command, cwd=tmp_path, env=environment, stdout=output)
+    until = time.monotonic() + 60
     while len(list(tmp_path.glob("*.started"))) < 2:
+        assert time.monotonic() < until, (tmp_path / "output").read_text()
         time.sleep(0.01)
     assert process.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):

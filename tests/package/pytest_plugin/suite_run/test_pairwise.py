@@ -78,7 +78,7 @@ def number(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-def test_the_selection_of_the_suite_has_all_pairs_and_does_not_depend_on_the_order() -> None:
+def test_the_selection_of_the_suite_has_all_values_and_does_not_depend_on_the_order() -> None:
     tests, left_out = collected("-p", "randomly")
     every, _ = collected(*TESTS.split())
     assert len(every) == len(tests) + left_out
@@ -90,13 +90,14 @@ def test_the_selection_of_the_suite_has_all_pairs_and_does_not_depend_on_the_ord
     assert not {part for test in every for part in re.split(r"[\[\]-]", test)} - parts
 
 
-def test_every_strategy_and_every_fault_is_selected() -> None:
+def test_every_pair_of_the_catalogue_and_every_fault_is_selected() -> None:
     trials = [trial for name in STRATEGIES for trial in catalogue.trials(name)]
     factors = [trial.factors for trial in trials]
     chosen = [factors[number] for number in covering(factors)]
-    for name in ("strategy", "model", "loss", "layout", "shards", "dtype", "cause", "compare"):
-        assert {one[name] for one in chosen} == {one[name] for one in factors}
-    assert {one["strategy"] for one in chosen} == set(STRATEGIES)
+    for one, other in combinations(factors[0], 2):
+        pairs = {(of_trial[one], of_trial[other]) for of_trial in factors}
+        assert {(of_trial[one], of_trial[other]) for of_trial in chosen} == pairs
+    assert {of_trial["strategy"] for of_trial in chosen} == set(STRATEGIES)
     planted = {
         test.partition("[")[2].partition("-")[0]
         for test in collected()[0]
