@@ -120,36 +120,42 @@ def _did(test: RecordedTest) -> str:
 
 def _slower(old: Recorded, new: Recorded, ratios: Mapping[str, float]) -> Iterator[Seen]:
     """Each test beside the others: where all take longer, the machine does, or the whole run."""
-    both: dict[str, tuple[RecordedTest, RecordedTest]] = {}
-    for name, test in old.tests.items():
-        same = new.tests.get(name)
-        if same is None or same.starts != test.starts:
-            continue  # ranks stay for the tests that follow: one of them pays for their start
-        if test.outcome == same.outcome == "passed":
-            both[name] = test, same
-    times = {name: (test.seconds, same.seconds) for name, (test, same) in both.items()}
-    of_cpu = {
-        name: (test.cpu_seconds / ranks, same.cpu_seconds / ranks)
-        for name, (test, same) in both.items()
-        for ranks in [max((check.ranks or 1 for check in old.checks_of(name)), default=1)]
-    }
+    both = list(_passed_in_both(old, new))
+    times = {name: (test.seconds, same.seconds) for name, test, same in both}
+    on_each_rank: dict[str, tuple[float, float]] = {}
+    for name, test, same in both:
+        ranks = max((check.ranks or 1 for check in old.checks_of(name)), default=1)
+        on_each_rank[name] = test.cpu_seconds / ranks, same.cpu_seconds / ranks
+    slower = dict(_longer(times, ratios["seconds"], LEAST_SECONDS))
     what = " of processor time on each rank"
-    found = dict(_longer(of_cpu, ratios["seconds"], LEAST_CPU_SECONDS, what))
-    for name, text in {**dict(_longer(times, ratios["seconds"], LEAST_SECONDS)), **found}.items():
+    slower |= _longer(on_each_rank, ratios["seconds"], LEAST_CPU_SECONDS, what)
+    for name, text in slower.items():
         yield Seen("slower", name, text)
-    # Tests that run side by side take longer each.
-    alike = old.facts.get("workers") == new.facts.get("workers")
-    for what, pairs in (
-        ("", [(test.seconds, same.seconds) for test, same in both.values() if alike]),
-        (
-            " of processor time",
-            [(test.cpu_seconds, same.cpu_seconds) for test, same in both.values()],
-        ),
-    ):
+    totals = {
+        " of processor time": [(test.cpu_seconds, same.cpu_seconds) for _, test, same in both]
+    }
+    if old.facts.get("workers") == new.facts.get("workers"):
+        # Tests that run side by side with others take longer each.
+        totals[""] = list(times.values())
+    for what, pairs in totals.items():
         before, after = sum(one for one, _ in pairs), sum(one for _, one in pairs)
         least = max(ratios["total_seconds"] * before, before + LEAST_OF_ALL_SECONDS)
         if before and after > least:
             yield Seen("total_slower", new.name, _times(before, after, 1.0, what))
+
+
+def _passed_in_both(
+    old: Recorded, new: Recorded
+) -> Iterator[tuple[str, RecordedTest, RecordedTest]]:
+    """The tests whose times can be compared. Ranks stay for the tests that follow, so that one of
+    them pays for their start: it must have started as many in both.
+    """
+    for name, test in old.tests.items():
+        same = new.tests.get(name)
+        if same is None or same.starts != test.starts:
+            continue
+        if test.outcome == same.outcome == "passed":
+            yield name, test, same
 
 
 def _longer(
