@@ -70,7 +70,7 @@ class Running:
         self._settings = log.with_suffix(".told.json")
         told.write(self._settings)
         self._output = log.open("wb")
-        self._temporary = tempfile.mkdtemp(prefix="obs", dir=_short_folder())
+        self._temporary = tempfile.mkdtemp(prefix="obs", dir=short_folder())
         try:
             self._process = start(
                 self.command,
@@ -154,7 +154,7 @@ def _told_by(settings: Path) -> list[psutil.Process]:
     return found
 
 
-def _short_folder() -> str | None:
+def short_folder() -> str | None:
     """Where temporary files go; None for the usual place, if paths of sockets are short there."""
     is_long = len(os.fsencode(tempfile.gettempdir())) > LONGEST
     return "/tmp" if is_long and os.access("/tmp", os.W_OK) else None

@@ -24,6 +24,7 @@ from ddp_equivalence.observed_scripts.as_case import ObservedStep
 from ddp_equivalence.observed_scripts.end_of_epoch import end_is_not_observed
 from ddp_equivalence.observed_scripts.export import export
 from ddp_equivalence.observed_scripts.judged_step import judge, rows_may_be_elsewhere
+from ddp_equivalence.observed_scripts.launch import short_folder
 from ddp_equivalence.observed_scripts.looked_at_closer import (
     SecondRun,
     is_the_same,
@@ -179,8 +180,25 @@ class ScriptObservation:
         folder = self.scratch / name.replace(" ", "_")
         folder.mkdir()
         at = working_folder(self.options, folder)
-        socket_folder = tempfile.mkdtemp(prefix="obs")  # the path of a socket must be short
-        told = Told(
+        socket_folder = tempfile.mkdtemp(prefix="obs", dir=short_folder())
+        try:
+            told = self._told_to_replay(record, alone, at, Path(socket_folder) / "socket")
+            command = with_own_scripts(alone, Path(self.options.folder))
+            log = folder / "one_process.log"
+            oracle = Oracle(command, at, log, record, told, self.options.deadline, arrangement)
+            try:
+                steps = observed_steps(record, oracle)
+                compute_in_their_order(steps, self.options.from_step)
+                return [self._verdict(script, step) for step in steps]
+            finally:
+                oracle.close()
+                self.notes += _notes(oracle)
+        finally:
+            shutil.rmtree(socket_folder, ignore_errors=True)
+
+    def _told_to_replay(self, record: Record, alone: Sequence[str], at: Path, socket: Path) -> Told:
+        """What the one process is told. ``at``: where it runs. ``socket``: where it asks."""
+        return Told(
             role="replay",
             folder=str(record.folder),
             steps=len(record.steps),
@@ -191,21 +209,10 @@ class ScriptObservation:
             devices_on_cpu=self.options.as_cpu
             if tuple(alone) != self.command
             else min(1, self.options.as_cpu),
-            socket=str(Path(socket_folder) / "socket"),
+            socket=str(socket),
             feed=record.feed,
             working_folder="" if self.options.in_place else str(at),
         )
-        command = with_own_scripts(alone, Path(self.options.folder))
-        log = folder / "one_process.log"
-        oracle = Oracle(command, at, log, record, told, self.options.deadline, arrangement)
-        try:
-            steps = observed_steps(record, oracle)
-            compute_in_their_order(steps, self.options.from_step)
-            return [self._verdict(script, step) for step in steps]
-        finally:
-            oracle.close()
-            self.notes += _notes(oracle)
-            shutil.rmtree(socket_folder, ignore_errors=True)
 
     def _verdict(self, script: Script, step: ObservedStep) -> Verdict:
         verdict = judge(script, step, None if self.has_explained else self._look_closer)

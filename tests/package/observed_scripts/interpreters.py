@@ -151,9 +151,12 @@ class ForkedProcess:
         return code
 
     def kill(self) -> None:
-        for one in processes_of(self.pid):
+        """End it with all that it has started; they have ended when this returns."""
+        processes = processes_of(self.pid)
+        for one in processes:
             with suppress(psutil.NoSuchProcess):
                 one.kill()
+        psutil.wait_procs([one for one in processes if one.pid != self.pid], timeout=60)
 
 
 @cache
