@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands import COMMANDS
 from ddp_equivalence.commands.exit_codes import BAD_INPUT, INTERRUPTED, NOT_JUDGED, SAME
+from ddp_equivalence.commands.interruption import sigterm_interrupts
 from ddp_equivalence.commands.output import output
 
 
@@ -44,7 +45,8 @@ def _run(command_line: Sequence[str] | None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     arguments.rest = rest
     try:
-        return COMMANDS[arguments.command].run(arguments)
+        with sigterm_interrupts():
+            return COMMANDS[arguments.command].run(arguments)
     except BadCase as error:
         print(f"ddp-equivalence {arguments.command}: bad input\n  {error}", file=sys.stderr)
         return BAD_INPUT

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -105,13 +104,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise BadCase("requirements", str(file), "a file that exists")
     require_writable_folder("out", arguments.out)
     policy = read_policy(arguments.policy)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves nothing, as Ctrl-C
-    try:
-        if arguments.bisect:
-            return _Matrix(arguments, policy).bisect(versions.between(arguments.bisect))
-        return _Matrix(arguments, policy).compare(versions.wanted(arguments.with_))
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    if arguments.bisect:
+        return _Matrix(arguments, policy).bisect(versions.between(arguments.bisect))
+    return _Matrix(arguments, policy).compare(versions.wanted(arguments.with_))
 
 
 class _Matrix:

@@ -7,7 +7,6 @@ import datetime
 import os
 import resource
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
+from ddp_equivalence.commands.interruption import exit_code_of
 from ddp_equivalence.commands.record.asked import asked, given, part_of_suite
 from ddp_equivalence.commands.results import require_writable_folder
 
@@ -219,5 +219,4 @@ def _ran(one: _Run, path: Path) -> int:
             *(sys.executable, "-m", "pytest", *arguments, *one.arguments),
             *(f"--ddp-lines={path}", f"--ddp-lines-of={one.of}"),
         ]
-        run = subprocess.run(command, cwd=one.at, env={**os.environ, **one.environment})
-    return run.returncode
+        return exit_code_of(command, one.at, {**os.environ, **one.environment})

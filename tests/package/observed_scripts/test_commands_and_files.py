@@ -8,17 +8,22 @@ import dataclasses
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
 import pytest
 
 from ddp_equivalence import BadCase, observe
+from ddp_equivalence.commands.exit_codes import INTERRUPTED
 from ddp_equivalence.commands.observe import add
+from ddp_equivalence.observed_scripts import launch
 from ddp_equivalence.observed_scripts.in_script.kept_files import own_copy
 from ddp_equivalence.observed_scripts.launch import last_words
 from ddp_equivalence.observed_scripts.one_process import in_one_process, processes_in
@@ -26,6 +31,7 @@ from ddp_equivalence.observed_scripts.options import ObserveOptions, Options
 from ddp_equivalence.observed_scripts.recording import ScriptFailed
 from ddp_equivalence.observed_scripts.told import VARIABLE
 from ddp_equivalence.observed_scripts.working_folder import copy_of_links, with_own_scripts
+from tests.package.observed_scripts.interpreters import started
 
 
 @pytest.mark.parametrize(
@@ -115,12 +121,15 @@ def test_loggers_reach_no_network_whatever_the_environment_says(
 
 
 ONE_RANK_ALONE = """
-import sys, torch
+import os, torch
 import torch.distributed as dist
-dist.init_process_group("gloo")
+os.environ |= {"MASTER_ADDR": "localhost", "WORLD_SIZE": "2"}
+rank = 0 if os.fork() else 1
+store = dist.FileStore("store", 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 weight = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(weight.parameters(), lr=0.1)
-if dist.get_rank() == 0:
+if rank == 0:
     for _ in range(4):
         weight(torch.ones(3, 2)).sum().backward()
         optimizer.step()
@@ -128,14 +137,13 @@ dist.barrier()
 """
 
 
-def test_a_rank_that_trains_something_alone_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_rank_that_trains_something_alone_is_told(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(ONE_RANK_ALONE)
-    command = "torchrun --standalone --nproc-per-node 2 t.py"
-    with pytest.raises(ScriptFailed, match="Only rank 0 made them"):
-        observe(command, steps=2, deadline=30)
+    with (
+        patch.object(launch, "start", started),
+        pytest.raises(ScriptFailed, match="Only rank 0 made them"),
+    ):
+        observe((sys.executable, "t.py"), folder=tmp_path, steps=2, deadline=8)
 
 
 def test_the_error_of_the_script_is_shown_and_not_that_of_its_launcher() -> None:
@@ -243,20 +251,29 @@ def test_a_script_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         observe("python train.py", folder=tmp_path, deadline=0.5, precision="own")
 
 
-def test_no_process_outlives_the_command_that_observes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nothing_outlives_the_command_that_observes(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(600)\n"
     )
     kept = tmp_path / "kept"
     command = ["observe", "--keep", str(kept), "--", sys.executable, "train.py", "--nprocs", "2"]
-    observing = subprocess.Popen([sys.executable, "-m", "ddp_equivalence", *command], cwd=tmp_path)
-    try:
-        assert became(lambda: bool(list(kept.rglob("begun"))))
-        script = next(one for one in processes_of(kept))
-    finally:
-        observing.terminate()
-        observing.wait()
-    assert became(lambda: not script.is_running() or script.status() == psutil.STATUS_ZOMBIE)
+    with tempfile.TemporaryDirectory() as temporary:
+        observing = subprocess.Popen(
+            [sys.executable, "-m", "ddp_equivalence", *command],
+            cwd=tmp_path,
+            env={**os.environ, "TMPDIR": temporary},
+        )
+        try:
+            assert became(lambda: bool(list(kept.rglob("begun"))))
+            script = next(one for one in processes_of(kept))
+        finally:
+            observing.send_signal(number)
+            code = observing.wait()
+        assert became(lambda: not script.is_running() or script.status() == psutil.STATUS_ZOMBIE)
+        if number != signal.SIGKILL:
+            assert code == INTERRUPTED
+            assert os.listdir(temporary) == []
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
