@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +35,11 @@ _destroyed_groups: list[object] = []
 
 
 class InProcessRankSet(RankSet):
-    """Rank 0 works in this process, without a deadline; its exceptions are not wrapped."""
+    """Rank 0 works in this process, without a deadline; its exceptions are not wrapped.
+
+    The process is a member of the group only while rank 0 works. All other code here, such as the
+    user's batch, finds no group, as in every process that judges.
+    """
 
     def __init__(
         self,
@@ -48,6 +53,7 @@ class InProcessRankSet(RankSet):
         super().__init__(layout, lane, COLLECTIVE_TIMEOUT, environment, devices, method)
         self._longest_collective = collective_timeout
         self._rank_0: Rank | None = None
+        self._group: object = None
         self._rank_0_environment: dict[bytes, bytes] = {}
         self._work = b""
 
@@ -90,7 +96,7 @@ class InProcessRankSet(RankSet):
         try:
             # The user's modules are those of this process, so there is nothing to edit in them.
             function, argument, _ = pickling.loads(by_value, body)
-            with pickled_by_value_for_workers():
+            with self._in_group(), pickled_by_value_for_workers():
                 yield from function(self._rank_0, argument)
             changed = process_state.restore(before)
             if changed:
@@ -140,10 +146,11 @@ class InProcessRankSet(RankSet):
         """Stop the other ranks, and leave the process group."""
         super().stop()
         gc.collect()  # this frees DDP objects that are part of a reference cycle
-        if self._rank_0 is not None and dist.is_initialized():
-            _destroyed_groups.append(dist.group.WORLD)
-            self._leave_group()
-        self._rank_0 = None
+        if self._group is not None:
+            _destroyed_groups.append(self._group)
+            with self._in_group():
+                self._leave_group()
+        self._rank_0 = self._group = None
 
     def _leave_group(self) -> None:
         """Leave the group that the other ranks have left by ending.
@@ -160,15 +167,33 @@ class InProcessRankSet(RankSet):
         return self.layout.rows[1:]
 
     def _join_group(self) -> None:
-        before = process_state.capture()
+        before, outside = process_state.capture(), dist.group.WORLD
         try:
             self._rank_0 = join_group(self._start_arguments(self.layout.rows[0]), self._pass_port)
             self._rank_0_environment = rank_environment()
         finally:
+            if dist.group.WORLD is not outside:
+                self._group = dist.group.WORLD
+            _set_world(outside)
             process_state.restore(before)
         super()._join_group()
+
+    @contextmanager
+    def _in_group(self) -> Iterator[None]:
+        """In the block, the group of the ranks is this process's default group."""
+        outside = dist.group.WORLD
+        _set_world(self._group)
+        try:
+            yield
+        finally:
+            _set_world(outside)
 
     def _pass_port(self, port: int | None) -> int:
         assert port is not None  # rank 0 has opened the store
         self._send_port(port)
         return port
+
+
+def _set_world(group: object) -> None:
+    member: Any = dist.GroupMember
+    member.WORLD = group

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_equivalence import Case, Rank, check
+from ddp_equivalence import BadCase, Case, Rank, check
 from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.ranks.in_process import InProcessRankSet
 from ddp_equivalence.ranks.lanes import Lane
 from ddp_equivalence.ranks.rank_set import RankSet
-from tests.package.own_cases import loss, own_case, right_step
+from tests.package.own_cases import loss, make_batch, own_case, right_step
 from tests.package.pytest_plugin.test_pytest_plugin import THEIR_TEST
 from tests.package.someone_elses_run import run
 
@@ -40,7 +41,7 @@ def group_is_left_afterwards() -> Any:
     from ddp_equivalence.ranks.warm_ranks import warm_ranks
 
     warm_ranks().stop()
-    assert not dist.is_initialized()
+    assert not dist.distributed_c10d._world.pg_map
     assert "RANK" not in os.environ
 
 
@@ -147,6 +148,18 @@ def only_in_one_process(model: nn.Module, batch: Any) -> Any:
 @pytest.mark.parametrize("in_process", [True, False])
 def test_the_big_batch_knows_nothing_of_the_group_of_this_process(in_process: bool) -> None:
     assert check(own_case(), right_step, in_process=True).outcome == "same"
-    assert dist.is_initialized()
     verdict = check(own_case(loss=only_in_one_process), right_step, in_process=in_process)
     assert verdict.outcome == "same", str(verdict)
+
+
+def never_together(generator: torch.Generator) -> Any:
+    """A batch whose builder waits for other ranks. They are not here while this is built."""
+    dist.barrier()
+    return make_batch(generator)
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_batch_that_waits_for_other_ranks_does_not_wait_for_ever(in_process: bool) -> None:
+    assert check(own_case(), right_step, in_process=True).outcome == "same"
+    with pytest.raises(BadCase, match="collectives belong in the step"):
+        check(own_case(batch=never_together), right_step, in_process=in_process)
