@@ -10,14 +10,19 @@
 # Without PYTHON, a .venv that was made with it keeps that torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+install() { # pip would compile all modules of torch, of which a run imports a tenth
+    .venv/bin/python -m pip install --quiet --no-compile --constraint "$1" --editable ".${2:+[$2]}"
+    # Those are compiled here once, for every interpreter that may not write what it compiles.
+    PYTHONDONTWRITEBYTECODE='' .venv/bin/python -c 'import pytest, ddp_equivalence.measurement.preload'
+}
 if [[ -z "${PYTHON:-}" && -e .venv/torch.txt ]]; then
     echo "ci/install.sh: .venv was made with PYTHON and keeps $(cat .venv/torch.txt); remove .venv for another"
-    .venv/bin/python -m pip install --quiet --constraint .venv/torch.txt --editable ".${1:+[$1]}"
+    install .venv/torch.txt "${1:-}"
     exit
 fi
 if [[ -z "${PYTHON:-}" ]]; then
     python3 -m venv .venv
-    .venv/bin/python -m pip install --quiet --constraint requirements.lock --editable ".${1:+[$1]}"
+    install requirements.lock "${1:-}"
     exit
 fi
 "$PYTHON" -m venv --system-site-packages --clear .venv
@@ -25,5 +30,5 @@ site_packages='import sysconfig; print(sysconfig.get_path("purelib"))'
 "$PYTHON" -c "$site_packages" > "$(.venv/bin/python -c "$site_packages")/packages_of_PYTHON.pth"
 # The versions of requirements.lock are left out: they would replace the torch that is there.
 .venv/bin/python -c 'import torch; print(f"torch=={torch.__version__}")' > .venv/torch.txt
-.venv/bin/python -m pip install --quiet --constraint .venv/torch.txt --editable ".${1:+[$1]}"
+install .venv/torch.txt "${1:-}"
 .venv/bin/python -c 'import torch; print(f"using torch {torch.__version__} of {torch.__file__}")'

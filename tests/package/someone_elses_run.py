@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from tests.package.one_server import with_server_of_these_tests
+
 LONGEST = 240
 """Seconds after which a run is taken to hang."""
 
@@ -46,11 +48,14 @@ def run(
     typed: str = "",
     before: Sequence[str] = (),
     more: Mapping[str, str] | None = None,
+    own_server: bool = False,
 ) -> tuple[int, str]:
     """Exit status and output of a run in ``folder``.
 
-    ``typed``: what its user types. ``more``: environment variables.
+    ``typed``: what its user types. ``more``: environment variables. ``own_server``: the run starts
+    its fork server itself.
     """
+    variables = environment(more)
     done = subprocess.run(
         command(*arguments, plugins=plugins, before=before),
         cwd=folder,
@@ -58,7 +63,7 @@ def run(
         text=True,
         timeout=LONGEST,
         check=False,
-        env=environment(more),
+        env=variables if own_server else with_server_of_these_tests(variables),
         input=typed,
     )
     return done.returncode, done.stdout + done.stderr

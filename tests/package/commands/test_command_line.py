@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddp_equivalence.commands.main import main
+from tests.package.one_server import with_server_of_these_tests
 
 ROOT = Path(__file__).parents[3]
 
@@ -71,7 +72,7 @@ def run(*arguments: str, folder: Path | None = None) -> tuple[int, str, str]:
         text=True,
         timeout=240,
         check=False,
-        env=dict(os.environ) | {"PYTHONPATH": str(ROOT)},
+        env=with_server_of_these_tests(dict(os.environ) | {"PYTHONPATH": str(ROOT)}),
     )
     return done.returncode, done.stdout, done.stderr
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.package.commands.test_command_line import BESIDE, USER_FILE
+from tests.package.one_server import with_server_of_these_tests
 from tests.package.someone_elses_run import command, environment
 
 CHATTY = """
@@ -54,7 +55,7 @@ def in_shell(folder: Path, line: str, more: dict[str, str] | None = None) -> tup
     done = subprocess.run(
         ["bash", "-c", ours + line],
         cwd=folder,
-        env=environment({"PY": sys.executable, **(more or {})}),
+        env=with_server_of_these_tests(environment({"PY": sys.executable, **(more or {})})),
         capture_output=True,
         timeout=240,
         check=False,
@@ -94,7 +95,7 @@ def test_the_closing_table_is_aligned_in_ascii(folder: Path) -> None:
     done = subprocess.run(
         command("-q", "test_mine.py"),
         cwd=folder,
-        env=environment(ASCII[1]),
+        env=with_server_of_these_tests(environment(ASCII[1])),
         capture_output=True,
         timeout=240,
         check=False,

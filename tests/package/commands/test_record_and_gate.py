@@ -15,6 +15,7 @@ from ddp_equivalence.commands.main import main
 from ddp_equivalence.gate.record_lines import NAME, read_lines
 from ddp_equivalence.gate.recorded import Recorded, read_record
 from tests.package.gate.records import schema, validate, write
+from tests.package.one_server import with_server_of_these_tests
 
 MINE = """
 import torch
@@ -69,7 +70,7 @@ def recorded(folder: Path, name: str, *words: str) -> tuple[int, str]:
     run = subprocess.run(
         [sys.executable, "-m", "ddp_equivalence", "record", name, *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
+        env=with_server_of_these_tests({**os.environ, "PYTHONPATH": str(folder)}),
         capture_output=True,
         text=True,
     )
