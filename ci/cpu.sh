@@ -25,7 +25,7 @@ mypy=$!
 trap 'kill "$mypy" 2> /dev/null || true; rm -f "$types"' EXIT
 code=0
 # If no test is collected, pytest exits with code 5, which makes the lane fail.
-.venv/bin/pytest -n "${WORKERS:-2}" \
+.venv/bin/pytest -n "${WORKERS:-2}" --dist worksteal \
     -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true "${tests[@]}" "$@" || code=$?
 if ! wait "$mypy"; then
     cat "$types"

@@ -155,9 +155,10 @@ class CallWatch:
     @contextmanager
     def backward(
         self, roots: Sequence[Tensor], loss: float | None, own: Mapping[str, Tensor]
-    ) -> Iterator[None]:
+    ) -> Iterator[list[int | None]]:
         """The block is one backward pass from ``roots``. ``own``: gets the gradients that it
-        computes, by parameter; empty if they are not added to ``.grad``.
+        computes, by parameter; empty if they are not added to ``.grad``. Yields a list that holds,
+        after the block, how many collectives had been issued before it and at its end.
         """
         frame = sys._getframe(2)
         self._note_changes(frame, by_value=True)
@@ -171,14 +172,15 @@ class CallWatch:
         lines = lines_of(frame)
         paused, self._tracer.paused = self._tracer.paused, True
         self._in_backward = True
-        issued = issued_so_far()
+        issued = [issued_so_far()]
         try:
-            yield
+            yield issued
         finally:
             self._in_backward = False
             self.events.backward_ended()
             self._tracer.paused = paused
-        if issued is not None and issued_so_far() == issued:
+        issued.append(issued_so_far())
+        if issued[0] is not None and issued[0] == issued[1]:
             for change in changed_by_hooks(self._gradients, own, self.calls[call:]):
                 self._append(Kind.CHANGE, lines, change=change, in_backward=True)
         self._gradients.accept()

@@ -36,7 +36,7 @@ from ddp_equivalence.measurement.observation import (
 )
 from ddp_equivalence.measurement.plain_tensors import plain
 from ddp_equivalence.measurement.wrapper_observer import WrapperObserver
-from ddp_equivalence.ranks.collectives import Collective, issued_so_far
+from ddp_equivalence.ranks.collectives import Collective
 from ddp_equivalence.ranks.torch_frames import counts_as_torch
 
 
@@ -216,7 +216,6 @@ class Observer:
             loss = _sum_of_scalars(roots)
             for wrapper in self._wrappers:
                 wrapper.backward_begins()
-            before = issued_so_far()
             self._local_gradient = {}
             self._inside = True
             own = (
@@ -225,7 +224,7 @@ class Observer:
                 else {}
             )
             try:
-                with self._calls.backward(roots, loss, own):
+                with self._calls.backward(roots, loss, own) as issued:
                     result = differentiate(*arguments, **named)
             finally:
                 self._inside = False
@@ -233,7 +232,7 @@ class Observer:
                 Backward(
                     loss=loss,
                     forwards=len(self._forwards),
-                    issued=(before, issued_so_far()),
+                    issued=(issued[0], issued[1]),
                     step=self.step,
                     gradient=self._sample.joined(self._local_gradient)
                     if self._local_gradient

@@ -18,9 +18,10 @@ Batch = Mapping[str, Tensor]
 @dataclass(frozen=True)
 class KnownDefect:
     """``says``: what goes wrong. ``step``, ``model`` and ``loss``: show it. ``outcome``, ``cause``:
-    of the verdict; ``words``: stand in its report. ``upstream``: where it is known; empty if it was
-    not reported. ``seen_in``: versions of torch that have it. ``fixed_in``: the first that does
-    not; "" if there is none yet. ``instead``: what a user can write meanwhile.
+    of the verdict; ``words``: stand in its report. ``deadline``: seconds after which the ranks are
+    taken to hang. ``upstream``: where it is known; empty if it was not reported. ``seen_in``:
+    versions of torch that have it. ``fixed_in``: the first that does not; "" if there is none yet.
+    ``instead``: what a user can write meanwhile.
     """
 
     name: str
@@ -35,6 +36,7 @@ class KnownDefect:
     fixed_in: str = ""
     model: Callable[[], nn.Module] = lambda: nn.Linear(5, 3)
     loss: Callable[[nn.Module, Any], Any] | None = None
+    deadline: float = 60.0
 
     @property
     def case(self) -> Case:

@@ -143,7 +143,7 @@ def test_a_rank_that_trains_something_alone_is_told(tmp_path: Path) -> None:
         patch.object(launch, "start", started),
         pytest.raises(ScriptFailed, match="Only rank 0 made them"),
     ):
-        observe((sys.executable, "t.py"), folder=tmp_path, steps=2, deadline=8)
+        observe((sys.executable, "t.py"), folder=tmp_path, steps=2, deadline=6)
 
 
 def test_the_error_of_the_script_is_shown_and_not_that_of_its_launcher() -> None:
