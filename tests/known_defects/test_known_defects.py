@@ -52,7 +52,7 @@ def news(defect: KnownDefect, seen: bool, installed: Version) -> str:
 
 @pytest.mark.parametrize("defect", defects(), ids=lambda one: one.name)
 def test_it_is_as_its_file_says(defect: KnownDefect) -> None:
-    with settings.using(settings.replaced(trial_seconds=0, second_look=False)):
+    with settings.using(settings.replaced(trial_seconds=0)):
         verdict = check(defect.case, defect.step, deadline=defect.deadline)
     message = news(defect, shows(verdict, defect), INSTALLED)
     assert not message, f"{message}\n{verdict}"
