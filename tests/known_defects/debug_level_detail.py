@@ -27,7 +27,7 @@ DEFECT = KnownDefect(
     step=step,
     outcome="unknown",
     words="killed by SIGSEGV",
-    seen_in=("2.13.0", "2.14.1"),
+    seen_in=("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"),
     instead="use the level INFO, or replace torch.distributed.Logger.set_construction_data_and_log "
     "by a function that does nothing",
 )

@@ -45,7 +45,7 @@ DEFECT = KnownDefect(
     loss=both_and_one,
     outcome="different",
     cause="backward_after_reduction",
-    seen_in=("2.13.0", "2.14.1"),
+    seen_in=("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"),
     instead="use find_unused_parameters=True and leave static_graph out; or use all parameters in "
     "every backward pass",
 )

@@ -30,6 +30,6 @@ DEFECT = KnownDefect(
     outcome="different",
     cause="no_all_reduce",
     upstream=("https://github.com/pytorch/pytorch/issues/69031",),
-    seen_in=("2.13.0", "2.14.1"),
+    seen_in=("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"),
     instead="use find_unused_parameters=True, or let every micro-batch use all parameters",
 )

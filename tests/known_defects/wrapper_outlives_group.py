@@ -36,7 +36,7 @@ DEFECT = KnownDefect(
     words="still running",
     deadline=5.0,
     upstream=("https://github.com/pytorch/pytorch/issues/56297",),
-    seen_in=("2.13.0",),
+    seen_in=("2.11.0", "2.12.1", "2.13.0"),
     fixed_in="2.14.1",
     instead="delete the wrapper before the group, or keep the group until the process ends",
 )
