@@ -264,7 +264,11 @@ def _is_inside_a_function(frame: FrameType | None) -> bool:
         # The id of a code is its key, because a hash of its content would take longer.
         known = _FORWARD_METHODS.get(id(code))
         if known is None:
-            known = _FORWARD_METHODS[id(code)] = code, _is_forward(code)
+            # A step that is unpickled for every check is new code of the same place.
+            place = code.co_filename, code.co_firstlineno, code.co_name, code.co_code
+            if place not in _AT_PLACES:
+                _AT_PLACES[place] = _is_forward(code)
+            known = _FORWARD_METHODS[id(code)] = code, _AT_PLACES[place]
         if known[1]:
             return True
         frame = frame.f_back
@@ -273,6 +277,9 @@ def _is_inside_a_function(frame: FrameType | None) -> bool:
 
 _FORWARD_METHODS: dict[int, tuple[CodeType, bool]] = {}
 """id of a code -> the code, and whether it is that of a forward method."""
+
+_AT_PLACES: dict[tuple[object, ...], bool] = {}
+"""The same for every code of one place, which it takes a walk through all functions to know."""
 
 
 def _is_forward(code: CodeType) -> bool:
