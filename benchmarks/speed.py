@@ -5,8 +5,9 @@
 Every row does the same check: DDP's gradients of a small model on every rank against one big batch,
 in float64, on gloo. The floor is bare ranks that do nothing else. Every row has a program in
 ``benchmarks/speed_programs``, which says what it does. A time is from the start of a check to the
-start of the next. Fast rows take turns with the floor, ``--rounds`` times, and their ratio is the
-median over the rounds; slow rows make ``--slow-checks`` checks, once.
+start of the next; ``processors`` is what all processors together spent on it. Fast rows take turns
+with the floor, ``--rounds`` times, and their ratio is the median over the rounds; slow rows make
+``--slow-checks`` checks, once.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Harness:
     def files(self) -> dict[str, Path]:
         """The files in the folder where it runs."""
         programs = BENCHMARKS / "speed_programs"
-        shared = {name: programs / name for name in ("the_check.py", "record_times.py", "bare.py")}
+        names = ("the_check.py", "record_times.py", "processor_time.py", "bare.py")
+        shared = {name: programs / name for name in names}
         return shared | {self.file: programs / f"{self.program}.py"}
 
     @property
@@ -101,13 +103,15 @@ class Row:
     """The measurements of a harness on a number of ranks, in seconds.
 
     ``checks``: the times of each round. ``cold``: from the start of each run to its first
-    comparison. ``trouble``: why nothing was measured.
+    comparison. ``processor``: that a check took of all processors, in each round; none where every
+    check has new processes. ``trouble``: why nothing was measured.
     """
 
     ranks: int
     harness: str
     checks: list[list[float]] = field(default_factory=list)
     cold: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
     trouble: str = ""
 
     @property
@@ -158,6 +162,8 @@ def measure(
             continue
         row.checks.append(between_starts(harness, finished))
         row.cold.append(finished.result["first_comparison"] - finished.started)
+        if not harness.slow:
+            row.processor.append(finished.result["processor"])
     return list(rows.values())
 
 
@@ -174,7 +180,7 @@ def _print_progress(text: str) -> None:
 
 HEAD = (
     "ranks  harness                       checks     median        90%  over floor  (by round)"
-    "    first comparison"
+    "    processors  first comparison"
 )
 
 
@@ -189,10 +195,11 @@ def table_lines(rows: list[Row]) -> Iterator[str]:
         checks = row.sorted_checks
         ratios = _over(row, floor)
         ratio = f"{median(ratios):.2f}" if ratios else ""
+        processor = _time(median(row.processor)) if row.processor else ""
         by_round = f"({min(ratios):.2f}-{max(ratios):.2f})" if len(ratios) > 1 else ""
         yield (
             f"{start}{len(checks):>10}{_time(median(checks)):>11}{_time(_ninth_decile(checks)):>11}"
-            f"{ratio:>12}  {by_round:<12}{median(row.cold):>15.1f} s"
+            f"{ratio:>12}  {by_round:<11}{processor:>13}{median(row.cold):>16.1f} s"
         )
 
 
