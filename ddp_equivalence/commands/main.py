@@ -45,8 +45,9 @@ def _run(command_line: Sequence[str] | None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     arguments.rest = rest
     try:
-        with sigterm_interrupts():
-            return COMMANDS[arguments.command].run(arguments)
+        with sigterm_interrupts() as interruption:
+            code = COMMANDS[arguments.command].run(arguments)
+        return INTERRUPTED if interruption.terminated else code
     except BadCase as error:
         print(f"ddp-equivalence {arguments.command}: bad input\n  {error}", file=sys.stderr)
         return BAD_INPUT

@@ -265,7 +265,8 @@ def _is_inside_a_function(frame: FrameType | None) -> bool:
         known = _FORWARD_METHODS.get(id(code))
         if known is None:
             # A step that is unpickled for every check is new code of the same place.
-            place = code.co_filename, code.co_firstlineno, code.co_name, code.co_code
+            name, line = f"{code.co_filename} {code.co_qualname}", code.co_firstlineno
+            place = name, line, code.co_names, code.co_code
             if place not in _AT_PLACES:
                 _AT_PLACES[place] = _is_forward(code)
             known = _FORWARD_METHODS[id(code)] = code, _AT_PLACES[place]

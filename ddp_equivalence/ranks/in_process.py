@@ -148,7 +148,7 @@ class InProcessRankSet(RankSet):
         gc.collect()  # this frees DDP objects that are part of a reference cycle
         if self._group is not None:
             _destroyed_groups.append(self._group)
-            with self._in_group():
+            if self._is_known():  # else the user's code has ended all groups
                 self._leave_group()
         self._rank_0 = self._group = None
 
@@ -158,10 +158,23 @@ class InProcessRankSet(RankSet):
         On NCCL all ranks of a host have to call ncclCommDestroy, or it hangs; for ncclCommAbort
         those that still run are enough (NVIDIA's documentation of both).
         """
-        if self.lane.backend in NCCL_BACKENDS:
-            dist.distributed_c10d._abort_process_group()  # private: a test fails if it changes
-        else:
-            dist.destroy_process_group()
+        if dist.group.WORLD is not None:  # a group of the user's own, which stays
+            dist.destroy_process_group(self._group)  # type: ignore[arg-type]
+            return
+        with self._in_group():
+            if self.lane.backend in NCCL_BACKENDS:
+                dist.distributed_c10d._abort_process_group()  # private: a test fails if it changes
+            else:
+                dist.destroy_process_group()
+
+    def is_alive(self) -> bool:
+        """Also that the user's code has not started or ended a process group here meanwhile."""
+        return super().is_alive() and dist.group.WORLD is None and self._is_known()
+
+    def _is_known(self) -> bool:
+        """True if torch still has the group. The map is private in torch; without it, it has."""
+        known = getattr(dist.distributed_c10d._world, "pg_map", None)
+        return known is None or self._group in known
 
     def _rows_to_start(self) -> Sequence[RankPlace]:
         return self.layout.rows[1:]

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from tests.package.one_server import with_server_of_these_tests
+from tests.package.ranks.marked_run import MARK_VARIABLE
 
 LONGEST = 240
 """Seconds after which a run is taken to hang."""
@@ -48,14 +49,15 @@ def run(
     typed: str = "",
     before: Sequence[str] = (),
     more: Mapping[str, str] | None = None,
-    own_server: bool = False,
 ) -> tuple[int, str]:
     """Exit status and output of a run in ``folder``.
 
-    ``typed``: what its user types. ``more``: environment variables. ``own_server``: the run starts
-    its fork server itself.
+    ``typed``: what its user types. ``more``: environment variables. A run of which is seen what it
+    leaves behind starts its fork server itself.
     """
     variables = environment(more)
+    if MARK_VARIABLE not in variables:
+        variables = with_server_of_these_tests(variables)
     done = subprocess.run(
         command(*arguments, plugins=plugins, before=before),
         cwd=folder,
@@ -63,7 +65,7 @@ def run(
         text=True,
         timeout=LONGEST,
         check=False,
-        env=variables if own_server else with_server_of_these_tests(variables),
+        env=variables,
         input=typed,
     )
     return done.returncode, done.stdout + done.stderr

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
 from ddp_equivalence.case.errors import BadCase
+
+KNOWN_GOOD = re.compile(
+    r"\s*(?P<batch>\d{1,30})\s*@\s*(?P<rate>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,9})?)\s*", re.ASCII
+)
+"""Python itself also reads 1_0 as a number, which is a typing error here."""
 
 LARGEST = 10**12
 """The largest count accepted: a larger one is a typing error."""
@@ -41,14 +47,13 @@ class KnownGood:
             "BATCH@LR with a whole batch from 1 and a learning rate from 1e-30 to 1e30, such as "
             "16@0.01"
         )
-        batch, at, rate = text.partition("@")
-        try:
-            known = int(batch), float(rate)
-        except ValueError:
-            raise BadCase("known_good", text, right) from None
-        if not at or not 1 <= known[0] <= LARGEST or not 1e-30 <= known[1] <= 1e30:
+        found = KNOWN_GOOD.fullmatch(text)
+        if found is None:
             raise BadCase("known_good", text, right)
-        return cls(known[0], Fraction(rate.strip()), loss)
+        batch, rate = int(found["batch"]), float(found["rate"])
+        if not 1 <= batch <= LARGEST or not 1e-30 <= rate <= 1e30:
+            raise BadCase("known_good", text, right)
+        return cls(batch, Fraction(found["rate"]), loss)
 
     @property
     def factor(self) -> Fraction:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, SAME
-from ddp_equivalence.commands.interruption import exit_code_of
+from ddp_equivalence.commands.interruption import SECONDS_TO_END, exit_code_of
 from ddp_equivalence.commands.record.asked import asked, part_of_suite
 from ddp_equivalence.commands.suite_folder import suite_folder
 
@@ -114,7 +114,7 @@ class Recordings:
         ]
         started = time.monotonic()
         with log.open("wb") as output:
-            code = exit_code_of(words, output=output)
+            code = exit_code_of(words, output=output, seconds_to_end=2 * SECONDS_TO_END)
         seconds = time.monotonic() - started
         says = {SAME: "everything passed", DIFFERENT: "something failed"}
         print(f"{one.name}: {says.get(code, 'cut off')} in {seconds:.0f} s ({log})", flush=True)

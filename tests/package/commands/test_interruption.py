@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import getpass
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from ddp_equivalence.commands.exit_codes import INTERRUPTED
-from ddp_equivalence.commands.interruption import Terminated, exit_code_of, sigterm_interrupts
+from ddp_equivalence.commands.interruption import (
+    SIGNALS,
+    Terminated,
+    exit_code_of,
+    sigterm_interrupts,
+)
 from ddp_equivalence.gate.recorded import read_record
 
 WAITS = """
@@ -39,9 +47,9 @@ KEPT_ON_PURPOSE = {
 """The folders that torch, pytest and the package keep for their next run."""
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize(("workers", "to_group"), [("0", True), ("1", False)])
 def test_a_record_that_is_ended_has_what_was_done_and_leaves_no_process(
-    workers: str, tmp_path: Path
+    workers: str, to_group: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "test_waits.py").write_text(WAITS)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p no:randomly\n")
@@ -51,6 +59,7 @@ def test_a_record_that_is_ended_has_what_was_done_and_leaves_no_process(
         [sys.executable, "-m", "ddp_equivalence", *words],
         cwd=tmp_path,
         env={**os.environ, "TMPDIR": str(tmp_path / "temporary")},
+        process_group=0,
     )
     until = time.monotonic() + 60
     while not (tmp_path / "waits").exists() or not (tmp_path / "waits").read_text():
@@ -58,7 +67,11 @@ def test_a_record_that_is_ended_has_what_was_done_and_leaves_no_process(
         assert time.monotonic() < until
         time.sleep(0.05)
     waits = psutil.Process(int((tmp_path / "waits").read_text()))
-    recording.terminate()
+    if to_group:  # as `timeout` does, which has sent it to the process before
+        recording.terminate()
+        os.killpg(recording.pid, signal.SIGTERM)
+    else:
+        recording.terminate()
     assert recording.wait(60) == INTERRUPTED
     psutil.wait_procs([waits], timeout=10)
     assert not waits.is_running()
@@ -70,20 +83,62 @@ def test_a_record_that_is_ended_has_what_was_done_and_leaves_no_process(
     assert set(os.listdir(tmp_path / "temporary")) <= KEPT_ON_PURPOSE
 
 
-def test_sigterm_raises_only_where_it_has_no_other_meaning() -> None:
-    with sigterm_interrupts(), pytest.raises(Terminated):
+@pytest.fixture
+def default_sigterm() -> Iterator[None]:
+    """The meaning that signals have in a new process, and afterwards again."""
+    before = {one: signal.signal(one, signal.SIG_DFL) for one in SIGNALS}
+    yield
+    for one, handler in before.items():
+        signal.signal(one, handler)
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_sigterm_raises_once_and_is_not_forgotten_if_somebody_catches_it() -> None:
+    with sigterm_interrupts() as interruption:
+        with pytest.raises(Terminated):
+            os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
+    assert interruption.terminated
+    os.kill(os.getpid(), signal.SIGTERM)  # while the command cleans up
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_without_sigterm_it_means_afterwards_what_it_meant() -> None:
+    with sigterm_interrupts() as interruption:
+        pass
+    assert not interruption.terminated
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_a_program_that_gave_sigterm_a_meaning_keeps_it() -> None:
     got = list[int]()
     signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
-    try:
-        with sigterm_interrupts():
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert got == [signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with sigterm_interrupts():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert got == [signal.SIGTERM]
 
 
+def _waits(began: Any) -> None:
+    began.set()
+    time.sleep(30)
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_a_fork_of_the_users_ends_by_the_signal() -> None:
+    with sigterm_interrupts() as interruption:
+        context = multiprocessing.get_context("fork")
+        began = context.Event()
+        fork = context.Process(target=_waits, args=(began,))
+        fork.start()
+        assert began.wait(30)  # Python forgets a signal that comes while it forks
+        fork.terminate()
+        fork.join(20)
+    assert fork.exitcode == -signal.SIGTERM
+    assert not interruption.terminated
+
+
+@pytest.mark.usefixtures("default_sigterm")
 def test_a_child_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddp_equivalence.commands.interruption.SECONDS_TO_END", 0.2)
     deaf = "import os, signal, time\nfor one in (2, 15): signal.signal(one, signal.SIG_IGN)\n"

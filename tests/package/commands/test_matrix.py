@@ -130,7 +130,7 @@ def test_a_folder_that_hides_the_package_that_was_asked_for_is_found(
     """It is imported first, and has no version."""
     (index / "small_package").mkdir()
     (index / "small_package" / "__init__.py").write_text("RIGHT = True\n")
-    code = main(["matrix", "--on-top", "tests", "--with", "small-package==1.0"])
+    code = main(["matrix", "tests", "--on-top", "--with", "present,small-package==1.0"])
     printed = capsys.readouterr().out
     assert code == NOT_JUDGED
     assert "small-package of this folder is imported, and not the package" in printed

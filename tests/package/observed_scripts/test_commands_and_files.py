@@ -32,6 +32,7 @@ from ddp_equivalence.observed_scripts.recording import ScriptFailed
 from ddp_equivalence.observed_scripts.told import VARIABLE
 from ddp_equivalence.observed_scripts.working_folder import copy_of_links, with_own_scripts
 from tests.package.observed_scripts.interpreters import started
+from tests.package.someone_elses_run import hear_ctrl_c
 
 
 @pytest.mark.parametrize(
@@ -263,13 +264,14 @@ def test_nothing_outlives_the_command_that_observes(number: signal.Signals, tmp_
             [sys.executable, "-m", "ddp_equivalence", *command],
             cwd=tmp_path,
             env={**os.environ, "TMPDIR": temporary},
+            preexec_fn=hear_ctrl_c,
         )
         try:
             assert became(lambda: bool(list(kept.rglob("begun"))))
             script = next(one for one in processes_of(kept))
         finally:
             observing.send_signal(number)
-            code = observing.wait()
+            code = observing.wait(60)
         assert became(lambda: not script.is_running() or script.status() == psutil.STATUS_ZOMBIE)
         if number != signal.SIGKILL:
             assert code == INTERRUPTED

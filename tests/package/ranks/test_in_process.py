@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,19 @@ def test_a_batch_that_waits_for_other_ranks_does_not_wait_for_ever(in_process: b
     assert check(own_case(), right_step, in_process=True).outcome == "same"
     with pytest.raises(BadCase, match="collectives belong in the step"):
         check(own_case(batch=never_together), right_step, in_process=in_process)
+
+
+def reduces_in_a_new_group(model: nn.Module, shard: Any, rank: Rank) -> None:
+    right_step(model, shard, rank)
+    dist.all_reduce(torch.ones(1), group=dist.new_group())
+
+
+def test_a_group_that_the_user_starts_and_ends_in_between_harms_no_check() -> None:
+    assert check(own_case(), right_step, in_process=True).outcome == "same"
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]  # no stubs
+    with suppress(ValueError):  # torch may say that there is one of this name
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        dist.destroy_process_group()
+    verdict = check(own_case(), reduces_in_a_new_group, in_process=True)
+    assert verdict.outcome in ("same", "unknown")  # unknown: it leaves a group behind
+    assert check(own_case(), right_step, in_process=True).outcome == "same"

@@ -67,13 +67,7 @@ def run_after(user_run: MarkedRun, changes: str, *arguments: str) -> tuple[int, 
     isolated = ["unshare", "--mount", "--net", "--uts"]
     shell = [*isolated, "sh", "-c", f'ip link set lo up || exit\n{changes}\nexec "$@"', "sh"]
     skip_unless_permitted([*shell, "true"], user_run)
-    return run(
-        user_run.folder,
-        *arguments,
-        before=shell,
-        more=variables(user_run),
-        own_server=True,
-    )
+    return run(user_run.folder, *arguments, before=shell, more=variables(user_run))
 
 
 def skip_unless_permitted(command: list[str], user_run: MarkedRun) -> None:
@@ -108,8 +102,7 @@ def test_checks_work_where_the_path_of_temporary_files_is_too_long_for_a_socket(
     long_path = user_run.folder / ("a" * 120)
     long_path.mkdir()
     write_tests(user_run, "1x2")
-    variables_of_run = variables(user_run) | {"TMPDIR": str(long_path)}
-    code, text = run(user_run.folder, more=variables_of_run, own_server=True)
+    code, text = run(user_run.folder, more=variables(user_run) | {"TMPDIR": str(long_path)})
     assert code == 0, text
     assert not user_run.left_behind()
 
@@ -136,7 +129,7 @@ def run_limited(user_run: MarkedRun, *limits: str) -> tuple[int, str]:
     before = [*user, *capabilities, "prlimit", *limits, "--"]
     skip_unless_permitted([*before, "true"], user_run)
     threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    return run(user_run.folder, before=before, more=variables(user_run) | threads, own_server=True)
+    return run(user_run.folder, before=before, more=variables(user_run) | threads)
 
 
 HOLDS_FILES = """
