@@ -1,4 +1,4 @@
-"""SIGTERM ends a command as Ctrl-C does, so that it removes its files and ends its processes."""
+"""SIGTERM and SIGHUP end a command as Ctrl-C does: it removes its files and ends its processes."""
 
 from __future__ import annotations
 
