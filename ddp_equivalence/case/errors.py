@@ -15,7 +15,7 @@ class BadCase(ValueError):
 
     def __init__(self, field: str, value: object, right: str) -> None:
         self.field, self.value, self.right = field, value, right
-        super().__init__(f"{field} = {_on_one_line(repr(value))}: {right}")
+        super().__init__(f"{field} = {on_one_line(repr(value))}: {right}")
 
     def __reduce__(self) -> tuple[type[BadCase], tuple[str, str, str]]:
         # Errors cross processes by pickle, and the value may be an unpicklable function. So only
@@ -23,7 +23,7 @@ class BadCase(ValueError):
         return type(self), (self.field, str(self.value), self.right)
 
 
-def _on_one_line(text: str) -> str:
+def on_one_line(text: str) -> str:
     """The text of a value without line breaks, and cut where nobody would read on."""
     words = " ".join(text.split()) if "\n" in text else text
     return words if len(words) <= LONGEST_VALUE else f"{words[:LONGEST_VALUE]}..."

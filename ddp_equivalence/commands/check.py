@@ -216,9 +216,9 @@ def _check_exploration(arguments: argparse.Namespace) -> None:
     if count < 1:
         raise BadCase("explore", count, "a number of cases from 1")
     if arguments.in_process:
-        raise BadCase("explore", count, "not together with --in-process, which has no deadline")
+        raise BadCase("explore", count, "left out with --in-process, which has no deadline")
     if arguments.export_repro is not None:
-        right = "not together with --explore: export the case that it prints at its end"
+        right = "left out with --explore: export the case that it prints at its end"
         raise BadCase("export_repro", str(arguments.export_repro), right)
 
 

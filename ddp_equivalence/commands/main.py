@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands import COMMANDS
+from ddp_equivalence.commands.bad_input import refusal
 from ddp_equivalence.commands.exit_codes import BAD_INPUT, INTERRUPTED, NOT_JUDGED, SAME
 from ddp_equivalence.commands.interruption import sigterm_interrupts
 from ddp_equivalence.commands.output import output
@@ -49,7 +50,8 @@ def _run(command_line: Sequence[str] | None) -> int:
             code = COMMANDS[arguments.command].run(arguments)
         return INTERRUPTED if interruption.terminated else code
     except BadCase as error:
-        print(f"ddp-equivalence {arguments.command}: bad input\n  {error}", file=sys.stderr)
+        text = refusal(error, commands.choices[arguments.command], arguments)
+        print(f"ddp-equivalence {arguments.command}: bad input\n  {text}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED

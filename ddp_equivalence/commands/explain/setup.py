@@ -96,15 +96,15 @@ class Setup:
             raise BadCase("accumulation_divided", divided, right)
         if self.accumulation > 1 and not isinstance(divided, bool):
             right = (
-                f"whether each micro-batch's loss is divided by {self.accumulation}: "
-                "--accumulation-divided or --accumulation-not-divided"
+                "say whether each micro-batch's loss is divided by "
+                f"{self.accumulation} (--accumulation-divided) or not (--accumulation-not-divided)"
             )
             raise BadCase("accumulation_divided", divided, right)
 
     def _check_epoch(self) -> None:
         if self.examples is None:
             if self.drop_last:
-                right = "left out, unless the dataset's size is given as examples"
+                right = "left out, unless the dataset's size is given as --examples"
                 raise BadCase("drop_last", self.drop_last, right)
             return
         check_count("examples", self.examples)

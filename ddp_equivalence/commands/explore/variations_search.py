@@ -91,7 +91,7 @@ def search(
     if wanted < 1:
         raise BadCase("explore", wanted, "a number of cases from 1")
     if user_check.options.get("in_process"):
-        raise BadCase("explore", wanted, "not together with --in-process, which has no deadline")
+        raise BadCase("explore", wanted, "left out with --in-process, which has no deadline")
     space = search_space(user_check.case, user_check.step, dict(given), user_check.options)
     summary = VariationsSearch()
     drawn = draw_different(variations(space), wanted, SEED, different_seeds(space))

@@ -81,7 +81,7 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         raise BadCase("right", arguments.right, "an integer from 0")
     for name in ("names", "layout"):
         if arguments.sensitivity and (given := getattr(arguments, name)):
-            right = "none with --sensitivity, which plants its own faults on its own layout"
+            right = "left out with --sensitivity, which plants its own faults on its own layout"
             raise BadCase(name, given, right)
 
 

@@ -129,14 +129,18 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
         raise BadCase("sandbox", arguments.mode, right)
     for name in OF_A_SINGLE_RUN:
         if arguments.mode is None and getattr(arguments, name) is not None:
-            right = "only with single or multi: the table and the plots use the published values"
+            right = (
+                "given only with single or multi: the table and the plots use the published values"
+            )
             raise BadCase(name, getattr(arguments, name), right)
     if arguments.ranks is not None and arguments.mode == "single":
-        raise BadCase("ranks", arguments.ranks, "only with multi: single is one process")
+        raise BadCase("ranks", arguments.ranks, "given only with multi: single is one process")
     if arguments.as_published and arguments.mode != "multi":
-        raise BadCase("as_published", True, "only with multi: the mistake needs several ranks")
+        raise BadCase(
+            "as_published", True, "given only with multi: the mistake needs several ranks"
+        )
     if arguments.json is not None and not arguments.table:
-        raise BadCase("json", str(arguments.json), "only with --table")
+        raise BadCase("json", str(arguments.json), "given only with --table")
     require_writable_file("json", arguments.json)
     require_writable_folder("plot", arguments.plot)
     if not 0 <= arguments.seed < 2**62:

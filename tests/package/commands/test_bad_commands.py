@@ -23,19 +23,19 @@ def _their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_import
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("check mine.py --explore 0", "explore = 0: a number of cases from 1"),
-        ("check mine.py --explore 2 --in-process", "not together with --in-process"),
-        ("check mine.py --explore 2 --export-repro out", "not together with --explore"),
+        ("check mine.py --explore 0", "--explore 0 should be a number of cases from 1"),
+        ("check mine.py --explore 2 --in-process", "left out with --in-process"),
+        ("check mine.py --explore 2 --export-repro out", "left out with --explore"),
         ("check mixed.py", "1 is none of them"),
         ("check mine.py::nothing", "NAME = 'nothing': the name of a step in mine.py"),
         ("check mine.py --layout 100x100", "at most 64 ranks"),
         ("check mine.py --layout 9999+1", "at most 64 ranks"),
-        ("faults sum_not_mean --layout 1x2 --right -1", "right = -1: an integer from 0"),
+        ("faults sum_not_mean --layout 1x2 --right -1", "--right -1 should be an integer from 0"),
         ("faults --list nosuch", "'nosuch': one of accumulation_boundary"),
-        ("faults --sensitivity sum_not_mean", "names = ['sum_not_mean']: none with --sensitivity"),
-        ("faults --sensitivity --layout 1x2", "layout = ['1x2']: none with --sensitivity"),
+        ("faults --sensitivity sum_not_mean", "sum_not_mean should be left out with --sensitivity"),
+        ("faults --sensitivity --layout 1x2", "--layout 1x2 should be left out with --sensitivity"),
         ("explain --batch 99999999999999999999", "a whole number from 1 to 1"),
-        ("run --must-run nvlink", "must_run = 'nvlink': one of nccl"),
+        ("run --must-run nvlink", "--must-run nvlink should be one of nccl"),
     ],
 )
 def test_it_is_told_on_stderr_with_exit_code_2(

@@ -119,7 +119,7 @@ def test_the_process_ends_with_the_exit_code(
 @pytest.mark.parametrize(
     ("content", "target", "says"),
     [
-        ("", "nowhere.py", "FILE = 'nowhere.py': a Python file that exists"),
+        ("", "nowhere.py", "nowhere.py should be a Python file that exists"),
         ("x = 1", "mine.py", "case = 'none'"),
         ("case = 3", "mine.py", "case = 'int'"),
         ("1 / 0", "mine.py", "ZeroDivisionError: division by zero"),

@@ -181,16 +181,16 @@ def test_a_run_in_which_nothing_is_selected_is_no_success(own: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["record", "taken"], "OUT = 'taken': a folder that does not exist yet"),
+        (["record", "taken"], "taken should be a folder that does not exist yet"),
         (["record", "out", "--no-suite"], "checks of your own beside --no-suite"),
-        (["record", "out", "none.py"], "PATH = 'none.py': a file or folder that exists"),
-        (["record", "out", "notes.txt"], "PATH = 'notes.txt': a folder, or a file of Python"),
-        (["record", "out", "a.py", "a.py"], "PATH = 'a.py': each check once"),
-        (["record", "out", "a.py::step"], "PATH = 'a.py::step': a.py:STEP for a step"),
-        (["record", "out", "a.py", "-n", "many"], "n = 'many': a number of workers"),
-        (["gate", "good"], "RECORD = 'good': two records, or one and --against-now"),
+        (["record", "out", "none.py"], "none.py should be a file or folder that exists"),
+        (["record", "out", "notes.txt"], "notes.txt should be a folder, or a file of Python"),
+        (["record", "out", "a.py", "a.py"], "a.py should be each check once"),
+        (["record", "out", "a.py::step"], "a.py::step should be a.py:STEP for a step"),
+        (["record", "out", "a.py", "-n", "many"], "-n many should be a number of workers"),
+        (["gate", "good"], "good should be two records, or one and --against-now"),
         (["gate", "taken", "none"], "record = 'taken': a folder with record.jsonl"),
-        (["gate", "good", "good", "--policy", "none.toml"], "policy = 'none.toml'"),
+        (["gate", "good", "good", "--policy", "none.toml"], "--policy none.toml"),
     ],
 )
 def test_bad_input_is_named(

@@ -25,18 +25,27 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_imports: None) 
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("run --json .", "json = '.': a file in a folder that exists and can be written to; it is"),
+        (
+            "run --json .",
+            "--json . should be a file in a folder that exists and can be written to; it is",
+        ),
         ("run --json no/such/x.json", "there is no folder"),
         ("run --json a_file/x.json", "there is no folder"),
-        ("run --json /proc/x.json", "json = '/proc/x.json': a file in a folder that exists"),
-        ("explore --json /proc/x.json", "json = '/proc/x.json'"),
-        ("explain --batch 4 --json a_file/x.json", "json = 'a_file/x.json'"),
-        ("sandbox --table --json /proc/x.json", "json = '/proc/x.json'"),
-        ("sandbox --plot a_file", "plot = 'a_file': a folder that can be written to, or that can"),
-        ("sandbox --plot /proc/no/such", "plot = '/proc/no/such'"),
-        ("check mine.py:doubled --export-repro a_file", "export_repro = 'a_file': a folder that"),
+        ("run --json /proc/x.json", "--json /proc/x.json should be a file in a folder that exists"),
+        ("explore --json /proc/x.json", "--json /proc/x.json should be a file"),
+        ("explain --batch 4 --json a_file/x.json", "--json a_file/x.json should"),
+        ("sandbox --table --json /proc/x.json", "--json /proc/x.json should be a file"),
+        (
+            "sandbox --plot a_file",
+            "--plot a_file should be a folder that can be written to, or that can",
+        ),
+        ("sandbox --plot /proc/no/such", "--plot /proc/no/such should"),
+        (
+            "check mine.py:doubled --export-repro a_file",
+            "--export-repro a_file should be a folder that",
+        ),
         ("check mine.py:doubled --export-repro a_file/in", "a_file is no folder"),
-        ("check mine.py:doubled --export-repro /proc/x", "export_repro = '/proc/x'"),
+        ("check mine.py:doubled --export-repro /proc/x", "--export-repro /proc/x should"),
     ],
 )
 def test_a_path_that_cannot_be_written_is_refused_before_anything_runs(

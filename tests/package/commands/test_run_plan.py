@@ -111,4 +111,4 @@ def test_a_folder_for_records_that_cannot_be_is_refused_before_anything_runs(
     (tmp_path / "a_file").touch()
     monkeypatch.chdir(tmp_path)
     assert main(["run", "--record", folder]) == 2
-    assert f"record = '{folder}': a folder that can be written to" in capsys.readouterr().err
+    assert f"--record {folder} should be a folder that can be written to" in capsys.readouterr().err

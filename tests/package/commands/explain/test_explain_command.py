@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from ddp_equivalence.case import settings
-from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.explain import Explanation, arithmetic, command, verification
 from ddp_equivalence.commands.explain.learning_rates import learning_rates_of
 from ddp_equivalence.commands.explain.setup import Setup
@@ -36,25 +35,34 @@ def test_a_setup_is_explained_on_one_line_and_in_full(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("--batch 0", "batch = 0: a whole number from 1"),
-        ("--batch 4 --known-loss sum", "known_loss = 'sum': left out, unless --known-good"),
-        ("--batch 100 --known-good 1@1e308", "known_good = '1@1e308': BATCH@LR"),
+        ("--batch 0", "--batch 0 should be a whole number from 1"),
+        ("--batch 4 --known-loss sum", "--known-loss sum should be left out, unless --known-good"),
+        ("--batch 100 --known-good 1@1e308", "--known-good 1@1e308 should be BATCH@LR"),
         (
             "--batch 64 --loss token-mean --known-good 64@0.1 --known-loss sum",
-            "known_loss = 'sum': mean: a loss summed over tokens grows",
+            "--known-loss sum should be mean: a loss summed over tokens grows",
         ),
-        ("--batch 4 --known-good 16x1", "known_good = '16x1': BATCH@LR"),
-        ("--batch 4 --accumulation-divided", "accumulation_divided = True: left out"),
-        ("--batch 4 --accumulation-not-divided", "accumulation_divided = False: left out"),
-        ("--batch 4 --accumulation 2", "accumulation_divided = None: whether"),
-        ("--batch 4 --parallelism data-parallel --nodes 2", "nodes = 2: 1: nn.DataParallel"),
-        ("--batch 4 --json /nowhere/at/all.json", "json = '/nowhere/at/all.json': a file in"),
+        ("--batch 4 --known-good 16x1", "--known-good 16x1 should be BATCH@LR"),
+        ("--batch 4 --accumulation-divided", "--accumulation-divided should be left out"),
+        ("--batch 4 --accumulation-not-divided", "--accumulation-not-divided should be left out"),
+        ("--batch 4 --accumulation 2", "--accumulation-divided is missing: say whether"),
+        (
+            "--batch 4 --parallelism data-parallel --nodes 2",
+            "--nodes 2 should be 1: nn.DataParallel",
+        ),
+        (
+            "--batch 4 --json /nowhere/at/all.json",
+            "--json /nowhere/at/all.json should be a file in",
+        ),
     ],
 )
-def test_bad_input_is_named(line: str, says: str) -> None:
-    with pytest.raises(BadCase) as refused:
-        run(line)
-    assert str(refused.value).startswith(says)
+def test_bad_input_is_named_as_it_was_typed(
+    line: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *line.split()]) == 2
+    text, errors = capsys.readouterr()
+    assert (text, errors.splitlines()[0]) == ("", "ddp-equivalence explain: bad input")
+    assert errors.splitlines()[1].strip().startswith(says)
 
 
 @pytest.mark.parametrize(

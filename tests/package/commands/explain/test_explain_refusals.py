@@ -39,7 +39,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"parallelism": "none", "ranks_per_node": 2}, "ranks_per_node", "separate trainings"),
     ({"accumulation_divided": True}, "accumulation_divided", "there is no accumulation"),
     ({"accumulation_divided": False}, "accumulation_divided", "there is no accumulation"),
-    ({"accumulation": 4}, "accumulation_divided", "divided by 4: --accumulation-divided or"),
+    ({"accumulation": 4}, "accumulation_divided", "divided by 4 (--accumulation-divided) or not"),
     ({"drop_last": True}, "drop_last", "the dataset's size"),
     ({"examples": 0}, "examples", "a whole number from 1"),
     (

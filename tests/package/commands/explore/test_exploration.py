@@ -58,7 +58,7 @@ def test_results_that_cannot_be_written_are_refused_before_the_search(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["explore", "--right", "1", "--json", "/nowhere/at/all.json"]) == 2
-    assert "json = '/nowhere/at/all.json': a file in a folder" in capsys.readouterr().err
+    assert "--json /nowhere/at/all.json should be a file in a folder" in capsys.readouterr().err
 
 
 def explored(step: Any, wanted: int, **given: Any) -> VariationsSearch:
@@ -214,15 +214,21 @@ def test_the_line_of_the_smallest_case_repeats_it(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--explore", "0"), "explore = 0: a number of cases from 1"),
-        (("--explore", "3", "--in-process"), "explore = 3: not together with --in-process"),
-        (("--explore", "3", "--examples", "13"), "examples = 13: at most the 12 examples"),
-        (("--examples", "13"), "examples = 13: at most the 12 examples of the batch"),
-        (("--examples", "0,12"), "examples = (0, 12): at most the 12 examples of the batch"),
-        (("--examples", "0"), "examples = 0: a number of examples from 1"),
-        (("--examples", "1,1"), "examples = (1, 1): a number of examples from 1"),
-        (("--examples", "some"), "examples = 'some': a number of examples from 1"),
-        (("--explore", "3", "--shards", "1+1+1+1+1"), "shards = '1+1+1+1+1'"),
+        (("--explore", "0"), "--explore 0 should be a number of cases from 1"),
+        (
+            ("--explore", "3", "--in-process"),
+            "--explore 3 should be left out with --in-process",
+        ),
+        (("--explore", "3", "--examples", "13"), "--examples 13 should be at most the 12 examples"),
+        (("--examples", "13"), "--examples 13 should be at most the 12 examples of the batch"),
+        (
+            ("--examples", "0,12"),
+            "--examples 0,12 should be at most the 12 examples of the batch",
+        ),
+        (("--examples", "0"), "--examples 0 should be a number of examples from 1"),
+        (("--examples", "1,1"), "--examples 1,1 should be a number of examples from 1"),
+        (("--examples", "some"), "--examples some should be a number of examples from 1"),
+        (("--explore", "3", "--shards", "1+1+1+1+1"), "--shards 1+1+1+1+1"),
     ],
 )
 def test_bad_input_is_told(
