@@ -103,6 +103,15 @@ def test_noise_is_green(changed: dict[str, Any], tmp_path: Path) -> None:
     assert [one for one in found(judgement) if one[1] != "total_slower"] == []
 
 
+def test_a_test_that_starts_ranks_is_slower_by_processor_time_only(tmp_path: Path) -> None:
+    starts = {"starts": 1, "seconds": 0.3, "cpu_seconds": 0.6}
+    old = write(tmp_path / "old", tests={SUITE: starts})
+    waits = write(tmp_path / "waits", tests={SUITE: starts | {"seconds": 11.0}})
+    assert found(judged(old, waits)) == [("yellow", "total_slower", "waits")]
+    works = write(tmp_path / "works", tests={SUITE: starts | {"cpu_seconds": 4.0}})
+    assert found(judged(old, works)) == [("red", "slower", SUITE)]
+
+
 def test_a_slow_machine_makes_no_test_slower_than_the_others(tmp_path: Path) -> None:
     seconds = {name: {"seconds": 4.0} for name in TESTS}
     judgement = judged(write(tmp_path / "old"), write(tmp_path / "new", tests=seconds))
