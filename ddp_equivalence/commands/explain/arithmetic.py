@@ -8,7 +8,9 @@ from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.explain.epochs import epoch_of
 from ddp_equivalence.commands.explain.explanation import Divisor, Explanation
 from ddp_equivalence.commands.explain.learning_rates import learning_rates_of
-from ddp_equivalence.commands.explain.setup import Setup, framework_divisor
+from ddp_equivalence.commands.explain.loss_factor import UNCHANGED, LossFactor
+from ddp_equivalence.commands.explain.numbers import times
+from ddp_equivalence.commands.explain.setup import Setup, framework_divisor, token_counts
 from ddp_equivalence.commands.explain.text import explanation_text
 from ddp_equivalence.report.wrapping import plural
 
@@ -31,8 +33,8 @@ def explain(setup: Setup) -> Explanation:
     )
     factor /= setup.batch
     uneven = len(set(weights)) > 1
-    losses = len(setup.loss_sizes) * setup.accumulation * setup.processes
-    is_multiple = not uneven and not (setup.loss == "token-mean" and losses > 1)
+    counted_apart = setup.loss == "token-mean" and token_counts(setup) > 1
+    is_multiple = not uneven and not counted_apart
     # The advice for tokens replaces every divisor by one count of all tokens. The advice for uneven
     # replicas leaves the other divisors as they are.
     mended = factor if is_multiple or setup.loss != "token-mean" else Fraction(1)
@@ -60,14 +62,25 @@ def example_weights(setup: Setup) -> list[Fraction]:
     A mean over tokens is treated as if every example had as many tokens.
     """
     accumulated = setup.accumulation if setup.accumulation_divided else 1
-    after = len(setup.loss_sizes) * accumulated * framework_divisor(setup)
-    by_loss = [1 if setup.loss == "sum" else size for size in setup.loss_sizes]
-    return [Fraction(1, divided * after) for divided in by_loss]
+    after = Fraction(len(setup.loss_sizes) * accumulated * framework_divisor(setup))
+    after /= setup.loss_times.value(setup.processes)
+    of_step = setup.batch * setup.accumulation
+    if setup.tokens_over == "all-ranks":
+        of_step *= setup.processes
+    by_loss = [
+        1 if setup.loss == "sum" else size if setup.tokens_over == "micro-batch" else of_step
+        for size in setup.loss_sizes
+    ]
+    return [1 / (divided * after) for divided in by_loss]
 
 
 def _divisors(setup: Setup) -> tuple[Divisor, ...]:
     divisors = [_divisor_of_loss(setup)]
-    losses = len(setup.loss_sizes)
+    losses, factor = len(setup.loss_sizes), setup.loss_times
+    if factor != UNCHANGED:
+        times_it = factor.value(setup.processes)
+        why = " (the world size)" if factor == LossFactor(power=1) else ""
+        divisors.append(Divisor(f"you multiply it by {times(times_it)}{why}", 1 / times_it))
     if setup.parallelism == "data-parallel-loss-inside":
         divisors.append(Divisor(f"the mean over the replicas' losses divides by {losses}", losses))
     if setup.accumulation > 1:
@@ -85,7 +98,13 @@ def _divisors(setup: Setup) -> tuple[Divisor, ...]:
 def _divisor_of_loss(setup: Setup) -> Divisor:
     whose, sizes = _whose(setup), setup.loss_sizes
     if setup.loss == "token-mean":
-        return Divisor(f"{whose} mean loss divides by the number of its own tokens", None)
+        tokens = {
+            "micro-batch": "its own tokens",
+            "step": "the tokens of all its micro-batches",
+            "all-ranks": "all tokens of the step",
+        }[setup.tokens_over]
+        loss = "mean" if setup.tokens_over == "micro-batch" else "summed"
+        return Divisor(f"{whose} {loss} loss divides by the number of {tokens}", None)
     if setup.loss == "sum":
         return Divisor(f"{whose} summed loss does not divide", 1)
     if len(set(sizes)) > 1:

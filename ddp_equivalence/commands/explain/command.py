@@ -5,14 +5,23 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
-from ddp_equivalence.commands.explain import KnownGood, Setup, explain
+from ddp_equivalence.commands.explain import KnownGood, Setup, explain, setup_like
 from ddp_equivalence.commands.explain.data import as_data
-from ddp_equivalence.commands.explain.setup import Loss, Optimizer, Parallelism
+from ddp_equivalence.commands.explain.loss_factor import LossFactor
+from ddp_equivalence.commands.explain.presets import PRESETS
+from ddp_equivalence.commands.explain.setup import (
+    Loss,
+    Optimizer,
+    Parallelism,
+    Sampler,
+    TokensOver,
+)
+from ddp_equivalence.commands.explain.summary import summary_text
 from ddp_equivalence.commands.results import require_writable_file, write_json
 from ddp_equivalence.report.terminal import width_of
 
@@ -34,6 +43,12 @@ def add(commands: Commands) -> None:
     )
     _add_setup_options(parser)
     parser.add_argument(
+        "--like",
+        choices=tuple(PRESETS),
+        help="take what this trainer sets for all of the above that is not given; --accumulation "
+        "is then its own setting. hf-trainer is that of transformers, nanogpt its train.py",
+    )
+    parser.add_argument(
         "--known-good",
         metavar="BATCH@LR",
         help="the effective batch and learning rate that worked on one device, such as 16@0.01",
@@ -51,22 +66,19 @@ def add(commands: Commands) -> None:
         "one big batch",
     )
     parser.add_argument(
+        "--full", action="store_true", help="also print how the answer follows, step by step"
+    )
+    parser.add_argument(
         "--json", type=Path, metavar="PATH", help="write the results to this file, as JSON"
     )
 
 
 def _add_setup_options(parser: argparse.ArgumentParser) -> None:
     _add_batch_options(parser)
-    parser.add_argument(
-        "--loss",
-        choices=get_args(Loss),
-        default="mean",
-        help="the reduction of each rank's loss; default mean",
-    )
+    _add_loss_options(parser)
     parser.add_argument(
         "--parallelism",
         choices=get_args(Parallelism),
-        default="ddp",
         help="how the ranks train together; default ddp. hybrid: one process on each node, "
         "DataParallel inside the process and DDP between the nodes. all-reduce-sum: an all_reduce "
         "of your own that does not divide",
@@ -78,18 +90,43 @@ def _add_setup_options(parser: argparse.ArgumentParser) -> None:
         "--drop-last", action="store_true", help="the DataLoader has drop_last=True"
     )
     parser.add_argument(
-        "--optimizer", choices=get_args(Optimizer), default="sgd", help="the optimizer; default sgd"
+        "--sampler",
+        choices=get_args(Sampler),
+        help="how the dataset is dealt to the ranks: by torch's DistributedSampler, the default, "
+        "or in full batches, as Accelerate's even_batches does",
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=get_args(Optimizer),
+        help="the optimizer; default sgd. adam also stands for AdamW",
+    )
+
+
+def _add_loss_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--loss",
+        choices=get_args(Loss),
+        help="the reduction of each rank's loss; default mean",
+    )
+    parser.add_argument(
+        "--loss-times",
+        metavar="FACTOR",
+        help="what you multiply each loss by: a number, world-size, or one divided by the other, "
+        "such as world-size or, for a sum over a count of 64, 1/64",
+    )
+    parser.add_argument(
+        "--tokens-over",
+        choices=get_args(TokensOver),
+        help="the tokens that a token-mean divides by: those of its micro-batch, the default, of "
+        "all micro-batches of its rank, or of those of all ranks",
     )
 
 
 def _add_batch_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--nodes", type=int, default=1, metavar="N", help="the number of nodes; default 1"
-    )
+    parser.add_argument("--nodes", type=int, metavar="N", help="the number of nodes; default 1")
     parser.add_argument(
         "--ranks-per-node",
         type=int,
-        default=1,
         metavar="N",
         help="the ranks on each node, or with data-parallel and hybrid the GPUs that one process "
         "drives; default 1",
@@ -105,7 +142,6 @@ def _add_batch_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accumulation",
         type=int,
-        default=1,
         metavar="K",
         help="the micro-batches of one optimizer step; default 1",
     )
@@ -132,7 +168,8 @@ def run(arguments: argparse.Namespace) -> int:
     require_writable_file("json", arguments.json)
     explanation = explain(setup_of(arguments))
     with settings.using(settings.replaced(width=width_of(sys.stdout, settings.current().width))):
-        print(explanation, end="", flush=True)
+        text = str(explanation) if arguments.full else summary_text(explanation)
+        print(text, end="", flush=True)
         if not arguments.verify:
             write_json("json", arguments.json, as_data(explanation))
             return SAME
@@ -155,17 +192,18 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
     if arguments.known_loss is not None and arguments.known_good is None:
         right = "left out, unless --known-good BATCH@LR is given"
         raise BadCase("known_loss", arguments.known_loss, right)
-    good = arguments.known_good
-    return Setup(
-        batch=arguments.batch,
-        nodes=arguments.nodes,
-        ranks_per_node=arguments.ranks_per_node,
-        accumulation=arguments.accumulation,
-        accumulation_divided=arguments.accumulation_divided,
-        loss=arguments.loss,
-        parallelism=arguments.parallelism,
-        known_good=None if good is None else KnownGood.read(good, arguments.known_loss or "mean"),
-        examples=arguments.examples,
-        drop_last=arguments.drop_last,
-        optimizer=arguments.optimizer,
-    )
+    good, factor = arguments.known_good, arguments.loss_times
+    given: dict[str, Any] = {
+        field: getattr(arguments, field)
+        for field in (
+            *("batch", "nodes", "ranks_per_node", "accumulation", "accumulation_divided"),
+            *("loss", "tokens_over", "parallelism", "examples", "optimizer", "sampler"),
+        )
+    }
+    given["drop_last"] = arguments.drop_last or None
+    given["loss_times"] = None if factor is None else LossFactor.read(factor)
+    if good is not None:
+        given["known_good"] = KnownGood.read(good, arguments.known_loss or "mean")
+    if arguments.like is not None:
+        return setup_like(arguments.like, **given)
+    return Setup(**{field: value for field, value in given.items() if value is not None})

@@ -60,7 +60,11 @@ def _repeated(setup: Setup, epoch: Epoch) -> str:
     why = f"so that every rank gets the same number: {setup.processes} x {each} = {dealt}"
     if epoch.repeated <= setup.examples:
         verb = plural(epoch.repeated, "example is", "examples are")
-        return f"{epoch.repeated} {verb} repeated, {why}."
+        which = "update is" if epoch.repeated <= epoch.last_step else "updates are"
+        return (
+            f"{epoch.repeated} {verb} repeated, {why}. They come at the end of each epoch and "
+            f"count twice in it, so its last {which} not as on one process."
+        )
     often, more = divmod(dealt, setup.examples)
     seen = f"{often} or {often + 1}" if more else str(often)
     return f"Every example is seen {seen} times, {why}."
@@ -84,7 +88,16 @@ def _window_sentences(setup: Setup, epoch: Epoch) -> Iterator[str]:
         )
     if setup.loss == "sum":
         return
-    if setup.accumulation_divided:
+    if setup.tokens_over != "micro-batch" and not setup.accumulation_divided:
+        yield "That step counts its own tokens, so its gradient is as large as it should be."
+    elif setup.like == "hf-trainer":
+        yield f"The Trainer divides by {rest} in that step, so its gradient is as it should be."
+    elif setup.like is not None:
+        yield (
+            f"The trainer still divides by {whole} in that step, so its gradient is "
+            f"{rest}/{whole} as large as it should be."
+        )
+    elif setup.accumulation_divided:
         yield (
             f"Divide by {rest} in that step: if you divide by {whole}, its gradient is "
             f"{rest}/{whole} as large as it should be."

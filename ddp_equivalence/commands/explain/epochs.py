@@ -16,9 +16,10 @@ class Epoch:
     last one has ``last_batch`` examples, and its losses see ``last_sizes`` of them.
     ``full_steps``: the optimizer steps that accumulate all their micro-batches. ``rest``: the
     micro-batches that are left for a shorter last step. ``largest_step``: the examples of the
-    largest step, over all ranks. ``repeated``: how many more examples the ranks get than there
-    are, so that all ranks get equally many. If there are fewer examples than ranks, some are
-    repeated more than once. ``dropped``: the examples that no rank sees.
+    largest step, over all ranks, and ``last_step`` those of the last one. ``repeated``: how many
+    more examples the ranks get than there are, so that all ranks get equally many. If there are
+    fewer examples than ranks, some are repeated more than once. ``dropped``: the examples that no
+    rank sees.
     """
 
     examples_each: int
@@ -31,6 +32,8 @@ class Epoch:
     repeated: int
     dropped: int
 
+    last_step: int
+
     @property
     def steps(self) -> int:
         """The optimizer steps, if the loop also takes a shorter last step."""
@@ -41,7 +44,8 @@ def epoch_of(setup: Setup) -> Epoch | None:
     """The epoch of DistributedSampler(shuffle=True) and DataLoader(batch_size, drop_last).
 
     None if the size of the dataset is not known. The sampler's own ``drop_last`` is False: it
-    appends repeated examples at the end, so the DataLoader drops these first.
+    appends repeated examples at the end, so the DataLoader drops these first. Accelerate's
+    ``even_batches`` deals whole batches in turn instead, and fills up the last ones.
     """
     each = setup.examples_per_process
     if setup.examples is None or each is None:
@@ -53,6 +57,7 @@ def epoch_of(setup: Setup) -> Epoch | None:
     drops = remainder > 0 and setup.drop_last
     seen = whole * setup.batch * setup.processes
     last_batch = remainder if short else setup.batch
+    of_last = ((rest or setup.accumulation) - 1) * setup.batch + last_batch
     first_is_last = full_steps + bool(rest) == 1
     return Epoch(
         examples_each=each,
@@ -61,12 +66,10 @@ def epoch_of(setup: Setup) -> Epoch | None:
         last_sizes=replace(setup, batch=last_batch).loss_sizes,
         full_steps=full_steps,
         rest=rest,
-        largest_step=((rest or setup.accumulation) - 1) * setup.batch * setup.processes
-        + last_batch * setup.processes
-        if first_is_last
-        else setup.effective_batch,
-        repeated=0 if drops else each * setup.processes - setup.examples,
-        dropped=setup.examples - seen if drops else 0,
+        largest_step=of_last * setup.processes if first_is_last else setup.effective_batch,
+        repeated=0 if drops else max(0, each * setup.processes - setup.examples),
+        dropped=max(0, setup.examples - seen) if setup.drop_last else 0,
+        last_step=of_last * setup.processes,
     )
 
 

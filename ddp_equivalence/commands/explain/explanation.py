@@ -20,14 +20,15 @@ class Divisor:
     """
 
     what: str
-    number: int | None
+    number: Fraction | int | None
 
 
 @dataclass(frozen=True)
 class Explanation:
     """What a setup computes. ``str()`` gives the text. All numbers are exact except square roots.
 
-    Let g be the gradient of the mean loss over the ``effective_batch`` examples of one step.
+    Let g be the gradient of the mean loss over the ``effective_batch`` examples of one step. The
+    text calls g the gradient of their summed loss where that is what one device computes.
 
     ``divisors``: what divides the summed loss, in this order. ``factor``: every rank holds
     factor x g. If ``is_multiple`` is False, the examples (or tokens) count unequally, and they
@@ -50,6 +51,23 @@ class Explanation:
     learning_rates: LearningRates | None
     epoch: Epoch | None
     render: Callable[[Explanation], str] = field(repr=False, compare=False)
+
+    @property
+    def compares_sums(self) -> bool:
+        """True if g in the text is the gradient of the summed loss over the effective batch.
+
+        It is if the loss that is known to be good was a sum over as many examples. Without one, it
+        is if the loss of this setup is a sum.
+        """
+        known = self.setup.known_good
+        if known is None:
+            return self.setup.loss == "sum"
+        return known.loss == "sum" and known.batch == self.effective_batch
+
+    @property
+    def unit(self) -> int:
+        """What the text calls g, as a multiple of the gradient of the mean loss."""
+        return self.effective_batch if self.compares_sums else 1
 
     def __str__(self) -> str:
         return self.render(self)

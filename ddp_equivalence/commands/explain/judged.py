@@ -28,11 +28,13 @@ class ExpectedResult:
     """The gradient that every rank should hold.
 
     It is ``factor`` x g if ``shares`` is None. Otherwise it is no multiple of g: ``shares`` says
-    how often each example (or token) counts, and ``factor`` is the average.
+    how often each example (or token) counts, and ``factor`` is the average. ``unit``: the text
+    calls the gradient of the mean loss times this number g.
     """
 
     factor: Fraction
     shares: tuple[Fraction, ...] | None
+    unit: int = 1
 
 
 def expected(explanation: Explanation, counts: Sequence[int]) -> ExpectedResult:
@@ -41,17 +43,19 @@ def expected(explanation: Explanation, counts: Sequence[int]) -> ExpectedResult:
     ``counts``: how much each example of a step weighs in the big batch's mean: 1, or its tokens.
     """
     if explanation.is_multiple:
-        return ExpectedResult(explanation.factor, None)
+        return ExpectedResult(explanation.factor, None, explanation.unit)
     if explanation.setup.loss == "token-mean":
-        return ExpectedResult(explanation.factor, _shares_of_tokens(explanation, counts))
+        shares = _shares_of_tokens(explanation, counts)
+        return ExpectedResult(explanation.factor, shares, explanation.unit)
     setup = explanation.setup
     of_micro_batch = tuple(share for size, share in explanation.shares for _ in range(size))
-    return ExpectedResult(explanation.factor, of_micro_batch * setup.accumulation * setup.processes)
+    shares = of_micro_batch * setup.accumulation * setup.processes
+    return ExpectedResult(explanation.factor, shares, explanation.unit)
 
 
 def expected_text(prediction: ExpectedResult) -> str:
     """The expected gradient in words."""
-    factor = f"{number(prediction.factor)} g"
+    factor = f"{number(prediction.factor / prediction.unit)} g"
     return factor if prediction.shares is None else f"no multiple of g, {factor} on average"
 
 
@@ -65,7 +69,7 @@ def judged(
     """
     wanted = expected_text(prediction)
     if measured.unexplained < LITTLE:
-        holds = f"{_by_rank(measured.factors)} g"
+        holds = f"{_by_rank(measured.factors, prediction.unit)} g"
         right = prediction.shares is None and _alike(measured.factors, prediction.factor, EXACT)
         return ComparedPrediction(what, wanted, holds, _outcome(right))
     holds = f"no multiple of g ({measured.unexplained:.2g} of it unexplained)"
@@ -87,7 +91,8 @@ def judged(
         for row in measured.shares
         for share, exact in zip(row, prediction.shares, strict=True)
     )
-    holds += f", {_by_rank(averages)} g on average; examples count {_range(measured.shares)} times"
+    holds += f", {_by_rank(averages, prediction.unit)} g on average"
+    holds += f"; examples count {_range(measured.shares)} times"
     holds += ", each as predicted" if right else f", predicted {_range([prediction.shares])}"
     if measured.unmixed >= LITTLE:
         holds += f"; {measured.unmixed:.2g} of it comes from no example"
@@ -102,16 +107,20 @@ def _outcome(right: bool) -> VerificationOutcome:
 def _shares_of_tokens(explanation: Explanation, counts: Sequence[int]) -> tuple[Fraction, ...]:
     """How often the tokens of each example count.
 
-    On a rank a token is divided by the tokens of its own mean and by all later divisors; in the big
-    batch it is divided by all tokens.
+    On a rank a token is divided by the tokens that are counted with it and by all later divisors;
+    in the big batch it is divided by all tokens.
     """
     setup, total = explanation.setup, sum(counts)
     accumulated = setup.accumulation if setup.accumulation_divided else 1
-    after = len(setup.loss_sizes) * accumulated * framework_divisor(setup)
+    after = Fraction(len(setup.loss_sizes) * accumulated * framework_divisor(setup))
+    after /= setup.loss_times.value(setup.processes)
+    sizes = setup.loss_sizes * setup.accumulation * setup.processes
+    if setup.tokens_over == "step":
+        sizes = (setup.batch * setup.accumulation,) * setup.processes
     shares: list[Fraction] = []
-    for size in setup.loss_sizes * setup.accumulation * setup.processes:
+    for size in sizes:
         tokens = sum(counts[len(shares) : len(shares) + size])
-        shares += [Fraction(total, tokens * after)] * size
+        shares += [total / (tokens * after)] * size
     return tuple(shares)
 
 
@@ -119,8 +128,8 @@ def _alike(values: Sequence[float], wanted: Fraction, limit: float) -> bool:
     return all(isclose(value, wanted, rel_tol=limit) for value in values)
 
 
-def _by_rank(values: Sequence[float]) -> str:
-    texts = [number(value) for value in values]
+def _by_rank(values: Sequence[float], unit: int) -> str:
+    texts = [number(value / unit) for value in values]
     return texts[0] if len(set(texts)) == 1 else f"{', '.join(texts)} (by rank)"
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from ddp_equivalence.commands.explain.explanation import Explanation
+from ddp_equivalence.commands.explain.stand_in import LARGEST_RATIO, can_train
 
 
 def not_run(explanation: Explanation) -> tuple[str, ...]:
     """One phrase for each part that is not run, in the order of the text."""
     setup, rates = explanation.setup, explanation.learning_rates
     phrases = []
-    if setup.optimizer == "adam":
-        phrases.append("training with Adam, its learning rates and settings")
-    elif rates is not None and rates.scaling != 1:
-        phrases.append("the square-root and the linear learning rate")
-    factor = explanation.mended_factor if rates is None else rates.relative
+    if rates is not None and rates.scaling != 1 and not can_train(rates.scaling):
+        phrases.append(
+            "the square-root and the linear learning rate (the stand-in trains with batches that "
+            f"differ up to {LARGEST_RATIO} times)"
+        )
+    factor = rates.relative if rates else explanation.mended_factor / explanation.unit
     if factor != 1 and setup.optimizer == "sgd":
         phrases.append("weight decay, clipping and momentum")
+    elif factor != 1:
+        phrases.append("weight decay and clipping")
     if setup.examples is not None:
         phrases.append("the epoch")
     return tuple(phrases)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ddp_equivalence.commands.explain.explanation import Explanation
+from ddp_equivalence.commands.explain.loss_factor import UNCHANGED
 from ddp_equivalence.commands.explain.numbers import number, of_g, times
 from ddp_equivalence.commands.explain.setup import Setup, framework_divisor
 
@@ -16,20 +17,26 @@ def mend_sentences(explanation: Explanation) -> Iterator[str]:
     setup = explanation.setup
     if explanation.is_multiple:
         return
+    mended = explanation.mended_factor / explanation.unit
     if setup.loss != "token-mean":
         yield (
             f"make the batch a multiple of {setup.replicas}, or take one loss over the gathered "
-            f"outputs (data-parallel). Either gives {of_g(explanation.mended_factor)}."
+            f"outputs (data-parallel). Either gives {of_g(mended)}."
         )
         yield (
             f"A multiple of {setup.replicas} also changes the effective batch, so run explain "
             "again with that batch."
         )
         return
+    if setup.like == "hf-trainer":
+        yield "set average_tokens_across_devices=True, or write that yourself:"
     of = f"all {setup.accumulation} micro-batches" if setup.accumulation > 1 else "the batch"
     reduced = ", and all_reduce the count (sum)" if setup.processes > 1 else ""
     yield f"count the tokens of {of} before the first backward{reduced}; call it T."
-    yield f"Then take {_mended_loss(setup)}, and divide by nothing else. That gives g."
+    only = "divide by nothing else"
+    if setup.loss_times != UNCHANGED:
+        only = "divide and multiply by nothing else"
+    yield f"Then take {_mended_loss(setup)}, and {only}. That gives g."
 
 
 def _mended_loss(setup: Setup) -> str:
@@ -43,7 +50,7 @@ def _mended_loss(setup: Setup) -> str:
 def optimizer_sentences(explanation: Explanation) -> Iterator[str]:
     """Says which other settings must change if the gradient has a factor; says nothing if not."""
     rates, adam = explanation.learning_rates, explanation.setup.optimizer == "adam"
-    factor = explanation.mended_factor if rates is None else rates.relative
+    factor = rates.relative if rates else explanation.mended_factor / explanation.unit
     if not explanation.is_multiple and adam:
         yield "Adam cancels a factor on the gradient, but it does not mend unequal counts."
     if factor == 1:

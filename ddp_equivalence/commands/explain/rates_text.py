@@ -9,6 +9,7 @@ from ddp_equivalence.commands.explain.explanation import Explanation
 from ddp_equivalence.commands.explain.known_good import KnownGood
 from ddp_equivalence.commands.explain.learning_rates import LearningRates
 from ddp_equivalence.commands.explain.numbers import as_many, divided_by, number, of_g, times
+from ddp_equivalence.commands.explain.starting_point import starting_point
 
 
 def rate_sentences(explanation: Explanation) -> Iterator[str]:
@@ -26,14 +27,15 @@ def rate_sentences(explanation: Explanation) -> Iterator[str]:
 
 
 def _without_known(explanation: Explanation) -> Iterator[str]:
-    factor = explanation.mended_factor
+    factor = explanation.mended_factor / explanation.unit
+    loss = "summed" if explanation.compares_sums else "mean"
     if explanation.setup.optimizer == "adam":
         change = ", unchanged, because Adam cancels a constant factor"
     else:
         change = ", unchanged" if factor == 1 else f", {_divided_in_words(factor)}"
     change += "" if explanation.is_multiple else ", with the change above"
     yield (
-        f"the one that works on one device with a mean loss and batch "
+        f"the one that works on one device with a {loss} loss and batch "
         f"{explanation.effective_batch}{change}."
     )
     yield "If you know one that worked with any other batch, give it: --known-good BATCH@LR."
@@ -87,6 +89,8 @@ def _at_another_batch(
         yield f"({why}; each rate below includes the {divided_by(rates.relative)} for that.)"
     if explanation.setup.optimizer == "sgd":
         yield from _for_sgd(rates)
+    start = starting_point(explanation, rates)
+    yield f"Start with {number(start.rate)} ({start.why}). {start.beside}"
     if not explanation.is_multiple:
         yield (
             "All of this holds with the change above. Without it, no learning rate keeps any of "

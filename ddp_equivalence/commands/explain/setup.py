@@ -10,12 +10,15 @@ from typing import Literal, get_args
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.explain.known_good import KnownGood, check_choice, check_count
+from ddp_equivalence.commands.explain.loss_factor import UNCHANGED, LossFactor
 
 Loss = Literal["mean", "sum", "token-mean"]
+TokensOver = Literal["micro-batch", "step", "all-ranks"]
 Parallelism = Literal[
     "ddp", "data-parallel", "data-parallel-loss-inside", "hybrid", "all-reduce-sum", "none"
 ]
 Optimizer = Literal["sgd", "adam"]
+Sampler = Literal["distributed", "even-batches"]
 
 MOST_RANKS_A_NODE = 10**5
 """The most ranks on a node. The shares of a batch are listed one by one, so there is a limit."""
@@ -31,10 +34,14 @@ class Setup:
     have one process on each node, which splits this batch over replicas on ``ranks_per_node`` GPUs.
     ``accumulation``: the micro-batches of one optimizer step. ``accumulation_divided``: whether the
     loss of each micro-batch is divided by their number; None if there is only one. ``loss``: the
-    reduction of each rank's loss. ``parallelism``: "hybrid" is DataParallel inside each node and
-    DDP between the nodes; "all-reduce-sum" is the user's own all_reduce, which does not divide.
-    ``known_good``: a learning rate that worked on one device. ``examples``: the size of the
-    dataset. ``drop_last``: the DataLoader's ``drop_last``.
+    reduction of each rank's loss. ``loss_times``: what each loss is multiplied by. ``tokens_over``:
+    whose tokens a mean over tokens divides by: those of its own micro-batch, of all micro-batches
+    of its process, or of those of all ranks. ``parallelism``: "hybrid" is DataParallel inside each
+    node and DDP between the nodes; "all-reduce-sum" is the user's own all_reduce, which does not
+    divide. ``known_good``: a learning rate that worked on one device. ``examples``: the size of the
+    dataset. ``drop_last``: the DataLoader's ``drop_last``. ``sampler``: how the dataset is dealt:
+    torch's DistributedSampler, or Accelerate's ``even_batches``, with which all batches are full.
+    ``like``: the trainer that ``setup_like`` made it for.
 
     Raises BadCase for a field that cannot be right or that contradicts another one.
     """
@@ -45,11 +52,15 @@ class Setup:
     accumulation: int = 1
     accumulation_divided: bool | None = None
     loss: Loss = "mean"
+    loss_times: LossFactor = UNCHANGED
+    tokens_over: TokensOver = "micro-batch"
     parallelism: Parallelism = "ddp"
     known_good: KnownGood | None = None
     examples: int | None = None
     drop_last: bool = False
     optimizer: Optimizer = "sgd"
+    sampler: Sampler = "distributed"
+    like: str | None = None
 
     def __post_init__(self) -> None:
         for field in ("batch", "nodes", "accumulation"):
@@ -58,10 +69,22 @@ class Setup:
         check_choice("loss", self.loss, get_args(Loss))
         check_choice("parallelism", self.parallelism, get_args(Parallelism))
         check_choice("optimizer", self.optimizer, get_args(Optimizer))
+        check_choice("tokens_over", self.tokens_over, get_args(TokensOver))
+        check_choice("sampler", self.sampler, get_args(Sampler))
+        self._check_loss()
         self._check_known_good()
         self._check_processes()
         self._check_accumulation()
         self._check_epoch()
+
+    def _check_loss(self) -> None:
+        given: object = self.loss_times
+        if not isinstance(given, LossFactor):
+            right = "a LossFactor, such as LossFactor.read('world-size')"
+            raise BadCase("loss_times", given, right)
+        if self.tokens_over != "micro-batch" and self.loss != "token-mean":
+            right = "left out, unless the loss is token-mean: only tokens are counted"
+            raise BadCase("tokens_over", self.tokens_over, right)
 
     def _check_known_good(self) -> None:
         known = self.known_good
@@ -109,6 +132,8 @@ class Setup:
             return
         check_count("examples", self.examples)
         each = self.examples_per_process
+        if self.drop_last and self.deals_full_batches:
+            each = self.examples // self.processes
         if self.drop_last and each is not None and each < self.batch:
             whose = "there are" if self.processes == 1 else f"each of {self.processes} ranks gets"
             right = (
@@ -149,8 +174,32 @@ class Setup:
 
     @property
     def examples_per_process(self) -> int | None:
-        """The examples that DistributedSampler gives each rank in an epoch."""
-        return None if self.examples is None else -(-self.examples // self.processes)
+        """The examples that the sampler gives each rank in an epoch."""
+        if self.examples is None:
+            return None
+        if self.deals_full_batches:
+            batches = (
+                self.examples // self.batch if self.drop_last else -(-self.examples // self.batch)
+            )
+            each = batches // self.processes if self.drop_last else -(-batches // self.processes)
+            return each * self.batch
+        return -(-self.examples // self.processes)
+
+    @property
+    def deals_full_batches(self) -> bool:
+        """True if every rank gets full batches only. Accelerate leaves one process its loader."""
+        return self.sampler == "even-batches" and self.processes > 1
+
+
+def token_counts(setup: Setup) -> int:
+    """By how many counts of tokens the losses of one step are divided."""
+    of_each_process = len(setup.loss_sizes) * setup.accumulation
+    counts = {
+        "micro-batch": of_each_process * setup.processes,
+        "step": setup.processes,
+        "all-ranks": 1,
+    }
+    return counts[setup.tokens_over]
 
 
 def framework_divisor(setup: Setup) -> int:

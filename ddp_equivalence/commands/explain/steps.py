@@ -28,9 +28,16 @@ PADDING = -100
 
 def gradient_step(setup: Setup, model: nn.Module, shard: Any, rank: Rank) -> None:
     """Leave the setup's gradient of one optimizer step on the model's parameters."""
-    loss = partial(loss_of, reduction="sum" if setup.loss == "sum" else "mean")
+    counted = setup.tokens_over != "micro-batch"
+    loss = partial(loss_of, reduction="sum" if counted or setup.loss == "sum" else "mean")
+    factor = float(setup.loss_times.value(setup.processes))
     divisor = setup.accumulation if setup.accumulation_divided else 1
-    _backward_all(setup, model, shard, lambda value: value / divisor, loss, inside="mean")
+    tokens = _tokens(setup, shard, setup.tokens_over == "all-ranks") if counted else 1
+
+    def scaled(value: Tensor) -> Tensor:
+        return value * factor / divisor / tokens
+
+    _backward_all(setup, model, shard, scaled, loss, inside="mean")
 
 
 def mended_step(setup: Setup, model: nn.Module, shard: Any, rank: Rank) -> None:
@@ -42,29 +49,34 @@ def mended_step(setup: Setup, model: nn.Module, shard: Any, rank: Rank) -> None:
     if setup.loss != "token-mean":
         gradient_step(replace(setup, parallelism="data-parallel"), model, shard, rank)
         return
-    tokens = (shard["targets"] != PADDING).sum()
-    if setup.processes > 1:
-        dist.all_reduce(tokens)
+    tokens = _tokens(setup, shard, True)
     averaged = setup.processes if setup.parallelism in ("ddp", "hybrid") else 1
     loss = partial(loss_of, reduction="sum")
     _backward_all(setup, model, shard, lambda value: value * averaged / tokens, loss, inside="sum")
 
 
+def _tokens(setup: Setup, shard: Any, of_all_ranks: bool) -> Tensor:
+    """The number of tokens in this shard, or in those of all ranks."""
+    tokens: Tensor = (shard["targets"] != PADDING).sum()
+    if of_all_ranks and setup.processes > 1:
+        dist.all_reduce(tokens)
+    return tokens
+
+
 def training(
     setup: Setup,
     mended: bool,
-    learning_rate: float,
-    steps: int,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
     model: nn.Module,
     shard: Any,
     rank: Rank,
 ) -> None:
-    """Train ``steps`` consecutive steps with plain SGD. The shard holds the examples of all steps.
+    """Train consecutive steps. The shard holds the examples of all of them.
 
-    ``mended``: whether the setup follows the advice.
+    ``mended``: whether the setup follows the advice. ``make_optimizer``: takes the parameters.
     """
     one_step = mended_step if mended else gradient_step
-    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
+    optimizer = make_optimizer(model.parameters())
     for part in _cut(shard, setup.batch * setup.accumulation):
         optimizer.zero_grad()
         one_step(setup, model, part, rank)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
+from typing import Any
+
+import torch
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.check_equivalence import check
@@ -16,17 +19,22 @@ from ddp_equivalence.commands.explain.judged import ExpectedResult, expected, ex
 from ddp_equivalence.commands.explain.known_good import KnownGood
 from ddp_equivalence.commands.explain.measured import measured
 from ddp_equivalence.commands.explain.not_run import not_run
-from ddp_equivalence.commands.explain.numbers import number
+from ddp_equivalence.commands.explain.numbers import number, times
 from ddp_equivalence.commands.explain.scaled_down import scaled_down
 from ddp_equivalence.commands.explain.setup import Setup
+from ddp_equivalence.commands.explain.stand_in import can_train, trained_stand_ins
 from ddp_equivalence.commands.explain.steps import gradient_step, mended_step, training
 from ddp_equivalence.commands.explain.verified import ComparedPrediction, Verification
 from ddp_equivalence.report.verdict import Verdict
 
 STEPS = 3
 LEARNING_RATE = Fraction(1, 10)
+EPS = 1e-3
+"""Adam's eps in the training: with torch's default of 1e-8 a wrong factor of it would not show."""
 SLOWEST, FASTEST = 1e-4, 0.5
 """The learning rates with which the small model trains; a known one outside them is replaced."""
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 def verify(explanation: Explanation) -> Verification:
@@ -50,8 +58,10 @@ def verify(explanation: Explanation) -> Verification:
         comparisons = [gradient]
         if mended:
             comparisons.append(_mended(setup, predicted))
-        if setup.optimizer == "sgd":
-            comparisons.append(_training(setup, predicted, mended))
+        comparisons.append(_training(setup, predicted, mended))
+        rates = explanation.learning_rates
+        if rates is not None and can_train(rates.scaling):
+            comparisons += trained_stand_ins(rates, setup.optimizer)
     left_out = not_run(explanation)
     return Verification(setup, verdict.lane.name, scaled, tuple(comparisons), left_out)
 
@@ -69,7 +79,7 @@ def _mended(setup: Setup, predicted: Explanation) -> ComparedPrediction:
     if setup.loss == "token-mean":
         what = "gradient with one count of all tokens"
     verdict = check(case_of(setup, 1), partial(mended_step, setup))
-    return _compared(what, ExpectedResult(predicted.mended_factor, None), verdict)
+    return _compared(what, ExpectedResult(predicted.mended_factor, None, predicted.unit), verdict)
 
 
 def _compared(
@@ -90,14 +100,24 @@ def _training(setup: Setup, predicted: Explanation, mended: bool) -> ComparedPre
         predicted = explain(setup)
     assert predicted.learning_rates is not None
     rate, wanted = float(predicted.learning_rates.same_step), float(_rate_for_mean(known))
+    of_ranks: MakeOptimizer = partial(torch.optim.SGD, lr=rate)
+    of_one: MakeOptimizer = partial(torch.optim.SGD, lr=wanted)
+    eps = ""
+    if setup.optimizer == "adam":
+        # The known loss has the same steps with its own eps, so one big batch takes its mean.
+        wanted, factor = rate, predicted.mended_factor
+        of_ranks = partial(torch.optim.Adam, lr=rate, eps=EPS * float(factor))
+        of_one = partial(torch.optim.Adam, lr=wanted, eps=EPS)
+        eps = f" and eps {number(EPS)}" + (f" x {times(factor)}" if factor != 1 else "")
     what = (
-        f"{STEPS} SGD steps with {'that change and ' if mended else ''}learning rate "
-        f"{number(rate)}, one big batch with {number(wanted)}"
+        f"{STEPS} {setup.optimizer.upper() if not eps else 'Adam'} steps with "
+        f"{'that change and ' if mended else ''}learning rate {number(rate)}{eps}, one big batch "
+        f"with {number(wanted)}{f' and {number(EPS)}' if eps else ''}"
     )
     if given is not None and known != given:
         what += f" in place of your {number(given.learning_rate)}"
-    step = partial(training, setup, mended, rate, STEPS)
-    verdict = check(case_of(setup, STEPS), step, compare="update", lr=wanted, steps=STEPS)
+    step = partial(training, setup, mended, of_ranks)
+    verdict = check(case_of(setup, STEPS), step, compare="update", optimizer=of_one, steps=STEPS)
     same = "the same weights"
     if verdict.outcome == "unknown":
         return ComparedPrediction(what, same, "nothing", "unknown", _why_unknown(verdict))
@@ -114,11 +134,13 @@ def _why_unknown(verdict: Verdict) -> str:
 def _trainable(setup: Setup) -> KnownGood:
     """The known good learning rate, or 0.1 if the small model cannot train with it."""
     known = setup.known_good
-    if known is not None and SLOWEST <= _rate_for_mean(known) <= FASTEST:
-        return known
+    if known is not None:
+        rate = known.learning_rate if setup.optimizer == "adam" else _rate_for_mean(known)
+        if SLOWEST <= rate <= FASTEST:
+            return known
     return KnownGood(setup.effective_batch, LEARNING_RATE)
 
 
 def _rate_for_mean(known: KnownGood) -> Fraction:
-    """The learning rate that trains the same if the known loss is taken as a mean."""
+    """The learning rate of SGD that trains the same if the known loss is taken as a mean."""
     return known.learning_rate * known.factor

@@ -24,8 +24,18 @@ def run(line: str) -> int:
     return command.run(parser.parse_args(["explain", *line.split()]))
 
 
-def test_a_setup_is_explained_on_one_line_and_in_full(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--nodes 2 --ranks-per-node 2 --batch 4 --known-good 16@0.01") == 0
+def test_a_setup_is_explained_in_a_few_lines_or_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--nodes 2 --ranks-per-node 2 --batch 4 --known-good 16@0.01"
+    assert run(line) == 0
+    text, errors = capsys.readouterr()
+    assert text.splitlines() == [
+        "Effective batch 16 = 4 x 4 ranks, the known one. The gradient is the big batch's.",
+        "The learning rate is 0.01: every update is then the same as on one device.",
+        "Not for batch norm, dropout, class weights or contrastive losses. How this follows: "
+        "--full.",
+    ]
+    assert errors == ""
+    assert run(f"{line} --full") == 0
     text, errors = capsys.readouterr()
     assert text.startswith("Effective batch 16. The gradient is the big batch's; the learning rate")
     assert "every rank holds g" in text

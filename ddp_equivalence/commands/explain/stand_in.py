@@ -1,0 +1,130 @@
+"""Train a stand-in with the learning rates for another batch: one weight, several thousand times.
+
+The gradient of a batch is ``mean`` plus normal noise, whose standard deviation is 1 at the known
+batch and falls with the root of the batch. All weights begin at 0, and read as many examples with
+both batches. With SGD the mean gradient falls by ``slope`` times the weight's way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from math import isclose, sqrt
+
+import torch
+from torch import Tensor
+
+from ddp_equivalence.commands.explain.learning_rates import ADAM_BETAS, LearningRates
+from ddp_equivalence.commands.explain.verified import ComparedPrediction
+
+WEIGHTS = 4000
+FEWEST_STEPS = 400
+LARGEST_RATIO = 64
+"""The largest ratio of the two batches: the smaller one takes so many steps for each of the other.
+"""
+RATE = 1e-3
+"""The learning rate with the known batch. Others only scale the stand-in's way."""
+MOSTLY_NOISE, MOSTLY_GRADIENT = 0.02, 50.0
+"""Mean gradients: far below and far above the noise of a batch."""
+
+MakeOptimizer = Callable[[torch.nn.Parameter], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Course:
+    """``way``: the mean weight at the end; ``spread``: its standard deviation over all weights.
+    ``step_variance``: the variance of a single update.
+    """
+
+    way: float
+    spread: float
+    step_variance: float
+
+
+def can_train(scaling: Fraction) -> bool:
+    """True if the stand-in trains with batches of this ratio."""
+    return scaling != 1 and Fraction(1, LARGEST_RATIO) <= scaling <= LARGEST_RATIO
+
+
+def trained_stand_ins(rates: LearningRates, optimizer: str) -> list[ComparedPrediction]:
+    """What the linear and the square-root rate keep, as the explanation says it, on a stand-in."""
+    return _with_adam(rates) if optimizer == "adam" else _with_sgd(rates)
+
+
+def _with_sgd(rates: LearningRates) -> list[ComparedPrediction]:
+    linear_by, root_by = _factors(rates)
+
+    def sgd(rate: float) -> MakeOptimizer:
+        return lambda weights: torch.optim.SGD([weights], lr=rate)
+
+    known = _course(rates.scaling, False, sgd(RATE), 1.0, slope=0.1)
+    linear = _course(rates.scaling, True, sgd(RATE * linear_by), 1.0, slope=0.1)
+    root = _course(rates.scaling, True, sgd(RATE * root_by), 1.0, slope=0.1)
+    return [
+        _compared("linear rate, way of an epoch", linear.way / known.way, 0.02),
+        _compared(
+            "square-root rate, variance of an update",
+            root.step_variance / known.step_variance,
+            0.02,
+        ),
+    ]
+
+
+def _with_adam(rates: LearningRates) -> list[ComparedPrediction]:
+    linear_by, root_by = _factors(rates)
+    defaults = (float(ADAM_BETAS[0]), float(ADAM_BETAS[1]))
+
+    def adam(rate: float, betas: tuple[float, float] = defaults) -> MakeOptimizer:
+        return lambda weights: torch.optim.Adam([weights], lr=rate, betas=betas, eps=0.0)
+
+    known = _course(rates.scaling, False, adam(RATE), MOSTLY_GRADIENT)
+    linear = _course(rates.scaling, True, adam(RATE * linear_by), MOSTLY_GRADIENT)
+    what = "linear rate, way of an epoch where the gradient is much larger than its noise"
+    found = [_compared(what, linear.way / known.way, 0.02)]
+    assert rates.adam is not None
+    if rates.adam.betas is not None:
+        first, second = map(float, rates.adam.betas)
+        known = _course(rates.scaling, False, adam(RATE), MOSTLY_NOISE)
+        root = _course(rates.scaling, True, adam(RATE * root_by, (first, second)), MOSTLY_NOISE)
+        what = "square-root rate and its betas where noise is most of the gradient"
+        found += [
+            _compared(f"{what}, spread of the weights", root.spread / known.spread, 0.05),
+            _compared(f"{what}, way of an epoch", root.way / known.way, 0.2),
+        ]
+    return found
+
+
+def _factors(rates: LearningRates) -> tuple[float, float]:
+    """By what the linear and the square-root rate multiply the one that keeps a step's length."""
+    return float(rates.linear / rates.same_step), rates.square_root / float(rates.same_step)
+
+
+def _course(
+    scaling: Fraction, new: bool, optimizer: MakeOptimizer, mean: float, slope: float = 0.0
+) -> Course:
+    """Train on one epoch with the ``new`` batch, or with the known one."""
+    steps = round(FEWEST_STEPS * max(Fraction(1), 1 / scaling if new else scaling))
+    noise = sqrt(1 / scaling) if new else 1.0
+    generator = torch.Generator().manual_seed(int(new))
+    weights = torch.nn.Parameter(torch.zeros(WEIGHTS, dtype=torch.double))
+    stepped = optimizer(weights)
+    variances: list[Tensor] = []
+    for _ in range(steps):
+        drawn = torch.randn(WEIGHTS, generator=generator, dtype=torch.double)
+        weights.grad = mean + slope * weights.detach() + noise * drawn
+        before = weights.detach().clone()
+        stepped.step()
+        variances.append((weights.detach() - before).var())
+    end = weights.detach()
+    return Course(float(end.mean()), float(end.std()), float(torch.stack(variances).mean()))
+
+
+def _compared(what: str, ratio: float, limit: float) -> ComparedPrediction:
+    agrees = isclose(ratio, 1, abs_tol=limit)
+    return ComparedPrediction(
+        f"stand-in (one weight): {what}",
+        f"as with the known batch, up to {limit:.0%}",
+        f"{ratio:.3f} times that",
+        "agrees" if agrees else "differs",
+    )

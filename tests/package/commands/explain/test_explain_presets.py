@@ -1,0 +1,290 @@
+"""What ``--like`` says of a trainer is what the installed trainer does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from ddp_equivalence import BadCase, Case, check
+from ddp_equivalence.commands.explain import LossFactor, Setup, explain, setup_like
+from ddp_equivalence.commands.explain.presets import PRESETS
+
+RANKS, BATCH, ACCUMULATION = 2, 2, 2
+EXAMPLES = RANKS * BATCH * ACCUMULATION
+
+
+def needs(library: str) -> None:
+    if find_spec(library) is None:
+        pytest.skip(f'needs {library}: pip install ".[trainers]"')
+
+
+def like(name: str, **given: Any) -> Setup:
+    sizes = {"ranks_per_node": RANKS, "batch": BATCH, "accumulation": ACCUMULATION}
+    return setup_like(name, **sizes | given)
+
+
+def outcome_of(setup: Setup) -> str:
+    """What a check of the trainer must find, if the explanation is right."""
+    explanation = explain(setup)
+    return "same" if explanation.is_multiple and explanation.factor == 1 else "different"
+
+
+@pytest.mark.parametrize(
+    ("given", "averages"),
+    [({}, True), ({"tokens_over": "all-ranks"}, True), ({"tokens_over": "step"}, False)],
+)
+def test_the_trainer_of_transformers_counts_tokens(given: dict[str, Any], averages: bool) -> None:
+    needs("transformers")
+    from ddp_equivalence.adapters.transformers import trainer_step
+    from examples import trainer_of_transformers as language_model
+
+    step = trainer_step(
+        gradient_accumulation_steps=ACCUMULATION, average_tokens_across_devices=averages
+    )
+    verdict = check(language_model.case, step, compare="update")
+    assert verdict.outcome == outcome_of(like("hf-trainer", **given))
+    assert (verdict.outcome == "same") == averages
+
+
+class Regression(nn.Module):
+    """Returns its own mean loss, as models for transformers do, and takes no token count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 5))
+
+    def forward(self, rows: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.mse_loss(self.layers(rows), labels)}
+
+
+def rows(generator: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "rows": torch.randn(EXAMPLES, 7, generator=generator),
+        "labels": torch.randn(EXAMPLES, 5, generator=generator),
+    }
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    value: Tensor = model(**batch)["loss"]
+    return value
+
+
+def loop(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any) -> None:
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def trainer_step_of(name: str) -> Any:
+    if name == "hf-trainer":
+        from ddp_equivalence.adapters.transformers import trainer_step
+
+        return trainer_step(gradient_accumulation_steps=ACCUMULATION)
+    if name == "accelerate":
+        from ddp_equivalence.adapters.accelerate import accelerate_step
+
+        return accelerate_step(loop, gradient_accumulation_steps=ACCUMULATION)
+    from ddp_equivalence.adapters.lightning import lightning_step
+
+    return lightning_step(loss, accumulate_grad_batches=ACCUMULATION)
+
+
+LIBRARIES = {"hf-trainer": "transformers", "accelerate": "accelerate", "lightning": "lightning"}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_mean_loss_gives_the_big_batchs_update(name: str) -> None:
+    needs(LIBRARIES[name])
+    case = Case(model=Regression, batch=rows, loss=loss, layout="1x2", shards="own")
+    verdict = check(case, trainer_step_of(name), compare="update")
+    assert verdict.outcome == outcome_of(like(name, loss="mean")) == "same"
+
+
+class Counts(nn.Module):
+    """One weight whose gradient is 1 for every micro-batch, so that a step shows its divisor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, rows: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        return {"loss": self.weight + 0 * rows.sum()}
+
+
+class Records(torch.optim.SGD):
+    """Records the gradient of every step."""
+
+    def __init__(self, parameters: Any, seen: list[float]) -> None:
+        super().__init__(parameters, lr=1.0)
+        self.seen = seen
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        done = super().step(closure)
+        gradient = self.param_groups[0]["params"][0].grad
+        if gradient is not None:
+            self.seen.append(float(gradient))
+        return done
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_the_last_step_of_an_epoch_is_divided_as_it_says(name: str, tmp_path: Any) -> None:
+    needs(LIBRARIES[name])
+    examples, batch, accumulation = 10, 2, 3
+    setup = setup_like(name, loss="mean", batch=batch, accumulation=accumulation, examples=examples)
+    epoch = explain(setup).epoch
+    assert epoch is not None
+    data = [{"rows": torch.ones(1), "labels": torch.ones(1)} for _ in range(examples)]
+    seen: list[float] = []
+    model = Counts()
+    if name == "hf-trainer":
+        from transformers import Trainer, TrainingArguments
+
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=accumulation,
+            num_train_epochs=1,
+            max_grad_norm=0.0,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        optimizer = Records(model.parameters(), seen)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, schedule)).train()  # type: ignore[arg-type]
+    elif name == "accelerate":
+        from accelerate import Accelerator
+
+        from ddp_equivalence.adapters.accelerate import forget_earlier_accelerators
+
+        forget_earlier_accelerators()
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        loader: Any = DataLoader(data, batch)  # type: ignore[arg-type]
+        loop(accelerator, *accelerator.prepare(model, Records(model.parameters(), seen), loader))
+        forget_earlier_accelerators()
+    else:
+        from lightning.pytorch import Trainer as Lightning
+
+        from ddp_equivalence.adapters.lightning import QUIET, OneLoss
+
+        module = OneLoss(model, loss, partial(Records, seen=seen))
+        trainer = Lightning(
+            max_epochs=1,
+            accelerator="cpu",
+            accumulate_grad_batches=accumulation,
+            default_root_dir=str(tmp_path),
+            **QUIET,
+        )
+        trainer.fit(module, DataLoader(data, batch))  # type: ignore[arg-type]
+    text = " ".join(str(explain(setup)).split())
+    assert len(seen) == epoch.steps
+    assert seen[: epoch.full_steps] == pytest.approx([1.0] * epoch.full_steps)
+    as_it_should_be = "so its gradient is as it should be" in text
+    assert seen[-1] == pytest.approx(1 if as_it_should_be else epoch.rest / accumulation)
+    assert as_it_should_be == (name == "hf-trainer")
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("examples", [7, 8, 15, 16, 17, 23, 40])
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 3), (2, 2), (3, 1), (4, 2)])
+def test_accelerate_deals_the_batches_that_an_epoch_says(
+    examples: int, ranks: int, batch: int, drop_last: bool
+) -> None:
+    needs("accelerate")
+    from accelerate.data_loader import BatchSamplerShard
+
+    if drop_last and examples < ranks * batch:
+        return
+    setup = setup_like(
+        "accelerate", batch=batch, ranks_per_node=ranks, examples=examples, drop_last=drop_last
+    )
+    epoch = explain(setup).epoch
+    assert epoch is not None
+    batches = BatchSampler(SequentialSampler(range(examples)), batch, drop_last)
+    seen: list[int] = []
+    for rank in range(ranks):
+        dealt = list(BatchSamplerShard(batches, ranks, rank)) if ranks > 1 else list(batches)
+        assert len(dealt) == epoch.micro_batches
+        assert len(dealt[-1]) == epoch.last_batch
+        seen += [one for part in dealt for one in part]
+    assert len(seen) - len(set(seen)) == epoch.repeated
+    assert examples - len(set(seen)) == epoch.dropped
+
+
+def test_the_scheduler_of_accelerate_moves_on_by_the_number_of_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    needs("accelerate")
+    from accelerate import Accelerator, scheduler
+
+    from ddp_equivalence.adapters.accelerate import forget_earlier_accelerators
+
+    forget_earlier_accelerators()
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(Counts().parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    _, prepared = accelerator.prepare(optimizer, schedule)
+    monkeypatch.setattr(scheduler, "AcceleratorState", partial(SimpleNamespace, num_processes=4))
+    optimizer.step()
+    prepared.step()
+    assert schedule.last_epoch == 4
+    forget_earlier_accelerators()
+    text = str(explain(setup_like("accelerate", batch=2, ranks_per_node=4)))
+    assert "moves on by 4 steps" in text
+
+
+def test_nanogpt_divides_its_micro_batches_among_the_ranks() -> None:
+    setup = setup_like("nanogpt", batch=12, ranks_per_node=8, accumulation=40)
+    assert (setup.accumulation, setup.accumulation_divided) == (5, True)
+    assert (setup.effective_batch, setup.optimizer) == (480, "adam")
+    assert explain(setup).factor == 1
+    assert "gradient_accumulation_steps of 40 are those of all 8 ranks" in str(
+        explain(setup)
+    ).replace("\n        ", " ")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "field"),
+    [
+        ("nanogpt", {"accumulation": 12, "ranks_per_node": 8}, "accumulation"),
+        ("nanogpt", {"examples": 100}, "examples"),
+        ("nanogpt", {"accumulation": "many"}, "accumulation"),
+        ("accelerate", {"parallelism": "ddp"}, "parallelism"),
+        ("fairseq", {}, "like"),
+    ],
+)
+def test_what_a_trainer_cannot_have_is_refused(
+    name: str, given: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(BadCase) as refused:
+        setup_like(name, batch=4, **given)
+    assert refused.value.field == field
+
+
+def test_what_is_given_goes_before_what_a_trainer_sets() -> None:
+    setup = like("hf-trainer", loss_times=LossFactor(Fraction(3)), optimizer="sgd")
+    assert setup.loss_times == LossFactor(Fraction(3))
+    assert setup.optimizer == "sgd"
+    assert explain(setup).factor == Fraction(3, RANKS)
+    before = like("hf-trainer", tokens_over="micro-batch")
+    assert (before.accumulation_divided, before.loss_times) == (True, LossFactor())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_one_rank_and_one_micro_batch_are_one_device(name: str) -> None:
+    explanation = explain(setup_like(name, batch=4))
+    assert explanation.factor == 1
+    assert explanation.is_multiple
