@@ -30,7 +30,7 @@ def documented(gpus: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("gpus", [2, 8])
 def test_the_plan_needs_no_context_and_is_the_documented_one(gpus: int) -> None:
-    planned = rehearse("ddp_equivalence", "run", "--plan", gpus=gpus)
+    planned = rehearse("ddp_equivalence", "run", "--all", "--plan", gpus=gpus)
     assert planned.returncode == 0, planned.output
     assert not planned.contexts
     assert not planned.log

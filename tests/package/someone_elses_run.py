@@ -49,14 +49,15 @@ def run(
     typed: str = "",
     before: Sequence[str] = (),
     more: Mapping[str, str] | None = None,
+    own_server: bool = False,
 ) -> tuple[int, str]:
     """Exit status and output of a run in ``folder``.
 
-    ``typed``: what its user types. ``more``: environment variables. A run of which is seen what it
-    leaves behind starts its fork server itself.
+    ``typed``: what its user types. ``more``: environment variables. ``own_server``: the run starts
+    its fork server itself, as a run does of which is seen what it leaves behind.
     """
     variables = environment(more)
-    if MARK_VARIABLE not in variables:
+    if not own_server and MARK_VARIABLE not in variables:
         variables = with_server_of_these_tests(variables)
     done = subprocess.run(
         command(*arguments, plugins=plugins, before=before),

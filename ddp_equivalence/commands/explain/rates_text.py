@@ -90,7 +90,7 @@ def _at_another_batch(
     if explanation.setup.optimizer == "sgd":
         yield from _for_sgd(rates)
     start = starting_point(explanation, rates)
-    yield f"Start with {number(start.rate)} ({start.why}). {start.beside}"
+    yield f"Start with {number(start.rate)} {start.how}: {start.why}. {start.beside}"
     if not explanation.is_multiple:
         yield (
             "All of this holds with the change above. Without it, no learning rate keeps any of "

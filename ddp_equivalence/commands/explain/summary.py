@@ -8,15 +8,21 @@ from ddp_equivalence.commands.explain.explanation import Explanation
 from ddp_equivalence.commands.explain.numbers import number, times
 from ddp_equivalence.commands.explain.optimizer_text import mend_sentences
 from ddp_equivalence.commands.explain.presets import scheduler_of_accelerate
+from ddp_equivalence.commands.explain.setup import Setup
 from ddp_equivalence.commands.explain.starting_point import starting_point
 from ddp_equivalence.commands.explain.text import gradient_in_words
 from ddp_equivalence.report.wrapping import plural, wrapped
 
 
 def summary_text(explanation: Explanation) -> str:
-    """At most six sentences: the batch, the gradient, the learning rate, and what goes with it."""
+    """The batch, the gradient, the learning rate, what goes with it, and the steps of an epoch."""
     lines: list[str] = []
-    for sentence in (_batch_and_gradient(explanation), *_advice(explanation), _more(explanation)):
+    for sentence in (
+        _batch_and_gradient(explanation),
+        *_advice(explanation),
+        *_epoch(explanation),
+        _more(explanation.setup),
+    ):
         lines += wrapped(sentence, "")
     return "\n".join(lines) + "\n"
 
@@ -41,10 +47,10 @@ def _batch_and_gradient(explanation: Explanation) -> str:
 def _advice(explanation: Explanation) -> Iterator[str]:
     """What to do about the gradient, the learning rate, and the settings beside it."""
     rates, setup = explanation.learning_rates, explanation.setup
-    the = "The"
+    the, start_with = "The", "Start with"
     if not explanation.is_multiple:
         yield f"Mend it: {' '.join(mend_sentences(explanation))}"
-        the = "With that change, the"
+        the, start_with = (f"With that change, {word}" for word in ("the", "start with"))
     factor = rates.relative if rates else explanation.mended_factor / explanation.unit
     by = 1 if setup.optimizer == "adam" else 1 / factor
     if rates is None:
@@ -59,8 +65,8 @@ def _advice(explanation: Explanation) -> Iterator[str]:
         keep = number(rates.same_step / by)
     else:
         start = starting_point(explanation, rates)
-        rate = f"{number(start.rate)} ({start.why})"
-        yield f"{the} learning rate to start with is {rate}.{start.others}"
+        rate = f"learning rate {number(start.rate)} {start.how}"
+        yield f"{start_with} {rate}: {start.why}. {start.others}"
         yield start.beside
         keep = number(start.rate / float(by))
     if factor == 1:
@@ -77,20 +83,23 @@ def _advice(explanation: Explanation) -> Iterator[str]:
         )
 
 
-def _more(explanation: Explanation) -> str:
+def _epoch(explanation: Explanation) -> Iterator[str]:
+    """The steps of an epoch, and what a scheduler makes of them."""
     setup, epoch = explanation.setup, explanation.epoch
-    steps = ""
     if epoch is not None:
         steps = f"An epoch has {epoch.steps} {plural(epoch.steps, 'step')}"
+        if epoch.largest_step < explanation.effective_batch:
+            steps += f", the largest of {epoch.largest_step} examples"
         if epoch.repeated:
-            steps += (
-                f", and repeats {epoch.repeated} {plural(epoch.repeated, 'example')} in the last"
-            )
-        steps += ". "
+            examples = f"{epoch.repeated} {plural(epoch.repeated, 'example')}"
+            steps += f"; it repeats {examples} at its end"
+        yield f"{steps}."
+    if setup.like == "accelerate" and setup.processes > 1:
+        yield scheduler_of_accelerate(setup.processes)
+
+
+def _more(setup: Setup) -> str:
     only = ""
     if max(setup.replicas, setup.processes, setup.accumulation) > 1:
         only = "Not for batch norm, dropout, class weights or contrastive losses. "
-    scheduler = ""
-    if setup.like == "accelerate" and setup.processes > 1:
-        scheduler = scheduler_of_accelerate(setup.processes) + " "
-    return f"{steps}{scheduler}{only}How this follows: --full."
+    return f"{only}How this follows: --full."

@@ -87,7 +87,7 @@ def test_the_ranks_server_starts_while_a_file_that_will_need_it_is_imported(
 ) -> None:
     (tmp_path / "test_theirs.py").write_text(file)
     (tmp_path / "conftest.py").write_text(HAS_SERVER)
-    code, text = run(tmp_path, "-s", *arguments)
+    code, text = run(tmp_path, "-s", *arguments, own_server=True)
     assert code == 0, text
     assert f"server: {starts}" in text
 

@@ -166,7 +166,7 @@ def test_mended_token_counts_leave_no_factor() -> None:
 def test_adam_is_told_of_linear_scaling_too_and_where_it_holds() -> None:
     text = said(**SUMMED, known_good=KnownGood.read("4@0.001"))
     assert "the learning rate to start with is 0.002." in text
-    assert "Start with 0.002 (square root, x 2, with betas (0.6, 0.996)" in text
+    assert "Start with 0.002 (square root, x 2) and betas (0.6, 0.996)" in text
     assert "0.004 (linear, x 4) keeps the distance per epoch if the gradient is much larger" in text
     assert "if noise dominates, it goes too far." in text
     smaller = said(**SUMMED, known_good=KnownGood.read("64@0.001"))
