@@ -10,7 +10,7 @@ import pytest
 import ddp_equivalence
 
 IMPORTS = (
-    "from ddp_equivalence.explain import KnownGood, Setup, explain",
+    "from ddp_equivalence.explain import KnownGood, Setup, explain, setup_like",
     "import ddp_equivalence; ddp_equivalence.explain.explain",
     "from ddp_equivalence import explain; explain.Setup",
     "from ddp_equivalence.reproduction import export",

@@ -15,6 +15,8 @@ def not_run(explanation: Explanation) -> tuple[str, ...]:
             "the square-root and the linear learning rate (the stand-in trains with batches that "
             f"differ up to {LARGEST_RATIO} times)"
         )
+    elif rates is not None and rates.adam is not None and rates.names_eps:
+        phrases.append("what Adam's other betas are good for")  # the stand-in hardly shows it
     factor = rates.relative if rates else explanation.mended_factor / explanation.unit
     if factor != 1 and setup.optimizer == "sgd":
         phrases.append("weight decay, clipping and momentum")

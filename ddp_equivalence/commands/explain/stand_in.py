@@ -87,7 +87,7 @@ def _with_adam(rates: LearningRates) -> list[ComparedPrediction]:
         first, second = map(float, rates.adam.betas)
         known = _course(rates.scaling, False, adam(RATE), MOSTLY_NOISE)
         root = _course(rates.scaling, True, adam(RATE * root_by, (first, second)), MOSTLY_NOISE)
-        what = "square-root rate and its betas where noise is most of the gradient"
+        what = "square-root rate where noise is most of the gradient"
         found += [
             _compared(f"{what}, spread of the weights", root.spread / known.spread, 0.05),
             _compared(f"{what}, way of an epoch", root.way / known.way, 0.2),

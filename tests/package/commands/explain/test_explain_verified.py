@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from ddp_equivalence.commands.explain import KnownGood, Setup, explain
-from ddp_equivalence.commands.explain.setup import ONE_PROCESS, Loss, Parallelism
+from ddp_equivalence.commands.explain import KnownGood, LossFactor, Setup, explain
+from ddp_equivalence.commands.explain.setup import (
+    ONE_PROCESS,
+    Loss,
+    Optimizer,
+    Parallelism,
+    TokensOver,
+)
+from ddp_equivalence.commands.explain.stand_in import trained_stand_ins
 from ddp_equivalence.commands.explain.verification import verify
 
 pytestmark = pytest.mark.self_check
@@ -64,6 +71,64 @@ def test_a_wrong_prediction_is_seen(loss: Loss, wrong: Fraction) -> None:
     right = explain(Setup(batch=4, ranks_per_node=2, loss=loss))
     found = verify(replace(right, factor=right.factor * wrong))
     assert found.outcome == "differs", found
+
+
+@pytest.mark.parametrize("parallelism", SEVERAL)
+@pytest.mark.parametrize("tokens_over", get_args(TokensOver))
+def test_ranks_count_tokens_as_it_is_explained(
+    parallelism: Parallelism, tokens_over: TokensOver
+) -> None:
+    setup = Setup(
+        batch=3,
+        nodes=2,
+        ranks_per_node=2,
+        loss="token-mean",
+        tokens_over=tokens_over,
+        loss_times=LossFactor.read("world-size/3"),
+        parallelism=parallelism,
+        accumulation=2,
+        accumulation_divided=False,
+        optimizer="adam",
+    )
+    explanation = explain(setup)
+    assert explanation.is_multiple == (tokens_over == "all-ranks")
+    found = verify(explanation)
+    assert found.outcome == "agrees", found
+    wrong = verify(replace(explanation, factor=explanation.factor * 2))
+    assert wrong.outcome == "differs", wrong
+
+
+def test_adam_trains_the_same_with_the_factor_on_eps() -> None:
+    setup = Setup(
+        batch=4,
+        ranks_per_node=2,
+        parallelism="all-reduce-sum",
+        optimizer="adam",
+        known_good=KnownGood.read("8@0.01"),
+    )
+    right = explain(setup)
+    gradient, training = verify(right).comparisons
+    assert (gradient.outcome, training.outcome) == ("agrees", "agrees")
+    assert "learning rate 0.01 and eps 0.001 x 2, one big batch with 0.01 and 0.001" in (
+        training.what
+    )
+    gradient, training = verify(replace(right, mended_factor=Fraction(1))).comparisons
+    assert (gradient.outcome, training.outcome) == ("agrees", "differs")
+
+
+@pytest.mark.parametrize("known", ["4@0.1", "32@0.1"])
+@pytest.mark.parametrize("optimizer", get_args(Optimizer))
+def test_a_stand_in_trains_with_the_rates_for_another_batch(
+    optimizer: Optimizer, known: str
+) -> None:
+    right = explain(Setup(batch=16, optimizer=optimizer, known_good=KnownGood.read(known)))
+    rates = right.learning_rates
+    assert rates is not None
+    outcomes = [one.outcome for one in trained_stand_ins(rates, optimizer)]
+    assert outcomes == ["agrees"] * (2 if optimizer == "sgd" else 3)
+    for name in ("linear", "square_root"):
+        wrong = replace(rates, **{name: getattr(rates, name) * 2})
+        assert "differs" in [one.outcome for one in trained_stand_ins(wrong, optimizer)]
 
 
 def test_unequal_counts_taken_for_a_multiple_are_seen() -> None:
@@ -120,12 +185,19 @@ def test_what_is_mended_trains_with_the_learning_rate_that_is_given_for_it(
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"optimizer": "adam"}, "Not run: training with Adam, its learning rates and settings."),
         (
-            {"known_good": KnownGood.read("4@0.1")},
-            "Not run: the square-root and the linear learning rate.",
+            {"known_good": KnownGood.read("1000@0.1")},
+            "Not run: the square-root and the linear learning rate (the stand-in trains with",
         ),
-        ({"loss": "sum"}, "Not run: weight decay, clipping and momentum."),
+        ({"parallelism": "all-reduce-sum"}, "Not run: weight decay, clipping and momentum."),
+        (
+            {"known_good": KnownGood.read("4@0.1"), "optimizer": "adam"},
+            "Not run: what Adam's other betas are good for.",
+        ),
+        (
+            {"parallelism": "all-reduce-sum", "optimizer": "adam"},
+            "Not run: weight decay and clipping.",
+        ),
         ({"examples": 100}, "Not run: the epoch."),
         ({"known_good": KnownGood.read("8@5")}, "one big batch with 0.1 in place of your 5:"),
     ],
