@@ -43,7 +43,7 @@ def _run(command_line: Sequence[str] | None) -> int:
         arguments.paths += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
     if rest and arguments.command != "run":  # run gives them to pytest
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(rest)}")
     arguments.rest = rest
     try:
         with sigterm_interrupts() as interruption:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -51,12 +53,13 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--known-good",
         metavar="BATCH@LR",
-        help="the effective batch and learning rate that worked on one device, such as 16@0.01",
+        help="the effective batch (over all GPUs) and the learning rate that worked, with averaged "
+        "gradients or on one device, such as 16@0.01",
     )
     parser.add_argument(
         "--known-loss",
         choices=("mean", "sum"),
-        help="the reduction of the loss on that device; default mean",
+        help="the reduction of the loss that worked; default mean",
     )
     parser.add_argument(
         "--verify",
@@ -98,7 +101,10 @@ def _add_setup_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer",
         choices=get_args(Optimizer),
-        help="the optimizer; default sgd. adam also stands for AdamW",
+        help="the optimizer; default sgd",
+    )
+    parser.add_argument(
+        "--betas", metavar="B1,B2", help="Adam's betas with the known batch; default 0.9,0.999"
     )
 
 
@@ -187,6 +193,15 @@ def run(arguments: argparse.Namespace) -> int:
     return CODE_OF_VERIFICATION[verification.outcome]
 
 
+def _betas(text: str | None) -> tuple[Fraction, Fraction] | None:
+    if text is None:
+        return None
+    words = text.split(",")
+    if len(words) != 2 or not all(re.fullmatch(r"0?\.\d{1,9}|0", word) for word in words):
+        raise BadCase("betas", text, "two numbers from 0, below 1, such as 0.9,0.95")
+    return Fraction(words[0]), Fraction(words[1])
+
+
 def setup_of(arguments: argparse.Namespace) -> Setup:
     """The setup that the arguments describe. Raises BadCase if they cannot be right."""
     if arguments.known_loss is not None and arguments.known_good is None:
@@ -200,6 +215,7 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
             *("loss", "tokens_over", "parallelism", "examples", "optimizer", "sampler"),
         )
     }
+    given["betas"] = _betas(arguments.betas)
     given["drop_last"] = arguments.drop_last or None
     given["loss_times"] = None if factor is None else LossFactor.read(factor)
     if good is not None:

@@ -42,7 +42,8 @@ def epoch_sentences(explanation: Explanation) -> Iterator[str]:
 
 
 def _batches(setup: Setup, epoch: Epoch) -> str:
-    whose = "" if setup.processes == 1 else f", {epoch.examples_each} a rank (DistributedSampler)"
+    dealt = "full batches" if setup.deals_full_batches else "DistributedSampler"
+    whose = "" if setup.processes == 1 else f", {epoch.examples_each} a rank ({dealt})"
     what = f"{setup.examples} {plural(setup.examples or 0, 'example')}{whose}"
     short, alone = epoch.last_batch != setup.batch, epoch.micro_batches == 1
     last = f", the last of {epoch.last_batch}" if short else ""
@@ -76,7 +77,9 @@ def _window_sentences(setup: Setup, epoch: Epoch) -> Iterator[str]:
     if not rest:
         yield f"{full}."
         return
-    if epoch.full_steps:
+    if setup.like is not None:
+        yield f"{full}, and one of {rest}."
+    elif epoch.full_steps:
         yield (
             f"{full}, and one of {rest} if the loop steps at the end of an epoch. If it does not, "
             "clear the gradient there, or it is added to the next epoch's first step."

@@ -49,6 +49,9 @@ class KnownGood:
         )
         found = KNOWN_GOOD.fullmatch(text)
         if found is None:
+            last, _, first = text.partition("@")
+            if KNOWN_GOOD.fullmatch(f"{first}@{last}"):
+                right = f"the batch first, {first}@{last}"
             raise BadCase("known_good", text, right)
         batch, rate = int(found["batch"]), float(found["rate"])
         if not 1 <= batch <= LARGEST or not 1e-30 <= rate <= 1e30:

@@ -8,14 +8,13 @@ from math import sqrt
 
 from ddp_equivalence.commands.explain.setup import Setup
 
-ADAM_BETAS = (Fraction(9, 10), Fraction(999, 1000))
 ADAM_EPS = Fraction(1, 10**8)
-"""The defaults of torch.optim.Adam."""
+"""The default of torch.optim.Adam."""
 
 
 @dataclass(frozen=True)
 class AdamSettings:
-    """The betas and eps that the square-root rule for adaptive methods makes of torch's defaults.
+    """The betas and eps that the square-root rule for adaptive methods makes of those before.
 
     Source: Malladi et al. 2022, arXiv 2205.10287. With kappa = batch / known batch they are
     1 - kappa (1 - beta) and eps / sqrt(kappa), for the learning rate lr sqrt(kappa). ``betas``:
@@ -62,15 +61,15 @@ def learning_rates_of(setup: Setup, factor: Fraction) -> LearningRates | None:
         return None
     scaling = Fraction(setup.effective_batch, known.batch)
     relative = factor / known.factor
-    if setup.optimizer == "adam":  # a constant factor cancels in m / (sqrt(v) + eps)
-        base, adam = known.learning_rate, _adam_settings(scaling)
+    if setup.is_adam:  # a constant factor cancels in m / (sqrt(v) + eps)
+        base, adam = known.learning_rate, _adam_settings(scaling, setup.betas)
     else:
         base, adam = known.learning_rate / relative, None
     square_root = float(base) * sqrt(scaling)
     return LearningRates(scaling, relative, base, base * scaling, square_root, adam)
 
 
-def _adam_settings(scaling: Fraction) -> AdamSettings:
-    first, second = (1 - scaling * (1 - beta) for beta in ADAM_BETAS)
+def _adam_settings(scaling: Fraction, betas: tuple[Fraction, Fraction]) -> AdamSettings:
+    first, second = (1 - scaling * (1 - beta) for beta in betas)
     eps = float(ADAM_EPS) / sqrt(scaling)
     return AdamSettings((first, second) if min(first, second) > 0 else None, eps)

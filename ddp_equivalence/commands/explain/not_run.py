@@ -18,7 +18,7 @@ def not_run(explanation: Explanation) -> tuple[str, ...]:
     elif rates is not None and rates.adam is not None and rates.names_eps:
         phrases.append("what Adam's other betas are good for")  # the stand-in hardly shows it
     factor = rates.relative if rates else explanation.mended_factor / explanation.unit
-    if factor != 1 and setup.optimizer == "sgd":
+    if factor != 1 and not setup.is_adam:
         phrases.append("weight decay, clipping and momentum")
     elif factor != 1:
         phrases.append("weight decay and clipping")

@@ -36,7 +36,8 @@ def mend_sentences(explanation: Explanation) -> Iterator[str]:
     only = "divide by nothing else"
     if setup.loss_times != UNCHANGED:
         only = "divide and multiply by nothing else"
-    yield f"Then take {_mended_loss(setup)}, and {only}. That gives g."
+    loss = _mended_loss(setup)
+    yield f"Then take {loss}, and {only}. That gives g, the big batch's gradient."
 
 
 def _mended_loss(setup: Setup) -> str:
@@ -49,7 +50,7 @@ def _mended_loss(setup: Setup) -> str:
 
 def optimizer_sentences(explanation: Explanation) -> Iterator[str]:
     """Says which other settings must change if the gradient has a factor; says nothing if not."""
-    rates, adam = explanation.learning_rates, explanation.setup.optimizer == "adam"
+    rates, adam = explanation.learning_rates, explanation.setup.is_adam
     factor = rates.relative if rates else explanation.mended_factor / explanation.unit
     if not explanation.is_multiple and adam:
         yield "Adam cancels a factor on the gradient, but it does not mend unequal counts."
@@ -65,12 +66,14 @@ def optimizer_sentences(explanation: Explanation) -> Iterator[str]:
             f"Adam divides the gradient by its own size, so the factor {times(factor)} cancels, "
             f"except in the comparison with eps. {eps} and the factor cancels completely."
         )
-        yield (
-            f"Adam adds weight_decay to the gradient: multiply weight_decay by {times(factor)}. "
-            "AdamW does not: leave weight_decay as it is. Clipping sees the factor: multiply "
-            f"max_norm by {times(factor)}."
-        )
-        yield f"Or multiply the loss by {times(1 / factor)} instead, and keep all settings."
+        decay = f"Adam adds weight_decay to the gradient: multiply weight_decay by {times(factor)}."
+        if explanation.setup.optimizer == "adamw":
+            decay = "AdamW's weight_decay does not see the factor: leave it as it is."
+        yield f"{decay} Clipping sees the factor: multiply max_norm by {times(factor)}."
+        keep = "keep all settings"
+        if rates is not None and rates.scaling != 1:
+            keep = "only change what is named with the learning rate above"
+        yield f"Or multiply the loss by {times(1 / factor)} instead, and {keep}."
         return
     yield (
         f"if you change the learning rate and not the loss, multiply weight_decay by "

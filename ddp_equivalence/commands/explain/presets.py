@@ -7,6 +7,7 @@ nanoGPT at commit 3adf61e. Tests compare the first three with the installed rele
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from ddp_equivalence.case.errors import BadCase
@@ -15,6 +16,7 @@ from ddp_equivalence.commands.explain.loss_factor import LossFactor
 from ddp_equivalence.commands.explain.setup import Setup
 
 Fields = dict[str, Any]
+NANOGPT_BETAS = (Fraction(9, 10), Fraction(95, 100))
 
 
 def setup_like(name: str, **given: Any) -> Setup:
@@ -27,7 +29,7 @@ def setup_like(name: str, **given: Any) -> Setup:
     """
     check_choice("like", name, tuple(PRESETS))
     if given.get("parallelism") is not None:
-        right = f"left out with --like {name}, which is one process for each GPU under DDP"
+        right = f"left out with --like {name}, which stands for one process for each GPU (torchrun)"
         raise BadCase("parallelism", given["parallelism"], right)
     fields = {field: value for field, value in given.items() if value is not None}
     return Setup(like=name, **PRESETS[name](fields))
@@ -35,7 +37,7 @@ def setup_like(name: str, **given: Any) -> Setup:
 
 def _hf_trainer(given: Fields) -> Fields:
     """transformers.Trainer: ``num_items_in_batch`` and ``average_tokens_across_devices``."""
-    fields: Fields = {"loss": "token-mean", "optimizer": "adam", "sampler": "even-batches"} | given
+    fields: Fields = {"loss": "token-mean", "optimizer": "adamw", "sampler": "even-batches"} | given
     if fields["loss"] == "token-mean":
         fields.setdefault("tokens_over", "all-ranks")
     if fields.get("tokens_over") == "all-ranks":
@@ -68,7 +70,10 @@ def _nanogpt(given: Fields) -> Fields:
             "gradient_accumulation_steps"
         )
         raise BadCase("accumulation", given["accumulation"], right)
-    return _divided({"optimizer": "adam"} | given | {"accumulation": steps}, True)
+    fields: Fields = {"optimizer": "adamw"} | given | {"accumulation": steps}
+    if fields["optimizer"] != "sgd":
+        fields = {"betas": NANOGPT_BETAS} | fields
+    return _divided(fields, True)
 
 
 def _divided(fields: Fields, divided: bool) -> Fields:
@@ -116,7 +121,7 @@ def scheduler_of_accelerate(ranks: int) -> str:
     """What the scheduler that Accelerate has prepared does at every optimizer step."""
     return (
         f"A scheduler that Accelerate has prepared moves on by {ranks} steps at every optimizer "
-        "step (without split_batches), so give it the steps of an epoch on one process."
+        f"step (without split_batches), so set its length to epochs x steps of an epoch x {ranks}."
     )
 
 
@@ -131,7 +136,8 @@ def _of_hf_trainer(setup: Setup) -> Iterator[str]:
             "Like the Trainer of transformers 4.54 and later with a language model: the loss is a "
             "sum, divided by the tokens of all micro-batches and ranks, and multiplied by the "
             "world size (average_tokens_across_devices=True). For earlier releases from 4.46 on, "
-            "give --tokens-over step; for a model whose loss takes no token count, --loss mean."
+            "give --tokens-over step; for a model whose loss takes no token count, --loss mean. "
+            "Started by plain python on several GPUs, it takes nn.DataParallel instead."
         )
     elif setup.tokens_over == "step":
         yield (

@@ -29,7 +29,7 @@ def rate_sentences(explanation: Explanation) -> Iterator[str]:
 def _without_known(explanation: Explanation) -> Iterator[str]:
     factor = explanation.mended_factor / explanation.unit
     loss = "summed" if explanation.compares_sums else "mean"
-    if explanation.setup.optimizer == "adam":
+    if explanation.setup.is_adam:
         change = ", unchanged, because Adam cancels a constant factor"
     else:
         change = ", unchanged" if factor == 1 else f", {_divided_in_words(factor)}"
@@ -49,7 +49,7 @@ def _at_the_same_batch(
     explanation: Explanation, rates: LearningRates, known: KnownGood
 ) -> Iterator[str]:
     was, now = number(known.learning_rate), number(rates.same_step)
-    adam, ranks = explanation.setup.optimizer == "adam", explanation.setup.processes
+    adam, ranks = explanation.setup.is_adam, explanation.setup.processes
     if not explanation.is_multiple:
         by = f"{was} {divided_by(rates.relative)} = " if rates.relative != 1 and not adam else ""
         yield (
@@ -82,12 +82,12 @@ def _at_another_batch(
         f"{explanation.effective_batch} is {as_many(rates.scaling)} that. No learning rate trains "
         "exactly the same; each of these keeps one thing:"
     )
-    if explanation.setup.optimizer == "adam":
+    if explanation.setup.is_adam:
         yield from _for_adam(rates)
     elif rates.relative != 1:
         why = _why_divided(explanation, known)
         yield f"({why}; each rate below includes the {divided_by(rates.relative)} for that.)"
-    if explanation.setup.optimizer == "sgd":
+    if not explanation.setup.is_adam:
         yield from _for_sgd(rates)
     start = starting_point(explanation, rates)
     yield f"Start with {number(start.rate)} {start.how}: {start.why}. {start.beside}"
@@ -119,11 +119,13 @@ def _for_sgd(rates: LearningRates) -> Iterator[str]:
         if larger
         else ""
     )
-    steps = f"{k} steps do" if larger else f"{k} of a step does"
+    moves = f"one step moves as far as {k} steps did with the known batch"
+    if not larger:
+        moves = f"{times(1 / rates.scaling)} steps move as far as one did with the known batch"
     yield (
-        f"{number(rates.linear)} (linear, x {k}) keeps the update per example: one step moves as "
-        f"far as {steps} with the known batch, if the gradient hardly changes meanwhile. Goyal et "
-        f"al. 2017, arXiv 1706.02677, section 2.1.{caveat}"
+        f"{number(rates.linear)} (linear, x {k}) keeps the update per example: {moves}, if the "
+        f"gradient hardly changes meanwhile. Goyal et al. 2017, arXiv 1706.02677, section "
+        f"2.1.{caveat}"
     )
     yield (
         f"{number(rates.square_root)} (square root, x {_root(rates)}) keeps the variance of the "
@@ -141,12 +143,12 @@ def _for_adam(rates: LearningRates) -> Iterator[str]:
     eps = number(rates.adam.eps)
     if rates.adam.betas is None:
         settings = (
-            f"But it needs betas of 1 - {times(rates.scaling)} x (1 - beta), and with torch's "
-            "defaults these are not above 0, so the rule cannot be used here."
+            f"But it needs betas of 1 - {times(rates.scaling)} x (1 - beta), and these are not "
+            "above 0 here, so the rule cannot be used."
         )
     else:
         betas = ", ".join(number(beta) for beta in rates.adam.betas)
-        settings = f"From torch's defaults, it needs betas ({betas}) and eps {eps}."
+        settings = f"In place of yours it needs betas ({betas}), and eps {eps} in place of 1e-8."
     yield (
         f"{number(rates.square_root)} (square root, x {_root(rates)}) keeps the path of the "
         f"weights and its noise if noise is most of the gradient. {settings} Malladi et al. 2022, "

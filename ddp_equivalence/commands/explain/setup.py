@@ -6,6 +6,7 @@ A Setup refuses fields that cannot be right.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal, get_args
 
 from ddp_equivalence.case.errors import BadCase
@@ -17,8 +18,11 @@ TokensOver = Literal["micro-batch", "step", "all-ranks"]
 Parallelism = Literal[
     "ddp", "data-parallel", "data-parallel-loss-inside", "hybrid", "all-reduce-sum", "none"
 ]
-Optimizer = Literal["sgd", "adam"]
+Optimizer = Literal["sgd", "adam", "adamw"]
 Sampler = Literal["distributed", "even-batches"]
+
+ADAM_BETAS = (Fraction(9, 10), Fraction(999, 1000))
+"""The default of torch.optim.Adam and AdamW."""
 
 MOST_RANKS_A_NODE = 10**5
 """The most ranks on a node. The shares of a batch are listed one by one, so there is a limit."""
@@ -41,7 +45,7 @@ class Setup:
     divide. ``known_good``: a learning rate that worked on one device. ``examples``: the size of the
     dataset. ``drop_last``: the DataLoader's ``drop_last``. ``sampler``: how the dataset is dealt:
     torch's DistributedSampler, or Accelerate's ``even_batches``, with which all batches are full.
-    ``like``: the trainer that ``setup_like`` made it for.
+    ``betas``: those of Adam. ``like``: the trainer that ``setup_like`` made it for.
 
     Raises BadCase for a field that cannot be right or that contradicts another one.
     """
@@ -59,6 +63,7 @@ class Setup:
     examples: int | None = None
     drop_last: bool = False
     optimizer: Optimizer = "sgd"
+    betas: tuple[Fraction, Fraction] = ADAM_BETAS
     sampler: Sampler = "distributed"
     like: str | None = None
 
@@ -72,6 +77,7 @@ class Setup:
         check_choice("tokens_over", self.tokens_over, get_args(TokensOver))
         check_choice("sampler", self.sampler, get_args(Sampler))
         self._check_loss()
+        self._check_betas()
         self._check_known_good()
         self._check_processes()
         self._check_accumulation()
@@ -85,6 +91,14 @@ class Setup:
         if self.tokens_over != "micro-batch" and self.loss != "token-mean":
             right = "left out, unless the loss is token-mean: only tokens are counted"
             raise BadCase("tokens_over", self.tokens_over, right)
+
+    def _check_betas(self) -> None:
+        betas: object = self.betas
+        two = isinstance(betas, tuple) and len(betas) == 2
+        if not two or not all(isinstance(one, Fraction) and 0 <= one < 1 for one in self.betas):
+            raise BadCase("betas", betas, "two Fractions from 0, below 1")
+        if self.betas != ADAM_BETAS and not self.is_adam:
+            raise BadCase("betas", betas, "left out, unless the optimizer is adam or adamw")
 
     def _check_known_good(self) -> None:
         known = self.known_good
@@ -126,6 +140,9 @@ class Setup:
 
     def _check_epoch(self) -> None:
         if self.examples is None:
+            if self.sampler != "distributed" and self.like is None:
+                right = "left out, unless the dataset's size is given as --examples"
+                raise BadCase("sampler", self.sampler, right)
             if self.drop_last:
                 right = "left out, unless the dataset's size is given as --examples"
                 raise BadCase("drop_last", self.drop_last, right)
@@ -141,6 +158,11 @@ class Setup:
                 "no step in an epoch"
             )
             raise BadCase("batch", self.batch, right)
+
+    @property
+    def is_adam(self) -> bool:
+        """True for Adam and AdamW, which both cancel a constant factor of the gradient."""
+        return self.optimizer != "sgd"
 
     @property
     def processes(self) -> int:

@@ -15,7 +15,8 @@ from math import isclose, sqrt
 import torch
 from torch import Tensor
 
-from ddp_equivalence.commands.explain.learning_rates import ADAM_BETAS, LearningRates
+from ddp_equivalence.commands.explain.learning_rates import LearningRates
+from ddp_equivalence.commands.explain.setup import Setup
 from ddp_equivalence.commands.explain.verified import ComparedPrediction
 
 WEIGHTS = 4000
@@ -47,9 +48,9 @@ def can_train(scaling: Fraction) -> bool:
     return scaling != 1 and Fraction(1, LARGEST_RATIO) <= scaling <= LARGEST_RATIO
 
 
-def trained_stand_ins(rates: LearningRates, optimizer: str) -> list[ComparedPrediction]:
+def trained_stand_ins(setup: Setup, rates: LearningRates) -> list[ComparedPrediction]:
     """What the linear and the square-root rate keep, as the explanation says it, on a stand-in."""
-    return _with_adam(rates) if optimizer == "adam" else _with_sgd(rates)
+    return _with_adam(setup, rates) if setup.is_adam else _with_sgd(rates)
 
 
 def _with_sgd(rates: LearningRates) -> list[ComparedPrediction]:
@@ -62,25 +63,25 @@ def _with_sgd(rates: LearningRates) -> list[ComparedPrediction]:
     linear = _course(rates.scaling, True, sgd(RATE * linear_by), 1.0, slope=0.1)
     root = _course(rates.scaling, True, sgd(RATE * root_by), 1.0, slope=0.1)
     return [
-        _compared("linear rate, way of an epoch", linear.way / known.way, 0.02),
+        _compared("linear rate: distance of an epoch", linear.way / known.way, 0.02),
         _compared(
-            "square-root rate, variance of an update",
+            "square-root rate: variance of an update",
             root.step_variance / known.step_variance,
             0.02,
         ),
     ]
 
 
-def _with_adam(rates: LearningRates) -> list[ComparedPrediction]:
+def _with_adam(setup: Setup, rates: LearningRates) -> list[ComparedPrediction]:
     linear_by, root_by = _factors(rates)
-    defaults = (float(ADAM_BETAS[0]), float(ADAM_BETAS[1]))
+    known_betas = (float(setup.betas[0]), float(setup.betas[1]))
 
-    def adam(rate: float, betas: tuple[float, float] = defaults) -> MakeOptimizer:
+    def adam(rate: float, betas: tuple[float, float] = known_betas) -> MakeOptimizer:
         return lambda weights: torch.optim.Adam([weights], lr=rate, betas=betas, eps=0.0)
 
     known = _course(rates.scaling, False, adam(RATE), MOSTLY_GRADIENT)
     linear = _course(rates.scaling, True, adam(RATE * linear_by), MOSTLY_GRADIENT)
-    what = "linear rate, way of an epoch where the gradient is much larger than its noise"
+    what = "linear rate where the gradient is much larger than its noise: distance of an epoch"
     found = [_compared(what, linear.way / known.way, 0.02)]
     assert rates.adam is not None
     if rates.adam.betas is not None:
@@ -89,8 +90,8 @@ def _with_adam(rates: LearningRates) -> list[ComparedPrediction]:
         root = _course(rates.scaling, True, adam(RATE * root_by, (first, second)), MOSTLY_NOISE)
         what = "square-root rate where noise is most of the gradient"
         found += [
-            _compared(f"{what}, spread of the weights", root.spread / known.spread, 0.05),
-            _compared(f"{what}, way of an epoch", root.way / known.way, 0.2),
+            _compared(f"{what}: spread of the weights", root.spread / known.spread, 0.05),
+            _compared(f"{what}: distance of an epoch", root.way / known.way, 0.2),
         ]
     return found
 
@@ -123,8 +124,8 @@ def _course(
 def _compared(what: str, ratio: float, limit: float) -> ComparedPrediction:
     agrees = isclose(ratio, 1, abs_tol=limit)
     return ComparedPrediction(
-        f"stand-in (one weight): {what}",
-        f"as with the known batch, up to {limit:.0%}",
-        f"{ratio:.3f} times that",
+        f"stand-in (one weight), {what}, relative to the known batch",
+        f"1.000 (up to {limit:.0%})",
+        f"{ratio:.3f}",
         "agrees" if agrees else "differs",
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ddp_equivalence.commands.explain.explanation import Explanation
 from ddp_equivalence.commands.explain.learning_rates import LearningRates
 from ddp_equivalence.commands.explain.numbers import number, times
+from ddp_equivalence.commands.explain.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,18 @@ class StartingPoint:
     beside: str
 
 
+FARTHEST = 32
+"""How many times larger than 256 the batch was, up to which Goyal et al. found linear scaling to
+keep the accuracy of ResNet-50 on ImageNet (8,192; section 5.2)."""
+
+
 def starting_point(explanation: Explanation, rates: LearningRates) -> StartingPoint:
     """The learning rate that people found to carry over best to another batch, by optimizer.
 
     Sources: for SGD the linear rule of Goyal et al. 2017, arXiv 1706.02677, which keeps momentum
     and weight decay; for Adam the square-root rule of Malladi et al. 2022, arXiv 2205.10287.
     """
-    return _for_adam(rates) if explanation.setup.optimizer == "adam" else _for_sgd(rates)
+    return _for_adam(explanation.setup, rates) if explanation.setup.is_adam else _for_sgd(rates)
 
 
 def _for_sgd(rates: LearningRates) -> StartingPoint:
@@ -40,16 +46,19 @@ def _for_sgd(rates: LearningRates) -> StartingPoint:
     if rates.relative != 1:
         keep = "Keep momentum, and multiply weight_decay and clipping's max_norm by "
         keep += times(rates.relative)
+    far = ""
+    if rates.scaling > FARTHEST:
+        far = f" So far (beyond x {FARTHEST}) linear scaling was found to fail."
     return StartingPoint(
         rate=float(rates.linear),
         how=f"(linear, x {times(rates.scaling)}){by_then}",
         why="it keeps the update per example",
-        others=f"{same} keeps the length of a step, {root} the variance of the update.",
+        others=f"{same} keeps the length of a step, {root} the noise of a step.{far}",
         beside=f"{keep}: an epoch then decays the weights as much as before.",
     )
 
 
-def _for_adam(rates: LearningRates) -> StartingPoint:
+def _for_adam(setup: Setup, rates: LearningRates) -> StartingPoint:
     assert rates.adam is not None
     same = number(rates.same_step)
     if rates.adam.betas is None:
@@ -57,21 +66,23 @@ def _for_adam(rates: LearningRates) -> StartingPoint:
             rate=float(rates.same_step),
             how="(unchanged)",
             why="it keeps the length of a step",
-            others="The square-root rule does not reach so far with torch's betas.",
-            beside=_decay_of_adamw(times(rates.scaling)),
+            others="The square-root rule does not reach so far: its betas would not be above 0.",
+            beside=_decay_of_adamw(setup, times(rates.scaling)),
         )
     root = number(float(rates.scaling) ** 0.5)
-    betas = ", ".join(number(beta) for beta in rates.adam.betas)
+    betas, before = (
+        ", ".join(number(beta) for beta in pair) for pair in (rates.adam.betas, setup.betas)
+    )
     return StartingPoint(
         rate=rates.square_root,
-        how=f"(square root, x {root}) and betas ({betas})",
-        why="it keeps the path and the noise of the weights where noise is most of the gradient",
-        others=f"{same} keeps the length of a step.",
-        beside=_decay_of_adamw(root),
+        how=f"(square root, x {root}) and betas ({betas}) for ({before})",
+        why="weights move and scatter as before where noise dominates",
+        others=f"{same} keeps betas and step length.",
+        beside=_decay_of_adamw(setup, root),
     )
 
 
-def _decay_of_adamw(by: str) -> str:
+def _decay_of_adamw(setup: Setup, by: str) -> str:
     """An epoch decays the weights by rate x weight_decay x steps, and has fewer steps."""
-    more = "an epoch then decays the weights as much as before"
-    return f"With AdamW multiply weight_decay by {by}: {more}."
+    whose = "Multiply" if setup.optimizer == "adamw" else "With AdamW multiply"
+    return f"{whose} weight_decay by {by}: an epoch then decays the weights as much as before."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 
 from ddp_equivalence.commands.explain.explanation import Explanation
 from ddp_equivalence.commands.explain.numbers import number, times
@@ -12,6 +13,8 @@ from ddp_equivalence.commands.explain.setup import Setup
 from ddp_equivalence.commands.explain.starting_point import starting_point
 from ddp_equivalence.commands.explain.text import gradient_in_words
 from ddp_equivalence.report.wrapping import plural, wrapped
+
+NAMES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 
 
 def summary_text(explanation: Explanation) -> str:
@@ -38,49 +41,64 @@ def _batch_and_gradient(explanation: Explanation) -> str:
     batch = f"Effective batch {explanation.effective_batch}{product}"
     if known is not None:
         same = known.batch == explanation.effective_batch
-        batch += ", the known one" if same else f"; the known one is {known.batch}"
-    if not explanation.is_multiple:
-        return f"{batch}. The gradient is no multiple of the big batch's."
-    return f"{batch}. The gradient is {gradient_in_words(explanation)}."
+        batch += ", the known one" if same else f"; known: {known.batch}"
+        if setup.loss == "sum" and known.loss == "mean":
+            batch += ", with a mean loss (else: --known-loss sum)"
+    if explanation.is_multiple:
+        only = ""
+        if setup.like == "hf-trainer" and setup.tokens_over == "all-ranks":
+            only = " (language model, transformers from 4.54 on)"
+        return f"{batch}. The gradient is {gradient_in_words(explanation)}{only}."
+    if setup.loss == "token-mean":
+        return f"{batch}. The gradient is not the big batch's where counts of tokens differ."
+    return f"{batch}. The gradient is no multiple of the big batch's."
 
 
 def _advice(explanation: Explanation) -> Iterator[str]:
     """What to do about the gradient, the learning rate, and the settings beside it."""
     rates, setup = explanation.learning_rates, explanation.setup
-    the, start_with = "The", "Start with"
+    the, begin = "The", f"With {NAMES[setup.optimizer]} start with"
     if not explanation.is_multiple:
-        yield f"Mend it: {' '.join(mend_sentences(explanation))}"
-        the, start_with = (f"With that change, {word}" for word in ("the", "start with"))
+        yield f"To mend it, {' '.join(mend_sentences(explanation))}"
+        the, begin = "With that change, the", f"With that change and {begin[5:]}"
     factor = rates.relative if rates else explanation.mended_factor / explanation.unit
-    by = 1 if setup.optimizer == "adam" else 1 / factor
+    by = 1 if setup.is_adam else 1 / factor
     if rates is None:
         loss = "summed" if explanation.compares_sums else "mean"
         rate = "" if by == 1 else f", times {times(by)}"
         of = f"that of one device with a {loss} loss and this batch"
-        yield f"{the} learning rate is {of}{rate}."
+        yield f"{the} learning rate is {of}{rate}{_beside_a_factor(setup, factor)}."
         keep = "the learning rate of one device"
     elif rates.scaling == 1:
-        same = "every update is then the same as on one device"
+        same = f"every update is then the same as on one device{_beside_a_factor(setup, factor)}"
         yield f"{the} learning rate is {number(rates.same_step)}: {same}."
         keep = number(rates.same_step / by)
     else:
         start = starting_point(explanation, rates)
-        rate = f"learning rate {number(start.rate)} {start.how}"
-        yield f"{start_with} {rate}: {start.why}. {start.others}"
+        rate = f"{number(start.rate)} {start.how}"
+        yield f"{begin} {rate}: {start.why}. {start.others}"
         yield start.beside
         keep = number(start.rate / float(by))
+    if factor != 1:
+        mended = (
+            "change nothing else"
+            if rates is None or rates.scaling == 1
+            else ("change nothing but what is named above")
+        )
+        take = "" if setup.is_adam else f" take {keep},"
+        yield f"Or multiply the loss by {times(1 / factor)},{take} and {mended}."
+
+
+def _beside_a_factor(setup: Setup, factor: Fraction) -> str:
+    """What has to be multiplied for the same update, if it is used, where the gradient is not."""
     if factor == 1:
-        return
-    if setup.optimizer == "adam":
-        yield (
-            f"Adam cancels the factor {times(factor)}, but eps, clipping and Adam's weight_decay "
-            f"do not. Multiply the loss by {times(1 / factor)}, and they need no change."
-        )
-    else:
-        yield (
-            f"Or multiply the loss by {times(1 / factor)} and take {keep}: weight_decay and "
-            "clipping then need no change."
-        )
+        return ""
+    settings = {
+        "sgd": "weight_decay and clipping's max_norm",
+        "adam": "eps, weight_decay and clipping's max_norm",
+        "adamw": "eps and clipping's max_norm",
+    }[setup.optimizer]
+    return f", if you also multiply {settings} by {times(factor)}"
 
 
 def _epoch(explanation: Explanation) -> Iterator[str]:
@@ -88,18 +106,28 @@ def _epoch(explanation: Explanation) -> Iterator[str]:
     setup, epoch = explanation.setup, explanation.epoch
     if epoch is not None:
         steps = f"An epoch has {epoch.steps} {plural(epoch.steps, 'step')}"
+        if epoch.rest:
+            if_taken = "" if setup.like else ", if the loop takes it"
+            steps += f" with the shorter last one{if_taken}"
         if epoch.largest_step < explanation.effective_batch:
-            steps += f", the largest of {epoch.largest_step} examples"
+            steps += f"; the largest is of {epoch.largest_step} examples"
         if epoch.repeated:
             examples = f"{epoch.repeated} {plural(epoch.repeated, 'example')}"
             steps += f"; it repeats {examples} at its end"
+        if epoch.rest or (epoch.last_batch != setup.batch and not _is_plain(setup)):
+            steps += "; for its last gradient see --full"
         yield f"{steps}."
     if setup.like == "accelerate" and setup.processes > 1:
         yield scheduler_of_accelerate(setup.processes)
 
 
+def _is_plain(setup: Setup) -> bool:
+    """True if a shorter last batch is a step of its own, with the mean of its examples."""
+    return setup.loss == "mean" and setup.accumulation == 1 and len(setup.loss_sizes) == 1
+
+
 def _more(setup: Setup) -> str:
     only = ""
     if max(setup.replicas, setup.processes, setup.accumulation) > 1:
-        only = "Not for batch norm, dropout, class weights or contrastive losses. "
-    return f"{only}How this follows: --full."
+        only = "Not exact with batch norm, dropout, class weights or contrastive losses. "
+    return f"{only}More: --full."

@@ -61,7 +61,7 @@ def verify(explanation: Explanation) -> Verification:
         comparisons.append(_training(setup, predicted, mended))
         rates = explanation.learning_rates
         if rates is not None and can_train(rates.scaling):
-            comparisons += trained_stand_ins(rates, setup.optimizer)
+            comparisons += trained_stand_ins(setup, rates)
     left_out = not_run(explanation)
     return Verification(setup, verdict.lane.name, scaled, tuple(comparisons), left_out)
 
@@ -103,14 +103,14 @@ def _training(setup: Setup, predicted: Explanation, mended: bool) -> ComparedPre
     of_ranks: MakeOptimizer = partial(torch.optim.SGD, lr=rate)
     of_one: MakeOptimizer = partial(torch.optim.SGD, lr=wanted)
     eps = ""
-    if setup.optimizer == "adam":
+    if setup.is_adam:
         # The known loss has the same steps with its own eps, so one big batch takes its mean.
         wanted, factor = rate, predicted.mended_factor
         of_ranks = partial(torch.optim.Adam, lr=rate, eps=EPS * float(factor))
         of_one = partial(torch.optim.Adam, lr=wanted, eps=EPS)
         eps = f" and eps {number(EPS)}" + (f" x {times(factor)}" if factor != 1 else "")
     what = (
-        f"{STEPS} {setup.optimizer.upper() if not eps else 'Adam'} steps with "
+        f"{STEPS} {'Adam' if eps else 'SGD'} steps with "
         f"{'that change and ' if mended else ''}learning rate {number(rate)}{eps}, one big batch "
         f"with {number(wanted)}{f' and {number(EPS)}' if eps else ''}"
     )
@@ -135,7 +135,7 @@ def _trainable(setup: Setup) -> KnownGood:
     """The known good learning rate, or 0.1 if the small model cannot train with it."""
     known = setup.known_good
     if known is not None:
-        rate = known.learning_rate if setup.optimizer == "adam" else _rate_for_mean(known)
+        rate = known.learning_rate if setup.is_adam else _rate_for_mean(known)
         if SLOWEST <= rate <= FASTEST:
             return known
     return KnownGood(setup.effective_batch, LEARNING_RATE)

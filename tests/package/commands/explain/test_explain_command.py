@@ -31,8 +31,7 @@ def test_a_setup_is_explained_in_a_few_lines_or_in_full(capsys: pytest.CaptureFi
     assert text.splitlines() == [
         "Effective batch 16 = 4 x 4 ranks, the known one. The gradient is the big batch's.",
         "The learning rate is 0.01: every update is then the same as on one device.",
-        "Not for batch norm, dropout, class weights or contrastive losses. How this follows: "
-        "--full.",
+        "Not exact with batch norm, dropout, class weights or contrastive losses. More: --full.",
     ]
     assert errors == ""
     assert run(f"{line} --full") == 0
@@ -53,6 +52,14 @@ def test_a_setup_is_explained_in_a_few_lines_or_in_full(capsys: pytest.CaptureFi
             "--known-loss sum should be mean: a loss summed over tokens grows",
         ),
         ("--batch 4 --known-good 16x1", "--known-good 16x1 should be BATCH@LR"),
+        ("--batch 4 --known-good 0.1@256", "--known-good 0.1@256 should be the batch first, 256@"),
+        ("--batch 4 --betas 0.9", "--betas 0.9 should be two numbers from 0, below 1"),
+        ("--batch 4 --betas 0.9,0.95", "--betas 0.9,0.95 should be left out, unless the optimizer"),
+        ("--batch 4 --loss-times two", "--loss-times two should be a number above 0, world-size"),
+        ("--batch 4 --loss-times 1/0", "--loss-times 1/0 should be a number above 0, world-size"),
+        ("--batch 4 --tokens-over step", "--tokens-over step should be left out, unless the loss"),
+        ("--batch 4 --sampler even-batches", "--sampler even-batches should be left out, unless"),
+        ("--batch 4 --like nanogpt --drop-last", "--drop-last should be left out with --like"),
         ("--batch 4 --accumulation-divided", "--accumulation-divided should be left out"),
         ("--batch 4 --accumulation-not-divided", "--accumulation-not-divided should be left out"),
         ("--batch 4 --accumulation 2", "--accumulation-divided is missing: say whether"),

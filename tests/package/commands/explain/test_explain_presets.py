@@ -249,7 +249,7 @@ def test_the_scheduler_of_accelerate_moves_on_by_the_number_of_processes(
 def test_nanogpt_divides_its_micro_batches_among_the_ranks() -> None:
     setup = setup_like("nanogpt", batch=12, ranks_per_node=8, accumulation=40)
     assert (setup.accumulation, setup.accumulation_divided) == (5, True)
-    assert (setup.effective_batch, setup.optimizer) == (480, "adam")
+    assert (setup.effective_batch, setup.optimizer) == (480, "adamw")
     assert explain(setup).factor == 1
     assert "gradient_accumulation_steps of 40 are those of all 8 ranks" in str(
         explain(setup)

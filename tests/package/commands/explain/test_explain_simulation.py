@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_equivalence.commands.explain import KnownGood, LossFactor, Setup, explain
-from ddp_equivalence.commands.explain.setup import ONE_PROCESS, Loss, Parallelism
+from ddp_equivalence.commands.explain.setup import ONE_PROCESS, Loss, Optimizer, Parallelism
 
 FEATURES, CLASSES, LENGTH, PADDING = 5, 3, 4, -1
 EXAMPLES = 300
@@ -52,7 +52,7 @@ def setups(draw: st.DrawFn) -> Setup:
         parallelism=parallelism,
         known_good=draw(st.none() | good),
         examples=draw(st.none() | st.integers(1, 60)),
-        optimizer=draw(st.sampled_from(["sgd", "adam"])),
+        optimizer=draw(st.sampled_from(get_args(Optimizer))),
     )
 
 

@@ -70,7 +70,7 @@ def test_the_short_answer_says_what_the_full_one_says(setup: Setup) -> None:
     short = " ".join(summary_text(explanation).split())
     rates, factor = explanation.learning_rates, explanation.factor / explanation.unit
     assert f"Effective batch {setup.effective_batch}" in short
-    assert ("no multiple of the big batch's" in short) == (not explanation.is_multiple)
+    assert ("To mend it" in short) == (not explanation.is_multiple)
     if explanation.is_multiple and rates is None and factor != 1:
         assert f"The gradient is {times(factor)}" in short
     if rates is not None and rates.scaling == 1:
@@ -80,7 +80,7 @@ def test_the_short_answer_says_what_the_full_one_says(setup: Setup) -> None:
         assert "weight_decay" in short
     epoch = explanation.epoch
     assert epoch is None or f"An epoch has {epoch.steps} step" in short
-    assert short.endswith("How this follows: --full.")
+    assert short.endswith("More: --full.")
 
 
 def test_adams_weights_are_decayed_as_much_with_the_advice() -> None:

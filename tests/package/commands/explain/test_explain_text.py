@@ -158,7 +158,7 @@ def test_what_accumulation_leaves_of_a_mend_is_in_every_number(
 
 def test_mended_token_counts_leave_no_factor() -> None:
     text = said(**UNEVEN | {"loss": "token-mean"})
-    assert "That gives g." in text
+    assert "That gives g, the big batch's gradient." in text
     assert "a mean loss and batch 32, unchanged, with the change above." in text
     assert "Optimizer" not in text
 
@@ -166,7 +166,7 @@ def test_mended_token_counts_leave_no_factor() -> None:
 def test_adam_is_told_of_linear_scaling_too_and_where_it_holds() -> None:
     text = said(**SUMMED, known_good=KnownGood.read("4@0.001"))
     assert "the learning rate to start with is 0.002." in text
-    assert "Start with 0.002 (square root, x 2) and betas (0.6, 0.996)" in text
+    assert "Start with 0.002 (square root, x 2) and betas (0.6, 0.996) for (0.9, 0.999)" in text
     assert "0.004 (linear, x 4) keeps the distance per epoch if the gradient is much larger" in text
     assert "if noise dominates, it goes too far." in text
     smaller = said(**SUMMED, known_good=KnownGood.read("64@0.001"))
@@ -176,7 +176,7 @@ def test_adam_is_told_of_linear_scaling_too_and_where_it_holds() -> None:
 
 def test_adams_eps_is_said_once_with_all_its_factors() -> None:
     text = said(**SUMMED, known_good=KnownGood.read("4@0.001"))
-    assert "and eps 5e-9." in text
+    assert "and eps 5e-9 in place of 1e-8." in text
     assert "Multiply the eps above by 4, which gives 2e-8, and the factor cancels" in text
     assert "Multiply eps" not in text
     # Where the square-root rule does not reach, no eps is named above.

@@ -121,14 +121,14 @@ def test_adam_trains_the_same_with_the_factor_on_eps() -> None:
 def test_a_stand_in_trains_with_the_rates_for_another_batch(
     optimizer: Optimizer, known: str
 ) -> None:
-    right = explain(Setup(batch=16, optimizer=optimizer, known_good=KnownGood.read(known)))
-    rates = right.learning_rates
+    setup = Setup(batch=16, optimizer=optimizer, known_good=KnownGood.read(known))
+    rates = explain(setup).learning_rates
     assert rates is not None
-    outcomes = [one.outcome for one in trained_stand_ins(rates, optimizer)]
+    outcomes = [one.outcome for one in trained_stand_ins(setup, rates)]
     assert outcomes == ["agrees"] * (2 if optimizer == "sgd" else 3)
     for name in ("linear", "square_root"):
         wrong = replace(rates, **{name: getattr(rates, name) * 2})
-        assert "differs" in [one.outcome for one in trained_stand_ins(wrong, optimizer)]
+        assert "differs" in [one.outcome for one in trained_stand_ins(setup, wrong)]
 
 
 def test_unequal_counts_taken_for_a_multiple_are_seen() -> None:
