@@ -1,14 +1,18 @@
 """The decorator that makes a test a claim of docs/claims.md.
 
-The first paragraph of the test's docstring is what people say; the rest is the answer and its
-reasons. The test adds what it measured to ``table`` and asserts it. ``fails_when`` changes one rule
-that the answer rests on; ``test_every_claim_can_fail.py`` checks that the claim fails then.
+The first paragraph of the test's docstring is what people say, and the second is the answer; both
+are on the page. What follows stands beside what was measured, in docs/claims_measured.md. The test
+adds what it measured to ``table`` and asserts it. ``fails_when`` changes one rule that the answer
+rests on; ``test_every_claim_can_fail.py`` checks that the claim fails then. ``sources.py`` says
+where people say it, and ``test_conditions.py`` attacks the condition with random set-ups.
 
     @claim("false", divide_by=2, fails_when=Change("gradients are only added", divide_by=1))
     def test_ddp_averages(table: Table, divide_by: int) -> None:
         '''Averaging makes the gradient too small.
 
         The mean of the ranks' means is the big batch's mean.
+
+        Two ranks with four examples each are measured.
         '''
 """
 
@@ -22,6 +26,7 @@ from typing import Any
 
 from ddp_equivalence.comparison.digits import text_of
 from tests.claims import page
+from tests.claims.sources import SOURCES, Source
 
 
 class Change:
@@ -71,8 +76,18 @@ class Claim:
 
     @property
     def answer(self) -> str:
-        """What is true, and why."""
-        return self._text.partition("\n\n")[2]
+        """What is true, and why, in a few sentences."""
+        return self._text.split("\n\n")[1]
+
+    @property
+    def more(self) -> str:
+        """What stands beside the measured figures."""
+        return "\n\n".join(self._text.split("\n\n")[2:])
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Where people say it."""
+        return SOURCES[self.name]
 
     @property
     def _text(self) -> str:

@@ -1,4 +1,4 @@
-"""The page docs/claims.md, which the claims' tests write and are compared with.
+"""The pages of the claims in docs/, which the claims' tests write and are compared with.
 
 ``UPDATE_GOLDEN=1 pytest tests/claims -p no:randomly`` writes it anew. Read the difference before
 you commit it.
@@ -18,7 +18,15 @@ import pytest
 if TYPE_CHECKING:
     from tests.claims.claim import Claim
 
-PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "claims.md"
+"""What people say, whether it is true, and why: the page to send to a colleague."""
+
+MEASURED = DOCS / "claims_measured.md"
+"""What the tests measured, and what would make each of them fail."""
+
+MOST_WORDS = 5000
+"""On the page."""
 
 TOPICS = (
     "test_sum_and_average",
@@ -34,6 +42,7 @@ TOPICS = (
     "test_learning_rate_scaling",
     "test_adam",
     "test_updates",
+    "test_devices",
     "test_start_and_restart",
 )
 """The modules with claims, in the order of the page."""
@@ -52,31 +61,46 @@ def claims() -> Iterator[Claim]:
 
 
 def check_or_write(claim: Claim, rows: Sequence[Mapping[str, str]]) -> None:
-    """Fail if the page does not show what this claim measured; with UPDATE_GOLDEN write it."""
-    text = section(claim, rows)
-    if os.environ.get("UPDATE_GOLDEN"):
-        _write(claim, text)
-        return
-    on_page = sections(PAGE.read_text()).get(_key(claim), "")
-    if on_page != text:
-        pytest.fail(
-            f"docs/claims.md does not say what this claim measured.\n--- the page\n{on_page}\n"
-            f"--- measured\n{text}\nIf the new figures are right: "
-            "UPDATE_GOLDEN=1 pytest tests/claims -p no:randomly",
-            pytrace=False,
-        )
+    """Fail if the pages do not show what this claim says and measured; with UPDATE_GOLDEN write
+    them.
+    """
+    for path, text in ((PAGE, section(claim)), (MEASURED, measured_section(claim, rows))):
+        if os.environ.get("UPDATE_GOLDEN"):
+            _write(path, claim, text)
+            continue
+        on_page = sections(path.read_text()).get(_key(claim), "")
+        if on_page != text:
+            pytest.fail(
+                f"docs/{path.name} does not show this claim.\n--- the page\n{on_page}\n"
+                f"--- this claim\n{text}\nIf the new figures are right: "
+                "UPDATE_GOLDEN=1 pytest tests/claims -p no:randomly",
+                pytrace=False,
+            )
 
 
-def section(claim: Claim, rows: Sequence[Mapping[str, str]]) -> str:
+def section(claim: Claim) -> str:
     """The section of the page for a claim."""
     verdict = claim.verdict[0].upper() + claim.verdict[1:]
+    answer = " ".join(claim.answer.split())
+    sources = "; ".join(f"{one.does}: [{one.where}]({one.url})" for one in claim.sources)
     return "\n".join(
         [
             f'<a id="{claim.name}"></a>',
             f"### “{claim.statement.rstrip('.')}”",
             "",
-            f"**{verdict}.** {claim.answer}",
+            f"**{verdict}.** {answer} ([measured]({MEASURED.name}#{claim.name}); {sources})",
+        ]
+    )
+
+
+def measured_section(claim: Claim, rows: Sequence[Mapping[str, str]]) -> str:
+    """The section of the other page: more on a claim, the figures, and how to repeat them."""
+    return "\n".join(
+        [
+            f'<a id="{claim.name}"></a>',
+            f"### [“{claim.statement.rstrip('.')}”]({PAGE.name}#{claim.name})",
             "",
+            *([claim.more, ""] if claim.more else []),
             *_table(rows),
             "",
             f'Repeat: `pytest "tests/claims/{claim.topic}.py::{claim.name}"`; '
@@ -91,12 +115,15 @@ def sections(text: str) -> dict[str, str]:
     return dict(keys_and_sections)
 
 
-def whole(by_key: Mapping[str, str]) -> str:
+def whole(path: Path, by_key: Mapping[str, str]) -> str:
     """The page with these sections, in order."""
-    lines = [INTRODUCTION.read_text(), *_contents()]
+    introduction = Path(__file__).with_name(
+        "introduction.md" if path == PAGE else "introduction_measured.md"
+    )
+    lines = [introduction.read_text()]
     for topic in TOPICS:
         title, _, more = (_module(topic).__doc__ or "").strip().partition("\n\n")
-        lines += [f"## {title.rstrip('.')}\n", *([more + "\n"] if more else [])]
+        lines += [f"## {title.rstrip('.')}\n", *([more + "\n"] if more and path != PAGE else [])]
         lines += [
             f"<!-- {key} -->\n{by_key[key]}\n<!-- end -->\n"
             for key in (_key(claim) for claim in claims() if claim.topic == topic)
@@ -105,18 +132,9 @@ def whole(by_key: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _contents() -> Iterator[str]:
-    """The table of all claims with their verdicts, each linked to its section."""
-    yield "| what is said | verdict |\n|---|---|"
-    for claim in claims():
-        statement = claim.statement.rstrip(".").replace("|", "\\|")
-        yield f"| [{statement}](#{claim.name}) | {claim.verdict} |"
-    yield ""
-
-
-def _write(claim: Claim, text: str) -> None:
-    by_key = sections(PAGE.read_text()) if PAGE.exists() else {}
-    PAGE.write_text(whole(by_key | {_key(claim): text}))
+def _write(path: Path, claim: Claim, text: str) -> None:
+    by_key = sections(path.read_text()) if path.exists() else {}
+    path.write_text(whole(path, by_key | {_key(claim): text}))
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:

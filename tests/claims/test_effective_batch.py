@@ -10,13 +10,13 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_equivalence import Rank
 from ddp_equivalence.ranks.on_ranks import on_ranks
 from tests.claims.claim import Change, Table, claim
+from tests.claims.ddp import wrapped
 from tests.claims.numbered import Reading, all_of, gradient_of, read, same, task, together, train
-from tests.claims.setting import flat_gradient, mse, times
+from tests.claims.setting import flat_gradient, mse, times, weights
 
 LAYOUTS = {1: "1x1", 2: "1x2", 4: "2x2"}
 """The layout for each number of processes: nodes x processes on each node."""
@@ -31,6 +31,9 @@ LAYOUTS = {1: "1x1", 2: "1x2", 4: "2x2"}
 )
 def test_the_batch_size_of_a_loader_is_that_of_its_process(table: Table, sampler: bool) -> None:
     """My DataLoader has batch_size=8, so I train with batches of 8, on four processes too.
+
+    Every process has a loader of its own, so a step is on 8 x 4 = 32 examples. For 8 give each
+    process 2.
 
     Each process has a loader of its own, and batch_size is the batch size per process. With a
     DistributedSampler the processes read different examples, and DistributedDataParallel averages
@@ -68,6 +71,10 @@ def test_other_numbers_of_processes_see_the_same_batches(
 ) -> None:
     """With four processes every step sees other examples than with one, so no run compares.
 
+    DistributedSampler shuffles by seed and epoch only, and deals the examples out in turn. With the
+    batch size divided by the number of processes, every step has the same examples on 1, 2 and 4
+    processes, if one process takes the sampler, too, and their number divides the dataset.
+
     DistributedSampler shuffles by seed and epoch only, and deals the shuffled examples out in turn.
     With the same seed, and the batch size per process divided by the number of processes, every
     step reads the same examples on 1, 2 and 4 processes, so it has the same gradient. One process
@@ -94,10 +101,12 @@ def test_other_numbers_of_processes_see_the_same_batches(
         )
 
 
-def accumulated(rank: Rank, divide_by: int, no_sync: bool, window: int = 3) -> Tensor:
+def accumulated(
+    rank: Rank, divide_by: int, no_sync: bool, window: int = 3, averages: bool = True
+) -> Tensor:
     """The gradient of one step over the first ``window`` micro-batches of 2 on every rank."""
     model, rows, targets = task(24)
-    ddp = DistributedDataParallel(model)
+    ddp = wrapped(model, averages)
     micro_batches = torch.arange(24).reshape(3, rank.world_size, 2)[:window, rank.rank]
     for number, mine in enumerate(micro_batches):
         with ddp.no_sync() if no_sync and number < window - 1 else nullcontext():
@@ -115,12 +124,11 @@ def accumulated(rank: Rank, divide_by: int, no_sync: bool, window: int = 3) -> T
 def test_accumulation_multiplies_the_effective_batch(table: Table, divide_by: int) -> None:
     """Accumulating over three batches before a step makes the effective batch three times larger.
 
-    backward() adds to the gradients, so without a division the sum of three means is three times
-    the mean: 3 g. If the losses are divided, it is the gradient of the big batch of batch size per
-    process x number of processes x accumulation steps. no_sync() does not change the result; it
-    only saves two all-reduces. Dividing by three is right for three micro-batches of equal size. If
-    only two are left at the end of the epoch and their losses are still divided by three, the
-    gradient is too small.
+    backward() adds to the gradients: without the division it is 3 g. With it, it is the gradient of
+    batch size per process x processes x accumulation steps. If only two micro-batches are left at
+    the end of an epoch, divide by two.
+
+    no_sync() makes no difference here; it saves two all-reduces.
     """
     for by, no_sync, window, factor in (
         (divide_by, False, 3, 1),
@@ -140,3 +148,56 @@ def test_accumulation_multiplies_the_effective_batch(table: Table, divide_by: in
             no_sync="yes" if no_sync else "no",
             gradient=f"{times(gradients[0], expected)} of {8 * window} examples",
         )
+
+
+@claim(
+    "true when DDP averages, or another hook leaves an average of averages as it is",
+    averages=False,
+    fails_when=Change("DDP averages in the last row, too", averages=True),
+)
+def test_no_sync_only_saves_all_reduces(table: Table, averages: bool) -> None:
+    """no_sync() under accumulation only saves all-reduces; the result is the same without it.
+
+    Without it every backward() reduces what has accumulated, the reduced part included. The average
+    of equal parts is that part again. A hook that adds up adds it up once more: the first
+    micro-batches count 16 and 4 times where they should count once.
+
+    There are three micro-batches on four processes. `g` is the sum of the processes' gradients over
+    all micro-batches, or its quarter where DDP averages.
+    """
+    big = gradient_of(range(24), 24) * 3
+    parts = [gradient_of(range(8 * part, 8 * part + 8), 24) for part in range(3)]
+    for name, averaging, times_g, no_sync, right in (
+        ("average", True, 1, True, True),
+        ("average", True, 1, False, True),
+        ("sum, by a hook", averages, 4, True, True),
+        ("sum, by a hook", averages, 4, False, False),
+    ):
+        found = on_ranks("2x2", accumulated, 1, no_sync, 3, averaging)[0]
+        assert same(found, times_g * big) == right
+        table.add_row(
+            reduction=name,
+            no_sync="yes" if no_sync else "no",
+            gradient=times(found, times_g * big),
+            weight_of_each_micro_batch=weights(found, [times_g * part for part in parts]),
+        )
+
+
+@claim(
+    "false",
+    per_process=128,
+    fails_when=Change("each process is given a quarter of the batch", per_process=32),
+)
+def test_batch_128_on_four_processes_is_512(table: Table, per_process: int) -> None:
+    """DataLoader(batch_size=128) on 4 processes: that is 32 each.
+
+    It is 128 each, 512 in a step: DDP splits no batch. nn.DataParallel does, 32 for each of 4 GPUs,
+    and so does Accelerate with split_batches=True. For 128 in all give each process 32.
+    """
+    steps = on_ranks("2x2", read, Reading(1024, per_process))
+    seen = together([epochs[0] for epochs in steps], 0)
+    assert len(set(seen)) == 512
+    table.add_row(how="DDP, 4 processes", batch_size=128, per_GPU=len(steps[0][0][0]), a_step=512)
+    parts = [len(part) for part in torch.arange(128).chunk(4)]
+    assert parts == [32] * 4
+    table.add_row(how="DataParallel, 4 GPUs", batch_size=128, per_GPU=parts[0], a_step=128)

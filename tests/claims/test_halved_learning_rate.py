@@ -6,6 +6,8 @@ the gradients and does not divide.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ddp_equivalence.ranks.on_ranks import on_ranks
@@ -22,6 +24,9 @@ LR = 0.01
 )
 def test_half_the_batch_per_process_keeps_the_learning_rate(table: Table, divides: bool) -> None:
     """On 2 processes each has half the batch size, so halve the learning rate from 0.01 to 0.005.
+
+    The gradient is that of all 16 examples, however many each process has. At 0.01 the two take
+    exactly the steps of one process. Halve it only where gradients of means are summed.
 
     DDP averages over the processes, so the gradient is that of all 16 examples, whatever the batch
     size per process is. At 0.01 the 2 processes take exactly the steps of the one process; at 0.005
@@ -57,34 +62,80 @@ def test_half_the_batch_per_process_keeps_the_learning_rate(table: Table, divide
 
 
 @claim(
-    "true when the loss of each process is a mean over its own examples, without weight decay",
+    "true when each loss is a mean over equally many examples, and the optimizer is plain SGD "
+    "without weight decay and clipping",
     divides=False,
     fails_when=Change("DDP averages gradients where it should add them up", divides=True),
 )
 def test_a_sum_over_processes_needs_the_learning_rate_divided(table: Table, divides: bool) -> None:
     """If gradients are summed over 4 processes, divide the learning rate by 4.
 
-    The sum of 4 local means is 4 times the mean over all, and a quarter of the learning rate undoes
-    that. If the loss is already divided by the effective batch (here: the local sum divided by 16),
-    the sum is right as it is, and the learning rate stays. With weight decay a quarter of the
-    learning rate is wrong, because it also divides the decay: divide the loss or the gradients
-    instead. The steps are compared with one process with batch size 16 at 0.01 and the same weight
-    decay.
+    The sum of 4 local means is 4 times the mean over all, and a quarter of the rate undoes that.
+    Multiply weight_decay and clipping's max_norm by 4, too. Adam cancels the factor by itself: with
+    a quarter of the rate it goes 0.29 of the way. Dividing the loss by 4 is right for all of them.
+
+    If the loss is already divided by the effective batch (here: the local sum divided by 16), the
+    sum is right as it is. The steps are compared with one process with batch size 16 at 0.01 (Adam:
+    0.05) and the settings of the second column, times 4 where it says so. They are the same up to
+    1e-5, because clip_grad_norm_ adds 1e-6 to the norm. The way is the distance from the first to
+    the last weights, relative to that of the one process.
     """
-    for loss, scale, lr, decay, same in (
-        ("mean over own 4", 1.0, LR, 0.0, "no"),
-        ("mean over own 4", 1.0, LR / 4, 0.0, "yes"),
-        ("sum over own 4 / 16", 0.25, LR, 0.0, "yes"),
-        ("mean over own 4", 1.0, LR / 4, 0.1, "no"),
-        ("sum over own 4 / 16", 0.25, LR, 0.1, "yes"),
+    sgd, adam = partial(torch.optim.SGD), partial(torch.optim.Adam)
+    decay, clipped = {"weight_decay": 0.1}, {"max_norm": 0.5}
+    nothing: dict[str, float] = {}
+    for loss, name, optimizer, by, more, times_4, same in (
+        ("mean over own 4", "SGD", sgd, 1, nothing, False, "no"),
+        ("mean over own 4", "SGD", sgd, 4, nothing, False, "yes"),
+        ("sum over own 4 / 16", "SGD", sgd, 1, nothing, False, "yes"),
+        ("mean over own 4", "SGD, weight decay", sgd, 4, decay, False, "no"),
+        ("mean over own 4", "SGD, weight decay x 4", sgd, 4, decay, True, "yes"),
+        ("mean over own 4", "SGD, clipping", sgd, 4, clipped, False, "no"),
+        ("mean over own 4", "SGD, clipping, max_norm x 4", sgd, 4, clipped, True, "yes"),
+        ("mean over own 4", "Adam", adam, 4, nothing, False, "no"),
+        ("sum over own 4 / 16", "Adam", adam, 1, nothing, False, "yes"),
     ):
-        weights, *_ = on_ranks("2x2", ddp_training, lr, 1, divides, scale, decay)
-        found = same_steps(weights, big_batch_training(LR, decay))
-        assert found == same
+        lr = 0.05 if optimizer is adam else LR
+        of_one = {"weight_decay": 0.0, "max_norm": 0.0, **more}
+        mine = {key: value * 4 if times_4 else value for key, value in of_one.items()}
+        scale = 1.0 if loss == "mean over own 4" else 0.25
+        weights, *_ = on_ranks(
+            *("2x2", ddp_training, lr / by, 1, divides, scale),
+            *(mine["weight_decay"], optimizer, mine["max_norm"]),
+        )
+        expected = big_batch_training(lr, of_one["weight_decay"], optimizer, of_one["max_norm"])
+        way = float((expected[-1] - expected[0]).norm())
+        apart = float((weights - expected).norm(dim=1).max()) / way
+        assert (apart < 1e-5, apart > 0.01) == (same == "yes", same == "no"), name
         table.add_row(
             loss_of_each_process=loss,
-            weight_decay=decay,
+            optimizer=name,
+            learning_rate=f"{lr:g} / {by}",
+            same_steps_as_1_process=same,
+            way=f"{float((weights[-1] - weights[0]).norm()) / way:.3g}",
+        )
+
+
+@claim(
+    "false",
+    divides=True,
+    fails_when=Change("DDP adds up gradients where it should average them", divides=False),
+)
+def test_a_quarter_of_the_rate_on_four_processes_is_too_small(table: Table, divides: bool) -> None:
+    """0.01 was for one GPU, so four processes that average take 0.0025, to add up to the same.
+
+    Averaging has divided already. With the same effective batch 0.01 takes exactly the steps of one
+    process, and 0.0025 steps a quarter as long. It is right only where gradients of means are
+    summed.
+    """
+    expected = big_batch_training(LR)
+    for lr, same in ((LR, "yes"), (LR / 4, "no")):
+        weights, *_ = on_ranks("2x2", ddp_training, lr, 1, divides)
+        found = same_steps(weights, expected)
+        assert found == same
+        first = float((weights[1] - weights[0]).norm() / (expected[1] - expected[0]).norm())
+        table.add_row(
+            set_up="4 processes, batch size 4, averaged",
             learning_rate=lr,
             same_steps_as_1_process=found,
-            **losses(weights),
+            length_of_the_first_step=f"{first:.4g} times that of 1 process",
         )

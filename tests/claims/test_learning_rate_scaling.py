@@ -16,7 +16,11 @@ over an epoch, and the variance of its steps against the batch size. The lines a
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from math import isclose
+
+from torch.optim import SGD
 
 from ddp_equivalence.comparison.digits import text_of
 from tests.claims.claim import Change, Table, claim
@@ -29,25 +33,32 @@ NOISY = 2000
 """The number of experiments with noise."""
 
 
+def factor_of_momentum(steps: int, momentum: float = 0.9) -> float:
+    """How far these steps go, in steps of plain SGD, if the gradient is constant."""
+    return sum((1 - momentum ** (step + 1)) / (1 - momentum) for step in range(steps))
+
+
 def beside(measured: float, closed_form: float) -> str:
     """The text of a cell with both figures."""
     return f"{text_of(measured, '.4g')} (closed form {text_of(closed_form, '.4g')})"
 
 
 @claim(
-    "true when the gradient hardly changes within four of the small steps",
+    "true when the gradient hardly changes within four of the small steps, and there is no "
+    "momentum or training is much longer than 1 / (1 - momentum) steps",
     factor=4.0,
     fails_when=Change("the learning rate is not changed", factor=1.0),
 )
 def test_linear_scaling_reaches_the_same_weight(table: Table, factor: float) -> None:
     """With four times the effective batch, multiply the learning rate by four.
 
-    An epoch then has a quarter of the steps, so each step has to go four times as far to arrive at
-    the same place. With a constant gradient (L1 loss, no noise) this is exact: steps x learning
-    rate is the same, 0.0160. With noise it holds on average; near w = 1 the mean gradient is 0.9599
-    (closed form: 1 - steps x learning rate x gradient). If the learning rate is not changed, the
-    gradients are still right, but after the same number of epochs the run has come only a quarter
-    of the way.
+    An epoch has a quarter of the steps, so each has to go four times as far. Unchanged, the rate
+    leads a quarter of the way. Momentum 0.9 needs ten steps to reach its speed: 16 steps arrive at
+    0.9133 and 4 steps at 0.9638; after 50 times as many the two distances are 3 % apart.
+
+    With a constant gradient (L1 loss, no noise) this is exact: steps x learning rate is the same,
+    0.0160. With noise it holds on average; near w = 1 the mean gradient is 0.9599 (closed form: 1 -
+    steps x learning rate x gradient).
     """
     for noise, experiments in ((0.0, 1), (1.0, NOISY)):
         small = Toy(16, 1e-3, noise=noise, experiments=experiments)
@@ -68,6 +79,26 @@ def test_linear_scaling_reaches_the_same_weight(table: Table, factor: float) -> 
                 w_after_the_epoch=course.weight,
                 closed_form=1 - course.steps * toy.lr * mean,
             )
+    momentum = partial(SGD, momentum=0.9)
+    for examples, lr, most, least in ((256, 1e-3, 0.5, 0.3), (12_800, 1e-5, 1.0, 0.96)):
+        small = Toy(16, lr, examples=examples, optimizer=momentum)
+        large = replace(small, lr=factor * lr)
+        ways = []
+        for processes, toy, course in (
+            (1, small, one_process(small)),
+            (4, large, four_processes(large)),
+        ):
+            ways.append(1 - course.weight)
+            table.add_row(
+                noise="none, momentum 0.9",
+                processes=processes,
+                effective_batch=16 * processes,
+                lr=toy.lr,
+                steps=course.steps,
+                w_after_the_epoch=course.weight,
+                closed_form=1 - toy.lr * factor_of_momentum(course.steps),
+            )
+        assert least < ways[1] / ways[0] < most
 
 
 @claim(
@@ -79,6 +110,10 @@ def test_linear_scaling_is_approximate_where_the_gradient_changes(
     table: Table, factor: float
 ) -> None:
     """Linear scaling gives the same training as the small batch.
+
+    With half the square as the loss, four small steps lead to (1 - lr)^4 and one of four times the
+    rate to 1 - 4 lr. A tenth of the rate makes them a hundredth as far apart. If 4 lr > 2 the large
+    batch diverges where the small one converges.
 
     Here the loss is half the square, so the gradient is w itself and changes on the way; each
     process has batches of 4. Four small steps lead to (1 - lr)^4 of w, and one step with four times
@@ -115,6 +150,10 @@ def test_linear_scaling_is_approximate_where_the_gradient_changes(
 def test_square_root_scaling_keeps_the_variance_of_a_step(table: Table, root: float) -> None:
     """Multiply the learning rate by the square root: that keeps the noise of the small batch.
 
+    A mean over four times the examples has a quarter of the variance, and twice the rate makes up
+    for it. But an epoch has a quarter of the steps: the weight goes half as far, and scatters half
+    as much. Linear scaling keeps both after an epoch.
+
     A mean over four times as many examples has a quarter of the variance, and twice the learning
     rate makes up for that: the variance of an update step, lr^2 v / batch, stays the same (v is the
     variance of one example's gradient). But an epoch has a quarter of the steps. So the weight goes
@@ -141,4 +180,73 @@ def test_square_root_scaling_keeps_the_variance_of_a_step(table: Table, root: fl
             variance_of_w_after_the_epoch=beside(
                 course.variance_of_weight, of_steps * course.steps
             ),
+        )
+
+
+@claim(
+    "false",
+    factor=1.0,
+    fails_when=Change("the learning rate is multiplied by four", factor=4.0),
+)
+def test_more_processes_make_no_larger_updates(table: Table, factor: float) -> None:
+    """From 4 to 16 nodes at the same rate the weight updates get huge; linear scaling cures that.
+
+    The gradient is a mean, so the mean update stays as long and its noise falls with the root of
+    the batch. Linear scaling makes updates larger, because an epoch has fewer of them. Updates that
+    grow with the nodes at the same rate come from gradients that are summed.
+
+    One process and four stand for 4 nodes and 16, each with batches of 16.
+    """
+    one = one_process(Toy(16, 1e-3, noise=1.0, experiments=NOISY))
+    for name, lr, course in (
+        ("one, not changed", 1e-3, one),
+        ("four, not changed", 1e-3, four_processes(Toy(16, factor * 1e-3, 1.0, NOISY))),
+        ("four, linear", 4e-3, four_processes(Toy(16, 4e-3, 1.0, NOISY))),
+    ):
+        mean = (1 - course.weight) / course.steps
+        before = (1 - one.weight) / one.steps
+        deviation = (course.variance_of_steps / one.variance_of_steps) ** 0.5
+        if name == "four, not changed":
+            assert isclose(mean, before, rel_tol=0.02)
+            assert isclose(deviation, 0.5, rel_tol=0.02)
+        table.add_row(
+            processes=name,
+            lr=lr,
+            mean_update=f"{mean:.3g} ({mean / before:.3g} times)",
+            standard_deviation_of_an_update=f"{deviation:.3g} times",
+        )
+
+
+@claim(
+    "true when the learning rate grows less than the batch",
+    root=2.0,
+    fails_when=Change("the learning rate is multiplied by four", root=4.0),
+)
+def test_more_epochs_are_needed_unless_the_rate_grows_as_much(table: Table, root: float) -> None:
+    """With more GPUs you need more epochs to get there.
+
+    An epoch goes as far as its steps times the rate. With four times the batch there are a quarter
+    of the steps: at twice the rate (the square root) it takes two epochs, and the weights then
+    scatter less, 0.71 times as much. At four times the rate one epoch is enough.
+
+    Every epoch has new examples here. The deviation is that of the weight over the experiments.
+    """
+    one = one_process(Toy(16, 1e-3, noise=1.0, experiments=NOISY))
+    for name, lr, epochs in (
+        ("square root", root * 1e-3, 1),
+        ("square root", root * 1e-3, 2),
+        ("linear", 4e-3, 1),
+    ):
+        course = four_processes(Toy(16, lr, 1.0, NOISY, examples=256 * epochs))
+        way = (1 - course.weight) / (1 - one.weight)
+        scatter = (course.variance_of_weight / one.variance_of_weight) ** 0.5
+        expected = 1 if name == "linear" else epochs / 2
+        assert isclose(way, expected, rel_tol=0.03)
+        assert isclose(scatter, 1 if name == "linear" else (epochs / 4) ** 0.5, rel_tol=0.06)
+        table.add_row(
+            learning_rate=f"{name}: {lr:g}",
+            epochs=epochs,
+            steps=course.steps,
+            way=f"{way:.3g} times that of one process",
+            deviation=f"{scatter:.3g} times",
         )

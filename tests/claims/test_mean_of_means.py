@@ -19,6 +19,7 @@ from tests.claims.padded import big_token_batch, over_all_tokens, over_own_token
 from tests.claims.setting import (
     big_batch_gradient,
     error,
+    flat_gradient,
     model_and_batch,
     mse,
     parts_of_gradient,
@@ -33,8 +34,21 @@ def over_all_examples(model: nn.Module, rows: Tensor, targets: Tensor) -> Tensor
     return mse(model, rows, targets) * len(rows) * dist.get_world_size() / count
 
 
+def with_class_weights(model: nn.Module, rows: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy of the largest target, with a weight for each class."""
+    weights = torch.tensor([10.0, 1.0, 1.0], dtype=torch.double)
+    return nn.functional.cross_entropy(model(rows), targets.argmax(1), weights)
+
+
+def with_batch_norm(model: nn.Module, rows: Tensor, targets: Tensor) -> Tensor:
+    """The mean squared error behind a batch norm over the examples of this process."""
+    normal = nn.functional.batch_norm(model(rows), None, None, training=True)
+    return nn.functional.mse_loss(normal, targets)
+
+
 @claim(
-    "true when both processes have equally many examples",
+    "true when both losses are unweighted means over equally many examples, and each example has "
+    "a loss of its own",
     own_loss=mse,
     fails_when=Change(
         "each loss is weighted by its number of examples", own_loss=over_all_examples
@@ -43,12 +57,13 @@ def over_all_examples(model: nn.Module, rows: Tensor, targets: Tensor) -> Tensor
 def test_the_mean_of_two_losses_is_the_big_batch(table: Table, own_loss: Loss) -> None:
     """(loss1 + loss2) / 2 is the loss of the big batch, and so is its gradient.
 
-    An average of means gives every process the same weight, however many examples it has. With 8
-    and 8 examples that is the mean over 16. With 15 and 1 the one example counts as much as the
-    other fifteen together. To be right for any numbers, each process divides by the global count:
-    it takes the sum over its own examples, multiplies it by the number of processes (because DDP
-    divides by it), and divides by the number of examples in all processes, which an all-reduce
-    gives.
+    An average of means weighs every process the same: with 15 and 1 examples the one counts as much
+    as the fifteen. Class weights break it at equal counts, because each mean divides by its own sum
+    of weights; batch norm does, because it looks across examples. For any counts: sum x processes /
+    examples of all.
+
+    The number of examples in all processes is from an all-reduce. The last two rows have a linear
+    layer with class weights 10, 1 and 1, and one with batch norm behind it.
     """
     expected = big_batch_gradient()
     model, rows, targets = model_and_batch()
@@ -69,6 +84,20 @@ def test_the_mean_of_two_losses_is_the_big_batch(table: Table, own_loss: Loss) -
                 error_of_the_loss=of_loss,
                 error_of_the_gradient=of_gradient,
             )
+    for name, loss in (("class weights", with_class_weights), ("batch norm", with_batch_norm)):
+        first, second = on_ranks("1x2", ddp_gradient, (8, 8), loss)
+        assert torch.equal(first.gradient, second.gradient)
+        model.zero_grad()
+        loss(model, rows, targets).backward()
+        off = error(first.gradient, flat_gradient(model))
+        assert off > 0.1
+        table.add_row(
+            examples="8 and 8",
+            losses_divide_by=f"own count, {name}",
+            weight_of_an_example_by_process="",
+            error_of_the_loss="",
+            error_of_the_gradient=off,
+        )
 
 
 @claim(
@@ -78,6 +107,10 @@ def test_the_mean_of_two_losses_is_the_big_batch(table: Table, own_loss: Loss) -
 )
 def test_equal_batch_sizes_are_not_equal_token_counts(table: Table, own_loss: Loss) -> None:
     """The batch sizes are equal, so averaging is right, whether the sequences are padded or not.
+
+    A mean over tokens divides by those of its own process, not by sequences. With 23 and 9 tokens
+    one of the short sequences counts 2.6 times one of the long. Divide by the tokens of all
+    processes.
 
     `cross_entropy(..., ignore_index=-100)` is a mean over tokens, so each process divides by its
     number of tokens, not of sequences. Here two processes get four of the same eight sequences

@@ -57,6 +57,9 @@ def test_sum_inside_and_average_between_is_the_big_batch(table: Table, divides: 
     """With one process per machine, gradients are summed inside and averaged between, a mix of two
     rules that cannot be the gradient of one big batch.
 
+    The sum inside a machine is the gradient of the mean over its examples, and the average of these
+    means is the mean over all. All machines must have equally many examples.
+
     With two machines each process has one loss, the mean over its machine's 8 examples. The sum
     over the machine's GPUs is the gradient of that mean, and the average of the two machines'
     gradients is the gradient of the mean over 16. So 4 GPUs in one process, 2 GPUs in each of two
@@ -83,6 +86,10 @@ def test_sum_inside_and_average_between_is_the_big_batch(table: Table, divides: 
 )
 def test_uneven_machines_are_not_the_big_batch(table: Table, by_count: bool) -> None:
     """Every GPU gets the same batch size, so it does not matter that one machine has fewer GPUs.
+
+    DDP averages over processes, not GPUs. With one process for each machine, an example beside one
+    GPU counts three times one beside three. Start a process for each GPU, or multiply each loss by
+    the machine's share of the examples and by the number of processes.
 
     DDP averages over processes, not over GPUs. With one process per machine, the 4 examples of a
     machine with one GPU count as much as the 12 examples of a machine with three. So an example of

@@ -6,6 +6,10 @@ and DistributedSampler. The weights of every process are compared after every st
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from ddp_equivalence.ranks.on_ranks import on_ranks
@@ -34,6 +38,10 @@ def first_gradient(weights: Tensor) -> Tensor:
 )
 def test_two_machines_train_as_one_with_data_parallel(table: Table, divides: bool) -> None:
     """DataParallel with batch 16 on 4 GPUs cannot be reproduced on 2 machines with 2 GPUs each.
+
+    Both take the same 16 examples a step, so all weights are the same, at the same learning rate.
+    What has to be kept is the effective batch. (Batch norm sees the examples of its own GPU in
+    both, but not in one process on one GPU.)
 
     It can, with the same learning rate of 0.01: as one process per machine with batch size 8, or as
     one process per GPU with batch size 4. The effective batch is 16 each time, and each step has
@@ -69,3 +77,58 @@ def test_two_machines_train_as_one_with_data_parallel(table: Table, divides: boo
             same_steps_as_1_process=same_steps(weights, expected),
             **losses(weights),
         )
+
+
+SUSPECTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "learning rate x 2, for twice the processes": {"lr": 2 * LR},
+    "weight decay x 2": {"weight_decay": 0.2},
+    "momentum is not set": {"optimizer": torch.optim.SGD},
+}
+
+
+@claim(
+    "false",
+    suspects=SUSPECTS,
+    fails_when=Change(
+        "nothing but DDP differs", suspects=dict.fromkeys(SUSPECTS, SUSPECTS["none"])
+    ),
+)
+def test_equal_gradients_can_train_worse(table: Table, suspects: dict[str, dict[str, Any]]) -> None:
+    """The first gradients are equal, and training is still worse: DDP computes something wrong.
+
+    Look at what turns gradients into weights: rate, schedule (an epoch has fewer steps), optimizer
+    settings, its state after a checkpoint. Then at what later steps read: set_epoch, dropped or
+    repeated examples, buffers, evaluation mode. With equal settings every step is the same.
+
+    Both sides have momentum 0.9, weight decay 0.1 and rate 0.01, but for what the first column
+    says.
+    """
+    momentum = partial(torch.optim.SGD, momentum=0.9)
+    settings: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "optimizer": momentum}
+    expected = big_batch_training(**settings)
+    for name, changed in suspects.items():
+        mine = settings | changed
+        weights = on_ranks(
+            "2x2", ddp_training, mine["lr"], 1, True, 1.0, mine["weight_decay"], mine["optimizer"]
+        )[0]
+        apart = float((weights - expected)[-1].norm() / (expected[-1] - expected[0]).norm())
+        first = first_gradient_error(weights, expected, mine, settings)
+        assert first < 1e-9
+        assert (apart < 1e-12, apart > 0.01) == (name == "none", name != "none")
+        table.add_row(
+            what_differs=name,
+            error_of_the_first_gradient=first,
+            weights_after_20_steps_differ_by=apart,
+        )
+
+
+def first_gradient_error(
+    weights: Tensor, expected: Tensor, mine: dict[str, Any], settings: dict[str, Any]
+) -> float:
+    """The relative distance of the gradients behind the first steps, without weight decay."""
+    gradient, right = (
+        (path[0] - path[1]) / how["lr"] - how["weight_decay"] * path[0]
+        for path, how in ((weights, mine), (expected, settings))
+    )
+    return float((gradient - right).norm() / right.norm())

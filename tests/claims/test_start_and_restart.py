@@ -28,6 +28,10 @@ def test_init_process_group_starts_no_second_process(
 ) -> None:
     """init_process_group(world_size=2) starts the second process: I call the script once.
 
+    It starts nothing, and waits for world_size processes: use torchrun. Started once without a rank
+    it raises at once; as rank 0 it waits for the timeout, 30 minutes by default (10 with NCCL), and
+    then raises.
+
     init_process_group starts nothing. world_size is the number of processes that it waits for.
     Something else has to start all of them, each with its own rank: torchrun, or
     torch.multiprocessing.spawn. If plain python starts the script once, without a rank, it raises
@@ -91,6 +95,10 @@ def five_steps(
 )
 def test_ddp_keeps_ranks_alike_that_go_on_from_a_checkpoint(table: Table, everywhere: bool) -> None:
     """To go on from a checkpoint rank 0 loads it, and DDP sends everything to the others.
+
+    DDP sends weights and buffers of rank 0 once, when it is made, and never the optimizer's state.
+    Load the weights before that, and the optimizer's state on every rank. Otherwise weights differ
+    between ranks without an error.
 
     It sends the weights and buffers: when DDP is made, it sends those of rank 0 to all ranks. No
     step sends the weights again, so load them before you wrap the model. Weights that rank 0 loads

@@ -11,13 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ddp_equivalence import Rank
 from ddp_equivalence.commands.explain.emulated_data_parallel import (
     EmulatedDataParallel,
     LossInside,
 )
 from ddp_equivalence.ranks.on_ranks import on_ranks
 from tests.claims.claim import Change, Table, claim
-from tests.claims.ddp import ddp_gradient
+from tests.claims.ddp import ddp_gradient, wrapped
 from tests.claims.setting import (
     big_batch_gradient,
     equal,
@@ -62,6 +63,10 @@ def loss_inside_gradient(gpus: int, reduction: str) -> Tensor:
 def test_data_parallel_adds_up_and_ddp_averages(table: Table, divides: bool) -> None:
     """DataParallel sums the gradients of its GPUs, DDP averages them over its processes.
 
+    Each rule fits its own losses. DataParallel has one mean over 16, whose parts are added up;
+    under DDP each process has a mean over its own 4, and means are averaged. Both give the same
+    gradient. DDP divides by the number of processes and by nothing else.
+
     DataParallel has one loss over all 16 outputs. The part of each GPU is already divided by 16, so
     the parts only have to be added up. Under DDP every process takes the mean over its own 4
     examples, which is as large as the mean over all. DDP adds up these gradients and divides by the
@@ -97,6 +102,10 @@ def test_data_parallel_adds_up_and_ddp_averages(table: Table, divides: bool) -> 
 def test_the_average_is_no_smaller_than_the_sum(table: Table, divide_by: int) -> None:
     """DDP averages where DataParallel sums, so on 4 GPUs DDP's gradient is 4 times smaller.
 
+    It is the same gradient: DataParallel adds up parts of one loss, and DDP averages whole means.
+    To move from one to the other, divide the batch size by the number of processes, and change
+    neither loss nor learning rate. All processes must have equally many examples.
+
     They are the same gradient, that of one batch of 16, because they combine different things:
     DataParallel adds up parts of one loss over 16 examples, and DDP averages whole means over 4. To
     train the same after moving from DataParallel to DDP, give each process the batch size divided
@@ -130,6 +139,10 @@ def test_the_average_is_no_smaller_than_the_sum(table: Table, divide_by: int) ->
 def test_the_sum_is_too_large_only_for_added_losses(table: Table, added: str) -> None:
     """DataParallel sums, so with 4 GPUs its gradient is 4 times too large.
 
+    Not in the usual loop, which has one loss over the gathered outputs. Only where replicas return
+    their losses, and these are added up, it is 4 times too large. Their mean is right if all parts
+    are equally large: 16 on 3 GPUs are 6, 6 and 4.
+
     Not in the usual loop, `loss_fn(model(x), y)`, which has one loss over the gathered outputs. If
     the module returns its loss, DataParallel gathers one mean per GPU. With `losses.sum()` the
     gradient is then 4 times too large. With `losses.mean()` it is right again if all parts are
@@ -154,3 +167,57 @@ def test_the_sum_is_too_large_only_for_added_losses(table: Table, added: str) ->
     whole, _ = data_parallel_gradient(3)
     assert equal(whole, expected)
     table.add_row(GPUs=3, loss=right, gradient=times(whole, expected))
+
+
+def of_the_same_examples(rank: Rank, divides: bool) -> Tensor:
+    """The gradient after DDP if every process takes the first four examples."""
+    model, rows, targets = model_and_batch()
+    ddp = wrapped(model, divides)
+    mse(ddp, rows[:4], targets[:4]).backward()
+    gradient = flat_gradient(model)
+    del ddp
+    return gradient
+
+
+@claim(
+    "false",
+    divides=True,
+    fails_when=Change("DDP adds up gradients and does not divide", divides=False),
+)
+def test_the_gradient_does_not_grow_with_the_processes(table: Table, divides: bool) -> None:
+    """DDP effectively sums: with N GPUs the effective learning rate is N times as large.
+
+    If all processes take the same four examples, the gradient is theirs, on 1, 2 and 4 processes
+    alike. What grows with the processes is the effective batch, if each keeps its batch size.
+    """
+    model, rows, targets = model_and_batch()
+    mse(model, rows[:4], targets[:4]).backward()
+    expected = flat_gradient(model)
+    for processes, layout in ((1, "1x1"), (2, "1x2"), (4, "2x2")):
+        gradient = on_ranks(layout, of_the_same_examples, divides)[0]
+        assert equal(gradient, expected)
+        table.add_row(
+            processes=processes,
+            examples_of_each="the same four",
+            gradient=f"{times(gradient, expected)} of these four",
+        )
+
+
+@claim(
+    "false",
+    divides=False,
+    fails_when=Change("the hook averages, as DDP does", divides=True),
+)
+def test_a_communication_hook_adds_up(table: Table, divides: bool) -> None:
+    """DDP averages, and this behaviour is not configurable.
+
+    `register_comm_hook` replaces the reduction: with a hook that all-reduces and does not divide,
+    the gradient of four local means is 4 g. A sum-reduced loss needs no factor then.
+    """
+    expected = big_batch_gradient()
+    for name, how in (("none", True), ("one that adds up", divides)):
+        gradient = on_ranks("2x2", ddp_gradient, (4, 4, 4, 4), mse, how)[0].gradient
+        assert equal(gradient, expected * (1 if name == "none" else 4))
+        table.add_row(
+            hook=name, processes=4, losses="means over 4", gradient=times(gradient, expected)
+        )

@@ -49,6 +49,9 @@ def ddp_result(sizes: tuple[int, ...], reduction: str, factor: float, divides: b
 def test_a_sum_times_the_world_size_is_the_big_batch(table: Table, divides: bool) -> None:
     """With a sum-reduced loss, multiply it by the world size to cancel DDP's averaging.
 
+    The sums add up to the sum over all, and DDP divides that by the number of processes: the world
+    size, not the GPUs of a machine. This is right for uneven shards, too.
+
     The sums of the processes add up to the sum over all examples, but DDP divides by the number of
     processes: without the factor the gradient is g / 4. The factor is the number of all processes
     (the world size), not the number of GPUs of one machine. It is also right if the processes have
@@ -78,6 +81,9 @@ def test_a_sum_times_the_world_size_is_the_big_batch(table: Table, divides: bool
 )
 def test_only_a_sum_is_multiplied_by_the_world_size(table: Table, divides: bool) -> None:
     """DDP divides by the world size, so the loss has to be multiplied by it.
+
+    A mean, the default of torch's losses, needs no factor. Times 4 it gives 4 g: with plain SGD, a
+    learning rate that is 4 times too large.
 
     A mean, the default of torch's losses, needs no factor: the average of the processes' means is
     the mean over all, if they have equally many examples. Multiplied by the world size it gives

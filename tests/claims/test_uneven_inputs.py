@@ -20,6 +20,7 @@ from ddp_equivalence.ranks.on_ranks import on_ranks
 from tests.claims.claim import Change, Table, claim
 from tests.claims.numbered import apart, gradient_of, same, task
 from tests.claims.setting import flat_gradient, mse, times
+from tests.claims.setting import weights as weights_of
 
 EXAMPLES = 18
 BATCHES = (
@@ -30,8 +31,11 @@ BATCHES = (
 )
 """The numbers of the examples, by rank and step."""
 
+SHORT = (*BATCHES[:3], ((16,),))
+"""The same, but the batch of rank 3 has one example."""
 
-def joined(rank: Rank, by_initial: bool) -> list[Tensor]:
+
+def joined(rank: Rank, by_initial: bool, short: bool = False) -> list[Tensor]:
     """The gradient of each step that this rank takes part in, all at the same weights."""
     model, rows, targets = task(EXAMPLES)
     ddp = DistributedDataParallel(model)
@@ -40,7 +44,7 @@ def joined(rank: Rank, by_initial: bool) -> list[Tensor]:
         warnings.catch_warnings(),  # Join changes the filters
         Join([ddp], divide_by_initial_world_size=by_initial),
     ):
-        for batch in BATCHES[rank.rank]:
+        for batch in (SHORT if short else BATCHES)[rank.rank]:
             mine = list(batch)
             model.zero_grad()
             mse(ddp, rows[mine], targets[mine]).backward()
@@ -70,6 +74,10 @@ def weight_of_an_example(gradient: Tensor, step: int) -> str:
 def test_under_join_a_step_is_the_big_batch_of_what_is_left(table: Table, by_initial: bool) -> None:
     """With Join (or ddp.join()) uneven inputs train like one big batch.
 
+    A process without data gives a gradient of zero, and by default the sum is still divided by all
+    W processes: k / W of the big batch of what k of them have left. With the option it is divided
+    by k.
+
     A process that has no data left takes part with a gradient of zero. By default DDP still divides
     the sum by the number of processes at the start. With k of W processes left, the gradient is
     k / W of the big batch of the examples of that step: 0.75 g and 0.5 g here. With
@@ -92,18 +100,21 @@ def test_under_join_a_step_is_the_big_batch_of_what_is_left(table: Table, by_ini
 
 
 @claim(
-    "true when divide_by_initial_world_size is left at its default, True",
+    "true when divide_by_initial_world_size is left at its default, True, and all batches are "
+    "equally large",
     by_initial=True,
     fails_when=Change("DDP divides by the number of processes that are left", by_initial=False),
 )
 def test_under_join_every_example_weighs_the_same(table: Table, by_initial: bool) -> None:
     """Under Join an example counts as much as any other, whichever process it is on.
 
-    The default divides every step by the same number. With W processes at the start and batch size
-    B each, an example has the weight 1 / (W x B) in every step, and the gradients of the epoch add
-    up to a multiple of the gradient of all examples, here 18 / 8 of it. This is the reason for the
-    default, and its last steps look too small because of it. If DDP divides by the processes that
-    are left, each step is a mean of its own, and examples in late steps weigh more.
+    By default every step is divided by the initial number of processes, so an example weighs
+    1 / (processes x batch size) in each, and late steps look small. Divided by the processes that
+    are left, late examples weigh more. A last batch of one example, where the others have two,
+    gives it twice the weight.
+
+    The gradients of the epoch add up to a multiple of the gradient of all examples, here 18 / 8 of
+    it. In the last row the batch of process 3 has one example, whose weight is the second one.
     """
     whole = gradient_of(range(EXAMPLES), EXAMPLES)
     total = {}
@@ -122,5 +133,17 @@ def test_under_join_every_example_weighs_the_same(table: Table, by_initial: bool
             in_step_3=weights[2],
             sum_over_the_epoch=f"{times(total[name], whole)} of all 18 examples",
         )
+    first = on_ranks("2x2", joined, by_initial, True)[0][0]
+    others = [number for batches in BATCHES[:3] for number in batches[0]]
+    parts = [gradient_of(part, EXAMPLES) * len(part) for part in (others, [16])]
+    short = weights_of(first, parts)
+    assert short == "0.125 and 0.25"
+    table.add_row(
+        Join="default, a short last batch",
+        weight_of_an_example_in_step_1=short,
+        in_step_2="",
+        in_step_3="",
+        sum_over_the_epoch="",
+    )
     assert same(total["default"], whole * 18 / 8)
     assert apart(total["divide_by_initial_world_size=False"], whole * 3) > 0.01

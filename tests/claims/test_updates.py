@@ -41,6 +41,10 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 def test_optimizers_with_a_state_train_like_the_big_batch(table: Table, own_state: bool) -> None:
     """Only gradients are averaged, so the momentum, or Adam's moments, drift apart on the ranks.
 
+    All ranks have the same weights, the same gradient and the same state, so they take the same
+    step: with eight optimizers it is the big batch's after every step. Different states would drift
+    apart, and only plain SGD has none.
+
     DDP sends the weights of rank 0 to all ranks when it is made. From then on every rank has the
     same weights, the same averaged gradient, and its own optimizer in the same state. So it
     computes the same step, and nothing drifts apart. The gradient is the big batch's, so the step
@@ -79,11 +83,12 @@ def test_optimizers_with_a_state_train_like_the_big_batch(table: Table, own_stat
 def test_clipping_is_that_of_the_big_batch(table: Table, clip: str) -> None:
     """clip_grad_norm_ works with DDP as it does with one process.
 
-    After DDP's backward() the gradient is already averaged: every process clips the same gradient
-    by the same norm, as the big batch does. If each process clips before that (by hand, in a hook,
-    or after micro-batches under no_sync()), it shrinks its own gradient by its own norm, which is
-    larger on average. The average then has another direction and is shorter. The smaller the batch
-    per process, the larger the error. If no gradient reaches the limit, both are the same.
+    After DDP's backward() every process clips the same averaged gradient, as the big batch does.
+    Clipped before (by hand, in a hook, or under no_sync), each process shrinks its own gradient by
+    its own norm: the average has another direction. It is shorter if the big batch's reaches the
+    limit, too. If no gradient reaches it, both are the same.
+
+    The smaller the batch per process, the larger its norm on average, and the error.
     """
     for max_norm in (1.0, 1000.0):
         optimizer = partial(SGD, lr=0.05, momentum=0.9)

@@ -11,7 +11,8 @@ from tests.claims.setting import times
 
 
 @claim(
-    "true when the number of processes divides the number of examples",
+    "true when the number of processes divides the number of examples, and the loader drops no "
+    "last batch",
     sizes=(18, 102, 1002),
     fails_when=Change(
         "the number of processes divides the number of examples", sizes=(20, 100, 1000)
@@ -20,14 +21,15 @@ from tests.claims.setting import times
 def test_a_sampler_reads_every_example_once(table: Table, sizes: tuple[int, ...]) -> None:
     """DistributedSampler shares the data out, so every example is seen once per epoch.
 
-    If the processes cannot get equally many examples, the sampler repeats the first examples of the
-    epoch's order, at most one fewer than there are processes, in the last step. The gradient of
-    that step is exactly the big batch's of all examples that it read, repeats included, and not of
-    those without the repeats. The last step is wrong by the weight of the repeats in it. That
-    does not shrink with more data, because the last step stays small. The epoch's mean gradient is
-    wrong by the weight of the repeats among all examples, which does shrink with more data. With
-    the sampler's drop_last=True nothing is repeated. With set_epoch other examples are repeated in
-    every epoch, so none is preferred in the long run.
+    Otherwise it repeats the first examples of the order in the last step, so that all processes get
+    equally many; that step is the big batch of what it read, repeats included. The loader's
+    drop_last leaves a short last batch out, the sampler's the examples that would need repeats.
+
+    At most one example fewer than there are processes is repeated. The last step is off by the
+    weight of the repeats in it, which does not shrink with more data, because the last step stays
+    small. The epoch's mean gradient is off by their weight among all examples, which does. With
+    set_epoch other examples are repeated in every epoch. In the last rows the loader drops what is
+    no full batch.
     """
     for examples in sizes:
         steps = on_ranks("2x2", train, Reading(examples, 4))
@@ -50,6 +52,18 @@ def test_a_sampler_reads_every_example_once(table: Table, sizes: tuple[int, ...]
             gradient_of_last_step_off_by=apart(steps[0][-1].gradient, without),
             mean_gradient_of_epoch_off_by=apart(mean, whole),
         )
+    for examples in (64, 72):
+        read_by = on_ranks("2x2", read, Reading(examples, 4, loader_drops=True))
+        numbers = all_of([epochs[0] for epochs in read_by])
+        assert len(set(numbers)) == len(numbers) == 64
+        table.add_row(
+            examples=f"{examples}, the loader drops",
+            processes=4,
+            repeated=0,
+            last_step=f"{examples - len(numbers)} examples are never read",
+            gradient_of_last_step_off_by="",
+            mean_gradient_of_epoch_off_by="",
+        )
 
 
 def dealt(step: tuple[list[int], ...]) -> list[int]:
@@ -64,6 +78,10 @@ def dealt(step: tuple[list[int], ...]) -> list[int]:
 )
 def test_ddp_does_not_share_out_the_data(table: Table, sampler: bool) -> None:
     """DistributedDataParallel splits the data, so I need no DistributedSampler.
+
+    DDP never sees the dataset. Without a sampler all processes read all of it: with the same seed
+    four processes do the work of one four times, with seeds of their own they read every example
+    four times an epoch.
 
     DDP never sees the dataset; it averages gradients. Without a sampler every process reads all of
     it. If all processes shuffle with the same seed, they compute the same batch. The average of
@@ -104,6 +122,10 @@ def test_ddp_does_not_share_out_the_data(table: Table, sampler: bool) -> None:
 )
 def test_a_sampler_shuffles_anew_with_set_epoch(table: Table, set_epoch: bool) -> None:
     """DistributedSampler(shuffle=True) shuffles anew in every epoch.
+
+    It shuffles by seed + epoch, and learns the epoch from set_epoch only. Without the call all
+    epochs have the same batches, and a process only ever sees its part of the data. No gradient is
+    wrong.
 
     It shuffles by seed + epoch, but it does not count epochs: sampler.set_epoch(epoch) tells it the
     epoch. Without the call every epoch has the same batches in the same order, and each process

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,21 +27,28 @@ def dataset() -> TensorDataset:
     return TensorDataset(rows, rows @ rule)
 
 
-def big_batch_training(lr: float, weight_decay: float = 0.0) -> Tensor:
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+
+
+def big_batch_training(
+    lr: float,
+    weight_decay: float = 0.0,
+    optimizer: MakeOptimizer = torch.optim.SGD,
+    max_norm: float = 0.0,
+) -> Tensor:
     """Train in one process, without wrapper or loader.
 
     Returns the weights before the first step and after each: (STEPS + 1, 18).
     """
     model, *_ = model_and_batch()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, weight_decay=weight_decay)
+    parts = torch.arange(STEPS * EFFECTIVE_BATCH).split(EFFECTIVE_BATCH)
     rows, targets = dataset().tensors
-    weights = [flat_weights(model)]
-    for part in torch.arange(len(rows)).split(EFFECTIVE_BATCH):
-        optimizer.zero_grad()
-        mse(model, rows[part], targets[part]).backward()
-        optimizer.step()
-        weights.append(flat_weights(model))
-    return torch.stack(weights)
+    return _train(
+        model,
+        [(rows[part], targets[part]) for part in parts],
+        optimizer(model.parameters(), lr=lr, weight_decay=weight_decay),
+        max_norm=max_norm,
+    )
 
 
 def data_parallel_training(lr: float, gpus: int) -> Tensor:
@@ -61,12 +68,14 @@ def ddp_training(
     divides: bool = True,
     scale: float = 1.0,
     weight_decay: float = 0.0,
+    optimizer: MakeOptimizer = torch.optim.SGD,
+    max_norm: float = 0.0,
 ) -> Tensor:
     """The same training under DDP: every process reads 16 / world size examples a step.
 
     ``gpus``: how many GPUs each process drives with an emulated nn.DataParallel. ``divides``: DDP
     averages gradients; otherwise it adds them up. ``scale``: a factor on the loss, which is a mean
-    over the process's own examples.
+    over the process's own examples. ``max_norm``: the limit of clipping; 0 for none.
     """
     model, *_ = model_and_batch()
     examples = dataset()
@@ -75,8 +84,9 @@ def ddp_training(
     trained = _train(
         ddp,
         DataLoader(examples, EFFECTIVE_BATCH // rank.world_size, sampler=sampler),
-        torch.optim.SGD(ddp.parameters(), lr=lr, weight_decay=weight_decay),
+        optimizer(ddp.parameters(), lr=lr, weight_decay=weight_decay),
         scale,
+        max_norm,
     )
     del ddp
     return trained
@@ -108,12 +118,18 @@ def flat_weights(model: nn.Module) -> Tensor:
 
 
 def _train(
-    module: nn.Module, loader: Iterable[Any], optimizer: torch.optim.Optimizer, scale: float = 1.0
+    module: nn.Module,
+    loader: Iterable[Any],
+    optimizer: torch.optim.Optimizer,
+    scale: float = 1.0,
+    max_norm: float = 0.0,
 ) -> Tensor:
     weights = [flat_weights(module)]
     for rows, targets in loader:
         optimizer.zero_grad()
         (scale * mse(module, rows, targets)).backward()
+        if max_norm:
+            nn.utils.clip_grad_norm_(module.parameters(), max_norm)
         optimizer.step()
         weights.append(flat_weights(module))
     return torch.stack(weights)
