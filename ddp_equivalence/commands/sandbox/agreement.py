@@ -82,9 +82,10 @@ def with_published(
     """Whether the published w and variance may come from the same distribution as those measured.
 
     The difference of the two means is normal, and the ratio of the two variances follows F. The
-    interval of w is widened by the rounding of the published digits, which is coarser than the
-    published w's own error. The published standard deviation of w is not known, so the measured
-    one is used for both. Without noise all digits must be the same.
+    interval of w is widened by the rounding of the published digits. The published standard
+    deviation of w is not known, so the measured one is used for both; on the published side it is
+    that of ranks that never reduced (``PublishedRow.spread``). Without noise all digits must be the
+    same.
     """
     if expected.deviation == 0.0:
         same = f"{result.w:.{len(row.w) - 2}f}" == row.w
@@ -93,7 +94,7 @@ def with_published(
             _equal("published variance", float(row.variance), result.variance),
         )
     published = row.problem.n_experiments
-    error = result.deviation * math.sqrt(1 / result.experiments + 1 / published)
+    error = result.deviation * math.sqrt(1 / result.experiments + row.spread**2 / published)
     half = intervals.normal_quantile() * error + row.rounding
     published_degrees = intervals.degrees_of_freedom(
         published * row.problem.steps, expected.kurtosis
@@ -104,6 +105,15 @@ def with_published(
         _within("published w", float(row.w), (result.w - half, result.w + half)),
         _within("published variance", float(row.variance), of_variance),
     )
+
+
+def so_far_off(expected: ClosedForm, row: PublishedRow) -> tuple[float, float]:
+    """How often a published w would be so far from the closed form, or farther: if ranks reduce
+    their gradients, and if they never do. The rounding of its digits is taken off the distance.
+    """
+    far = max(0.0, abs(float(row.w) - expected.w) - row.rounding)
+    error = expected.deviation / math.sqrt(row.problem.n_experiments)
+    return intervals.beyond(far / error), intervals.beyond(far / (error * row.spread))
 
 
 def _why_inaccurate(expected: ClosedForm, half: float) -> str:

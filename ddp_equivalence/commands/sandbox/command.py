@@ -63,7 +63,7 @@ def add(commands: Commands) -> None:
 
 
 def _add_options_of_a_single_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lr", type=float, help="the learning rate; default 1e-3")
+    parser.add_argument("--lr", type=float, help="the learning rate; default 1e-4")
     parser.add_argument(
         "--batch_size",
         "--batch-size",
@@ -79,14 +79,15 @@ def _add_options_of_a_single_run(parser: argparse.ArgumentParser) -> None:
         help="the number of epochs, each with noise of its own; default 1",
     )
     parser.add_argument(
-        "--deterministic", metavar="True|False", help="True adds no noise; default False"
+        "--deterministic", metavar="True|False", help="True, the default, adds no noise"
     )
     parser.add_argument(
         "--n_experiments",
         "--n-experiments",
         type=int,
         metavar="N",
-        help="the number of independent experiments; default 10000, and 1 without noise",
+        help="the number of independent experiments; default 1, and with noise 10000 (the "
+        "published script: 1)",
     )
     parser.add_argument("--ranks", type=int, metavar="N", help="the ranks of multi; default 8")
     parser.add_argument(
@@ -159,11 +160,11 @@ def _problem(arguments: argparse.Namespace) -> Problem:
         for name in OF_A_SINGLE_RUN
         if getattr(arguments, name) is not None
     }
-    deterministic = TRUTHS.get(str(given.pop("deterministic", "False")).lower())
+    deterministic = TRUTHS.get(str(given.pop("deterministic", "True")).lower())
     if deterministic is None:
         raise BadCase("deterministic", arguments.deterministic, "True or False")
     defaults: dict[str, Any] = {
-        "lr": 1e-3,
+        "lr": 1e-4,
         "batch_size": 16,
         "n_experiments": 1 if deterministic else 10_000,
         "ranks": 8 if arguments.mode == "multi" else 1,

@@ -21,6 +21,11 @@ def normal_quantile(level: float = LEVEL) -> float:
     return float(stats.norm.ppf((1 + level) / 2))
 
 
+def beyond(distance: float) -> float:
+    """How often a normal number is so many standard deviations or more away, on either side."""
+    return float(2 * stats.norm.sf(distance))
+
+
 def degrees_of_freedom(count: int, kurtosis: float) -> float:
     """The degrees of freedom of the chi-square that the variance of ``count`` values follows.
 

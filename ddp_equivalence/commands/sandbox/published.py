@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import sqrt
 
 from ddp_equivalence.commands.sandbox.problem import Problem
 
@@ -23,6 +24,15 @@ class PublishedRow:
     def rounding(self) -> float:
         """Half a unit of the last printed digit of w."""
         return 0.5 * 10.0 ** -len(self.w.partition(".")[2])
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation of the published w, relative to that of ranks that reduce.
+
+        The published script never reduced, so each of its w is that of rank 0, which saw an eighth
+        of the examples.
+        """
+        return sqrt(self.problem.ranks)
 
     def seeded(self, seed: int) -> PublishedRow:
         """The same row with the noise of another seed."""

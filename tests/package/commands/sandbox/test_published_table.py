@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ddp_equivalence.commands.sandbox import agreement, table
-from ddp_equivalence.commands.sandbox.agreement import with_closed_form, with_published
+from ddp_equivalence.commands.sandbox.agreement import so_far_off, with_closed_form, with_published
 from ddp_equivalence.commands.sandbox.closed_form import closed_form
 from ddp_equivalence.commands.sandbox.problem import Problem
 from ddp_equivalence.commands.sandbox.published import ROWS, PublishedRow
@@ -122,3 +122,11 @@ def test_a_learning_rate_beyond_the_closed_form_is_not_judged() -> None:
     found = with_closed_form(train(problem), closed_form(problem))
     assert [one.holds for one in found] == [None] * 3
     assert "too large for the closed form" in found[0].why
+
+
+def test_a_published_weight_is_likelier_from_ranks_that_never_reduced() -> None:
+    row = next(one for one in ROWS if (one.mode, one.w) == ("multi", "0.9848"))
+    reduced, never = so_far_off(closed_form(row.problem), row)
+    # The distance is 8.8e-5 beside the rounding; the error is 1.038e-3 / sqrt(1000), or sqrt(8) x.
+    assert reduced == pytest.approx(0.0075, rel=0.02)
+    assert never == pytest.approx(0.344, rel=0.02)

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[4]
 pytestmark = pytest.mark.self_check
 
 FEW = "--n_experiments=200"
+NOISE = ("--deterministic", "False")
 
 
 def run(*arguments: str) -> int:
@@ -45,23 +46,49 @@ def test_single_prints_both_figures_and_the_closed_form(capsys: pytest.CaptureFi
 def test_dashes_are_the_same_and_without_noise_one_experiment_is_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run("single", "--batch-size", "128", "--n-epochs", "2", "--deterministic", "TRUE") == 0
+    options = "--lr 1e-3 --batch-size 128 --n-epochs 2 --deterministic TRUE"
+    assert run("single", *options.split()) == 0
     text = capsys.readouterr().out
     assert "4 steps; 1 experiment, no noise" in text
     assert "0.996000" in text
 
 
+@pytest.mark.parametrize(
+    ("published", "w"),
+    [
+        ("single --lr 1e-3 --batch_size 128", "0.9980"),
+        ("multi --lr 1e-3 --batch_size 16", "0.9980"),
+        ("single --lr 1e-3 --batch_size 16", "0.9840"),
+        ("multi --lr 8e-3 --batch_size 16", "0.9840"),
+    ],
+)
+def test_published_command_lines_without_noise_give_the_published_weight(
+    published: str, w: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*published.split()) == 0
+    text = capsys.readouterr().out
+    assert "1 experiment, no noise" in text
+    assert f"{w}00" in text
+
+
+def test_the_defaults_are_those_of_the_published_script(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("single") == 0
+    assert "batch 16, lr 0.0001, 1 epoch" in capsys.readouterr().out
+
+
 def test_multi_says_that_all_ranks_hold_the_same_weights(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run("multi", "--ranks", "2", "--batch_size", "64", FEW) == 0
+    assert run("multi", "--ranks", "2", "--batch_size", "64", *NOISE, FEW) == 0
     assert "all 2 ranks hold the same weights" in capsys.readouterr().out
 
 
 def test_as_published_the_ranks_differ_and_the_suite_names_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run("multi", "--as-published", FEW) == 1
+    assert run("multi", "--as-published", *NOISE, FEW) == 1
     text = capsys.readouterr().out
     of_variance = next(line for line in text.splitlines() if "all update steps" in line)
     of_deviation = next(line for line in text.splitlines() if "deviation of w" in line)
