@@ -22,9 +22,17 @@ RANKS, BATCH, ACCUMULATION = 2, 2, 2
 EXAMPLES = RANKS * BATCH * ACCUMULATION
 
 
-def needs(library: str) -> None:
-    if find_spec(library) is None:
-        pytest.skip(f'needs {library}: pip install ".[trainers]"')
+LIBRARIES = {
+    "hf-trainer": ("transformers", "accelerate"),
+    "accelerate": ("accelerate",),
+    "lightning": ("lightning",),
+}
+
+
+def needs(*libraries: str) -> None:
+    for library in libraries:
+        if find_spec(library) is None:
+            pytest.skip(f'needs {library}: pip install ".[trainers]"')
 
 
 def like(name: str, **given: Any) -> Setup:
@@ -43,7 +51,7 @@ def outcome_of(setup: Setup) -> str:
     [({}, True), ({"tokens_over": "all-ranks"}, True), ({"tokens_over": "step"}, False)],
 )
 def test_the_trainer_of_transformers_counts_tokens(given: dict[str, Any], averages: bool) -> None:
-    needs("transformers")
+    needs(*LIBRARIES["hf-trainer"])
     from ddp_equivalence.adapters.transformers import trainer_step
     from examples import trainer_of_transformers as language_model
 
@@ -100,12 +108,9 @@ def trainer_step_of(name: str) -> Any:
     return lightning_step(loss, accumulate_grad_batches=ACCUMULATION)
 
 
-LIBRARIES = {"hf-trainer": "transformers", "accelerate": "accelerate", "lightning": "lightning"}
-
-
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_mean_loss_gives_the_big_batchs_update(name: str) -> None:
-    needs(LIBRARIES[name])
+    needs(*LIBRARIES[name])
     case = Case(model=Regression, batch=rows, loss=loss, layout="1x2", shards="own")
     verdict = check(case, trainer_step_of(name), compare="update")
     assert verdict.outcome == outcome_of(like(name, loss="mean")) == "same"
@@ -140,7 +145,7 @@ class Records(torch.optim.SGD):
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_the_last_step_of_an_epoch_is_divided_as_it_says(name: str, tmp_path: Any) -> None:
-    needs(LIBRARIES[name])
+    needs(*LIBRARIES[name])
     examples, batch, accumulation = 10, 2, 3
     setup = setup_like(name, loss="mean", batch=batch, accumulation=accumulation, examples=examples)
     epoch = explain(setup).epoch
