@@ -25,6 +25,9 @@ MAX_IDLE_RANKS = 48
 DESCRIPTORS_PER_RANK = 6
 """File descriptors of the judging process: two pipes, two files, a sentinel, and one to spare."""
 
+_of_the_parent: list[object] = []
+"""In a fork: what belongs to the process that forked."""
+
 Environment = tuple[tuple[str, str], ...]
 
 
@@ -127,8 +130,13 @@ class IdleSets:
             rank_set.stop()
 
     def forget(self) -> None:
-        """Forget all sets, in a fork of the process that has started them."""
-        self._sets.clear()
+        """Forget all sets, in a fork of the process that has started them.
+
+        They are not freed: the process group of rank 0 in process would wait for its threads, which
+        no fork has.
+        """
+        _of_the_parent.append(self._sets)
+        self._sets = {}
 
     def _idle_on(self, gpu: str) -> dict[tuple[RankSetKey, Devices], int]:
         """The idle sets on this GPU, with their processes there; first that idle longest."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,21 @@ def test_an_exception_of_rank_0_is_raised_unchanged() -> None:
         check(own_case(), raises, in_process=True)
     assert check(own_case(), right_step, in_process=True).outcome == "same"
     assert check(own_case(), right_step).outcome == "same"
+
+
+def test_a_fork_does_not_wait_for_the_threads_of_a_group_that_was_ended() -> None:
+    """A worker of a DataLoader is such a fork."""
+    assert check(own_case(), right_step, in_process=True).outcome == "same"
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
+        dist.destroy_process_group()  # of all groups, also of those that wait for more work
+    fork = multiprocessing.get_context("fork").Process(target=int)
+    fork.start()
+    fork.join(20)
+    ended = fork.exitcode
+    fork.kill()
+    fork.join()
+    assert ended == 0
 
 
 def test_process_groups_of_ranks_that_have_stopped_are_not_used_again() -> None:
