@@ -104,16 +104,16 @@ HIDDEN = {
 def test_adam_does_not_hide_everything(table: Table, visible: dict[str, Training]) -> None:
     """Adam makes up for any mistake in the reduction, as it scales every gradient anyway.
 
-    It hides one factor for all weights and steps. Beside Adam's own weight decay (not AdamW's), and
-    where clipping takes effect in some steps, the factor shows. A wrong direction, as of uneven
-    shards, always shows.
+    It hides a factor on a weight's gradient that is the same in all steps, even one for each
+    weight. Beside Adam's own weight decay (not AdamW's), and where clipping takes effect in some
+    steps, a factor shows. So does a direction that is wrong by another part in every step, as with
+    uneven shards.
 
-    It hides only a factor that is the same for all weights and all steps. The factor shows beside a
-    term without it. Adam's own weight decay is added to the gradient, and beside a gradient that is
-    four times too large it counts a quarter as much. Clipping that takes effect in some steps only
-    makes the factor different in every step. AdamW's weight decay, and clipping that takes effect
-    in every step, hide the factor. A wrong direction always shows, for example that of uneven
-    shards whose means count equally.
+    The factor shows beside a term without it. Adam's own weight decay is added to the gradient, and
+    beside a gradient that is four times too large it counts a quarter as much. Clipping that takes
+    effect in some steps only makes the factor different in every step. AdamW's weight decay, and
+    clipping that takes effect in every step, hide the factor. The last row has uneven shards whose
+    means count equally.
     """
     for shown, trainings in (("yes", visible), ("no", HIDDEN)):
         for name, training in trainings.items():
@@ -157,7 +157,8 @@ GRADIENTS = {
 
 
 @claim(
-    "true when the gradient hardly changes from step to step",
+    "true when the gradient has hardly changed within the last 1 / (1 - beta2) steps, 1,000 by "
+    "default",
     gradients=GRADIENTS,
     fails_when=Change(
         "every gradient is the same in every step",
@@ -170,8 +171,9 @@ def test_adams_step_is_not_always_as_long_as_the_learning_rate(
     """A step of Adam is as long as the learning rate, whatever the gradient.
 
     The step is the mean of the gradients by the root of the mean of their squares. Noise cancels in
-    the first and not in the second: 0.18 of the rate. After 2,999 zeros a gradient is a tenth of
-    the first mean and a thousandth of the second: 3.08 times the rate. Only its size cancels.
+    the first and not in the second: 0.18 of the rate. After 2,999 zeros a gradient enters the first
+    mean with a tenth, and its square the second with a thousandth: 3.08 times the rate. Only its
+    size cancels.
 
     The length is the mean of the last step's over 1,000 weights, relative to the learning rate.
     """
@@ -193,7 +195,7 @@ NOISY = Toy(4, 1e-4, noise=1.0, experiments=200, examples=800, begin=0.05, optim
 
 
 @claim(
-    "true when the gradient is larger than its noise",
+    "true when the gradient is much larger than the noise of a batch",
     with_noise=2.0,
     fails_when=Change("the learning rate is multiplied by four with noise, too", with_noise=4.0),
 )
@@ -201,9 +203,9 @@ def test_linear_scaling_with_adam(table: Table, with_noise: float) -> None:
     """With Adam the learning rate is multiplied by effective batch / base batch, as with SGD.
 
     While the gradient hardly changes, every step is as long as the learning rate, so a quarter of
-    the steps needs four times the rate. If noise dominates, Adam divides by it, and it is half as
-    large at four times the batch: the square root arrives at the same place, four times the rate
-    goes nearly twice as far.
+    the steps needs four times the rate. If noise dominates, Adam divides by the noise, which is
+    half as large at four times the batch: the square root arrives at the same place, four times the
+    rate goes nearly twice as far.
 
     This is the neuron y = w x of the section above with 16 examples per process. The noisy one has
     4 examples per process and begins close to its optimum, at w = 0.05, where the gradient of one

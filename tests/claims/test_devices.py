@@ -65,15 +65,17 @@ def ranks(rank: Rank) -> tuple[int, int]:
 
 
 @claim(
-    "true when all nodes have equally many GPUs, and ranks are numbered node by node",
+    "true when all nodes have equally many GPUs with a process each, and ranks are numbered node "
+    "by node",
     layouts=("1+3", "2x2-round-robin"),
     fails_when=Change("all nodes are alike and numbered in turn", layouts=("2x2", "1x4")),
 )
 def test_the_local_rank_is_not_always_a_remainder(table: Table, layouts: tuple[str, ...]) -> None:
     """The local rank is rank % GPUs per node.
 
-    Not with nodes of one and three GPUs, where it leaves one GPU without a process, nor where ranks
-    go round robin over the nodes. torchrun sets LOCAL_RANK; read that.
+    With nodes of one and three GPUs the three get the numbers 1, 2 and 0. Where ranks go round
+    robin over two nodes, both processes of a node get the same GPU, and the other idles. torchrun
+    sets LOCAL_RANK; read that.
     """
     for layout, per_node in (("2x2", 2), *zip(layouts, (3, 2), strict=True)):
         found = on_ranks(layout, ranks)

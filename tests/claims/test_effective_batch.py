@@ -32,8 +32,8 @@ LAYOUTS = {1: "1x1", 2: "1x2", 4: "2x2"}
 def test_the_batch_size_of_a_loader_is_that_of_its_process(table: Table, sampler: bool) -> None:
     """My DataLoader has batch_size=8, so I train with batches of 8, on four processes too.
 
-    Every process has a loader of its own, so a step is on 8 x 4 = 32 examples. For 8 give each
-    process 2.
+    Every process has a loader of its own. With DistributedSampler a step is on 8 x 4 = 32 examples.
+    For 8 give each process 2.
 
     Each process has a loader of its own, and batch_size is the batch size per process. With a
     DistributedSampler the processes read different examples, and DistributedDataParallel averages
@@ -117,7 +117,8 @@ def accumulated(
 
 
 @claim(
-    "true when each loss is divided by the number of accumulation steps",
+    "true when each loss is divided by the number of accumulation steps, and all micro-batches are "
+    "equally large",
     divide_by=3,
     fails_when=Change("the losses are not divided", divide_by=1),
 )
@@ -151,7 +152,7 @@ def test_accumulation_multiplies_the_effective_batch(table: Table, divide_by: in
 
 
 @claim(
-    "true when DDP averages, or another hook leaves an average of averages as it is",
+    "true when the reduction is linear and leaves equal parts as they are, as DDP's average does",
     averages=False,
     fails_when=Change("DDP averages in the last row, too", averages=True),
 )
@@ -159,8 +160,8 @@ def test_no_sync_only_saves_all_reduces(table: Table, averages: bool) -> None:
     """no_sync() under accumulation only saves all-reduces; the result is the same without it.
 
     Without it every backward() reduces what has accumulated, the reduced part included. The average
-    of equal parts is that part again. A hook that adds up adds it up once more: the first
-    micro-batches count 16 and 4 times where they should count once.
+    of equal parts is that part again. A hook that adds up adds it up once more: on four processes
+    the first two of three micro-batches count 16 and 4 times.
 
     There are three micro-batches on four processes. `g` is the sum of the processes' gradients over
     all micro-batches, or its quarter where DDP averages.
@@ -191,8 +192,9 @@ def test_no_sync_only_saves_all_reduces(table: Table, averages: bool) -> None:
 def test_batch_128_on_four_processes_is_512(table: Table, per_process: int) -> None:
     """DataLoader(batch_size=128) on 4 processes: that is 32 each.
 
-    It is 128 each, 512 in a step: DDP splits no batch. nn.DataParallel does, 32 for each of 4 GPUs,
-    and so does Accelerate with split_batches=True. For 128 in all give each process 32.
+    It is 128 each, with DistributedSampler 512 in a step: DDP splits no batch. nn.DataParallel
+    does, 32 for each of 4 GPUs, and so does Accelerate with split_batches=True. For 128 in all give
+    each process 32.
     """
     steps = on_ranks("2x2", read, Reading(1024, per_process))
     seen = together([epochs[0] for epochs in steps], 0)

@@ -25,8 +25,8 @@ LR = 0.01
 def test_half_the_batch_per_process_keeps_the_learning_rate(table: Table, divides: bool) -> None:
     """On 2 processes each has half the batch size, so halve the learning rate from 0.01 to 0.005.
 
-    The gradient is that of all 16 examples, however many each process has. At 0.01 the two take
-    exactly the steps of one process. Halve it only where gradients of means are summed.
+    The gradient is that of all 16 examples, 8 on each. At 0.01 the two take exactly the steps of
+    one process. Halve it only where gradients of means are summed.
 
     DDP averages over the processes, so the gradient is that of all 16 examples, whatever the batch
     size per process is. At 0.01 the 2 processes take exactly the steps of the one process; at 0.005

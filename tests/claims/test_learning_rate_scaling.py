@@ -44,8 +44,8 @@ def beside(measured: float, closed_form: float) -> str:
 
 
 @claim(
-    "true when the gradient hardly changes within four of the small steps, and there is no "
-    "momentum or training is much longer than 1 / (1 - momentum) steps",
+    "true with SGD when the gradient hardly changes within four of the small steps; with momentum, "
+    "within 4 / (1 - momentum) of them, in a training that is much longer",
     factor=4.0,
     fails_when=Change("the learning rate is not changed", factor=1.0),
 )
@@ -102,7 +102,7 @@ def test_linear_scaling_reaches_the_same_weight(table: Table, factor: float) -> 
 
 
 @claim(
-    "true when the learning rate is small",
+    "true when the learning rate is small against 1 / (4 x curvature)",
     factor=4.0,
     fails_when=Change("the learning rate is multiplied by the square root of four", factor=2.0),
 )
@@ -112,8 +112,8 @@ def test_linear_scaling_is_approximate_where_the_gradient_changes(
     """Linear scaling gives the same training as the small batch.
 
     With half the square as the loss, four small steps lead to (1 - lr)^4 and one of four times the
-    rate to 1 - 4 lr. A tenth of the rate makes them a hundredth as far apart. If 4 lr > 2 the large
-    batch diverges where the small one converges.
+    rate to 1 - 4 lr. After as many steps a tenth of the rate leaves a hundredth of the distance. If
+    4 lr > 2 the large batch diverges where the small one converges.
 
     Here the loss is half the square, so the gradient is w itself and changes on the way; each
     process has batches of 4. Four small steps lead to (1 - lr)^4 of w, and one step with four times
@@ -143,7 +143,8 @@ def test_linear_scaling_is_approximate_where_the_gradient_changes(
 
 
 @claim(
-    "true when single steps are looked at; after an epoch it is linear scaling that keeps it",
+    "true when single steps on new examples are looked at; after an epoch it is linear scaling "
+    "that keeps it",
     root=2.0,
     fails_when=Change("the learning rate is multiplied by four instead of its root", root=4.0),
 )
@@ -151,8 +152,8 @@ def test_square_root_scaling_keeps_the_variance_of_a_step(table: Table, root: fl
     """Multiply the learning rate by the square root: that keeps the noise of the small batch.
 
     A mean over four times the examples has a quarter of the variance, and twice the rate makes up
-    for it. But an epoch has a quarter of the steps: the weight goes half as far, and scatters half
-    as much. Linear scaling keeps both after an epoch.
+    for it. But an epoch of new examples has a quarter of the steps: the weight goes half as far,
+    and scatters half as much. Linear scaling keeps both.
 
     A mean over four times as many examples has a quarter of the variance, and twice the learning
     rate makes up for that: the variance of an update step, lr^2 v / batch, stays the same (v is the
@@ -191,9 +192,9 @@ def test_square_root_scaling_keeps_the_variance_of_a_step(table: Table, root: fl
 def test_more_processes_make_no_larger_updates(table: Table, factor: float) -> None:
     """From 4 to 16 nodes at the same rate the weight updates get huge; linear scaling cures that.
 
-    The gradient is a mean, so the mean update stays as long and its noise falls with the root of
-    the batch. Linear scaling makes updates larger, because an epoch has fewer of them. Updates that
-    grow with the nodes at the same rate come from gradients that are summed.
+    With SGD the mean update stays as long, because the gradient is a mean, and its noise falls with
+    the root of the batch. Linear scaling makes updates larger, because an epoch has fewer of them.
+    Updates that grow with the nodes at the same rate come from gradients that are summed.
 
     One process and four stand for 4 nodes and 16, each with batches of 16.
     """
@@ -218,7 +219,8 @@ def test_more_processes_make_no_larger_updates(table: Table, factor: float) -> N
 
 
 @claim(
-    "true when the learning rate grows less than the batch",
+    "true with SGD when the learning rate grows less than the batch, and the gradient hardly "
+    "changes meanwhile",
     root=2.0,
     fails_when=Change("the learning rate is multiplied by four", root=4.0),
 )

@@ -59,8 +59,8 @@ def test_the_mean_of_two_losses_is_the_big_batch(table: Table, own_loss: Loss) -
 
     An average of means weighs every process the same: with 15 and 1 examples the one counts as much
     as the fifteen. Class weights break it at equal counts, because each mean divides by its own sum
-    of weights; batch norm does, because it looks across examples. For any counts: sum x processes /
-    examples of all.
+    of weights; batch norm does, because it looks across examples. For any counts multiply the sum
+    by the number of processes, and divide by the examples of all.
 
     The number of examples in all processes is from an all-reduce. The last two rows have a linear
     layer with class weights 10, 1 and 1, and one with batch norm behind it.
@@ -101,16 +101,16 @@ def test_the_mean_of_two_losses_is_the_big_batch(table: Table, own_loss: Loss) -
 
 
 @claim(
-    "true when both processes have equally many tokens",
+    "true when both processes have equally many tokens that count in the loss",
     own_loss=over_own_tokens,
     fails_when=Change("each loss is weighted by its number of tokens", own_loss=over_all_tokens),
 )
 def test_equal_batch_sizes_are_not_equal_token_counts(table: Table, own_loss: Loss) -> None:
     """The batch sizes are equal, so averaging is right, whether the sequences are padded or not.
 
-    A mean over tokens divides by those of its own process, not by sequences. With 23 and 9 tokens
-    one of the short sequences counts 2.6 times one of the long. Divide by the tokens of all
-    processes.
+    A mean over tokens divides by those of its own process, not by sequences. With 23 and 9 tokens a
+    token of the short sequences counts 2.6 times one of the long. Divide the sum by the tokens of
+    all processes, and multiply by the number of processes, by which DDP divides.
 
     `cross_entropy(..., ignore_index=-100)` is a mean over tokens, so each process divides by its
     number of tokens, not of sequences. Here two processes get four of the same eight sequences

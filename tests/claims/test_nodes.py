@@ -87,9 +87,10 @@ def test_sum_inside_and_average_between_is_the_big_batch(table: Table, divides: 
 def test_uneven_machines_are_not_the_big_batch(table: Table, by_count: bool) -> None:
     """Every GPU gets the same batch size, so it does not matter that one machine has fewer GPUs.
 
-    DDP averages over processes, not GPUs. With one process for each machine, an example beside one
-    GPU counts three times one beside three. Start a process for each GPU, or multiply each loss by
-    the machine's share of the examples and by the number of processes.
+    DDP averages over processes, not GPUs. With one process for each machine, an example on a
+    machine with one GPU counts three times as much as one on a machine with three. Start a process
+    for each GPU, or multiply each loss by the machine's share of the examples and by the number of
+    processes.
 
     DDP averages over processes, not over GPUs. With one process per machine, the 4 examples of a
     machine with one GPU count as much as the 12 examples of a machine with three. So an example of

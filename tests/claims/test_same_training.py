@@ -40,8 +40,8 @@ def test_two_machines_train_as_one_with_data_parallel(table: Table, divides: boo
     """DataParallel with batch 16 on 4 GPUs cannot be reproduced on 2 machines with 2 GPUs each.
 
     Both take the same 16 examples a step, so all weights are the same, at the same learning rate.
-    What has to be kept is the effective batch. (Batch norm sees the examples of its own GPU in
-    both, but not in one process on one GPU.)
+    What has to be kept is the effective batch. (Batch norm sees the examples of its own GPU, and
+    these are others in each set-up.)
 
     It can, with the same learning rate of 0.01: as one process per machine with batch size 8, or as
     one process per GPU with batch size 4. The effective batch is 16 each time, and each step has
@@ -97,9 +97,9 @@ SUSPECTS: dict[str, dict[str, Any]] = {
 def test_equal_gradients_can_train_worse(table: Table, suspects: dict[str, dict[str, Any]]) -> None:
     """The first gradients are equal, and training is still worse: DDP computes something wrong.
 
-    Look at what turns gradients into weights: rate, schedule (an epoch has fewer steps), optimizer
-    settings, its state after a checkpoint. Then at what later steps read: set_epoch, dropped or
-    repeated examples, buffers, evaluation mode. With equal settings every step is the same.
+    Look at what turns gradients into weights: rate, schedule, settings of the optimizer, its state
+    after a checkpoint. Then at what later steps read: set_epoch, dropped or repeated examples,
+    buffers, evaluation mode. With equal settings every step is the same.
 
     Both sides have momentum 0.9, weight decay 0.1 and rate 0.01, but for what the first column
     says.

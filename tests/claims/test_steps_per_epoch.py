@@ -23,8 +23,9 @@ def test_a_thousand_examples_by_32_on_two_processes_are_16_steps(
 ) -> None:
     """1,000 examples, batch size 32, 2 epochs: 64 steps, with two processes just as with one.
 
-    Each of two processes reads 500 examples in 16 batches: 16 steps an epoch and 32 in all, for a
-    step is one of all processes together. A schedule that counts steps has to change.
+    With DistributedSampler each of two processes reads 500 examples in 16 batches: 16 steps an
+    epoch and 32 in all, for a step is one of all processes together. A schedule that counts steps
+    has to change.
 
     With DistributedSampler each of the two processes reads half of the examples, 500, in
     ceil(500 / 32) = 16 batches. That is 16 steps per epoch and 32 in all, half as many as with one
@@ -71,9 +72,9 @@ def formula(how: Reading, world_size: int) -> int:
 def test_the_two_drop_last_drop_different_things(table: Table, world_size: int) -> None:
     """drop_last=True in the sampler or in the DataLoader: it is the same switch.
 
-    The sampler's leaves out up to W - 1 examples that would need repeats to give W processes
-    equally many. The loader's leaves out the last batch of every process if it is not full, up to
-    (B - 1) x W examples.
+    The sampler's leaves out up to W - 1 examples, so that W processes have equally many without
+    repeats. The loader's leaves out the last batch of every process if it is not full, up to (B -
+    1) x W examples.
 
     With N examples, W processes and batch size B per process: The sampler's drop_last makes the
     processes equal. If it is off, the sampler reads examples from the beginning of its order a

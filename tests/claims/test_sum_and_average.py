@@ -132,16 +132,17 @@ def test_the_average_is_no_smaller_than_the_sum(table: Table, divide_by: int) ->
 
 
 @claim(
-    "true when every replica returns a loss of its own and these are added up",
+    "true when every replica returns a loss of its own, these are added up, and all parts are "
+    "equally large",
     added="sum",
     fails_when=Change("the losses are averaged", added="mean"),
 )
 def test_the_sum_is_too_large_only_for_added_losses(table: Table, added: str) -> None:
     """DataParallel sums, so with 4 GPUs its gradient is 4 times too large.
 
-    Not in the usual loop, which has one loss over the gathered outputs. Only where replicas return
-    their losses, and these are added up, it is 4 times too large. Their mean is right if all parts
-    are equally large: 16 on 3 GPUs are 6, 6 and 4.
+    The usual loop has one loss over the gathered outputs, and a right gradient. Where replicas
+    return their losses and these are added up, it is 4 times too large. Their mean is right if all
+    parts are equally large: 16 on 3 GPUs are 6, 6 and 4.
 
     Not in the usual loop, `loss_fn(model(x), y)`, which has one loss over the gathered outputs. If
     the module returns its loss, DataParallel gathers one mean per GPU. With `losses.sum()` the

@@ -85,8 +85,8 @@ def test_clipping_is_that_of_the_big_batch(table: Table, clip: str) -> None:
 
     After DDP's backward() every process clips the same averaged gradient, as the big batch does.
     Clipped before (by hand, in a hook, or under no_sync), each process shrinks its own gradient by
-    its own norm: the average has another direction. It is shorter if the big batch's reaches the
-    limit, too. If no gradient reaches it, both are the same.
+    its own norm. The average then usually has another direction, and where the big batch's norm
+    exceeds the limit it is never longer.
 
     The smaller the batch per process, the larger its norm on average, and the error.
     """

@@ -21,9 +21,9 @@ from tests.claims.setting import times
 def test_a_sampler_reads_every_example_once(table: Table, sizes: tuple[int, ...]) -> None:
     """DistributedSampler shares the data out, so every example is seen once per epoch.
 
-    Otherwise it repeats the first examples of the order in the last step, so that all processes get
-    equally many; that step is the big batch of what it read, repeats included. The loader's
-    drop_last leaves a short last batch out, the sampler's the examples that would need repeats.
+    If the processes cannot get equally many, it repeats the first examples of the order in the last
+    step; that step is the big batch of what it read, repeats included. The loader's drop_last
+    leaves a short last batch out, the sampler's the examples that would need repeats.
 
     At most one example fewer than there are processes is repeated. The last step is off by the
     weight of the repeats in it, which does not shrink with more data, because the last step stays
@@ -116,7 +116,7 @@ def test_ddp_does_not_share_out_the_data(table: Table, sampler: bool) -> None:
 
 
 @claim(
-    "true when set_epoch is called before every epoch",
+    "true when set_epoch is called with its number before every epoch",
     set_epoch=True,
     fails_when=Change("set_epoch is not called", set_epoch=False),
 )
