@@ -1,4 +1,4 @@
-"""Random set-ups attack the condition of each claim, 200 for each, and counter-examples break it.
+"""Random set-ups attack the condition of each claim, and counter-examples break it.
 
 An attack shares no code with the claim's test. Where DDP itself is in question it runs on real
 ranks; elsewhere ranks are simulated in one process with autograd, and samplers are torch's own. A
@@ -31,7 +31,9 @@ from ddp_equivalence import Rank
 from ddp_equivalence.ranks.on_ranks import on_ranks
 from tests.claims import page
 
-SETUPS = 200
+FEW, MANY = 40, 200
+"""How many set-ups attack a condition in every run, and in a thorough one."""
+
 FEATURES, OUTPUTS = 4, 3
 
 Draw = random.Random
@@ -851,11 +853,12 @@ def cases() -> list[Any]:
     return [pytest.param(one, id=one.holds.__name__) for one in ATTACKS]
 
 
+@pytest.mark.parametrize("setups", [FEW, pytest.param(MANY, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("one", cases())
-def test_the_condition_holds_in_random_set_ups(one: Attack) -> None:
+def test_the_condition_holds_in_random_set_ups(one: Attack, setups: int) -> None:
     seed = random.randrange(10**9)
     draw = Draw(seed)
-    for _ in range(SETUPS):
+    for _ in range(setups):
         setup = one.draw(draw)
         assert one.holds(**setup), (seed, setup)
 
