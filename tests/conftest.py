@@ -28,8 +28,9 @@ ONE_OF = {
     "package": 4,
     "package/diagnosis": 8,
     "package/observed_scripts": 1,
+    "package/observed_scripts/test_commands_and_files.py": 2,
     "package/observed_scripts/test_marked_lines.py": 2,
-    "package/observed_scripts/test_observed_scripts.py": 3,
+    "package/observed_scripts/test_observed_scripts.py": 4,
     "package/ranks": 8,
     "package/report": 6,
 }

@@ -185,6 +185,11 @@ SOURCES: Mapping[str, tuple[Source, ...]] = {
     ),
     "test_init_process_group_starts_no_second_process": (
         issue("asks", "pytorch/pytorch#49846", "MarsSu0618"),
+        Source(
+            "says",
+            "torch/distributed/constants.py (the timeouts)",
+            f"{TORCH}/blob/main/torch/distributed/constants.py",
+        ),
     ),
     "test_one_process_gives_ddp_one_device": (issue("asks", "pytorch/pytorch#7092", "eriche2016"),),
     "test_device_ids_are_for_gpus_only": (

@@ -139,11 +139,10 @@ def test_a_fork_of_the_users_ends_by_the_signal() -> None:
 
 
 @pytest.mark.usefixtures("default_sigterm")
-def test_a_child_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_equivalence.commands.interruption.SECONDS_TO_END", 0.2)
+def test_a_child_that_does_not_end_is_killed() -> None:
     deaf = "import os, signal, time\nfor one in (2, 15): signal.signal(one, signal.SIG_IGN)\n"
     ends_its_parent = "os.kill(os.getppid(), 15)\ntime.sleep(600)"
     before = psutil.Process().children()
     with sigterm_interrupts(), pytest.raises(Terminated):
-        exit_code_of([sys.executable, "-c", deaf + ends_its_parent])
+        exit_code_of([sys.executable, "-c", deaf + ends_its_parent], seconds_to_end=0.2)
     assert psutil.Process().children() == before
