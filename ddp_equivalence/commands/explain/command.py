@@ -64,9 +64,9 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="run the setup on ranks and check the gradient; with SGD, also train three steps with "
-        "the learning rate that keeps the length of a step, and compare the weights with those of "
-        "one big batch",
+        help="run the setup on ranks: check the gradient, and the weights after three steps with "
+        "the learning rate that keeps the length of a step; at another batch than the known one "
+        "also train a stand-in, which has one weight, with the other learning rates",
     )
     parser.add_argument(
         "--full", action="store_true", help="also print how the answer follows, step by step"

@@ -16,6 +16,13 @@ from ddp_equivalence.report.wrapping import plural, wrapped
 
 NAMES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 
+SEE_A_FACTOR = {
+    "sgd": "weight_decay and clipping's max_norm",
+    "adam": "eps, weight_decay and clipping's max_norm",
+    "adamw": "eps and clipping's max_norm",
+}
+"""The settings that a factor on the gradient is compared with, by optimizer."""
+
 
 def summary_text(explanation: Explanation) -> str:
     """The batch, the gradient, the learning rate, what goes with it, and the steps of an epoch."""
@@ -79,26 +86,22 @@ def _advice(explanation: Explanation) -> Iterator[str]:
         yield f"{begin} {rate}: {start.why}. {start.others}"
         yield start.beside
         keep = number(start.rate / float(by))
-    if factor != 1:
-        mended = (
-            "change nothing else"
-            if rates is None or rates.scaling == 1
-            else ("change nothing but what is named above")
-        )
+    if factor == 1:
+        return
+    if setup.is_adam and rates is not None and rates.scaling != 1:
+        see = SEE_A_FACTOR[setup.optimizer]
+        cancels = f"The gradient's factor of {times(factor)} cancels, but not for {see}"
+        yield f"{cancels}: multiply these by {times(factor)}, or the loss by {times(1 / factor)}."
+    else:
         take = "" if setup.is_adam else f" take {keep},"
-        yield f"Or multiply the loss by {times(1 / factor)},{take} and {mended}."
+        yield f"Or multiply the loss by {times(1 / factor)},{take} and change nothing else."
 
 
 def _beside_a_factor(setup: Setup, factor: Fraction) -> str:
     """What has to be multiplied for the same update, if it is used, where the gradient is not."""
     if factor == 1:
         return ""
-    settings = {
-        "sgd": "weight_decay and clipping's max_norm",
-        "adam": "eps, weight_decay and clipping's max_norm",
-        "adamw": "eps and clipping's max_norm",
-    }[setup.optimizer]
-    return f", if you also multiply {settings} by {times(factor)}"
+    return f", if you also multiply {SEE_A_FACTOR[setup.optimizer]} by {times(factor)}"
 
 
 def _epoch(explanation: Explanation) -> Iterator[str]:

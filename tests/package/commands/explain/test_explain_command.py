@@ -166,7 +166,7 @@ def test_the_help_says_what_is_run_and_what_not_divided_means(
     with pytest.raises(SystemExit):
         run("--help")
     text = " ".join(capsys.readouterr().out.split())
-    assert "with SGD, also train three steps with the learning rate that keeps the length" in text
+    assert "and the weights after three steps with the learning rate that keeps the length" in text
     not_divided = "the loss of each micro-batch is not divided, so their gradients add up"
     assert f"--accumulation-not-divided {not_divided}" in text
 
