@@ -66,6 +66,7 @@ def start_server() -> None:
     forkserver.set_forkserver_preload(list(PRELOAD))
     _use_own_folder()
     _use_short_folder()
+    _mend_folder()
     # Ranks inherit the server's environment: one thread each, and no pool of compile threads.
     variables = {
         "OMP_NUM_THREADS": "1",
@@ -99,6 +100,22 @@ def _use_short_folder() -> None:
     if len(os.fsencode(tempfile.gettempdir() + SOCKET_NAME)) > SOCKET_PATH_LIMIT:
         with patch.object(tempfile, "tempdir", "/tmp"), suppress(OSError):
             util.get_temp_dir()
+
+
+def _mend_folder() -> None:
+    """Make the folder of the socket again if it has gone, as where a program tidies up ``/tmp``.
+
+    A server whose socket is lost cannot be asked for anything. It is ended, and with it its ranks.
+    """
+    server: Any = getattr(forkserver, "_forkserver", None)  # private: a test fails if it changes
+    address, pid = (getattr(server, f"_forkserver_{name}", None) for name in ("address", "pid"))
+    if pid is not None and address is not None and not os.path.exists(address):
+        with suppress(OSError):
+            os.close(server._forkserver_alive_fd)
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+        server._forkserver_alive_fd = server._forkserver_pid = server._forkserver_address = None
+    os.makedirs(util.get_temp_dir(), mode=0o700, exist_ok=True)
 
 
 _folder_owner = 0

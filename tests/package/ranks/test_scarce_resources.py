@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import shutil
+import signal
+import stat
 import subprocess
 import sys
+import time
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -206,3 +213,24 @@ def test_a_rank_without_memory_is_the_root_cause_and_the_next_case_is_right(
     assert verdict.failure.ends[0].rank == 1
     assert message in verdict.failure.ends[0].what
     assert check(own_case(), right_step).outcome == "same"
+
+
+@pytest.mark.parametrize("server_ends", [True, False], ids=["ended", "alive"])
+def test_a_folder_of_the_socket_that_is_tidied_up_is_made_again(server_ends: bool) -> None:
+    """By a program that deletes what is old in /tmp, or by a server that has ended."""
+    assert check(own_case(), right_step, fresh_ranks=True).outcome == "same"
+    folder = Path(util.get_temp_dir())
+    if server_ends:
+        ended = server_process()
+        os.kill(ended, signal.SIGKILL)
+        while psutil.pid_exists(ended) and psutil.Process(ended).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+    shutil.rmtree(folder)
+    for _ in range(2):
+        assert check(own_case(), right_step, fresh_ranks=True).outcome == "same"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def server_process() -> int:
+    pid: int = getattr(forkserver, "_forkserver")._forkserver_pid  # noqa: B009
+    return pid
