@@ -102,7 +102,8 @@ def row_lines(finished: FinishedRow) -> Iterator[str]:
             yield from _intervals(run, first=number == 0)
             if number == 0 and finished.row.mode == "multi":
                 reduced, never = agreement.so_far_off(run.expected, finished.row)
-                chances = f"{reduced:.2g} of such runs if ranks reduce, in {never:.2g} if never"
+                chances = f"{100 * reduced:.2g} % of such runs if ranks reduce, "
+                chances += f"{100 * never:.2g} % if they never do"
                 yield f"       published w: so far off in {chances}"
     if finished.wrong:
         yield f"       does not agree: {', '.join(finished.wrong)}"
