@@ -17,6 +17,7 @@ from ddp_equivalence.commands.sandbox.published import RANKS, ROWS, SOURCE, Publ
 from ddp_equivalence.commands.sandbox.text import figure
 from ddp_equivalence.commands.sandbox.training import Progress, train
 from ddp_equivalence.commands.sandbox.training_result import TrainingResult
+from ddp_equivalence.comparison.digits import text_of
 
 MORE_EXPERIMENTS = 10_000
 """How many experiments a row's second run has. It is compared with the closed form only, and is
@@ -102,8 +103,8 @@ def row_lines(finished: FinishedRow) -> Iterator[str]:
             yield from _intervals(run, first=number == 0)
             if number == 0 and finished.row.mode == "multi":
                 reduced, never = agreement.so_far_off(run.expected, finished.row)
-                chances = f"{100 * reduced:.2g} % of such runs if ranks reduce, "
-                chances += f"{100 * never:.2g} % if they never do"
+                chances = f"{text_of(100 * reduced, '.3g')} % of such runs if ranks reduce, "
+                chances += f"{text_of(100 * never, '.3g')} % if they never do"
                 yield f"       published w: so far off in {chances}"
     if finished.wrong:
         yield f"       does not agree: {', '.join(finished.wrong)}"
