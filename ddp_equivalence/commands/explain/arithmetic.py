@@ -80,7 +80,7 @@ def _divisors(setup: Setup) -> tuple[Divisor, ...]:
     if factor != UNCHANGED:
         times_it = factor.value(setup.processes)
         why = " (the world size)" if factor == LossFactor(power=1) else ""
-        divisors.append(Divisor(f"you multiply it by {times(times_it)}{why}", 1 / times_it))
+        divisors.append(Divisor(f"it is multiplied by {times(times_it)}{why}", 1 / times_it))
     if setup.parallelism == "data-parallel-loss-inside":
         divisors.append(Divisor(f"the mean over the replicas' losses divides by {losses}", losses))
     if setup.accumulation > 1:

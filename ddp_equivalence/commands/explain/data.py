@@ -10,13 +10,25 @@ from fractions import Fraction
 from typing import Any
 
 from ddp_equivalence.commands.explain.explanation import Explanation
+from ddp_equivalence.commands.explain.starting_point import starting_point
 
 
 def as_data(explanation: Explanation) -> dict[str, Any]:
-    """Everything in the explanation, ready for json; ``factor_exact`` stands beside ``factor``."""
+    """Everything in the explanation, ready for json; ``factor_exact`` stands beside ``factor``.
+
+    ``unit``: the text calls the gradient of the mean loss times this number g. ``start``: the
+    learning rate to start with.
+    """
     data: dict[str, Any] = _plain(asdict(explanation))
     del data["render"]
     data["factor_exact"] = str(explanation.factor)
+    data["unit"] = explanation.unit
+    rates = explanation.learning_rates
+    if rates is not None:
+        start = float(rates.same_step)
+        if rates.scaling != 1:
+            start = starting_point(explanation, rates).rate
+        data["learning_rates"]["start"] = start
     if explanation.epoch is not None:
         data["epoch"]["steps"] = explanation.epoch.steps
     return data

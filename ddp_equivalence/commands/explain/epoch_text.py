@@ -93,9 +93,9 @@ def _window_sentences(setup: Setup, epoch: Epoch) -> Iterator[str]:
         return
     if setup.tokens_over != "micro-batch" and not setup.accumulation_divided:
         yield "That step counts its own tokens, so its gradient is as large as it should be."
-    elif setup.like == "hf-trainer":
+    elif setup.like == "hf-trainer" and setup.loss == "mean" and setup.accumulation_divided:
         yield f"The Trainer divides by {rest} in that step, so its gradient is as it should be."
-    elif setup.like is not None:
+    elif setup.like is not None and setup.accumulation_divided:
         yield (
             f"The trainer still divides by {whole} in that step, so its gradient is "
             f"{rest}/{whole} as large as it should be."

@@ -29,10 +29,9 @@ class Epoch:
     full_steps: int
     rest: int
     largest_step: int
+    last_step: int
     repeated: int
     dropped: int
-
-    last_step: int
 
     @property
     def steps(self) -> int:
@@ -67,9 +66,9 @@ def epoch_of(setup: Setup) -> Epoch | None:
         full_steps=full_steps,
         rest=rest,
         largest_step=of_last * setup.processes if first_is_last else setup.effective_batch,
+        last_step=of_last * setup.processes,
         repeated=0 if drops else max(0, each * setup.processes - setup.examples),
         dropped=max(0, setup.examples - seen) if setup.drop_last else 0,
-        last_step=of_last * setup.processes,
     )
 
 

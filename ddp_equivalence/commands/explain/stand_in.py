@@ -29,6 +29,15 @@ RATE = 1e-3
 MOSTLY_NOISE, MOSTLY_GRADIENT = 0.02, 50.0
 """Mean gradients: far below and far above the noise of a batch."""
 
+OF_LONG_WAYS = 0.02
+"""Up to what a long way, or a variance over all updates, may differ: its own error is below 0.5 %,
+and the gradient changes by less than 1 % within the small steps that one large step replaces."""
+OF_SPREADS = 0.05
+"""The same of the spread of the weights: the error of each of the two is 1 / sqrt(2 x WEIGHTS)."""
+OF_NOISY_WAYS = 0.2
+"""The same of a way that is mostly noise. Its own error is 2 %; Adam's beginning, in which its
+means are still made of few gradients, makes up to 10 %."""
+
 MakeOptimizer = Callable[[torch.nn.Parameter], torch.optim.Optimizer]
 
 
@@ -63,11 +72,11 @@ def _with_sgd(rates: LearningRates) -> list[ComparedPrediction]:
     linear = _course(rates.scaling, True, sgd(RATE * linear_by), 1.0, slope=0.1)
     root = _course(rates.scaling, True, sgd(RATE * root_by), 1.0, slope=0.1)
     return [
-        _compared("linear rate: distance of an epoch", linear.way / known.way, 0.02),
+        _compared("linear rate: distance of an epoch", linear.way / known.way, OF_LONG_WAYS),
         _compared(
             "square-root rate: variance of an update",
             root.step_variance / known.step_variance,
-            0.02,
+            OF_LONG_WAYS,
         ),
     ]
 
@@ -82,7 +91,7 @@ def _with_adam(setup: Setup, rates: LearningRates) -> list[ComparedPrediction]:
     known = _course(rates.scaling, False, adam(RATE), MOSTLY_GRADIENT)
     linear = _course(rates.scaling, True, adam(RATE * linear_by), MOSTLY_GRADIENT)
     what = "linear rate where the gradient is much larger than its noise: distance of an epoch"
-    found = [_compared(what, linear.way / known.way, 0.02)]
+    found = [_compared(what, linear.way / known.way, OF_LONG_WAYS)]
     assert rates.adam is not None
     if rates.adam.betas is not None:
         first, second = map(float, rates.adam.betas)
@@ -90,8 +99,8 @@ def _with_adam(setup: Setup, rates: LearningRates) -> list[ComparedPrediction]:
         root = _course(rates.scaling, True, adam(RATE * root_by, (first, second)), MOSTLY_NOISE)
         what = "square-root rate where noise is most of the gradient"
         found += [
-            _compared(f"{what}: spread of the weights", root.spread / known.spread, 0.05),
-            _compared(f"{what}: distance of an epoch", root.way / known.way, 0.2),
+            _compared(f"{what}: spread of the weights", root.spread / known.spread, OF_SPREADS),
+            _compared(f"{what}: distance of an epoch", root.way / known.way, OF_NOISY_WAYS),
         ]
     return found
 

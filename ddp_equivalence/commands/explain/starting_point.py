@@ -27,7 +27,7 @@ class StartingPoint:
 
 FARTHEST = 32
 """How many times larger than 256 the batch was, up to which Goyal et al. found linear scaling to
-keep the accuracy of ResNet-50 on ImageNet (8,192; section 5.2)."""
+keep the accuracy of ResNet-50 on ImageNet (8,192; their abstract)."""
 
 
 def starting_point(explanation: Explanation, rates: LearningRates) -> StartingPoint:
@@ -48,7 +48,7 @@ def _for_sgd(rates: LearningRates) -> StartingPoint:
         keep += times(rates.relative)
     far = ""
     if rates.scaling > FARTHEST:
-        far = f" So far (beyond x {FARTHEST}) linear scaling was found to fail."
+        far = f" Beyond x {FARTHEST}, from 256, Goyal et al. found linear scaling to fail."
     return StartingPoint(
         rate=float(rates.linear),
         how=f"(linear, x {times(rates.scaling)}){by_then}",

@@ -64,10 +64,10 @@ def _batch_and_gradient(explanation: Explanation) -> str:
 def _advice(explanation: Explanation) -> Iterator[str]:
     """What to do about the gradient, the learning rate, and the settings beside it."""
     rates, setup = explanation.learning_rates, explanation.setup
-    the, begin = "The", f"With {NAMES[setup.optimizer]} start with"
+    the, begin = "The", "With"
     if not explanation.is_multiple:
         yield f"To mend it, {' '.join(mend_sentences(explanation))}"
-        the, begin = "With that change, the", f"With that change and {begin[5:]}"
+        the, begin = "With that change, the", "With that change and"
     factor = rates.relative if rates else explanation.mended_factor / explanation.unit
     by = 1 if setup.is_adam else 1 / factor
     if rates is None:
@@ -83,7 +83,7 @@ def _advice(explanation: Explanation) -> Iterator[str]:
     else:
         start = starting_point(explanation, rates)
         rate = f"{number(start.rate)} {start.how}"
-        yield f"{begin} {rate}: {start.why}. {start.others}"
+        yield f"{begin} {NAMES[setup.optimizer]} start with {rate}: {start.why}. {start.others}"
         yield start.beside
         keep = number(start.rate / float(by))
     if factor == 1:

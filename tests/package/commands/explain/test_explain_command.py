@@ -105,7 +105,8 @@ def test_the_file_has_everything_that_the_text_says(tmp_path: Path) -> None:
     found = json.loads(path.read_text())
     assert (found["effective_batch"], found["factor"], found["factor_exact"]) == (8, 4.0, "4")
     assert found["is_multiple"] is True
-    assert found["learning_rates"]["linear"] == 0.01
+    assert found["learning_rates"]["linear"] == found["learning_rates"]["start"] == 0.01
+    assert found["unit"] == 1
     assert found["epoch"]["steps"] == 13
     assert found["setup"]["known_good"] == {"batch": 2, "learning_rate": 0.01, "loss": "mean"}
     assert "verification" not in found

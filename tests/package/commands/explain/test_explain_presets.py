@@ -211,14 +211,15 @@ def test_accelerate_deals_the_batches_that_an_epoch_says(
     needs("accelerate")
     from accelerate.data_loader import BatchSamplerShard
 
-    if drop_last and examples < ranks * batch:
+    given = {"batch": batch, "ranks_per_node": ranks, "examples": examples, "drop_last": drop_last}
+    batches = BatchSampler(SequentialSampler(range(examples)), batch, drop_last)
+    if drop_last and not list(BatchSamplerShard(batches, ranks, 0)):
+        with pytest.raises(BadCase, match="leaves no step in an epoch"):
+            setup_like("accelerate", **given)
         return
-    setup = setup_like(
-        "accelerate", batch=batch, ranks_per_node=ranks, examples=examples, drop_last=drop_last
-    )
+    setup = setup_like("accelerate", **given)
     epoch = explain(setup).epoch
     assert epoch is not None
-    batches = BatchSampler(SequentialSampler(range(examples)), batch, drop_last)
     seen: list[int] = []
     for rank in range(ranks):
         dealt = list(BatchSamplerShard(batches, ranks, rank)) if ranks > 1 else list(batches)
