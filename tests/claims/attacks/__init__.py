@@ -1,0 +1,1 @@
+"""Attacks on the conditions of the claims, by what they simulate."""
