@@ -15,7 +15,7 @@ import pytest
 
 from tests.claims import page
 from tests.claims.attacks import devices, gradients, learning_rates, real_ranks, samplers, training
-from tests.claims.attacks.attack import ATTACKS, Attack, Draw
+from tests.claims.attacks.attack import Attack, Draw, attacks_of
 
 FEW, MANY = 40, 200
 """How many set-ups attack a condition in every run, and in a thorough one."""
@@ -28,8 +28,7 @@ NOT_ATTACKED = {
     "test_equal_gradients_can_train_worse": "it is a list of suspects, each measured",
 }
 
-FILES = (devices, gradients, learning_rates, real_ranks, samplers, training)
-"""They fill ``ATTACKS``."""
+ATTACKS = attacks_of(devices, gradients, learning_rates, real_ranks, samplers, training)
 
 
 def cases() -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -25,19 +26,21 @@ class Attack:
     outside: tuple[dict[str, Any], ...]
 
 
-ATTACKS: list[Attack] = []
-
-
 def attack(
     *claims: str, draw: Callable[[Draw], dict[str, Any]], outside: Sequence[dict[str, Any]]
-) -> Callable[[Holds], Holds]:
-    """Attack these claims with the decorated check."""
+) -> Callable[[Holds], Attack]:
+    """Make an attack on these claims of the decorated check."""
 
-    def decorate(holds: Holds) -> Holds:
-        ATTACKS.append(Attack(tuple(f"test_{one}" for one in claims), draw, holds, tuple(outside)))
-        return holds
+    def decorate(holds: Holds) -> Attack:
+        return Attack(tuple(f"test_{one}" for one in claims), draw, holds, tuple(outside))
 
     return decorate
+
+
+def attacks_of(*modules: ModuleType) -> list[Attack]:
+    """All attacks in these modules, in the order in which they are written there."""
+    values = (value for module in modules for value in vars(module).values())
+    return [value for value in values if isinstance(value, Attack)]
 
 
 def near(found: Tensor, expected: Tensor, limit: float = 1e-9) -> bool:

@@ -134,7 +134,7 @@ def token_counts(draw: Draw) -> dict[str, Any]:
 def means_over_tokens_are_averaged(counts: list[list[int]], seed: int) -> bool:
     """Sequences of these many tokens on each rank: a token is an example here."""
     sizes = [sum(one) for one in counts]
-    return the_average_of_means_is_the_big_batch(sizes, seed, "ce")
+    return the_average_of_means_is_the_big_batch.holds(sizes, seed, "ce")
 
 
 @attack(

@@ -70,13 +70,16 @@ def test_a_value_that_is_too_large_to_travel_is_refused_by_name(
 
 
 def test_a_module_that_nobody_has_changed_differs_in_nothing_from_a_new_import() -> None:
-    """It has a global of every kind: locks, files, random generators, models, hostile classes."""
+    """It has a global of every kind: locks, files, random generators, models, hostile classes.
+
+    Modules that ranks have imported in other tests are compared too, and those may have changed.
+    """
     name = many_kinds.__name__
-    assert not carried.changes({name}, ()).edits
+    assert name not in carried.changes({name}, ()).edits
     assert many_kinds.right()  # Python and torch then keep caches of their own there
     changes = carried.changes({name}, ())
     assert name in changes.compared
-    assert not changes.edits
+    assert name not in changes.edits
 
 
 def test_a_module_that_only_ranks_can_import_is_not_judged_by_guessing(
