@@ -5,8 +5,43 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+from difflib import get_close_matches
+from typing import NoReturn
 
 from ddp_equivalence.case.errors import BadCase, on_one_line
+from ddp_equivalence.commands.exit_codes import BAD_INPUT
+from ddp_equivalence.report.wrapping import wrapped
+
+ABOUT_AN_OPTION = re.compile(r"argument (?P<option>[^\s/:]+)[^\s:]*: (?P<what>.*)", re.DOTALL)
+NOT_WHOLE = re.compile(r"(?P<option>\S+) invalid int value: '(?P<value>.*)'", re.DOTALL)
+NO_CHOICE = re.compile(
+    r"(?P<option>\S+) invalid choice: '(?P<value>.*)' \(choose from (?P<choices>.*)\)", re.DOTALL
+)
+"""What argparse says. Another wording of it is printed as it is."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in two lines what is wrong, where argparse prints all options before it."""
+
+    def error(self, message: str) -> NoReturn:
+        if found := ABOUT_AN_OPTION.fullmatch(message):
+            message = f"{found['option']} {found['what']}"
+        if found := NOT_WHOLE.fullmatch(message):
+            message = f"{found['option']} {_shown(found['value'])} should be a whole number"
+        elif found := NO_CHOICE.fullmatch(message):
+            choices = found["choices"].replace("'", "")
+            message = f"{found['option']} {_shown(found['value'])} should be one of {choices}"
+        text = f"{message.rstrip('.')}. See {self.prog} --help."
+        self.exit(BAD_INPUT, "\n".join([f"{self.prog}: bad input", *wrapped(text, "  ", "  "), ""]))
+
+
+def refuse_unknown(parser: argparse.ArgumentParser, words: list[str]) -> NoReturn:
+    """End with an error that names the options that are most like these, or all."""
+    options = [one[2:] for one in parser._option_string_actions if one.startswith("--")]
+    typed = [word.partition("=")[0].lstrip("-") for word in words if word.startswith("-")]
+    close = [one for word in typed for one in get_close_matches(word, options, 2)]
+    right = f"perhaps --{' or --'.join(close)}" if close else f"there are --{', --'.join(options)}"
+    parser.error(f"unrecognized arguments: {' '.join(map(_shown, words))} ({right})")
 
 
 def refusal(error: BadCase, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands import COMMANDS
-from ddp_equivalence.commands.bad_input import refusal
+from ddp_equivalence.commands.bad_input import Parser, refusal, refuse_unknown
 from ddp_equivalence.commands.exit_codes import BAD_INPUT, INTERRUPTED, NOT_JUDGED, SAME
 from ddp_equivalence.commands.interruption import sigterm_interrupts
 from ddp_equivalence.commands.output import output
@@ -31,7 +31,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
 
 
 def _run(command_line: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = Parser(
         prog="ddp-equivalence",
         description="Does data-parallel training compute the gradients of one big batch?",
     )
@@ -43,7 +43,7 @@ def _run(command_line: Sequence[str] | None) -> int:
         arguments.paths += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]
     if rest and arguments.command != "run":  # run gives them to pytest
-        commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(rest)}")
+        refuse_unknown(commands.choices[arguments.command], rest)
     arguments.rest = rest
     try:
         with sigterm_interrupts() as interruption:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from ddp_equivalence.case import settings
-from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.errors import BadCase, on_one_line
 from ddp_equivalence.commands.exit_codes import DIFFERENT, NOT_JUDGED, SAME
 from ddp_equivalence.commands.explain import KnownGood, Setup, explain, setup_like
 from ddp_equivalence.commands.explain.data import as_data
@@ -83,7 +83,8 @@ def _add_setup_options(parser: argparse.ArgumentParser) -> None:
         "--parallelism",
         choices=get_args(Parallelism),
         help="how the ranks train together; default ddp. hybrid: one process on each node, "
-        "DataParallel inside the process and DDP between the nodes. all-reduce-sum: an all_reduce "
+        "DataParallel inside the process and DDP between the nodes. data-parallel-loss-inside: the "
+        "replicas return their losses, and you take losses.mean(). all-reduce-sum: an all_reduce "
         "of your own that does not divide",
     )
     parser.add_argument(
@@ -132,7 +133,8 @@ def _add_batch_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, metavar="N", help="the number of nodes; default 1")
     parser.add_argument(
         "--ranks-per-node",
-        type=int,
+        "--gpus-per-node",
+        type=_ranks,
         metavar="N",
         help="the ranks on each node, or with data-parallel and hybrid the GPUs that one process "
         "drives; default 1",
@@ -191,6 +193,18 @@ def run(arguments: argparse.Namespace) -> int:
         "json", arguments.json, as_data(explanation) | {"verification": verification.as_data()}
     )
     return CODE_OF_VERIFICATION[verification.outcome]
+
+
+def _ranks(text: str) -> int:
+    """Raises ArgumentTypeError for what is no whole number, as the sizes of uneven nodes."""
+    right = f"{on_one_line(text)} should be a whole number"
+    if re.fullmatch(r"\d{1,5}(\+\d{1,5})+", text):
+        total = sum(map(int, text.split("+")))
+        right += f". With DDP it does not matter on which node a rank is: give all of them, {total}"
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(right) from None
 
 
 def _betas(text: str | None) -> tuple[Fraction, Fraction] | None:

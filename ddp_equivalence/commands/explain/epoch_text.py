@@ -41,6 +41,43 @@ def epoch_sentences(explanation: Explanation) -> Iterator[str]:
         yield f"With the known batch of {known.batch} an epoch has {steps}."
 
 
+def last_is_as_on_one_device(explanation: Explanation) -> bool:
+    """True if the last update of an epoch is one device's with the same examples in one batch.
+
+    Repeated examples are not counted here. False also where it depends on the user's loop.
+    """
+    epoch, setup = explanation.epoch, explanation.setup
+    if epoch is None or not (epoch.rest or epoch.last_batch != setup.batch):
+        return True
+    if len(setup.loss_sizes) > 1:
+        return False
+    if explanation.compares_sums:
+        return setup.loss == "sum"
+    return setup.loss == "mean" and setup.accumulation == 1
+
+
+def unlike_one_device(explanation: Explanation) -> int:
+    """How many updates at the end of an epoch are not those of one device with the whole batch.
+
+    They are more than one where more examples are repeated than the last step has.
+    """
+    epoch = explanation.epoch
+    if epoch is None or not epoch.repeated:
+        return int(not last_is_as_on_one_device(explanation))
+    before_the_last = max(0, epoch.repeated - epoch.last_step)
+    return min(epoch.steps, 1 + -(-before_the_last // explanation.effective_batch))
+
+
+def which_updates(explanation: Explanation) -> str | None:
+    """``every update but an epoch's last is``: which are the same as on one device; None: none."""
+    others = unlike_one_device(explanation)
+    if not others:
+        return "every update is"
+    if explanation.epoch is not None and others == explanation.epoch.steps:
+        return None
+    return f"every update but an epoch's last {'' if others == 1 else f'{others} '}is"
+
+
 def _batches(setup: Setup, epoch: Epoch) -> str:
     dealt = "full batches" if setup.deals_full_batches else "DistributedSampler"
     whose = "" if setup.processes == 1 else f", {epoch.examples_each} a rank ({dealt})"

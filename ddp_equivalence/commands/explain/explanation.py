@@ -57,11 +57,11 @@ class Explanation:
         """True if g in the text is the gradient of the summed loss over the effective batch.
 
         It is if the loss that is known to be good was a sum over as many examples. Without one, it
-        is if the loss of this setup is a sum.
+        is if the loss of this setup is a sum, unless that is divided by a count.
         """
         known = self.setup.known_good
         if known is None:
-            return self.setup.loss == "sum"
+            return self.setup.loss == "sum" and self.setup.loss_times.number >= 1
         return known.loss == "sum" and known.batch == self.effective_batch
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from ddp_equivalence.commands.explain.explanation import Explanation
 from ddp_equivalence.commands.explain.loss_factor import UNCHANGED
 from ddp_equivalence.commands.explain.numbers import number, of_g, times
+from ddp_equivalence.commands.explain.presets import own_divisor
 from ddp_equivalence.commands.explain.setup import Setup, framework_divisor
 
 
@@ -29,11 +30,17 @@ def mend_sentences(explanation: Explanation) -> Iterator[str]:
         )
         return
     if setup.like == "hf-trainer":
-        yield "set average_tokens_across_devices=True, or write that yourself:"
+        yield (
+            "set average_tokens_across_devices=True (in transformers from 4.46.2 on; older ones "
+            "cannot). That gives g, the big batch's gradient."
+        )
+        return
     of = f"all {setup.accumulation} micro-batches" if setup.accumulation > 1 else "the batch"
     reduced = ", and all_reduce the count (sum)" if setup.processes > 1 else ""
     yield f"count the tokens of {of} before the first backward{reduced}; call it T."
     only = "divide by nothing else"
+    if own_divisor(setup) > 1:
+        only += f" (the trainer itself divides by {own_divisor(setup)})"
     if setup.loss_times != UNCHANGED:
         only = "divide and multiply by nothing else"
     loss = _mended_loss(setup)
@@ -41,10 +48,10 @@ def mend_sentences(explanation: Explanation) -> Iterator[str]:
 
 
 def _mended_loss(setup: Setup) -> str:
-    averaged = framework_divisor(setup)
     if setup.parallelism == "data-parallel-loss-inside":
         return 'the sum of the replicas\' losses, with reduction="sum", / T'
-    by = f"x {averaged} / T" if averaged > 1 else "/ T"
+    divided = framework_divisor(setup), own_divisor(setup)
+    by = " ".join([*(f"x {number}" for number in divided if number > 1), "/ T"])
     return f'the loss with reduction="sum" {by}'
 
 

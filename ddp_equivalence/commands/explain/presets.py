@@ -31,8 +31,14 @@ def setup_like(name: str, **given: Any) -> Setup:
     if given.get("parallelism") is not None:
         right = f"left out with --like {name}, which stands for one process for each GPU (torchrun)"
         raise BadCase("parallelism", given["parallelism"], right)
+    divided = given.pop("accumulation_divided", None)
     fields = {field: value for field, value in given.items() if value is not None}
-    return Setup(like=name, **PRESETS[name](fields))
+    setup = Setup(like=name, **PRESETS[name](fields))
+    if divided not in (None, setup.accumulation_divided):
+        does = {True: "divides the loss by the micro-batches itself", False: "does not divide here"}
+        right = f"left out with --like {name}, which {does[not divided]}"
+        raise BadCase("accumulation_divided", divided, right)
+    return setup
 
 
 def _hf_trainer(given: Fields) -> Fields:
@@ -89,6 +95,11 @@ PRESETS: Mapping[str, Callable[[Fields], Fields]] = {
     "nanogpt": _nanogpt,
 }
 """The trainers by name, with the function that completes the fields of a Setup."""
+
+
+def own_divisor(setup: Setup) -> int:
+    """By what the trainer itself divides a loss that its user computes in another way."""
+    return setup.accumulation if setup.like in ("accelerate", "lightning") else 1
 
 
 def preset_sentences(setup: Setup) -> Iterator[str]:

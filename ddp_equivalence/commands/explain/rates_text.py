@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
+from ddp_equivalence.commands.explain.epoch_text import which_updates
 from ddp_equivalence.commands.explain.explanation import Explanation
 from ddp_equivalence.commands.explain.known_good import KnownGood
 from ddp_equivalence.commands.explain.learning_rates import LearningRates
@@ -61,16 +62,25 @@ def _at_the_same_batch(
     elif rates.relative == 1:
         not_by = f"{ranks}, nor by the square root of {ranks}"
         more = f" Do not multiply it by {not_by}." if ranks > 1 else ""
-        yield f"{now}, as on one device: every update is the same.{more}"
+        yield f"{now}, as on one device{_which(explanation)}.{more}"
     else:
         yield (
-            f"{was} {divided_by(rates.relative)} = {now}: then every update is the same as on one "
-            "device."
+            f"{was} {divided_by(rates.relative)} = {now}, for the same updates as on one device"
+            f"{_which(explanation)}."
         )
         yield (
             f"Or multiply the loss by {times(1 / rates.relative)} and keep {was}; then weight "
             "decay and clipping stay as they were, too."
         )
+
+
+def _which(explanation: Explanation) -> str:
+    which = which_updates(explanation)
+    if which is None:
+        return (
+            f", for a step of {explanation.effective_batch} different examples (an epoch has none)"
+        )
+    return f": {which} the same"
 
 
 def _at_another_batch(
@@ -90,7 +100,7 @@ def _at_another_batch(
     if not explanation.setup.is_adam:
         yield from _for_sgd(rates)
     start = starting_point(explanation, rates)
-    yield f"Start with {number(start.rate)} {start.how}: {start.why}. {start.beside}"
+    yield start.as_sentence
     if not explanation.is_multiple:
         yield (
             "All of this holds with the change above. Without it, no learning rate keeps any of "
@@ -140,15 +150,15 @@ def _for_adam(rates: LearningRates) -> Iterator[str]:
         f"{number(rates.same_step)} keeps the length of a step: Adam divides the gradient by its "
         f"own size. An epoch has {as_many(1 / rates.scaling)} the steps."
     )
-    eps = number(rates.adam.eps)
-    if rates.adam.betas is None:
+    betas = ", ".join(number(beta) for beta in rates.adam.ruled)
+    eps = f"eps {number(rates.adam.eps)} in place of 1e-8."
+    settings = f"It needs betas ({betas}) in place of yours, and {eps}"
+    if not rates.adam.in_reach:
         settings = (
-            f"But it needs betas of 1 - {times(rates.scaling)} x (1 - beta), and these are not "
-            "above 0 here, so the rule cannot be used."
+            f"It needs {eps} Its betas would be ({betas}), which average over fewer than two "
+            "gradients, and the rule is not derived for that: keep yours, with which the weights "
+            "move and scatter as much over many steps."
         )
-    else:
-        betas = ", ".join(number(beta) for beta in rates.adam.betas)
-        settings = f"In place of yours it needs betas ({betas}), and eps {eps} in place of 1e-8."
     yield (
         f"{number(rates.square_root)} (square root, x {_root(rates)}) keeps the path of the "
         f"weights and its noise if noise is most of the gradient. {settings} Malladi et al. 2022, "

@@ -93,16 +93,15 @@ def _with_adam(setup: Setup, rates: LearningRates) -> list[ComparedPrediction]:
     what = "linear rate where the gradient is much larger than its noise: distance of an epoch"
     found = [_compared(what, linear.way / known.way, OF_LONG_WAYS)]
     assert rates.adam is not None
-    if rates.adam.betas is not None:
-        first, second = map(float, rates.adam.betas)
-        known = _course(rates.scaling, False, adam(RATE), MOSTLY_NOISE)
-        root = _course(rates.scaling, True, adam(RATE * root_by, (first, second)), MOSTLY_NOISE)
-        what = "square-root rate where noise is most of the gradient"
-        found += [
-            _compared(f"{what}: spread of the weights", root.spread / known.spread, OF_SPREADS),
-            _compared(f"{what}: distance of an epoch", root.way / known.way, OF_NOISY_WAYS),
-        ]
-    return found
+    first, second = map(float, rates.adam.betas)
+    known = _course(rates.scaling, False, adam(RATE), MOSTLY_NOISE)
+    root = _course(rates.scaling, True, adam(RATE * root_by, (first, second)), MOSTLY_NOISE)
+    what = "square-root rate where noise is most of the gradient"
+    return [
+        *found,
+        _compared(f"{what}: spread of the weights", root.spread / known.spread, OF_SPREADS),
+        _compared(f"{what}: distance of an epoch", root.way / known.way, OF_NOISY_WAYS),
+    ]
 
 
 def _factors(rates: LearningRates) -> tuple[float, float]:

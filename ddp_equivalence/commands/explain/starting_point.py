@@ -14,8 +14,8 @@ from ddp_equivalence.commands.explain.setup import Setup
 class StartingPoint:
     """``rate``: the learning rate. ``how``: the rule that gives it, and how to use it.
 
-    ``why``: what it keeps. ``others``: what the other rates keep. ``beside``: a sentence on other
-    settings.
+    ``why``: what it keeps. ``others``: what the other rates keep. ``beside``: what to do about
+    other settings, and ``why_beside`` what that keeps.
     """
 
     rate: float
@@ -23,7 +23,16 @@ class StartingPoint:
     why: str
     others: str
     beside: str
+    why_beside: str
 
+    @property
+    def as_sentence(self) -> str:
+        """``Start with 0.4 (linear, x 4): ...``."""
+        beside = f" {self.beside}: {self.why_beside}." if self.beside else ""
+        return f"Start with {number(self.rate)} {self.how}: {self.why}.{beside}"
+
+
+DECAY = "an epoch then decays the weights as much as before"
 
 FARTHEST = 32
 """How many times larger than 256 the batch was, up to which Goyal et al. found linear scaling to
@@ -52,37 +61,24 @@ def _for_sgd(rates: LearningRates) -> StartingPoint:
     return StartingPoint(
         rate=float(rates.linear),
         how=f"(linear, x {times(rates.scaling)}){by_then}",
-        why="it keeps the update per example",
-        others=f"{same} keeps the length of a step, {root} the noise of a step.{far}",
-        beside=f"{keep}: an epoch then decays the weights as much as before.",
+        why="an epoch then moves the weights as far as before",
+        others=f"{same} keeps a step's length, {root} its noise.{far}",
+        beside=keep,
+        why_beside=DECAY,
     )
 
 
 def _for_adam(setup: Setup, rates: LearningRates) -> StartingPoint:
     assert rates.adam is not None
-    same = number(rates.same_step)
-    if rates.adam.betas is None:
-        return StartingPoint(
-            rate=float(rates.same_step),
-            how="(unchanged)",
-            why="it keeps the length of a step",
-            others="The square-root rule does not reach so far: its betas would not be above 0.",
-            beside=_decay_of_adamw(setup, times(rates.scaling)),
-        )
     root = number(float(rates.scaling) ** 0.5)
-    betas, before = (
-        ", ".join(number(beta) for beta in pair) for pair in (rates.adam.betas, setup.betas)
-    )
+    whose = "" if rates.adam.in_reach else "your "
+    betas = ", ".join(number(beta) for beta in rates.adam.betas)
     return StartingPoint(
         rate=rates.square_root,
-        how=f"(square root, x {root}) and betas ({betas}) for ({before})",
-        why="weights move and scatter as before where noise dominates",
-        others=f"{same} keeps betas and step length.",
-        beside=_decay_of_adamw(setup, root),
+        how=f"(square root, x {root}), {whose}betas ({betas}) and eps {number(rates.adam.eps)}",
+        why="where noise is most of the gradient, weights move and scatter as before",
+        others=f"{number(rates.same_step)} keeps a step's length.",
+        # An epoch decays the weights by rate x weight_decay x steps, and has fewer steps.
+        beside=f"Multiply weight_decay by {root}" if setup.optimizer == "adamw" else "",
+        why_beside=DECAY,
     )
-
-
-def _decay_of_adamw(setup: Setup, by: str) -> str:
-    """An epoch decays the weights by rate x weight_decay x steps, and has fewer steps."""
-    whose = "Multiply" if setup.optimizer == "adamw" else "With AdamW multiply"
-    return f"{whose} weight_decay by {by}: an epoch then decays the weights as much as before."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
+from ddp_equivalence.commands.explain.epoch_text import last_is_as_on_one_device, which_updates
 from ddp_equivalence.commands.explain.explanation import Explanation
 from ddp_equivalence.commands.explain.numbers import number, times
 from ddp_equivalence.commands.explain.optimizer_text import mend_sentences
@@ -50,7 +51,7 @@ def _batch_and_gradient(explanation: Explanation) -> str:
         same = known.batch == explanation.effective_batch
         batch += ", the known one" if same else f"; known: {known.batch}"
         if setup.loss == "sum" and known.loss == "mean":
-            batch += ", with a mean loss (else: --known-loss sum)"
+            batch += " (mean loss; else --known-loss sum)"
     if explanation.is_multiple:
         only = ""
         if setup.like == "hf-trainer" and setup.tokens_over == "all-ranks":
@@ -77,24 +78,43 @@ def _advice(explanation: Explanation) -> Iterator[str]:
         yield f"{the} learning rate is {of}{rate}{_beside_a_factor(setup, factor)}."
         keep = "the learning rate of one device"
     elif rates.scaling == 1:
-        same = f"every update is then the same as on one device{_beside_a_factor(setup, factor)}"
-        yield f"{the} learning rate is {number(rates.same_step)}: {same}."
+        rate = f"{the} learning rate is {number(rates.same_step)}"
+        yield f"{rate}{_for_which_updates(explanation)}{_beside_a_factor(setup, factor)}."
         keep = number(rates.same_step / by)
     else:
         start = starting_point(explanation, rates)
         rate = f"{number(start.rate)} {start.how}"
         yield f"{begin} {NAMES[setup.optimizer]} start with {rate}: {start.why}. {start.others}"
-        yield start.beside
         keep = number(start.rate / float(by))
-    if factor == 1:
+        beside = f"{start.beside}: {start.why_beside}. " if start.beside else ""
+        if factor == 1 and beside:
+            yield beside
+        elif factor != 1:
+            beside = f"{start.beside}. " if setup.is_adam and start.beside else ""
+            yield f"{beside}{_factor_at_another_batch(setup, factor, keep)}"
         return
-    if setup.is_adam and rates is not None and rates.scaling != 1:
-        see = SEE_A_FACTOR[setup.optimizer]
-        cancels = f"The gradient's factor of {times(factor)} cancels, but not for {see}"
-        yield f"{cancels}: multiply these by {times(factor)}, or the loss by {times(1 / factor)}."
-    else:
+    if factor != 1:
         take = "" if setup.is_adam else f" take {keep},"
         yield f"Or multiply the loss by {times(1 / factor)},{take} and change nothing else."
+
+
+def _for_which_updates(explanation: Explanation) -> str:
+    which = which_updates(explanation)
+    if which is None:
+        batch = explanation.effective_batch
+        return f" for a step of {batch} different examples, and an epoch has none"
+    return f": {which} then the same as on one device"
+
+
+def _factor_at_another_batch(setup: Setup, factor: Fraction, keep: str) -> str:
+    """Two ways to deal with a factor on the gradient. ``keep``: the learning rate without it."""
+    see, by, loss = SEE_A_FACTOR[setup.optimizer], times(factor), times(1 / factor)
+    if setup.is_adam:
+        return f"Multiply {see} by {by}, or the loss by {loss}: the factor cancels in all else."
+    return (
+        f"Keep momentum, and multiply {see} by {by}; or multiply the loss by {loss}, take {keep}, "
+        "and change nothing else."
+    )
 
 
 def _beside_a_factor(setup: Setup, factor: Fraction) -> str:
@@ -117,16 +137,14 @@ def _epoch(explanation: Explanation) -> Iterator[str]:
         if epoch.repeated:
             examples = f"{epoch.repeated} {plural(epoch.repeated, 'example')}"
             steps += f"; it repeats {examples} at its end"
-        if epoch.rest or (epoch.last_batch != setup.batch and not _is_plain(setup)):
+        if epoch.dropped:
+            verb = plural(epoch.dropped, "example is", "examples are")
+            steps += f"; {epoch.dropped} of {setup.examples} {verb} left out (drop_last)"
+        if not last_is_as_on_one_device(explanation):
             steps += "; for its last gradient see --full"
         yield f"{steps}."
-    if setup.like == "accelerate" and setup.processes > 1:
-        yield scheduler_of_accelerate(setup.processes)
-
-
-def _is_plain(setup: Setup) -> bool:
-    """True if a shorter last batch is a step of its own, with the mean of its examples."""
-    return setup.loss == "mean" and setup.accumulation == 1 and len(setup.loss_sizes) == 1
+        if setup.like == "accelerate" and setup.processes > 1:
+            yield scheduler_of_accelerate(setup.processes)
 
 
 def _more(setup: Setup) -> str:

@@ -204,8 +204,24 @@ def test_the_doctor_says_what_runs_and_why_not_the_rest(no_cuda: None) -> None:
     assert "data_parallel  NOT RUN  needs 2 CUDA devices, found 0" in text
 
 
-@pytest.mark.parametrize("arguments", [(), ("chek",), ("check",), ("check", "x.py", "--fast")])
-def test_a_wrong_command_is_told_the_right_ones(arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "right"),
+    [
+        ((), "the following arguments are required: COMMAND"),
+        (("chek",), "COMMAND chek should be one of run, check, observe,"),
+        (("check",), "the following arguments are required: FILE.py[:NAME]"),
+        (("check", "x.py", "--stesp", "3"), "--stesp 3 (perhaps --steps)"),
+        (("check", "x.py", "--fast"), "--fast (there are --help, --layout,"),
+        (("check", "x.py", "--steps", "many"), "--steps many should be a whole number"),
+        (("check", "x.py", "--steps", "a\nb"), r"--steps 'a\nb' should be a whole number"),
+        (("check", "x.py", "--dtype", "x"), "--dtype x should be one of float64, float32,"),
+    ],
+)
+def test_a_wrong_command_is_told_the_right_one(arguments: tuple[str, ...], right: str) -> None:
     code, _, errors = run(*arguments)
     assert code == 2
-    assert "usage: ddp-equivalence" in errors
+    told = " ".join(errors.split())
+    assert right in told
+    of = "ddp-equivalence check" if "check" in arguments else "ddp-equivalence"
+    assert told.endswith(f"See {of} --help.")
+    assert len(errors.splitlines()) < 8

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ddp_equivalence.commands.explain import KnownGood, Setup, explain
+from ddp_equivalence.commands.explain.setup import ADAM_BETAS
 
 TWO_BY_TWO = {"nodes": 2, "ranks_per_node": 2}
 DIVIDED = {"accumulation": 3, "accumulation_divided": True}
@@ -172,12 +173,19 @@ def test_adams_learning_rate_knows_no_factor_and_has_both_rules() -> None:
     assert isclose(rates.adam.eps, 5e-9)
 
 
-def test_the_root_rule_for_adam_ends_where_a_beta_would_not_stay_above_zero() -> None:
-    setup = Setup(batch=40, optimizer="adam", known_good=KnownGood.read("4@0.001"))
+@pytest.mark.parametrize(
+    ("batch", "reached"), [(20, True), (21, False), (40, False), (4000, False)]
+)
+def test_the_root_rule_for_adam_gives_betas_that_average_two_gradients(
+    batch: int, reached: bool
+) -> None:
+    setup = Setup(batch=batch, optimizer="adam", known_good=KnownGood.read("4@0.001"))
     rates = explain(setup).learning_rates
     assert rates is not None
     assert rates.adam is not None
-    assert rates.adam.betas is None
+    assert rates.adam.in_reach == reached
+    expected = (Fraction(1, 2), Fraction(199, 200)) if reached else ADAM_BETAS
+    assert rates.adam.betas == expected
 
 
 @pytest.mark.parametrize(("divided", "rate"), [(False, "0.005"), (True, "0.01")])

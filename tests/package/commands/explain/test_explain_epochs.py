@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis.strategies import booleans, integers
 from torch import Tensor
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_equivalence.commands.explain import KnownGood, Setup, explain
+from ddp_equivalence.commands.explain.epoch_text import unlike_one_device
 from ddp_equivalence.commands.explain.epochs import last_sum
 
 INSIDE = {"parallelism": "data-parallel-loss-inside", "ranks_per_node": 4, "batch": 16}
@@ -156,3 +160,48 @@ def test_the_last_sum_is_as_large_as_replicas_make_it(last: int) -> None:
     found = last_sum(setup, epoch)
     assert isinstance(found, Fraction)
     assert float(found) == pytest.approx(float(gradient(last) / gradient(16)))
+
+
+def weights_in_the_steps(setup: Setup) -> list[Tensor]:
+    """How often each example counts in the mean of every step, with torch's own sampler."""
+    examples, ranks = setup.examples or 0, setup.processes
+    steps: list[Tensor] = []
+    for rank in range(ranks):
+        data: Any = range(examples)
+        sampler: Any = DistributedSampler(data, ranks, rank, shuffle=False)
+        loader: Any = DataLoader(data, setup.batch, sampler=sampler, drop_last=setup.drop_last)
+        for number, batch in enumerate(loader):
+            step, first = divmod(number, setup.accumulation)
+            if rank == 0 and first == 0:
+                steps.append(torch.zeros(examples, dtype=torch.double))
+            share = 1 / (len(batch) * setup.accumulation * ranks)
+            steps[step].index_add_(0, batch, torch.full((len(batch),), share, dtype=torch.double))
+    return steps
+
+
+@hypothesis_settings(max_examples=150, deadline=None)
+@given(
+    ranks=integers(1, 5),
+    batch=integers(1, 4),
+    accumulation=integers(1, 3),
+    examples=integers(1, 60),
+    drop_last=booleans(),
+)
+def test_the_updates_that_are_not_as_on_one_device_are_the_last_ones(
+    ranks: int, batch: int, accumulation: int, examples: int, drop_last: bool
+) -> None:
+    fields: dict[str, Any] = {"batch": batch, "ranks_per_node": ranks, "examples": examples}
+    fields |= {"accumulation": accumulation, "drop_last": drop_last}
+    fields["accumulation_divided"] = True if accumulation > 1 else None
+    assume(examples >= ranks)  # with fewer, each may count twice, which leaves the mean as it was
+    assume(not drop_last or -(-examples // ranks) >= batch)
+    setup = Setup(**fields)
+    found = weights_in_the_steps(setup)
+    one_batch = [
+        torch.zeros(examples, dtype=torch.double).index_fill_(0, part, 1 / len(part))
+        for part in torch.arange(examples).split(setup.effective_batch)
+    ]
+    unlike = unlike_one_device(explain(setup))
+    same = [torch.allclose(mine, theirs) for mine, theirs in zip(found, one_batch, strict=False)]
+    assert same[: len(found) - unlike] == [True] * (len(found) - unlike)
+    assert not any(same[len(found) - unlike :])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from importlib.util import find_spec
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,15 +89,21 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return value
 
 
-def loop(accelerator: Any, model: nn.Module, optimizer: Any, loader: Any) -> None:
-    for batch in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(loss(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
+@dataclass
+class Loop:
+    """The loop of Accelerate's own documentation."""
+
+    loss: Callable[..., Tensor]
+
+    def __call__(self, accelerator: Any, model: nn.Module, optimizer: Any, loader: Any) -> None:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(self.loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
 
 
-def trainer_step_of(name: str) -> Any:
+def trainer_step_of(name: str, loss: Callable[..., Tensor] = loss) -> Any:
     if name == "hf-trainer":
         from ddp_equivalence.adapters.transformers import trainer_step
 
@@ -102,7 +111,7 @@ def trainer_step_of(name: str) -> Any:
     if name == "accelerate":
         from ddp_equivalence.adapters.accelerate import accelerate_step
 
-        return accelerate_step(loop, gradient_accumulation_steps=ACCUMULATION)
+        return accelerate_step(Loop(loss), gradient_accumulation_steps=ACCUMULATION)
     from ddp_equivalence.adapters.lightning import lightning_step
 
     return lightning_step(loss, accumulate_grad_batches=ACCUMULATION)
@@ -114,6 +123,58 @@ def test_a_mean_loss_gives_the_big_batchs_update(name: str) -> None:
     case = Case(model=Regression, batch=rows, loss=loss, layout="1x2", shards="own")
     verdict = check(case, trainer_step_of(name), compare="update")
     assert verdict.outcome == outcome_of(like(name, loss="mean")) == "same"
+
+
+class SquaresOfTokens(nn.Module):
+    """A row has some tokens, which share its error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(7, 1)
+
+    def forward(self, rows: Tensor, labels: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+        return {"loss": ((self.layer(rows).squeeze(-1) - labels) ** 2 * tokens).sum()}
+
+
+def rows_with_tokens(generator: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "rows": torch.randn(EXAMPLES, 7, generator=generator),
+        "labels": torch.randn(EXAMPLES, generator=generator),
+        "tokens": TOKENS,
+    }
+
+
+TOKENS = torch.tensor([1.0, 9, 2, 5, 1, 3, 7, 2])
+
+
+def token_mean(model: nn.Module, batch: dict[str, Tensor], factor: float = 1.0) -> Tensor:
+    return loss(model, batch) * factor / TOKENS.sum()
+
+
+def advised_factor(name: str) -> int:
+    """What the advice multiplies the summed loss by, beside 1 / T, read from its text."""
+    text = " ".join(str(explain(like(name, loss="token-mean"))).split())
+    found = re.search(r'reduction="sum" ((?:x \d+ )*)/ T', text)
+    assert found is not None
+    return prod(map(int, re.findall(r"\d+", found[1])))
+
+
+@pytest.mark.parametrize(("off", "outcome"), [(1, "same"), (2, "different")])
+@pytest.mark.parametrize("name", ["accelerate", "lightning"])
+def test_the_advice_for_tokens_gives_the_big_batchs_update(
+    name: str, off: int, outcome: str
+) -> None:
+    needs(*LIBRARIES[name])
+    advised = partial(token_mean, factor=advised_factor(name) * off)
+    case = Case(
+        model=SquaresOfTokens,
+        batch=rows_with_tokens,
+        loss=token_mean,
+        layout="1x2",
+        shards="own",
+    )
+    verdict = check(case, trainer_step_of(name, advised), compare="update")
+    assert verdict.outcome == outcome, str(verdict)
 
 
 class Counts(nn.Module):
@@ -178,7 +239,8 @@ def test_the_last_step_of_an_epoch_is_divided_as_it_says(name: str, tmp_path: An
         forget_earlier_accelerators()
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
         loader: Any = DataLoader(data, batch)  # type: ignore[arg-type]
-        loop(accelerator, *accelerator.prepare(model, Records(model.parameters(), seen), loader))
+        prepared = accelerator.prepare(model, Records(model.parameters(), seen), loader)
+        Loop(loss)(accelerator, *prepared)
         forget_earlier_accelerators()
     else:
         from lightning.pytorch import Trainer as Lightning

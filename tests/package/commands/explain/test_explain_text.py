@@ -166,7 +166,9 @@ def test_mended_token_counts_leave_no_factor() -> None:
 def test_adam_is_told_of_linear_scaling_too_and_where_it_holds() -> None:
     text = said(**SUMMED, known_good=KnownGood.read("4@0.001"))
     assert "the learning rate to start with is 0.002." in text
-    assert "Start with 0.002 (square root, x 2) and betas (0.6, 0.996) for (0.9, 0.999)" in text
+    assert (
+        "Start with 0.002 (square root, x 2), betas (0.6, 0.996) and eps 5e-9: where noise" in text
+    )
     assert "0.004 (linear, x 4) keeps the distance per epoch if the gradient is much larger" in text
     assert "if noise dominates, it goes too far." in text
     smaller = said(**SUMMED, known_good=KnownGood.read("64@0.001"))
@@ -179,10 +181,27 @@ def test_adams_eps_is_said_once_with_all_its_factors() -> None:
     assert "and eps 5e-9 in place of 1e-8." in text
     assert "Multiply the eps above by 4, which gives 2e-8, and the factor cancels" in text
     assert "Multiply eps" not in text
-    # Where the square-root rule does not reach, no eps is named above.
+    # Where the square-root rule gives no betas, it still gives an eps.
     far = said(**SUMMED | {"ranks_per_node": 16}, known_good=KnownGood.read("4@0.001"))
-    assert "Multiply eps by 16, and the factor cancels" in far
-    assert "eps above" not in far
+    assert "Multiply the eps above by 16, which gives 4e-8, and the factor cancels" in far
+
+
+@pytest.mark.parametrize(
+    ("ranks", "start"),
+    [
+        (4, "0.002 (square root, x 2), betas (0.6, 0.996) and eps 5e-9:"),
+        (9, "0.003 (square root, x 3), your betas (0.9, 0.999) and eps 3.333e-9:"),
+        (16, "0.004 (square root, x 4), your betas (0.9, 0.999) and eps 2.5e-9:"),
+    ],
+)
+def test_the_rate_for_adam_does_not_fall_where_the_rule_has_no_betas(
+    ranks: int, start: str
+) -> None:
+    text = said(
+        ranks_per_node=ranks, batch=32, optimizer="adam", known_good=KnownGood.read("32@0.001")
+    )
+    assert f"Start with {start}" in text
+    assert ("Its betas would be" in text) == (ranks > 5)
 
 
 @pytest.mark.parametrize(("loss", "what"), [("mean", "a mean over examples"), ("sum", "a sum")])

@@ -116,7 +116,9 @@ def test_adam_trains_the_same_with_the_factor_on_eps() -> None:
     assert (gradient.outcome, training.outcome) == ("agrees", "differs")
 
 
-@pytest.mark.parametrize("known", ["4@0.1", "32@0.1"])
+@pytest.mark.parametrize(
+    "known", ["4@0.1", "32@0.1", pytest.param("2@0.1", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("optimizer", get_args(Optimizer))
 def test_a_stand_in_trains_with_the_rates_for_another_batch(
     optimizer: Optimizer, known: str
