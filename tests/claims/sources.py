@@ -154,7 +154,7 @@ SOURCES: Mapping[str, tuple[Source, ...]] = {
         issue("says", "Lightning-AI/pytorch-lightning#4878", "floboc"),
     ),
     "test_linear_scaling_is_approximate_where_the_gradient_changes": (
-        issue("says", "horovod/horovod#930", "tgaddair"),
+        issue("near", "horovod/horovod#930", "tgaddair"),
         Source("denies", README, SANDBOX),
     ),
     "test_square_root_scaling_keeps_the_variance_of_a_step": (

@@ -58,9 +58,9 @@ def test_the_mean_of_two_losses_is_the_big_batch(table: Table, own_loss: Loss) -
     """(loss1 + loss2) / 2 is the loss of the big batch, and so is its gradient.
 
     An average of means weighs every process the same: with 15 and 1 examples the one counts as much
-    as the fifteen. Class weights break it at equal counts, because each mean divides by its own sum
-    of weights; batch norm does, because it looks across examples. For any counts multiply the sum
-    by the number of processes, and divide by the examples of all.
+    as the fifteen. The class weights of cross_entropy break it at equal counts, because each mean
+    divides by its own sum of weights; batch norm does, because it looks across examples. For any
+    counts multiply the sum by the number of processes, and divide by the examples of all.
 
     The number of examples in all processes is from an all-reduce. The last two rows have a linear
     layer with class weights 10, 1 and 1, and one with batch norm behind it.

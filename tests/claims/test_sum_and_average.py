@@ -63,9 +63,10 @@ def loss_inside_gradient(gpus: int, reduction: str) -> Tensor:
 def test_data_parallel_adds_up_and_ddp_averages(table: Table, divides: bool) -> None:
     """DataParallel sums the gradients of its GPUs, DDP averages them over its processes.
 
-    Each rule fits its own losses. DataParallel has one mean over 16, whose parts are added up;
-    under DDP each process has a mean over its own 4, and means are averaged. Both give the same
-    gradient. DDP divides by the number of processes and by nothing else.
+    Each rule fits its own losses. Take 16 examples on 4 GPUs. DataParallel has one mean over 16,
+    whose parts are added up; under DDP each process has a mean over its own 4, and means are
+    averaged. Both give the same gradient. DDP divides by the number of processes and by nothing
+    else.
 
     DataParallel has one loss over all 16 outputs. The part of each GPU is already divided by 16, so
     the parts only have to be added up. Under DDP every process takes the mean over its own 4
@@ -132,8 +133,8 @@ def test_the_average_is_no_smaller_than_the_sum(table: Table, divide_by: int) ->
 
 
 @claim(
-    "true when every replica returns a loss of its own, these are added up, and all parts are "
-    "equally large",
+    "true when every replica returns a mean of its own, these are added up, and the batch is a "
+    "multiple of 4",
     added="sum",
     fails_when=Change("the losses are averaged", added="mean"),
 )
@@ -141,13 +142,15 @@ def test_the_sum_is_too_large_only_for_added_losses(table: Table, added: str) ->
     """DataParallel sums, so with 4 GPUs its gradient is 4 times too large.
 
     The usual loop has one loss over the gathered outputs, and a right gradient. Where replicas
-    return their losses and these are added up, it is 4 times too large. Their mean is right if all
-    parts are equally large: 16 on 3 GPUs are 6, 6 and 4.
+    return their means and these are added up, it is as many times too large as there are parts: 6
+    examples on 4 GPUs are 3 parts of 2. The mean of the means is right if all parts are equally
+    large; 16 on 3 GPUs are 6, 6 and 4.
 
     Not in the usual loop, `loss_fn(model(x), y)`, which has one loss over the gathered outputs. If
     the module returns its loss, DataParallel gathers one mean per GPU. With `losses.sum()` the
     gradient is then 4 times too large. With `losses.mean()` it is right again if all parts are
-    equally large. On 3 GPUs a batch of 16 is split into 6, 6 and 4, and in the mean of the three
+    equally large. On 5 GPUs a batch of 16 is split into four parts of 4, and the fifth GPU gets
+    none. On 3 GPUs a batch of 16 is split into 6, 6 and 4, and in the mean of the three
     means the 4 weigh more than they do in the batch. One loss over the gathered outputs is right
     for any split.
     """
@@ -156,9 +159,10 @@ def test_the_sum_is_too_large_only_for_added_losses(table: Table, added: str) ->
     assert equal(whole, expected)
     inside, right = "inside the module", "one over the gathered outputs"
     table.add_row(GPUs=4, loss=right, gradient=times(whole, expected))
-    summed = loss_inside_gradient(4, added)
-    assert equal(summed, 4 * expected)
-    table.add_row(GPUs=4, loss=f"{inside}, `.sum()`", gradient=times(summed, expected))
+    for gpus in (4, 5):
+        summed = loss_inside_gradient(gpus, added)
+        assert equal(summed, 4 * expected)
+        table.add_row(GPUs=gpus, loss=f"{inside}, `.sum()`", gradient=times(summed, expected))
     averaged = loss_inside_gradient(4, "mean")
     assert equal(averaged, expected)
     table.add_row(GPUs=4, loss=f"{inside}, `.mean()`", gradient=times(averaged, expected))
@@ -213,7 +217,8 @@ def test_a_communication_hook_adds_up(table: Table, divides: bool) -> None:
     """DDP averages, and this behaviour is not configurable.
 
     `register_comm_hook` replaces the reduction: with a hook that all-reduces and does not divide,
-    the gradient of four local means is 4 g. A sum-reduced loss needs no factor then.
+    the gradient of four local means is 4 g. Sums then add up to the big batch's sum without a
+    factor.
     """
     expected = big_batch_gradient()
     for name, how in (("none", True), ("one that adds up", divides)):

@@ -8,10 +8,11 @@ until the timeout.)
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from fractions import Fraction
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,6 +54,33 @@ def joined(rank: Rank, by_initial: bool, short: bool = False) -> list[Tensor]:
     return gradients
 
 
+def two_epochs(rank: Rank, by_initial: bool, momentum: float) -> tuple[Tensor, Tensor]:
+    """The weights after an epoch under Join, and after one more step, which all ranks take."""
+    model, _, _ = task(EXAMPLES)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+
+    with (
+        warnings.catch_warnings(),  # Join changes the filters
+        Join([ddp], divide_by_initial_world_size=by_initial),
+    ):
+        take_steps(ddp, optimizer, BATCHES[rank.rank])
+    joined = nn.utils.parameters_to_vector(model.parameters()).detach()
+    take_steps(ddp, optimizer, BATCHES[rank.rank][:1])
+    del ddp
+    return joined, nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def take_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Sequence[int]]
+) -> None:
+    _, rows, targets = task(EXAMPLES)
+    for batch in batches:
+        optimizer.zero_grad()
+        mse(model, rows[list(batch)], targets[list(batch)]).backward()
+        optimizer.step()
+
+
 def left(step: int) -> list[int]:
     """The examples of this step, from all processes that still have some."""
     return [number for batches in BATCHES for batch in batches[step : step + 1] for number in batch]
@@ -67,22 +95,25 @@ def weight_of_an_example(gradient: Tensor, step: int) -> str:
 
 
 @claim(
-    "true when divide_by_initial_world_size=False is given, and all batches are equally large",
+    "true when divide_by_initial_world_size=False is given, all batches are equally large, and the "
+    "optimizer is plain SGD, or there is one epoch only",
     by_initial=False,
     fails_when=Change("DDP divides by the initial number of processes", by_initial=True),
 )
 def test_under_join_a_step_is_the_big_batch_of_what_is_left(table: Table, by_initial: bool) -> None:
     """With Join (or ddp.join()) uneven inputs train like one big batch.
 
-    A process without data gives a gradient of zero, and by default the sum is still divided by all
-    W processes: k / W of the big batch of what k of them have left. With the option it is divided
-    by k.
+    A process without data gives a gradient of zero. By default the sum is still divided by all W
+    processes: k / W of the big batch of what k of them have left. With the option it is divided by
+    k. Such a process takes no steps; Join finally sends it the weights, but no momentum, so that in
+    the next epoch the ranks drift apart.
 
     A process that has no data left takes part with a gradient of zero. By default DDP still divides
     the sum by the number of processes at the start. With k of W processes left, the gradient is
     k / W of the big batch of the examples of that step: 0.75 g and 0.5 g here. With
     divide_by_initial_world_size=False DDP divides by the number of processes that are left, and the
-    gradient is that of this big batch, although it is smaller than those of the steps before.
+    gradient is that of this big batch, although it is smaller than those of the steps before. In
+    the last rows a second epoch follows, in which every process has the same one batch.
     """
     steps = on_ranks("2x2", joined, by_initial)[0]
     default = on_ranks("2x2", joined, True)[0]
@@ -96,6 +127,19 @@ def test_under_join_a_step_is_the_big_batch_of_what_is_left(table: Table, by_ini
             examples=len(left(step)),
             default=times(default[step], expected),
             divide_by_initial_world_size_is_False=times(steps[step], expected),
+        )
+    for momentum in (0.0, 0.9):
+        epochs = on_ranks("2x2", two_epochs, by_initial, momentum)
+        after_join, after_both = zip(*epochs, strict=True)
+        assert all(torch.equal(weights, after_join[0]) for weights in after_join)
+        apart_by = max(apart(weights, after_both[0]) for weights in after_both)
+        assert (apart_by == 0, apart_by > 1e-3) == (momentum == 0, momentum != 0)
+        table.add_row(
+            step=f"an epoch more, momentum {momentum:g}",
+            processes_left=4,
+            examples=8,
+            default="",
+            divide_by_initial_world_size_is_False=f"weights of the ranks {apart_by:.2g} apart",
         )
 
 

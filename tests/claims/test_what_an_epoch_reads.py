@@ -79,9 +79,9 @@ def dealt(step: tuple[list[int], ...]) -> list[int]:
 def test_ddp_does_not_share_out_the_data(table: Table, sampler: bool) -> None:
     """DistributedDataParallel splits the data, so I need no DistributedSampler.
 
-    DDP never sees the dataset. Without a sampler all processes read all of it: with the same seed
-    four processes do the work of one four times, with seeds of their own they read every example
-    four times an epoch.
+    DDP never sees the dataset. Without a sampler every process reads all of it. With the same seed
+    four processes take the same batches, and together the steps of one. With a seed each, a step
+    has four batches, and an epoch reads every example four times.
 
     DDP never sees the dataset; it averages gradients. Without a sampler every process reads all of
     it. If all processes shuffle with the same seed, they compute the same batch. The average of

@@ -99,10 +99,29 @@ def the_average_of_means_is_the_big_batch(sizes: list[int], seed: int, loss: str
     return near(average, whole(sizes, seed, loss))
 
 
-@attack("the_sum_is_too_large_only_for_added_losses", draw=equal_sizes, outside=[UNEVEN])
-def added_means_are_as_many_times_too_large(sizes: list[int], seed: int, loss: str) -> bool:
+def a_batch_on_gpus(draw: Draw) -> dict[str, Any]:
+    given = equal_sizes(draw)
+    gpus = len(given["sizes"])
+    return {
+        "batch": sum(given["sizes"]),
+        "gpus": gpus,
+        "seed": given["seed"],
+        "loss": given["loss"],
+    }
+
+
+@attack(
+    "the_sum_is_too_large_only_for_added_losses",
+    draw=a_batch_on_gpus,
+    outside=[
+        {"batch": 6, "gpus": 4, "seed": 1, "loss": "mse"},
+        {"batch": 16, "gpus": 3, "seed": 1, "loss": "mse"},
+    ],
+)
+def added_means_are_as_many_times_too_large(batch: int, gpus: int, seed: int, loss: str) -> bool:
+    sizes = [len(part) for part in torch.arange(batch).chunk(gpus)]  # as DataParallel cuts it
     added = torch.stack(gradient(sizes, seed, loss)).sum(0)
-    return near(added, len(sizes) * whole(sizes, seed, loss))
+    return near(added, gpus * whole(sizes, seed, loss))
 
 
 @attack(

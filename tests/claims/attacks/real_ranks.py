@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parameters_to_vector
+from torch.optim import SGD
 
 from ddp_equivalence import Rank
 from ddp_equivalence.ranks.on_ranks import on_ranks
@@ -129,6 +131,56 @@ def joined(draw: Draw) -> dict[str, Any]:
     counts = tuple(draw.randint(0, 3) for _ in range(draw.randint(1, 3)))
     initial = draw.choice([True, False])
     return {"counts": (3, *counts), "seed": draw.randrange(10**6), "initial": initial}
+
+
+def trained_under_join(
+    rank: Rank, counts: tuple[int, ...], seed: int, momentum: float, epochs: int
+) -> Tensor:
+    model = new_model(seed)
+    ddp = DistributedDataParallel(model)
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=momentum)
+    for epoch in range(epochs):
+        with warnings.catch_warnings(), Join([ddp], divide_by_initial_world_size=False):
+            for step in range(counts[rank.rank]):
+                optimizer.zero_grad()
+                rows, targets = data(2 * len(counts), seed + 10 * epoch + step)
+                part = slice(2 * rank.rank, 2 * rank.rank + 2)
+                loss_of(ddp(rows[part]), targets[part], "mse").backward()
+                optimizer.step()
+    del ddp
+    return parameters_to_vector(model.parameters()).detach()
+
+
+def trainings_under_join(draw: Draw) -> dict[str, Any]:
+    momentum, epochs = draw.choice([(0.0, 1), (0.0, 2), (0.9, 1)])
+    given = joined(draw)
+    return {"counts": given["counts"], "seed": given["seed"]} | {
+        "momentum": momentum,
+        "epochs": epochs,
+    }
+
+
+@attack(
+    "under_join_a_step_is_the_big_batch_of_what_is_left",
+    draw=trainings_under_join,
+    outside=[{"counts": (3, 2), "seed": 1, "momentum": 0.9, "epochs": 2}],
+)
+def join_trains_like_the_big_batches(
+    counts: tuple[int, ...], seed: int, momentum: float, epochs: int
+) -> bool:
+    ends = on_ranks(f"1x{len(counts)}", trained_under_join, counts, seed, momentum, epochs)
+    model = new_model(seed)
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=momentum)
+    for epoch in range(epochs):
+        for step in range(max(counts)):
+            left = [rank for rank, count in enumerate(counts) if count > step]
+            numbers = [number for rank in left for number in (2 * rank, 2 * rank + 1)]
+            rows, targets = data(2 * len(counts), seed + 10 * epoch + step)
+            optimizer.zero_grad()
+            loss_of(model(rows[numbers]), targets[numbers], "mse").backward()
+            optimizer.step()
+    one = parameters_to_vector(model.parameters()).detach()
+    return all(near(end, one) for end in ends)
 
 
 @attack(

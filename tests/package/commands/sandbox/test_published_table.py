@@ -130,3 +130,16 @@ def test_a_published_weight_is_likelier_from_ranks_that_never_reduced() -> None:
     # The distance is 8.8e-5 beside the rounding; the error is 1.038e-3 / sqrt(1000), or sqrt(8) x.
     assert reduced == pytest.approx(0.0075, rel=0.02)
     assert never == pytest.approx(0.344, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (3, "published w: as near as its four digits allow, whether ranks reduce or not"),
+        (7, "published w: 0.746 % of runs are as far off if ranks reduce, "),
+    ],
+)
+def test_the_table_says_what_a_published_weight_shows(
+    done: list[table.FinishedRow], number: int, says: str
+) -> None:
+    assert says in "\n".join(table.row_lines(done[number]))
