@@ -235,5 +235,10 @@ def setup_of(arguments: argparse.Namespace) -> Setup:
     if good is not None:
         given["known_good"] = KnownGood.read(good, arguments.known_loss or "mean")
     if arguments.like is not None:
-        return setup_like(arguments.like, **given)
-    return Setup(**{field: value for field, value in given.items() if value is not None})
+        setup = setup_like(arguments.like, **given)
+    else:
+        setup = Setup(**{field: value for field, value in given.items() if value is not None})
+    if arguments.betas is not None and not setup.is_adam:
+        right = "left out, unless the optimizer is adam or adamw"
+        raise BadCase("betas", arguments.betas, right)
+    return setup

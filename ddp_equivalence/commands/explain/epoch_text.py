@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
-from ddp_equivalence.commands.explain.epochs import Epoch, last_sum
+from ddp_equivalence.commands.explain.epochs import Epoch
 from ddp_equivalence.commands.explain.explanation import Explanation
-from ddp_equivalence.commands.explain.numbers import times
+from ddp_equivalence.commands.explain.last_step import is_as_on_one_device, last_step_sentences
 from ddp_equivalence.commands.explain.setup import Setup
 from ddp_equivalence.report.wrapping import plural
 
@@ -25,9 +24,7 @@ def epoch_sentences(explanation: Explanation) -> Iterator[str]:
     yield _batches(setup, epoch)
     if setup.accumulation > 1:
         yield from _window_sentences(setup, epoch)
-    yield from _last_batch_sentences(explanation, epoch)
-    if setup.loss == "sum":
-        yield from _last_sum_sentences(setup, epoch)
+    yield from last_step_sentences(explanation, epoch)
     if epoch.repeated:
         yield _repeated(setup, epoch)
     if epoch.dropped:
@@ -41,21 +38,6 @@ def epoch_sentences(explanation: Explanation) -> Iterator[str]:
         yield f"With the known batch of {known.batch} an epoch has {steps}."
 
 
-def last_is_as_on_one_device(explanation: Explanation) -> bool:
-    """True if the last update of an epoch is one device's with the same examples in one batch.
-
-    Repeated examples are not counted here. False also where it depends on the user's loop.
-    """
-    epoch, setup = explanation.epoch, explanation.setup
-    if epoch is None or not (epoch.rest or epoch.last_batch != setup.batch):
-        return True
-    if len(setup.loss_sizes) > 1:
-        return False
-    if explanation.compares_sums:
-        return setup.loss == "sum"
-    return setup.loss == "mean" and setup.accumulation == 1
-
-
 def unlike_one_device(explanation: Explanation) -> int:
     """How many updates at the end of an epoch are not those of one device with the whole batch.
 
@@ -63,7 +45,7 @@ def unlike_one_device(explanation: Explanation) -> int:
     """
     epoch = explanation.epoch
     if epoch is None or not epoch.repeated:
-        return int(not last_is_as_on_one_device(explanation))
+        return int(not is_as_on_one_device(explanation))
     before_the_last = max(0, epoch.repeated - epoch.last_step)
     return min(epoch.steps, 1 + -(-before_the_last // explanation.effective_batch))
 
@@ -71,6 +53,8 @@ def unlike_one_device(explanation: Explanation) -> int:
 def which_updates(explanation: Explanation) -> str | None:
     """``every update but an epoch's last is``: which are the same as on one device; None: none."""
     others = unlike_one_device(explanation)
+    if explanation.epoch is None and explanation.effective_batch > 1:
+        return f"every update of {explanation.effective_batch} examples is"
     if not others:
         return "every update is"
     if explanation.epoch is not None and others == explanation.epoch.steps:
@@ -98,10 +82,11 @@ def _repeated(setup: Setup, epoch: Epoch) -> str:
     why = f"so that every rank gets the same number: {setup.processes} x {each} = {dealt}"
     if epoch.repeated <= setup.examples:
         verb = plural(epoch.repeated, "example is", "examples are")
+        twice = plural(epoch.repeated, "It counts", "They count")
         which = "update is" if epoch.repeated <= epoch.last_step else "updates are"
         return (
-            f"{epoch.repeated} {verb} repeated, {why}. They come at the end of each epoch and "
-            f"count twice in it, so its last {which} not as on one process."
+            f"{epoch.repeated} {verb} repeated, {why}. {twice} twice, the second time at the end "
+            f"of the epoch, so its last {which} not as on one process."
         )
     often, more = divmod(dealt, setup.examples)
     seen = f"{often} or {often + 1}" if more else str(often)
@@ -126,65 +111,3 @@ def _window_sentences(setup: Setup, epoch: Epoch) -> Iterator[str]:
             f"1 step, of {rest} {plural(rest, 'micro-batch', 'micro-batches')}, if the loop steps "
             "at the end of an epoch; none if it does not."
         )
-    if setup.loss == "sum":
-        return
-    if setup.tokens_over != "micro-batch" and not setup.accumulation_divided:
-        yield "That step counts its own tokens, so its gradient is as large as it should be."
-    elif setup.like == "hf-trainer" and setup.loss == "mean" and setup.accumulation_divided:
-        yield f"The Trainer divides by {rest} in that step, so its gradient is as it should be."
-    elif setup.like is not None and setup.accumulation_divided:
-        yield (
-            f"The trainer still divides by {whole} in that step, so its gradient is "
-            f"{rest}/{whole} as large as it should be."
-        )
-    elif setup.accumulation_divided:
-        yield (
-            f"Divide by {rest} in that step: if you divide by {whole}, its gradient is "
-            f"{rest}/{whole} as large as it should be."
-        )
-    else:
-        yield f"That step's gradient is {rest}/{whole} as large as {_others(epoch)}."
-
-
-def _last_batch_sentences(explanation: Explanation, epoch: Epoch) -> Iterator[str]:
-    """Says where the examples of the last batch count differently from the others of its step."""
-    setup, last, sizes = explanation.setup, epoch.last_batch, epoch.last_sizes
-    if last == setup.batch or setup.loss == "token-mean":
-        return
-    alone = (epoch.rest or setup.accumulation) == 1
-    if setup.loss == "mean" and not alone:
-        yield (
-            f"The last batch, of {last}, weighs as much as the full batches in its step: each of "
-            f"its examples counts {setup.batch}/{last} times as often as one in a full batch. "
-            "drop_last leaves the last batch out."
-        )
-    if setup.loss == "mean" and len(set(sizes)) > 1 and explanation.is_multiple:
-        yield (
-            f"The last batch is dealt unevenly, {' + '.join(map(str, sizes))}: in its step the "
-            "gradient is no multiple of the big batch's. drop_last leaves the last batch out."
-        )
-    more = Fraction(len(setup.loss_sizes), len(sizes))
-    if setup.loss == "sum" and not alone and more != 1:
-        yield (
-            f"The last batch, of {last}, goes to {len(sizes)} {plural(len(sizes), 'replica')}: "
-            f"each of its examples counts {times(more)} times as often as one in a full batch of "
-            "its step. drop_last leaves the last batch out."
-        )
-
-
-def _last_sum_sentences(setup: Setup, epoch: Epoch) -> Iterator[str]:
-    """Says how large the gradient of a shorter last step is if the losses are sums."""
-    size = last_sum(setup, epoch)
-    if size == 1:
-        return
-    examples = ((epoch.rest or setup.accumulation) - 1) * setup.batch + epoch.last_batch
-    each = " a rank" if setup.processes > 1 else ""
-    what = f"adds up {examples} {plural(examples, 'example')}{each}"
-    if len(setup.loss_sizes) > 1:
-        dealt = " + ".join(map(str, epoch.last_sizes))
-        what = f"has {examples} {plural(examples, 'example')}, and its last batch is dealt {dealt}"
-    yield f"The last step {what}: its gradient is {size} as large as {_others(epoch)}."
-
-
-def _others(epoch: Epoch) -> str:
-    return "that of the other steps" if epoch.steps > 1 else "that of a whole step"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 from ddp_equivalence.commands.explain.setup import Setup
 
@@ -70,14 +69,3 @@ def epoch_of(setup: Setup) -> Epoch | None:
         repeated=0 if drops else max(0, each * setup.processes - setup.examples),
         dropped=max(0, setup.examples - seen) if setup.drop_last else 0,
     )
-
-
-def last_sum(setup: Setup, epoch: Epoch) -> Fraction:
-    """The size of the last step's gradient relative to a whole step's, if the losses are sums.
-
-    If the replicas have their own losses, each is a sum over its examples, and their mean is taken.
-    """
-    whole_batch = Fraction(setup.batch, len(setup.loss_sizes))
-    before = (epoch.rest or setup.accumulation) - 1
-    last = before * whole_batch + Fraction(epoch.last_batch, len(epoch.last_sizes))
-    return last / (setup.accumulation * whole_batch)

@@ -18,7 +18,9 @@ SMALLEST, LARGEST = Fraction(1, 10**12), Fraction(10**12)
 
 @dataclass(frozen=True)
 class LossFactor:
-    """``number`` x the world size to the power of ``power``, which is -1, 0 or 1.
+    """``number`` x the world size to the power of ``power``, from -1 to 2.
+
+    It is 2 where both the user and the trainer multiply by the world size.
 
     Raises BadCase for a field that cannot be right.
     """
@@ -29,8 +31,8 @@ class LossFactor:
     def __post_init__(self) -> None:
         if not isinstance(self.number, Fraction) or not SMALLEST <= self.number <= LARGEST:
             raise BadCase("loss_times", self.number, "a Fraction from 1e-12 to 1e12")
-        if self.power not in (-1, 0, 1):
-            raise BadCase("loss_times", self.power, "a power of the world size: -1, 0 or 1")
+        if self.power not in range(-1, 3):
+            raise BadCase("loss_times", self.power, "a power of the world size from -1 to 2")
 
     @classmethod
     def read(cls, text: str) -> LossFactor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from fractions import Fraction
 
 
@@ -17,6 +18,15 @@ def number(value: Fraction | float) -> str:
     if isinstance(value, Fraction) and value.denominator == 1:
         return str(value)
     return _plain(f"{float(value):.4g}")
+
+
+def beta(value: Fraction) -> str:
+    """A beta of Adam, such as 0.9999375: what counts of it is its distance from 1.
+
+    That is rounded to four significant digits, so that no beta below 1 becomes 1.
+    """
+    distance = Decimal(number(1 - value))
+    return f"{(1 - distance).normalize():f}"
 
 
 def _plain(text: str) -> str:

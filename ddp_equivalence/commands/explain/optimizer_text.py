@@ -75,7 +75,7 @@ def optimizer_sentences(explanation: Explanation) -> Iterator[str]:
         )
         decay = f"Adam adds weight_decay to the gradient: multiply weight_decay by {times(factor)}."
         if explanation.setup.optimizer == "adamw":
-            decay = "AdamW's weight_decay does not see the factor: leave it as it is."
+            decay = "AdamW's weight_decay does not see the factor."
         yield f"{decay} Clipping sees the factor: multiply max_norm by {times(factor)}."
         keep = "keep all settings"
         if rates is not None and rates.scaling != 1:

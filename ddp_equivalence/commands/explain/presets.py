@@ -12,7 +12,7 @@ from typing import Any
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.commands.explain.known_good import check_choice, check_count
-from ddp_equivalence.commands.explain.loss_factor import LossFactor
+from ddp_equivalence.commands.explain.loss_factor import UNCHANGED, LossFactor
 from ddp_equivalence.commands.explain.setup import Setup
 
 Fields = dict[str, Any]
@@ -31,8 +31,10 @@ def setup_like(name: str, **given: Any) -> Setup:
     if given.get("parallelism") is not None:
         right = f"left out with --like {name}, which stands for one process for each GPU (torchrun)"
         raise BadCase("parallelism", given["parallelism"], right)
-    divided = given.pop("accumulation_divided", None)
     fields = {field: value for field, value in given.items() if value is not None}
+    if fields.get("accumulation", 1) == 1:  # there is nothing to divide: Setup says so
+        return Setup(like=name, **PRESETS[name](fields))
+    divided = fields.pop("accumulation_divided", None)
     setup = Setup(like=name, **PRESETS[name](fields))
     if divided not in (None, setup.accumulation_divided):
         does = {True: "divides the loss by the micro-batches itself", False: "does not divide here"}
@@ -46,8 +48,9 @@ def _hf_trainer(given: Fields) -> Fields:
     fields: Fields = {"loss": "token-mean", "optimizer": "adamw", "sampler": "even-batches"} | given
     if fields["loss"] == "token-mean":
         fields.setdefault("tokens_over", "all-ranks")
-    if fields.get("tokens_over") == "all-ranks":
-        fields.setdefault("loss_times", LossFactor(power=1))
+    if fields.get("tokens_over") == "all-ranks":  # the Trainer itself multiplies, after the user
+        own = fields.get("loss_times", UNCHANGED)
+        fields["loss_times"] = LossFactor(own.number, own.power + 1)
     counted = fields.get("tokens_over", "micro-batch") != "micro-batch"
     return _divided(fields, not counted)
 
@@ -61,7 +64,7 @@ def _lightning(given: Fields) -> Fields:
 
 
 def _nanogpt(given: Fields) -> Fields:
-    for field in ("examples", "drop_last"):
+    for field in ("examples", "drop_last", "sampler"):
         if given.get(field):
             right = "left out with --like nanogpt, which draws random windows and has no epochs"
             raise BadCase(field, given[field], right)
@@ -100,6 +103,17 @@ PRESETS: Mapping[str, Callable[[Fields], Fields]] = {
 def own_divisor(setup: Setup) -> int:
     """By what the trainer itself divides a loss that its user computes in another way."""
     return setup.accumulation if setup.like in ("accelerate", "lightning") else 1
+
+
+def divisor_of_a_step(setup: Setup, rest: int) -> int:
+    """By what accumulation divides in a step of ``rest`` micro-batches; 0 stands for a whole step.
+
+    A loop of the user's own is taken to divide by as many as in the other steps.
+    """
+    if not setup.accumulation_divided:
+        return 1
+    own = setup.like == "hf-trainer" and setup.loss == "mean"
+    return rest if rest and own else setup.accumulation
 
 
 def preset_sentences(setup: Setup) -> Iterator[str]:

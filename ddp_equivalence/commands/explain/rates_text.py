@@ -9,7 +9,7 @@ from ddp_equivalence.commands.explain.epoch_text import which_updates
 from ddp_equivalence.commands.explain.explanation import Explanation
 from ddp_equivalence.commands.explain.known_good import KnownGood
 from ddp_equivalence.commands.explain.learning_rates import LearningRates
-from ddp_equivalence.commands.explain.numbers import as_many, divided_by, number, of_g, times
+from ddp_equivalence.commands.explain.numbers import as_many, beta, divided_by, number, of_g, times
 from ddp_equivalence.commands.explain.starting_point import starting_point
 
 
@@ -58,29 +58,28 @@ def _at_the_same_batch(
             "the same."
         )
     elif adam:
-        yield f"{now}, as on one device: Adam cancels a constant factor of the gradient."
+        cancels = " Adam cancels the factor of the gradient." if rates.relative != 1 else ""
+        yield f"{now}, as on one device{_which(explanation)}.{cancels}"
     elif rates.relative == 1:
         not_by = f"{ranks}, nor by the square root of {ranks}"
         more = f" Do not multiply it by {not_by}." if ranks > 1 else ""
         yield f"{now}, as on one device{_which(explanation)}.{more}"
     else:
-        yield (
-            f"{was} {divided_by(rates.relative)} = {now}, for the same updates as on one device"
-            f"{_which(explanation)}."
-        )
+        rate = f"{was} {divided_by(rates.relative)} = {now}"
+        yield f"{rate}{_which(explanation, 'same as on one device')}."
         yield (
             f"Or multiply the loss by {times(1 / rates.relative)} and keep {was}; then weight "
             "decay and clipping stay as they were, too."
         )
 
 
-def _which(explanation: Explanation) -> str:
+def _which(explanation: Explanation, same: str = "same") -> str:
     which = which_updates(explanation)
     if which is None:
         return (
             f", for a step of {explanation.effective_batch} different examples (an epoch has none)"
         )
-    return f": {which} the same"
+    return f": {which} the {same}"
 
 
 def _at_another_batch(
@@ -150,7 +149,7 @@ def _for_adam(rates: LearningRates) -> Iterator[str]:
         f"{number(rates.same_step)} keeps the length of a step: Adam divides the gradient by its "
         f"own size. An epoch has {as_many(1 / rates.scaling)} the steps."
     )
-    betas = ", ".join(number(beta) for beta in rates.adam.ruled)
+    betas = ", ".join(map(beta, rates.adam.ruled))
     eps = f"eps {number(rates.adam.eps)} in place of 1e-8."
     settings = f"It needs betas ({betas}) in place of yours, and {eps}"
     if not rates.adam.in_reach:

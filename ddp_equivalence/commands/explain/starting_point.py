@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ddp_equivalence.commands.explain.explanation import Explanation
 from ddp_equivalence.commands.explain.learning_rates import LearningRates
-from ddp_equivalence.commands.explain.numbers import number, times
+from ddp_equivalence.commands.explain.numbers import beta, number, times
 from ddp_equivalence.commands.explain.setup import Setup
 
 
@@ -61,7 +61,7 @@ def _for_sgd(rates: LearningRates) -> StartingPoint:
     return StartingPoint(
         rate=float(rates.linear),
         how=f"(linear, x {times(rates.scaling)}){by_then}",
-        why="an epoch then moves the weights as far as before",
+        why="an epoch then moves the weights about as far as before",
         others=f"{same} keeps a step's length, {root} its noise.{far}",
         beside=keep,
         why_beside=DECAY,
@@ -72,7 +72,7 @@ def _for_adam(setup: Setup, rates: LearningRates) -> StartingPoint:
     assert rates.adam is not None
     root = number(float(rates.scaling) ** 0.5)
     whose = "" if rates.adam.in_reach else "your "
-    betas = ", ".join(number(beta) for beta in rates.adam.betas)
+    betas = ", ".join(map(beta, rates.adam.betas))
     return StartingPoint(
         rate=rates.square_root,
         how=f"(square root, x {root}), {whose}betas ({betas}) and eps {number(rates.adam.eps)}",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from ddp_equivalence.commands.explain.epoch_text import last_is_as_on_one_device, which_updates
+from ddp_equivalence.commands.explain.epoch_text import which_updates
 from ddp_equivalence.commands.explain.explanation import Explanation
+from ddp_equivalence.commands.explain.last_step import is_as_on_one_device
 from ddp_equivalence.commands.explain.numbers import number, times
 from ddp_equivalence.commands.explain.optimizer_text import mend_sentences
 from ddp_equivalence.commands.explain.presets import scheduler_of_accelerate
@@ -140,7 +141,7 @@ def _epoch(explanation: Explanation) -> Iterator[str]:
         if epoch.dropped:
             verb = plural(epoch.dropped, "example is", "examples are")
             steps += f"; {epoch.dropped} of {setup.examples} {verb} left out (drop_last)"
-        if not last_is_as_on_one_device(explanation):
+        if not is_as_on_one_device(explanation):
             steps += "; for its last gradient see --full"
         yield f"{steps}."
         if setup.like == "accelerate" and setup.processes > 1:

@@ -30,7 +30,7 @@ def test_a_setup_is_explained_in_a_few_lines_or_in_full(capsys: pytest.CaptureFi
     text, errors = capsys.readouterr()
     assert text.splitlines() == [
         "Effective batch 16 = 4 x 4 ranks, the known one. The gradient is the big batch's.",
-        "The learning rate is 0.01: every update is then the same as on one device.",
+        "The learning rate is 0.01: every update of 16 examples is then the same as on one device.",
         "Not exact with batch norm, dropout, class weights or contrastive losses. More: --full.",
     ]
     assert errors == ""

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
-from hypothesis.strategies import booleans, integers
+from hypothesis.strategies import booleans, integers, sampled_from, tuples
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ddp_equivalence.commands.explain import KnownGood, Setup, explain
 from ddp_equivalence.commands.explain.epoch_text import unlike_one_device
-from ddp_equivalence.commands.explain.epochs import last_sum
+from ddp_equivalence.commands.explain.last_step import shares
 
 INSIDE = {"parallelism": "data-parallel-loss-inside", "ranks_per_node": 4, "batch": 16}
 SUMS_INSIDE = INSIDE | {"loss": "sum"}
@@ -34,29 +34,32 @@ def said(**fields: Any) -> str:
         (FOUR | NOT_DIVIDED | {"examples": 96}, "2 steps of 3 micro-batches."),
         (
             {"batch": 4, "ranks_per_node": 2, "loss": "sum", **NOT_DIVIDED, "examples": 91},
-            "The last step adds up 10 examples a rank: its gradient is 5/6 as large as that of the",
+            "The gradient of the last step is as it should be: a sum over fewer examples is",
         ),
         (
             {"batch": 4, "ranks_per_node": 2, "loss": "sum", **NOT_DIVIDED, "examples": 101},
-            "The last step adds up 3 examples a rank: its gradient is 1/4 as large as that of the",
+            "The gradient of that step is as it should be: a sum over fewer examples is",
         ),
-        ({"batch": 4, "loss": "sum", "examples": 7}, "The last step adds up 3 examples: its"),
+        (
+            {"batch": 4, "loss": "sum", "examples": 7, "known_good": KnownGood.read("4@1")},
+            "The last step has 3 examples: its gradient is 3/4 as large as it should be.",
+        ),
+        (
+            {"batch": 8, "examples": 12, "known_good": KnownGood.read("8@1", "sum")},
+            "The last step has 4 examples: its gradient is 2 times as large as it should be.",
+        ),
         # 2 examples in 2 replicas: the mean of two sums over 1; of sums over 4 before.
         (
             SUMS_INSIDE | {"examples": 34},
-            "The last step has 2 examples, and its last batch is dealt 1 + 1: its gradient is 1/4",
+            "The last step has 2 examples: its gradient is 2 times as large as it should be.",
         ),
         # 4 examples: the mean of four sums over 1.
-        (SUMS_INSIDE | {"examples": 36}, "dealt 1 + 1 + 1 + 1: its gradient is 1/4 as large"),
+        (SUMS_INSIDE | {"examples": 36}, "The gradient of the last step is as it should be: a sum"),
         (
             SUMS_INSIDE | NOT_DIVIDED | {"examples": 82},
-            "The last batch, of 2, goes to 2 replicas: each of its examples counts 2 times as",
+            "counts 1 times in a loss over 4 and 2 times in a loss over 1; it should count once.",
         ),
-        (
-            SUMS_INSIDE | NOT_DIVIDED | {"examples": 82},
-            "has 34 examples, and its last batch is dealt 1 + 1: its gradient is 3/4 as large",
-        ),
-        (INSIDE | {"examples": 37}, "The last batch is dealt unevenly, 2 + 2 + 1: in its step"),
+        (INSIDE | {"examples": 37}, "counts 5/6 times in a loss over 2 and 5/3 times in a loss"),
         (FOUR | {"examples": 10}, "10 examples, 3 a rank (DistributedSampler): 1 batch, of 3: 1 "),
         ({"batch": 64, "examples": 25}, "25 examples: 1 batch, of 25: 1 step."),
         ({"batch": 64, "examples": 64}, "64 examples: 1 batch, of 64: 1 step."),
@@ -67,7 +70,7 @@ def said(**fields: Any) -> str:
         ),
         (
             FOUR | {"accumulation": 8, "accumulation_divided": False, "examples": 80},
-            "That step's gradient is 5/8 as large as that of a whole step.",
+            "That step has 80 examples: its gradient is 5/8 as large as it should be.",
         ),
         (
             {"batch": 1, "ranks_per_node": 8, "examples": 3},
@@ -100,11 +103,11 @@ def test_an_epoch_is_told_as_it_is(fields: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "never"),
     [
-        (INSIDE | {"examples": 36}, "unevenly"),
-        (INSIDE | {"examples": 37, "drop_last": True}, "unevenly"),
+        (INSIDE | {"examples": 36}, "counts"),
+        (INSIDE | {"examples": 36}, "drop_last"),
+        (INSIDE | {"examples": 37, "drop_last": True}, "last step"),
         (SUMS_INSIDE | {"examples": 32}, "last step"),
-        (SUMS_INSIDE | {"examples": 37}, "unevenly"),
-        (SUMS_INSIDE | NOT_DIVIDED | {"examples": 98}, "goes to"),
+        (SUMS_INSIDE | NOT_DIVIDED | {"examples": 100}, "drop_last"),
     ],
 )
 def test_an_even_or_a_whole_last_batch_is_not_warned_of(fields: dict[str, Any], never: str) -> None:
@@ -143,28 +146,13 @@ def test_fewer_examples_than_ranks_are_dealt_again_as_often_as_is_said() -> None
     assert epoch.repeated == len(dealt) - 3
 
 
-@pytest.mark.parametrize("last", range(1, 16))
-def test_the_last_sum_is_as_large_as_replicas_make_it(last: int) -> None:
-    def gradient(examples: int) -> Tensor:
-        """The gradient of a weight that every example's loss has once."""
-        weight = torch.ones((), requires_grad=True)
-        parts = torch.ones(examples).chunk(5)
-        torch.stack([(weight * part).sum() for part in parts]).mean().backward()
-        assert weight.grad is not None
-        return weight.grad
+def weights_in_the_steps(setup: Setup, last_divisor: int = 0) -> list[Tensor]:
+    """How often each example's gradient is in that of every step, with torch's own sampler.
 
-    fields: dict[str, Any] = SUMS_INSIDE | {"ranks_per_node": 5, "examples": 32 + last}
-    setup = Setup(**fields)
-    epoch = explain(setup).epoch
-    assert epoch is not None
-    found = last_sum(setup, epoch)
-    assert isinstance(found, Fraction)
-    assert float(found) == pytest.approx(float(gradient(last) / gradient(16)))
-
-
-def weights_in_the_steps(setup: Setup) -> list[Tensor]:
-    """How often each example counts in the mean of every step, with torch's own sampler."""
+    ``last_divisor``: by what accumulation divides in a shorter last step, if not as in the others.
+    """
     examples, ranks = setup.examples or 0, setup.processes
+    averaged = 1 if setup.parallelism == "all-reduce-sum" else ranks
     steps: list[Tensor] = []
     for rank in range(ranks):
         data: Any = range(examples)
@@ -174,9 +162,55 @@ def weights_in_the_steps(setup: Setup) -> list[Tensor]:
             step, first = divmod(number, setup.accumulation)
             if rank == 0 and first == 0:
                 steps.append(torch.zeros(examples, dtype=torch.double))
-            share = 1 / (len(batch) * setup.accumulation * ranks)
-            steps[step].index_add_(0, batch, torch.full((len(batch),), share, dtype=torch.double))
+            divisor = setup.accumulation if setup.accumulation_divided else 1
+            if last_divisor and (step + 1) * setup.accumulation > len(loader):
+                divisor = last_divisor
+            inside = setup.parallelism == "data-parallel-loss-inside"
+            parts = batch.chunk(setup.ranks_per_node) if inside else [batch]
+            for part in parts:
+                share = 1 / (divisor * averaged * len(parts))
+                share /= 1 if setup.loss == "sum" else len(part)
+                steps[step].index_add_(0, part, torch.full((len(part),), share).double())
     return steps
+
+
+@hypothesis_settings(max_examples=200, deadline=None)
+@given(
+    parallelism=sampled_from(["ddp", "all-reduce-sum", "data-parallel-loss-inside"]),
+    batch=integers(1, 6),
+    accumulation=integers(1, 3),
+    divided=booleans(),
+    losses=tuples(sampled_from(["mean", "sum"]), sampled_from(["mean", "sum", None])),
+    last=integers(1, 60),
+)
+def test_the_last_step_counts_examples_as_it_says(
+    parallelism: Any, batch: int, accumulation: int, divided: bool, losses: Any, last: int
+) -> None:
+    """With the learning rate that makes the update of a whole step one device's."""
+    loss, known_loss = losses
+    fields: dict[str, Any] = {"batch": batch, "accumulation": accumulation, "loss": loss}
+    fields |= {"ranks_per_node": 3, "parallelism": parallelism}
+    fields["accumulation_divided"] = divided if accumulation > 1 else None
+    whole = Setup(**fields).effective_batch
+    if known_loss:
+        fields["known_good"] = KnownGood(whole, Fraction(1), known_loss)
+    setup = Setup(**fields, examples=whole + last)
+    explanation = explain(setup)
+    assume(explanation.is_multiple)
+    assert explanation.epoch is not None
+    sums = (known_loss or loss) == "sum"
+    rest = explanation.epoch.rest
+    for divisor in {accumulation, rest} - {0} if divided and accumulation > 1 else {0}:
+        found = weights_in_the_steps(setup, divisor)
+        rate = (1.0 if sums else 1 / whole) / found[0].max()
+        on_one_device = 1.0 if sums else 1 / explanation.epoch.last_step
+        counted = sorted((found[-1][found[-1] > 0] * rate / on_one_device).tolist())
+        each = shares(explanation, explanation.epoch, divisor or 1)
+        said = [float(share) for size, share in each for _ in range(size * setup.processes)]
+        repeated = explanation.epoch.repeated
+        if not repeated:
+            assert counted == pytest.approx(sorted(said))
+        assert sum(counted) == pytest.approx(sum(said))
 
 
 @hypothesis_settings(max_examples=150, deadline=None)

@@ -259,7 +259,7 @@ def test_the_last_step_of_an_epoch_is_divided_as_it_says(name: str, tmp_path: An
     text = " ".join(str(explain(setup)).split())
     assert len(seen) == epoch.steps
     assert seen[: epoch.full_steps] == pytest.approx([1.0] * epoch.full_steps)
-    as_it_should_be = "so its gradient is as it should be" in text
+    as_it_should_be = "The gradient of that step is as it should be" in text
     assert seen[-1] == pytest.approx(1 if as_it_should_be else epoch.rest / accumulation)
     assert as_it_should_be == (name == "hf-trainer")
 
@@ -330,6 +330,11 @@ def test_nanogpt_divides_its_micro_batches_among_the_ranks() -> None:
         ("nanogpt", {"accumulation": 12, "ranks_per_node": 8}, "accumulation"),
         ("nanogpt", {"examples": 100}, "examples"),
         ("nanogpt", {"accumulation": "many"}, "accumulation"),
+        ("nanogpt", {"sampler": "even-batches"}, "sampler"),
+        ("lightning", {"accumulation": 2, "accumulation_divided": False}, "accumulation_divided"),
+        ("accelerate", {"accumulation": 2, "accumulation_divided": False}, "accumulation_divided"),
+        ("hf-trainer", {"accumulation": 2, "accumulation_divided": True}, "accumulation_divided"),
+        ("lightning", {"accumulation_divided": True}, "accumulation_divided"),
         ("accelerate", {"parallelism": "ddp"}, "parallelism"),
         ("fairseq", {}, "like"),
     ],
@@ -344,9 +349,10 @@ def test_what_a_trainer_cannot_have_is_refused(
 
 def test_what_is_given_goes_before_what_a_trainer_sets() -> None:
     setup = like("hf-trainer", loss_times=LossFactor(Fraction(3)), optimizer="sgd")
-    assert setup.loss_times == LossFactor(Fraction(3))
     assert setup.optimizer == "sgd"
-    assert explain(setup).factor == Fraction(3, RANKS)
+    assert explain(setup).factor == 3  # the Trainer multiplies by the world size itself
+    twice = like("hf-trainer", loss_times=LossFactor(power=1))
+    assert explain(twice).factor == RANKS
     before = like("hf-trainer", tokens_over="micro-batch")
     assert (before.accumulation_divided, before.loss_times) == (True, LossFactor())
 

@@ -17,7 +17,7 @@ import pytest
 
 from ddp_equivalence.case import settings
 from ddp_equivalence.commands.explain import KnownGood, Setup, explain
-from ddp_equivalence.commands.explain.numbers import divided_by, number, times
+from ddp_equivalence.commands.explain.numbers import beta, divided_by, number, times
 
 ROOT = Path(__file__).parents[4]
 GOLDEN = Path(__file__).parent / "golden"
@@ -243,3 +243,19 @@ def test_explaining_imports_no_torch() -> None:
         "text = str(explain(Setup(batch=4))); sys.exit('torch' in sys.modules or not text)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Fraction(9, 10), "0.9"),
+        (Fraction(1, 2), "0.5"),
+        (Fraction(0), "0"),
+        (Fraction(-3, 5), "-0.6"),
+        (1 - Fraction(1, 16000), "0.9999375"),
+        (1 - Fraction(1, 64000), "0.999984375"),
+        (1 - Fraction(1, 300000), "0.999996667"),
+    ],
+)
+def test_a_beta_is_as_far_from_1_as_it_should_be(value: Fraction, text: str) -> None:
+    assert beta(value) == text
