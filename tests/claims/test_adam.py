@@ -105,10 +105,10 @@ HIDDEN = {
 def test_adam_does_not_hide_everything(table: Table, visible: dict[str, Training]) -> None:
     """Adam makes up for any mistake in the reduction, as it scales every gradient anyway.
 
-    It hides a factor on a weight's gradient that is the same in all steps, even one for each
-    weight. Beside Adam's own weight decay (not AdamW's), and where clipping takes effect in some
-    steps, a factor shows. So does a direction that is wrong by another part in every step, as with
-    uneven shards.
+    It hides a positive factor on a weight's gradient that is the same in all steps, even another
+    for each weight. Beside Adam's own weight decay (not AdamW's), and where clipping takes effect
+    in some steps, a factor shows. So does a direction that is wrong by another part in every step,
+    as with uneven shards.
 
     The factor shows beside a term without it. Adam's own weight decay is added to the gradient, and
     beside a gradient that is four times too large it counts a quarter as much. Clipping that takes
@@ -176,10 +176,10 @@ def test_adams_step_is_not_always_as_long_as_the_learning_rate(
 ) -> None:
     """A step of Adam is as long as the learning rate, whatever the gradient.
 
-    The step is the mean of the gradients by the root of the mean of their squares, over all steps
-    so far. Noise cancels in the first and not in the second: 0.18 of the rate. One gradient after
-    2,999 zeros enters them with a tenth and a thousandth: 3.08 times the rate. If gradients were
-    1,000 times as large until 1,000 steps ago: 0.0017. Only a constant factor cancels.
+    The step of a weight is the mean of its gradients by the root of the mean of their squares.
+    Noise cancels in the first and not in the second: 0.18 of the rate. One gradient after 2,999
+    zeros enters them with a tenth and a thousandth: 3.08 times the rate. If gradients were 1,000
+    times as large until 1,000 steps ago: 0.0017. Only a constant factor cancels.
 
     The length is the mean of the last step's over 1,000 weights, relative to the learning rate.
     """

@@ -47,8 +47,8 @@ def test_one_process_gives_ddp_one_device(table: Table, device_ids: list[int] | 
 def test_device_ids_are_for_gpus_only(table: Table, device_ids: list[int] | None) -> None:
     """The tutorial's DDP(model, device_ids=[rank]) also runs on CPUs, if the backend is gloo.
 
-    For a module on the CPU it raises ValueError, with both processes started and whatever the
-    backend is. Leave device_ids out there.
+    For a module on the CPU it raises ValueError, whatever the backend is, and although all
+    processes are started. Leave device_ids out there.
     """
     answers = on_ranks("1x2", refusal, device_ids)
     for answer in answers:

@@ -33,7 +33,7 @@ def test_the_batch_size_of_a_loader_is_that_of_its_process(table: Table, sampler
     """My DataLoader has batch_size=8, so I train with batches of 8, on four processes too.
 
     Every process has a loader of its own. With DistributedSampler a step is on 8 x 4 = 32 examples.
-    For 8 give each process 2.
+    For 8 give each process 2. (With Accelerate's split_batches=True it is 8 in all.)
 
     Each process has a loader of its own, and batch_size is the batch size per process. With a
     DistributedSampler the processes read different examples, and DistributedDataParallel averages
@@ -152,7 +152,8 @@ def test_accumulation_multiplies_the_effective_batch(table: Table, divide_by: in
 
 
 @claim(
-    "true when the reduction is linear and leaves equal parts as they are, as DDP's average does",
+    "true when the reduction is linear, gives all ranks the same and leaves that as it is, as "
+    "DDP's average does, and without static_graph",
     averages=False,
     fails_when=Change("DDP averages in the last row, too", averages=True),
 )

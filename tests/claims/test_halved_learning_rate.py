@@ -26,7 +26,7 @@ def test_half_the_batch_per_process_keeps_the_learning_rate(table: Table, divide
     """On 2 processes each has half the batch size, so halve the learning rate from 0.01 to 0.005.
 
     The gradient is that of all 16 examples, 8 on each. At 0.01 the two take exactly the steps of
-    one process. Halve it only where gradients of means are summed, under plain SGD.
+    one process. Halve it only where gradients of means are summed (see the next section).
 
     DDP averages over the processes, so the gradient is that of all 16 examples, whatever the batch
     size per process is. At 0.01 the 2 processes take exactly the steps of the one process; at 0.005
@@ -126,7 +126,7 @@ def test_a_quarter_of_the_rate_on_four_processes_is_too_small(table: Table, divi
 
     Averaging has divided already. With the same effective batch 0.01 takes exactly the steps of one
     process, and 0.0025 steps a quarter as long. It is right only where gradients of means are
-    summed, under plain SGD.
+    summed (see the section before).
     """
     expected = big_batch_training(LR)
     for lr, same in ((LR, "yes"), (LR / 4, "no")):

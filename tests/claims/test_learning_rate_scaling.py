@@ -44,8 +44,8 @@ def beside(measured: float, closed_form: float) -> str:
 
 
 @claim(
-    "true with SGD when the gradient hardly changes over the training; with momentum, this must "
-    "also be much longer than 4 / (1 - momentum) of its steps",
+    "true with plain SGD when the gradient hardly changes over the training; momentum may be added "
+    "if this is much longer than 4 / (1 - momentum) steps of the small batch",
     factor=4.0,
     fails_when=Change("the learning rate is not changed", factor=1.0),
 )
@@ -102,8 +102,8 @@ def test_linear_scaling_reaches_the_same_weight(table: Table, factor: float) -> 
 
 
 @claim(
-    "true with plain SGD when 1.5 x steps x (learning rate x curvature)^2 is small, with the steps "
-    "and the rate of the small batch",
+    "true with plain SGD on a quadratic loss that is the same in every batch, when 1.5 x steps x "
+    "(learning rate x largest curvature)^2 is small for the small batch",
     factor=4.0,
     fails_when=Change("the learning rate is multiplied by the square root of four", factor=2.0),
 )
@@ -112,10 +112,10 @@ def test_linear_scaling_is_approximate_where_the_gradient_changes(
 ) -> None:
     """Linear scaling gives the same training as the small batch.
 
-    With half the square of w as the loss, the gradient is w: four small steps lead to (1 - lr)^4 of
-    w, and one step of four times the rate to 1 - 4 lr. After n small steps the two trainings are
-    1.5 n lr^2 of w apart. With lr between 0.5 and 2 the large batch diverges, and the small one
-    converges.
+    If the loss is half the square of w, four small steps lead to (1 - lr)^4 of w, and one of four
+    times the rate to 1 - 4 lr. After n small steps the two are about 1.5 n lr^2 of w apart. With lr
+    between 0.5 and 2 only the large batch diverges. On other losses the two may even end in
+    different minima.
 
     Here the loss is half the square, so the gradient is w itself and changes on the way; each
     process has batches of 4. Four small steps lead to (1 - lr)^4 of w, and one step with four times
@@ -157,8 +157,8 @@ def test_linear_scaling_is_approximate_where_the_gradient_changes(
 
 
 @claim(
-    "true with SGD when single steps on new examples are looked at; after an epoch it is linear "
-    "scaling that keeps it",
+    "true with plain SGD when single steps on new examples are looked at; after an epoch it is "
+    "linear scaling that keeps it",
     root=2.0,
     fails_when=Change("the learning rate is multiplied by four instead of its root", root=4.0),
 )
@@ -206,9 +206,10 @@ def test_square_root_scaling_keeps_the_variance_of_a_step(table: Table, root: fl
 def test_more_processes_make_no_larger_updates(table: Table, factor: float) -> None:
     """From 4 to 16 nodes at the same rate the weight updates get huge; linear scaling cures that.
 
-    With SGD the mean update stays as long, because the gradient is a mean, and its noise falls with
-    the root of the batch. Linear scaling makes updates larger, because an epoch has fewer of them.
-    Updates that grow with the nodes at the same rate come from gradients that are summed.
+    With plain SGD the mean update stays as long, because the gradient is a mean, and its noise
+    falls with the root of the batch. Linear scaling makes updates larger, because an epoch has
+    fewer of them. Updates that grow with the nodes at the same rate then come from gradients that
+    are summed.
 
     One process and four stand for 4 nodes and 16, each with batches of 16.
     """
@@ -233,7 +234,7 @@ def test_more_processes_make_no_larger_updates(table: Table, factor: float) -> N
 
 
 @claim(
-    "true with SGD when the learning rate grows less than the batch, and the gradient hardly "
+    "true with plain SGD when the learning rate grows less than the batch, and the gradient hardly "
     "changes meanwhile",
     root=2.0,
     fails_when=Change("the learning rate is multiplied by four", root=4.0),

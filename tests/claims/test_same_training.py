@@ -100,7 +100,8 @@ def test_equal_gradients_can_train_worse(table: Table, suspects: dict[str, dict[
     Look at what turns gradients into weights: rate, schedule, settings of the optimizer, its state
     after a checkpoint. Then at what later steps read: set_epoch, dropped or repeated examples,
     buffers, evaluation mode, parameters that were frozen when DDP wrapped the model and are no
-    longer (DDP never reduces them). If nothing of that differs, every step is the same.
+    longer (DDP never reduces them), steps that call model.module or stay in no_sync. If nothing but
+    DDP differs, every step is the same.
 
     Both sides have momentum 0.9, weight decay 0.1 and rate 0.01, but for what the first column
     says.

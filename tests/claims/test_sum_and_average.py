@@ -142,9 +142,9 @@ def test_the_sum_is_too_large_only_for_added_losses(table: Table, added: str) ->
     """DataParallel sums, so with 4 GPUs its gradient is 4 times too large.
 
     The usual loop has one loss over the gathered outputs, and a right gradient. Where replicas
-    return their means and these are added up, it is as many times too large as there are parts: 6
-    examples on 4 GPUs are 3 parts of 2. The mean of the means is right if all parts are equally
-    large; 16 on 3 GPUs are 6, 6 and 4.
+    return their means and these are added up, it is as many times too large as there are equal
+    parts: 6 examples on 4 GPUs are 3 parts of 2. The mean of the means is right if all parts are
+    equally large; 16 on 3 GPUs are 6, 6 and 4.
 
     Not in the usual loop, `loss_fn(model(x), y)`, which has one loss over the gathered outputs. If
     the module returns its loss, DataParallel gathers one mean per GPU. With `losses.sum()` the

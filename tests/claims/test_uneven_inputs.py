@@ -95,8 +95,8 @@ def weight_of_an_example(gradient: Tensor, step: int) -> str:
 
 
 @claim(
-    "true when divide_by_initial_world_size=False is given, all batches are equally large, and the "
-    "optimizer is plain SGD, or there is one epoch only",
+    "true when divide_by_initial_world_size=False is given and all batches are equally large; over "
+    "several epochs only with plain SGD",
     by_initial=False,
     fails_when=Change("DDP divides by the initial number of processes", by_initial=True),
 )

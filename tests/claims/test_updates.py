@@ -84,9 +84,9 @@ def test_clipping_is_that_of_the_big_batch(table: Table, clip: str) -> None:
     """clip_grad_norm_ works with DDP as it does with one process.
 
     After DDP's backward() every process clips the same averaged gradient, as the big batch does.
-    Clipped before (by hand, in a hook, or under no_sync), each process shrinks its own gradient by
-    its own norm. The average then usually has another direction, and where the big batch's norm
-    exceeds the limit it is never longer.
+    Clipped by hand before it, each process shrinks its own gradient by its own norm. The average
+    then usually has another direction, and where the big batch's norm exceeds the limit it is never
+    longer.
 
     The smaller the batch per process, the larger its norm on average, and the error.
     """

@@ -173,13 +173,28 @@ def windows(draw: Draw) -> dict[str, Any]:
 @attack(
     "no_sync_only_saves_all_reduces",
     draw=windows,
-    outside=[{"ranks": 2, "steps": 2, "seed": 1, "reduce": "sum"}],
+    outside=[
+        {"ranks": 2, "steps": 2, "seed": 1, "adds_up_to": 2.0},
+        {"ranks": 2, "steps": 2, "seed": 1, "of_own": 0.5},
+    ],
 )
-def without_no_sync(ranks: int, steps: int, seed: int, reduce: str = "mean") -> bool:
-    """Every backward reduces what has accumulated; with no_sync only the last one does."""
+def without_no_sync(
+    ranks: int, steps: int, seed: int, adds_up_to: float = 1.0, of_own: float = 0.0
+) -> bool:
+    """Every backward reduces what has accumulated; with no_sync only the last one does.
+
+    The reduction is a weighted sum. ``adds_up_to``: of its weights. ``of_own``: how much of its own
+    gradient each rank keeps, beside the sum.
+    """
     generator = torch.Generator().manual_seed(seed)
     own = torch.randn(steps, ranks, 7, generator=generator, dtype=torch.double)
+    weights = torch.rand(ranks, 1, generator=generator, dtype=torch.double)
+    weights *= adds_up_to / weights.sum()
+
+    def reduced(gradients: Tensor) -> Tensor:
+        return of_own * gradients + (1 - of_own) * (weights * gradients).sum(0)
+
     held = torch.zeros(ranks, 7, dtype=torch.double)
     for micro_batch in own:
-        held = getattr(held + micro_batch, reduce)(0).expand(ranks, -1)
-    return near(held[0], getattr(own.sum(0), reduce)(0))
+        held = reduced(held + micro_batch)
+    return near(held, reduced(own.sum(0)))
