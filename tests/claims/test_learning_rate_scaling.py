@@ -45,7 +45,7 @@ def beside(measured: float, closed_form: float) -> str:
 
 @claim(
     "true with plain SGD when the gradient hardly changes over the training; momentum may be added "
-    "if this is much longer than 4 / (1 - momentum) steps of the small batch",
+    "if the training is much longer than 4 / (1 - momentum) steps of the small batch",
     factor=4.0,
     fails_when=Change("the learning rate is not changed", factor=1.0),
 )
@@ -103,7 +103,7 @@ def test_linear_scaling_reaches_the_same_weight(table: Table, factor: float) -> 
 
 @claim(
     "true with plain SGD on a quadratic loss that is the same in every batch, when 1.5 x steps x "
-    "(learning rate x largest curvature)^2 is small for the small batch",
+    "(learning rate x largest absolute curvature)^2 is small for the small batch",
     factor=4.0,
     fails_when=Change("the learning rate is multiplied by the square root of four", factor=2.0),
 )
@@ -113,9 +113,9 @@ def test_linear_scaling_is_approximate_where_the_gradient_changes(
     """Linear scaling gives the same training as the small batch.
 
     If the loss is half the square of w, four small steps lead to (1 - lr)^4 of w, and one of four
-    times the rate to 1 - 4 lr. After n small steps the two are about 1.5 n lr^2 of w apart. With lr
-    between 0.5 and 2 only the large batch diverges. On other losses the two may even end in
-    different minima.
+    times the rate to 1 - 4 lr. After n small steps the two are about 1.5 n lr^2 of what is left of
+    w apart. With lr between 0.5 and 2 only the large batch diverges. On other losses the two may
+    end in different minima.
 
     Here the loss is half the square, so the gradient is w itself and changes on the way; each
     process has batches of 4. Four small steps lead to (1 - lr)^4 of w, and one step with four times

@@ -104,7 +104,7 @@ def test_the_average_is_no_smaller_than_the_sum(table: Table, divide_by: int) ->
     """DDP averages where DataParallel sums, so on 4 GPUs DDP's gradient is 4 times smaller.
 
     It is the same gradient: DataParallel adds up parts of one loss, and DDP averages whole means.
-    To move from one to the other, divide the batch size by the number of processes, and change
+    To move from DataParallel to DDP, divide the batch size by the number of processes, and change
     neither loss nor learning rate. All processes must have equally many examples.
 
     They are the same gradient, that of one batch of 16, because they combine different things:

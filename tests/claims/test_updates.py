@@ -43,7 +43,8 @@ def test_optimizers_with_a_state_train_like_the_big_batch(table: Table, own_stat
 
     All ranks have the same weights, the same gradient and the same state, so they take the same
     step: with eight optimizers it is the big batch's after every step. Different states would drift
-    apart, as after a checkpoint that only one rank loads, or after Join. Only plain SGD has none.
+    apart, as after a checkpoint that only one rank loads, or after Join. Only SGD without momentum
+    has none.
 
     DDP sends the weights of rank 0 to all ranks when it is made. From then on every rank has the
     same weights, the same averaged gradient, and its own optimizer in the same state. So it

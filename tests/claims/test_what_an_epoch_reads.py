@@ -11,8 +11,8 @@ from tests.claims.setting import times
 
 
 @claim(
-    "true when the number of processes divides the number of examples, and the loader drops no "
-    "last batch",
+    "true when the number of processes divides the number of examples, the loader drops no last "
+    "batch, and all processes give the sampler the same seed",
     sizes=(18, 102, 1002),
     fails_when=Change(
         "the number of processes divides the number of examples", sizes=(20, 100, 1000)

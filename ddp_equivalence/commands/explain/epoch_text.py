@@ -17,10 +17,11 @@ def epoch_sentences(explanation: Explanation) -> Iterator[str]:
     if epoch is None:
         return
     if epoch.largest_step < explanation.effective_batch:
-        yield (
-            f"No step has all {explanation.effective_batch} examples: the largest has "
-            f"{epoch.largest_step}. The learning rate above is not for such a step."
-        )
+        too_small = f"No step has all {explanation.effective_batch} examples"
+        rates, not_for = explanation.learning_rates, ""
+        if rates is not None and rates.scaling != 1:
+            not_for = " The learning rates above are not for such a step."
+        yield f"{too_small}: the largest has {epoch.largest_step}.{not_for}"
     yield _batches(setup, epoch)
     if setup.accumulation > 1:
         yield from _window_sentences(setup, epoch)
@@ -41,11 +42,13 @@ def epoch_sentences(explanation: Explanation) -> Iterator[str]:
 def unlike_one_device(explanation: Explanation) -> int:
     """How many updates at the end of an epoch are not those of one device with the whole batch.
 
-    They are more than one where more examples are repeated than the last step has.
+    They are more than one where more examples are repeated than the last step has. A shorter last
+    step of whole batches is one that one device with drop_last does not take.
     """
     epoch = explanation.epoch
     if epoch is None or not epoch.repeated:
-        return int(not is_as_on_one_device(explanation))
+        not_taken = epoch is not None and explanation.setup.drop_last and epoch.rest > 0
+        return int(not_taken or not is_as_on_one_device(explanation))
     before_the_last = max(0, epoch.repeated - epoch.last_step)
     return min(epoch.steps, 1 + -(-before_the_last // explanation.effective_batch))
 

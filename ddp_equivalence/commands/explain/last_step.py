@@ -40,9 +40,9 @@ def shares(explanation: Explanation, epoch: Epoch, divisor: int) -> tuple[Share,
     ``divisor``: by what accumulation divides in this step.
     """
     setup = explanation.setup
+    if _counts_all(explanation):
+        return ((epoch.last_step, Fraction(1)),)
     if not explanation.is_multiple:
-        if setup.loss == "token-mean":  # the advice counts all tokens of a step
-            return ((epoch.last_step, Fraction(1)),)
         setup = replace(setup, parallelism="data-parallel")  # as the advice says
     batches = [setup.batch] * ((epoch.rest or setup.accumulation) - 1) + [epoch.last_batch]
     known = setup.known_good
@@ -51,7 +51,9 @@ def shares(explanation: Explanation, epoch: Epoch, divisor: int) -> tuple[Share,
     should_be = explanation.mended_factor / whole
     found = []
     for batch in batches:
-        losses = replace(setup, batch=batch, examples=None, drop_last=False).loss_sizes
+        losses = replace(
+            setup, batch=batch, examples=None, drop_last=False, sampler="distributed"
+        ).loss_sizes
         for size in losses:
             divided = _divided_by(setup, size, sum(batches), epoch) * len(losses)
             divided *= framework_divisor(setup) * divisor
@@ -69,6 +71,11 @@ def _divided_by(setup: Setup, size: int, of_process: int, epoch: Epoch) -> int:
     ]
 
 
+def _counts_all(explanation: Explanation) -> bool:
+    """True if the advice is to count all tokens of a step, which divides by nothing else."""
+    return explanation.setup.loss == "token-mean" and not explanation.is_multiple
+
+
 def _are_one(found: tuple[Share, ...]) -> bool:
     return all(share == 1 for _, share in found)
 
@@ -78,7 +85,7 @@ def last_step_sentences(explanation: Explanation, epoch: Epoch) -> Iterator[str]
     setup, rest, whole = explanation.setup, epoch.rest, explanation.setup.accumulation
     if not has_short_last_step(setup, epoch):
         return
-    divides = bool(rest and setup.accumulation_divided and explanation.is_multiple)
+    divides = bool(rest and setup.accumulation_divided and not _counts_all(explanation))
     divisor = divisor_of_a_step(setup, rest)
     found = shares(explanation, epoch, divisor)
     step = "that step" if rest else "the last step"
@@ -103,12 +110,29 @@ def last_step_sentences(explanation: Explanation, epoch: Epoch) -> Iterator[str]
         )
         yield f"In {step} an example counts {counts}; it should count once."
     if epoch.last_batch != setup.batch and not _are_one(found):
+        yield from _without_the_last_batch(explanation, epoch)
+    if setup.drop_last and rest:
+        yield f"One device with drop_last does not take {step.partition(' (')[0]}."
+
+
+def _without_the_last_batch(explanation: Explanation, epoch: Epoch) -> Iterator[str]:
+    """What drop_last does, if a right last step or none is left then."""
+    setup = explanation.setup
+    left = (epoch.rest or setup.accumulation) - 1
+    if not left:
         yield "drop_last leaves the last batch out."
+        return
+    examples = left * setup.batch * setup.processes
+    then = replace(epoch, rest=left, last_batch=setup.batch, last_step=examples)
+    if _are_one(shares(explanation, then, divisor_of_a_step(setup, left))):
+        yield "drop_last leaves the last batch out."
+    elif setup.like is None and _are_one(shares(explanation, then, left)):
+        yield f"With drop_last, {left} {plural(left, 'is', 'are')} left to divide by there."
 
 
 def _why(explanation: Explanation, divisor: int) -> str:
     setup = explanation.setup
-    if not explanation.is_multiple and setup.loss == "token-mean":
+    if _counts_all(explanation):
         return ", with the change above"
     if setup.tokens_over != "micro-batch":
         return ": it counts its own tokens"

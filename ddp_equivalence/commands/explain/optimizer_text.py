@@ -30,10 +30,7 @@ def mend_sentences(explanation: Explanation) -> Iterator[str]:
         )
         return
     if setup.like == "hf-trainer":
-        yield (
-            "set average_tokens_across_devices=True (in transformers from 4.46.2 on; older ones "
-            "cannot). That gives g, the big batch's gradient."
-        )
+        yield from _for_hf_trainer(setup)
         return
     of = f"all {setup.accumulation} micro-batches" if setup.accumulation > 1 else "the batch"
     reduced = ", and all_reduce the count (sum)" if setup.processes > 1 else ""
@@ -45,6 +42,21 @@ def mend_sentences(explanation: Explanation) -> Iterator[str]:
         only = "divide and multiply by nothing else"
     loss = _mended_loss(setup)
     yield f"Then take {loss}, and {only}. That gives g, the big batch's gradient."
+
+
+def _for_hf_trainer(setup: Setup) -> Iterator[str]:
+    beside = ", and do not multiply the loss" if setup.loss_times != UNCHANGED else ""
+    if setup.tokens_over == "micro-batch":
+        yield (
+            "take transformers 4.54 or later, and a model whose loss takes num_items_in_batch: the "
+            f"Trainer then counts the tokens of all micro-batches and ranks{beside}."
+        )
+    else:
+        yield (
+            "set average_tokens_across_devices=True (in transformers from 4.46.2 on; older ones "
+            f"cannot){beside}."
+        )
+    yield "That gives g, the big batch's gradient."
 
 
 def _mended_loss(setup: Setup) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ddp_equivalence.commands.explain.explanation import Explanation
 from ddp_equivalence.commands.explain.learning_rates import LearningRates
-from ddp_equivalence.commands.explain.numbers import beta, number, times
+from ddp_equivalence.commands.explain.numbers import beta, divided_by, number, times
 from ddp_equivalence.commands.explain.setup import Setup
 
 
@@ -34,9 +34,9 @@ class StartingPoint:
 
 DECAY = "an epoch then decays the weights as much as before"
 
-FARTHEST = 32
-"""How many times larger than 256 the batch was, up to which Goyal et al. found linear scaling to
-keep the accuracy of ResNet-50 on ImageNet (8,192; their abstract)."""
+FARTHEST = 8192
+"""The batch up to which Goyal et al. found linear scaling to keep the accuracy of ResNet-50 on
+ImageNet (their abstract)."""
 
 
 def starting_point(explanation: Explanation, rates: LearningRates) -> StartingPoint:
@@ -45,22 +45,26 @@ def starting_point(explanation: Explanation, rates: LearningRates) -> StartingPo
     Sources: for SGD the linear rule of Goyal et al. 2017, arXiv 1706.02677, which keeps momentum
     and weight decay; for Adam the square-root rule of Malladi et al. 2022, arXiv 2205.10287.
     """
-    return _for_adam(explanation.setup, rates) if explanation.setup.is_adam else _for_sgd(rates)
+    if explanation.setup.is_adam:
+        return _for_adam(explanation.setup, rates)
+    return _for_sgd(explanation, rates)
 
 
-def _for_sgd(rates: LearningRates) -> StartingPoint:
+def _for_sgd(explanation: Explanation, rates: LearningRates) -> StartingPoint:
     by_then = ", reached over the first epochs" if rates.scaling > 1 else ""
     same, root = number(rates.same_step), number(rates.square_root)
     keep = "Keep momentum and weight_decay"
     if rates.relative != 1:
         keep = "Keep momentum, and multiply weight_decay and clipping's max_norm by "
         keep += times(rates.relative)
-    far = ""
-    if rates.scaling > FARTHEST:
-        far = f" Beyond x {FARTHEST}, from 256, Goyal et al. found linear scaling to fail."
+    far = divided = ""
+    if rates.scaling > 1 and explanation.effective_batch > FARTHEST:
+        far = f" Beyond a batch of {FARTHEST}, Goyal et al. found linear scaling to lose accuracy."
+    if rates.relative != 1:
+        divided = f", {divided_by(rates.relative)} for the gradient"
     return StartingPoint(
         rate=float(rates.linear),
-        how=f"(linear, x {times(rates.scaling)}){by_then}",
+        how=f"(linear, x {times(rates.scaling)}{divided}){by_then}",
         why="an epoch then moves the weights about as far as before",
         others=f"{same} keeps a step's length, {root} its noise.{far}",
         beside=keep,

@@ -111,7 +111,9 @@ def _factor_at_another_batch(setup: Setup, factor: Fraction, keep: str) -> str:
     """Two ways to deal with a factor on the gradient. ``keep``: the learning rate without it."""
     see, by, loss = SEE_A_FACTOR[setup.optimizer], times(factor), times(1 / factor)
     if setup.is_adam:
-        return f"Multiply {see} by {by}, or the loss by {loss}: the factor cancels in all else."
+        return (
+            f"Multiply that {see} by {by}, or the loss by {loss}: the factor cancels in all else."
+        )
     return (
         f"Keep momentum, and multiply {see} by {by}; or multiply the loss by {loss}, take {keep}, "
         "and change nothing else."
@@ -135,6 +137,9 @@ def _epoch(explanation: Explanation) -> Iterator[str]:
             steps += f" with the shorter last one{if_taken}"
         if epoch.largest_step < explanation.effective_batch:
             steps += f"; the largest is of {epoch.largest_step} examples"
+            rates = explanation.learning_rates
+            if rates is not None and rates.scaling != 1:
+                steps += ", for which the rates are not meant"
         if epoch.repeated:
             examples = f"{epoch.repeated} {plural(epoch.repeated, 'example')}"
             steps += f"; it repeats {examples} at its end"

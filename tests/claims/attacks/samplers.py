@@ -19,7 +19,11 @@ def read(examples: int, ranks: int, batch: int, **drops: bool) -> list[list[list
     found = []
     for rank in range(ranks):
         sampler: Any = DistributedSampler(
-            numbers, ranks, rank, drop_last=drops.get("sampler_drops", False)
+            numbers,
+            ranks,
+            rank,
+            drop_last=drops.get("sampler_drops", False),
+            seed=rank if drops.get("own_seeds") else 0,
         )
         loader: Any = DataLoader(
             numbers, batch, sampler=sampler, drop_last=drops.get("loader_drops", False)
@@ -59,12 +63,11 @@ def the_same_examples_in_every_step(ranks: int, batch: int, examples: int) -> bo
     outside=[
         {"ranks": 4, "batch": 3, "examples": 41},
         {"ranks": 4, "batch": 3, "examples": 40, "loader_drops": True},
+        {"ranks": 4, "batch": 4, "examples": 16, "own_seeds": True},
     ],
 )
-def every_example_is_read_once(
-    ranks: int, batch: int, examples: int, loader_drops: bool = False
-) -> bool:
-    numbers = flat(read(examples, ranks, batch, loader_drops=loader_drops))
+def every_example_is_read_once(ranks: int, batch: int, examples: int, **how: bool) -> bool:
+    numbers = flat(read(examples, ranks, batch, **how))
     return sorted(numbers) == list(range(examples))
 
 

@@ -16,10 +16,12 @@ from torch.utils.data import DataLoader, DistributedSampler
 from ddp_equivalence.commands.explain import KnownGood, Setup, explain
 from ddp_equivalence.commands.explain.epoch_text import unlike_one_device
 from ddp_equivalence.commands.explain.last_step import shares
+from ddp_equivalence.commands.explain.summary import summary_text
 
 INSIDE = {"parallelism": "data-parallel-loss-inside", "ranks_per_node": 4, "batch": 16}
 SUMS_INSIDE = INSIDE | {"loss": "sum"}
 NOT_DIVIDED = {"accumulation": 3, "accumulation_divided": False}
+DIVIDED = {"accumulation": 3, "accumulation_divided": True}
 FOUR = {"ranks_per_node": 4, "batch": 4}
 
 
@@ -60,6 +62,24 @@ def said(**fields: Any) -> str:
             "counts 1 times in a loss over 4 and 2 times in a loss over 1; it should count once.",
         ),
         (INSIDE | {"examples": 37}, "counts 5/6 times in a loss over 2 and 5/3 times in a loss"),
+        (
+            {"batch": 5, **DIVIDED, "examples": 43},
+            "With drop_last, 2 are left to divide by there.",
+        ),
+        ({"batch": 5, **DIVIDED, "examples": 48}, "drop_last leaves the last batch out."),
+        (
+            {"batch": 5, **DIVIDED, "examples": 97, "drop_last": True},
+            "One device with drop_last does not take that step.",
+        ),
+        (
+            {"ranks_per_node": 2, "batch": 4, "examples": 30, "sampler": "even-batches"},
+            "30 examples, 16 a rank (full batches): 4 batches of 4, and as many steps.",
+        ),
+        (
+            {"batch": 5, "ranks_per_node": 3, "examples": 45, "accumulation": 4}
+            | {"parallelism": "data-parallel-loss-inside", "accumulation_divided": True},
+            "Divide by 1 in that step: if you divide by 4, its gradient is 1/4 as large as it",
+        ),
         (FOUR | {"examples": 10}, "10 examples, 3 a rank (DistributedSampler): 1 batch, of 3: 1 "),
         ({"batch": 64, "examples": 25}, "25 examples: 1 batch, of 25: 1 step."),
         ({"batch": 64, "examples": 64}, "64 examples: 1 batch, of 64: 1 step."),
@@ -131,10 +151,19 @@ def test_a_batch_that_no_step_reaches_is_told_first(fields: dict[str, Any], larg
     assert found.epoch is not None
     assert found.epoch.largest_step == largest
     whole = found.effective_batch
-    says = f"No step has all {whole} examples: the largest has {largest}. The learning rate above"
+    says = f"No step has all {whole} examples: the largest has {largest}."
     text = " ".join(str(found).split())
-    assert (f"Epoch: {says} is not for such a step." in text) is (largest < whole)
+    assert (f"Epoch: {says}" in text) is (largest < whole)
     assert ("which no step of an epoch has" in text.partition(".")[0]) is (largest < whole)
+
+
+def test_rates_for_another_batch_are_not_for_a_step_that_is_smaller() -> None:
+    setup = Setup(ranks_per_node=4, batch=4, examples=12, known_good=KnownGood.read("8@0.1"))
+    says = "The learning rates above are not for such a step."
+    assert says in said(**FOUR, examples=12, known_good=KnownGood.read("8@0.1"))
+    assert says not in said(**FOUR, examples=12, known_good=KnownGood.read("16@0.1"))
+    short = " ".join(summary_text(explain(setup)).split())
+    assert "the largest is of 12 examples, for which the rates are not meant" in short
 
 
 def test_fewer_examples_than_ranks_are_dealt_again_as_often_as_is_said() -> None:
@@ -234,7 +263,9 @@ def test_the_updates_that_are_not_as_on_one_device_are_the_last_ones(
     one_batch = [
         torch.zeros(examples, dtype=torch.double).index_fill_(0, part, 1 / len(part))
         for part in torch.arange(examples).split(setup.effective_batch)
+        if len(part) == setup.effective_batch or not drop_last
     ]
+    one_batch += [torch.zeros(examples).double()] * (len(found) - len(one_batch))
     unlike = unlike_one_device(explain(setup))
     same = [torch.allclose(mine, theirs) for mine, theirs in zip(found, one_batch, strict=False)]
     assert same[: len(found) - unlike] == [True] * (len(found) - unlike)

@@ -357,6 +357,22 @@ def test_what_is_given_goes_before_what_a_trainer_sets() -> None:
     assert (before.accumulation_divided, before.loss_times) == (True, LossFactor())
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"tokens_over": "step"}, "older ones cannot). That gives g, the big batch's gradient."),
+        (
+            {"tokens_over": "step", "loss_times": LossFactor(Fraction(2))},
+            "older ones cannot), and do not multiply the loss. That gives g,",
+        ),
+        ({"tokens_over": "micro-batch"}, "take transformers 4.54 or later, and a model whose loss"),
+    ],
+)
+def test_a_trainer_is_mended_by_its_own_settings(given: dict[str, Any], says: str) -> None:
+    text = " ".join(str(explain(like("hf-trainer", **given))).split())
+    assert says in text
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_one_rank_and_one_micro_batch_are_one_device(name: str) -> None:
     explanation = explain(setup_like(name, batch=4))
