@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -197,10 +198,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _ranks(text: str) -> int:
     """Raises ArgumentTypeError for what is no whole number, as the sizes of uneven nodes."""
-    right = f"{on_one_line(text)} should be a whole number"
+    right = f"{on_one_line(shlex.quote(text))} should be a whole number"
     if re.fullmatch(r"\d{1,5}(\+\d{1,5})+", text):
         total = sum(map(int, text.split("+")))
-        right += f". With DDP it does not matter on which node a rank is: give all of them, {total}"
+        right += f"; with DDP nodes make no difference: give --nodes 1 --ranks-per-node {total}"
     try:
         return int(text)
     except ValueError:

@@ -103,7 +103,8 @@ def _window_sentences(setup: Setup, epoch: Epoch) -> Iterator[str]:
         yield f"{full}."
         return
     if setup.like is not None:
-        yield f"{full}, and one of {rest}."
+        batches = plural(rest, "micro-batch", "micro-batches")
+        yield f"{full}, and one of {rest}." if epoch.full_steps else f"1 step of {rest} {batches}."
     elif epoch.full_steps:
         yield (
             f"{full}, and one of {rest} if the loop steps at the end of an epoch. If it does not, "

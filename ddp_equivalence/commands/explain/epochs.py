@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ddp_equivalence.commands.explain.setup import Setup
 
@@ -12,19 +12,17 @@ class Epoch:
     """One pass over the dataset.
 
     ``examples_each``: the examples of a rank. ``micro_batches``: the number of its batches; the
-    last one has ``last_batch`` examples, and its losses see ``last_sizes`` of them.
-    ``full_steps``: the optimizer steps that accumulate all their micro-batches. ``rest``: the
-    micro-batches that are left for a shorter last step. ``largest_step``: the examples of the
-    largest step, over all ranks, and ``last_step`` those of the last one. ``repeated``: how many
-    more examples the ranks get than there are, so that all ranks get equally many. If there are
-    fewer examples than ranks, some are repeated more than once. ``dropped``: the examples that no
-    rank sees.
+    last one has ``last_batch`` examples. ``full_steps``: the optimizer steps that accumulate all
+    their micro-batches. ``rest``: the micro-batches that are left for a shorter last step.
+    ``largest_step``: the examples of the largest step, over all ranks, and ``last_step`` those of
+    the last one. ``repeated``: how many more examples the ranks get than there are, so that all
+    ranks get equally many. If there are fewer examples than ranks, some are repeated more than
+    once. ``dropped``: the examples that no rank sees.
     """
 
     examples_each: int
     micro_batches: int
     last_batch: int
-    last_sizes: tuple[int, ...]
     full_steps: int
     rest: int
     largest_step: int
@@ -61,7 +59,6 @@ def epoch_of(setup: Setup) -> Epoch | None:
         examples_each=each,
         micro_batches=micro_batches,
         last_batch=last_batch,
-        last_sizes=replace(setup, batch=last_batch).loss_sizes,
         full_steps=full_steps,
         rest=rest,
         largest_step=of_last * setup.processes if first_is_last else setup.effective_batch,

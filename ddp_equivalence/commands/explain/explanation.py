@@ -57,7 +57,8 @@ class Explanation:
         """True if g in the text is the gradient of the summed loss over the effective batch.
 
         It is if the loss that is known to be good was a sum over as many examples. Without one, it
-        is if the loss of this setup is a sum, unless that is divided by a count.
+        is if the loss of this setup is a sum, unless that is multiplied by less than 1, as where it
+        is divided by a count.
         """
         known = self.setup.known_good
         if known is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from ddp_equivalence.commands.explain.epochs import Epoch
@@ -13,13 +13,18 @@ from ddp_equivalence.commands.explain.presets import divisor_of_a_step
 from ddp_equivalence.commands.explain.setup import Setup, framework_divisor
 from ddp_equivalence.report.wrapping import plural
 
-Share = tuple[int, Fraction]
-"""The examples of one loss, and how often each of them counts; on one device it counts once."""
 
+@dataclass(frozen=True)
+class Share:
+    """Losses of a process in the last step that all see as many examples.
 
-def has_short_last_step(setup: Setup, epoch: Epoch) -> bool:
-    """True if the last step has fewer micro-batches or examples than the others."""
-    return bool(epoch.rest) or epoch.last_batch != setup.batch
+    ``losses``: how many losses. ``size``: the examples of each. ``counts``: how often each example
+    counts in the gradient; on one device it counts once.
+    """
+
+    losses: int
+    size: int
+    counts: Fraction
 
 
 def is_as_on_one_device(explanation: Explanation) -> bool:
@@ -31,35 +36,41 @@ def is_as_on_one_device(explanation: Explanation) -> bool:
     epoch = explanation.epoch
     if epoch is None:
         return True
-    return _are_one(shares(explanation, epoch, divisor_of_a_step(explanation.setup, epoch.rest)))
+    return _are_once(shares(explanation, epoch, divisor_of_a_step(explanation.setup, epoch.rest)))
 
 
-def shares(explanation: Explanation, epoch: Epoch, divisor: int) -> tuple[Share, ...]:
-    """One for each loss of a process in the last step, with the advice and its learning rate.
+def shares(explanation: Explanation, epoch: Epoch, divisor: int) -> list[Share]:
+    """How often examples count in the last step, with the advice and its learning rate.
 
     ``divisor``: by what accumulation divides in this step.
     """
     setup = explanation.setup
-    if _counts_all(explanation):
-        return ((epoch.last_step, Fraction(1)),)
+    if _counts_all_tokens(explanation):
+        return [Share(1, epoch.last_step, Fraction(1))]
     if not explanation.is_multiple:
         setup = replace(setup, parallelism="data-parallel")  # as the advice says
-    batches = [setup.batch] * ((epoch.rest or setup.accumulation) - 1) + [epoch.last_batch]
+    full = (epoch.rest or setup.accumulation) - 1
+    of_process = full * setup.batch + epoch.last_batch
     known = setup.known_good
     sums = explanation.compares_sums if known is None else known.loss == "sum"
-    whole = explanation.effective_batch if sums else epoch.last_step
-    should_be = explanation.mended_factor / whole
+    should_be = explanation.mended_factor / (
+        explanation.effective_batch if sums else epoch.last_step
+    )
     found = []
-    for batch in batches:
-        losses = replace(
-            setup, batch=batch, examples=None, drop_last=False, sampler="distributed"
-        ).loss_sizes
-        for size in losses:
-            divided = _divided_by(setup, size, sum(batches), epoch) * len(losses)
-            divided *= framework_divisor(setup) * divisor
-            weight = setup.loss_times.value(setup.processes) / divided
-            found.append((size, weight / should_be))
-    return tuple(found)
+    for batches, batch in ((full, setup.batch), (1, epoch.last_batch)):
+        sizes = _loss_sizes(setup, batch) if batches else ()
+        for size in dict.fromkeys(sizes):
+            divided = _divided_by(setup, size, of_process, epoch) * len(sizes)
+            weight = setup.loss_times.value(setup.processes) / (
+                divided * framework_divisor(setup) * divisor
+            )
+            found.append(Share(batches * sizes.count(size), size, weight / should_be))
+    return found
+
+
+def _loss_sizes(setup: Setup, batch: int) -> tuple[int, ...]:
+    without_epoch = replace(setup, examples=None, drop_last=False, sampler="distributed")
+    return replace(without_epoch, batch=batch).loss_sizes
 
 
 def _divided_by(setup: Setup, size: int, of_process: int, epoch: Epoch) -> int:
@@ -71,48 +82,59 @@ def _divided_by(setup: Setup, size: int, of_process: int, epoch: Epoch) -> int:
     ]
 
 
-def _counts_all(explanation: Explanation) -> bool:
+def _counts_all_tokens(explanation: Explanation) -> bool:
     """True if the advice is to count all tokens of a step, which divides by nothing else."""
     return explanation.setup.loss == "token-mean" and not explanation.is_multiple
 
 
-def _are_one(found: tuple[Share, ...]) -> bool:
-    return all(share == 1 for _, share in found)
+def _are_once(found: list[Share]) -> bool:
+    return all(share.counts == 1 for share in found)
 
 
 def last_step_sentences(explanation: Explanation, epoch: Epoch) -> Iterator[str]:
     """How the gradient of a shorter last step compares with one device's; none if none is."""
-    setup, rest, whole = explanation.setup, epoch.rest, explanation.setup.accumulation
-    if not has_short_last_step(setup, epoch):
+    setup = explanation.setup
+    if not epoch.rest and epoch.last_batch == setup.batch:
         return
-    divides = bool(rest and setup.accumulation_divided and not _counts_all(explanation))
-    divisor = divisor_of_a_step(setup, rest)
+    divisor = divisor_of_a_step(setup, epoch.rest)
     found = shares(explanation, epoch, divisor)
-    step = "that step" if rest else "the last step"
-    if _are_one(found):
+    step = "that step" if epoch.rest else "the last step"
+    if _are_once(found):
         yield f"The gradient of {step} is as it should be{_why(explanation, divisor)}."
-    elif len({share for _, share in found}) == 1:
-        share = found[0][1]
-        size = f"its gradient is {times(share)} {'times ' if share > 1 else ''}as large as it "
-        size += "should be"
-        if divides and setup.like is not None:
-            yield f"The trainer still divides by {whole} in {step}, so {size}."
-        elif divides and _are_one(shares(explanation, epoch, rest)):
-            yield f"Divide by {rest} in {step}: if you divide by {whole}, {size}."
-        else:
-            examples = f"{epoch.last_step} {plural(epoch.last_step, 'example')}"
-            yield f"{step.capitalize()} has {examples}: {size}."
     else:
+        says = _not_as_it_should_be(explanation, epoch, found, step)
+        yield says if explanation.is_multiple else f"With the change above: {says}"
+        if epoch.last_batch != setup.batch:
+            yield from _without_the_last_batch(explanation, epoch)
+    if setup.drop_last and epoch.rest:
+        yield f"One device with drop_last does not take {step}."
+
+
+def _not_as_it_should_be(
+    explanation: Explanation, epoch: Epoch, found: list[Share], step: str
+) -> str:
+    setup, rest, whole = explanation.setup, epoch.rest, explanation.setup.accumulation
+    divides = bool(rest and setup.accumulation_divided)
+    if len({share.counts for share in found}) > 1:
         if divides and setup.like is None:
             found, step = shares(explanation, epoch, rest), f"{step} (divided by {rest})"
         counts = " and ".join(
-            f"{times(share)} times in a loss over {size}" for size, share in dict.fromkeys(found)
+            f"{_often(share.counts)} in a loss over {share.size}"
+            for share in {(share.size, share.counts): share for share in found}.values()
         )
-        yield f"In {step} an example counts {counts}; it should count once."
-    if epoch.last_batch != setup.batch and not _are_one(found):
-        yield from _without_the_last_batch(explanation, epoch)
-    if setup.drop_last and rest:
-        yield f"One device with drop_last does not take {step.partition(' (')[0]}."
+        return f"In {step} an example counts {counts}; it should count once."
+    by = found[0].counts
+    size = f"its gradient is {times(by)} {'times ' if by > 1 else ''}as large as it should be"
+    if divides and setup.like is not None:
+        return f"The trainer still divides by {whole} in {step}, so {size}."
+    if divides and _are_once(shares(explanation, epoch, rest)):
+        return f"Divide by {rest} in {step}: if you divide by {whole}, {size}."
+    examples = f"{epoch.last_step} {plural(epoch.last_step, 'example')}"
+    return f"{step.capitalize()} has {examples}: {size}."
+
+
+def _often(counts: Fraction) -> str:
+    return "once" if counts == 1 else f"{times(counts)} times"
 
 
 def _without_the_last_batch(explanation: Explanation, epoch: Epoch) -> Iterator[str]:
@@ -124,22 +146,23 @@ def _without_the_last_batch(explanation: Explanation, epoch: Epoch) -> Iterator[
         return
     examples = left * setup.batch * setup.processes
     then = replace(epoch, rest=left, last_batch=setup.batch, last_step=examples)
-    if _are_one(shares(explanation, then, divisor_of_a_step(setup, left))):
+    if _are_once(shares(explanation, then, divisor_of_a_step(setup, left))):
         yield "drop_last leaves the last batch out."
-    elif setup.like is None and _are_one(shares(explanation, then, left)):
+    elif setup.like is None and _are_once(shares(explanation, then, left)):
         yield f"With drop_last, {left} {plural(left, 'is', 'are')} left to divide by there."
 
 
 def _why(explanation: Explanation, divisor: int) -> str:
-    setup = explanation.setup
-    if _counts_all(explanation):
-        return ", with the change above"
+    setup, epoch = explanation.setup, explanation.epoch
+    but = ", apart from the repeated examples" if epoch is not None and epoch.repeated else ""
+    if not explanation.is_multiple:
+        return f", with the change above{but}"
     if setup.tokens_over != "micro-batch":
-        return ": it counts its own tokens"
+        return f"{but}: it counts its own tokens"
     if setup.loss == "sum":
-        return ": a sum over fewer examples is smaller on one device, too"
+        return f"{but}: a sum over fewer examples is smaller on one device, too"
     if setup.accumulation_divided and divisor != setup.accumulation:
-        return f": the Trainer divides by {divisor} there"
+        return f"{but}: the Trainer divides by {divisor} there"
     if setup.accumulation_divided and setup.like is None:
-        return f", if you divide by {divisor} there, too"
-    return ""
+        return f"{but}, if you divide by {divisor} there, too"
+    return but

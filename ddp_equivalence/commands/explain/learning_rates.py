@@ -11,11 +11,11 @@ from ddp_equivalence.commands.explain.setup import Setup
 ADAM_EPS = Fraction(1, 10**8)
 """The default of torch.optim.Adam."""
 
-SHORTEST_MEAN = Fraction(1, 2)
-"""The smallest beta that the square-root rule may give: its mean is of 1 / (1 - beta) gradients.
+SMALLEST_BETA = Fraction(1, 2)
+"""The square-root rule is used for betas from here on: a mean is of 1 / (1 - beta) gradients.
 
-The rule is derived for means of many gradients. With shorter ones the known betas keep as much: on
-``stand_in`` the weights move and scatter as before within 4 %, at 6 to 64 times the batch.
+The rule is derived for means of many gradients. Elsewhere the known betas keep as much: a test
+trains the stand-in with them at eight times the batch.
 """
 
 
@@ -24,20 +24,20 @@ class AdamSettings:
     """The betas and eps that the square-root rule for adaptive methods makes of those before.
 
     Source: Malladi et al. 2022, arXiv 2205.10287. With kappa = batch / known batch they are
-    1 - kappa (1 - beta) and eps / sqrt(kappa), for the learning rate lr sqrt(kappa). ``ruled``: the
-    betas of the rule, which may be 0 or below. ``betas``: those to use, which are the known ones
-    where the rule's would average over fewer than two gradients. ``eps``: the value for a gradient
+    1 - kappa (1 - beta) and eps / sqrt(kappa), for the learning rate lr sqrt(kappa).
+    ``rule_betas``: these betas, which may be 0 or below. ``betas``: those to use, which are the
+    known ones unless all of them are at least SMALLEST_BETA. ``eps``: the value for a gradient
     without an additional factor.
     """
 
-    ruled: tuple[Fraction, Fraction]
+    rule_betas: tuple[Fraction, Fraction]
     betas: tuple[Fraction, Fraction]
     eps: float
 
     @property
     def in_reach(self) -> bool:
         """True if the betas to use are those of the rule."""
-        return self.betas == self.ruled
+        return self.betas == self.rule_betas
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ def learning_rates_of(setup: Setup, factor: Fraction) -> LearningRates | None:
 
 def _adam_settings(scaling: Fraction, betas: tuple[Fraction, Fraction]) -> AdamSettings:
     first, second = betas
-    ruled = 1 - scaling * (1 - first), 1 - scaling * (1 - second)
+    by_rule = 1 - scaling * (1 - first), 1 - scaling * (1 - second)
     eps = float(ADAM_EPS) / sqrt(scaling)
-    return AdamSettings(ruled, ruled if min(ruled) >= SHORTEST_MEAN else betas, eps)
+    in_reach = min(*by_rule, *betas) >= SMALLEST_BETA
+    return AdamSettings(by_rule, by_rule if in_reach else betas, eps)

@@ -16,7 +16,8 @@ def not_run(explanation: Explanation) -> tuple[str, ...]:
             f"differ up to {LARGEST_RATIO} times)"
         )
     elif rates is not None and rates.adam is not None and rates.names_eps:
-        phrases.append("what Adam's other betas are good for")  # the stand-in hardly shows it
+        betas = "betas and eps are" if rates.adam.in_reach else "eps is"
+        phrases.append(f"what Adam's other {betas} good for")  # the stand-in hardly shows it
     factor = rates.relative if rates else explanation.mended_factor / explanation.unit
     if factor != 1 and not setup.is_adam:
         phrases.append("weight decay, clipping and momentum")

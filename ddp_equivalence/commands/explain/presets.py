@@ -49,8 +49,9 @@ def _hf_trainer(given: Fields) -> Fields:
     if fields["loss"] == "token-mean":
         fields.setdefault("tokens_over", "all-ranks")
     if fields.get("tokens_over") == "all-ranks":  # the Trainer itself multiplies, after the user
-        own = fields.get("loss_times", UNCHANGED)
-        fields["loss_times"] = LossFactor(own.number, own.power + 1)
+        factor = fields.get("loss_times", UNCHANGED)
+        if isinstance(factor, LossFactor):  # a Setup refuses anything else
+            fields["loss_times"] = LossFactor(factor.number, factor.power + 1)
     counted = fields.get("tokens_over", "micro-batch") != "micro-batch"
     return _divided(fields, not counted)
 
@@ -112,7 +113,7 @@ def divisor_of_a_step(setup: Setup, rest: int) -> int:
     """
     if not setup.accumulation_divided:
         return 1
-    own = setup.like == "hf-trainer" and setup.loss == "mean"
+    own = setup.like == "hf-trainer" and setup.loss != "token-mean"
     return rest if rest and own else setup.accumulation
 
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 from ddp_equivalence.commands.explain.epoch_text import which_updates
 from ddp_equivalence.commands.explain.explanation import Explanation
 from ddp_equivalence.commands.explain.known_good import KnownGood
-from ddp_equivalence.commands.explain.learning_rates import LearningRates
+from ddp_equivalence.commands.explain.learning_rates import SMALLEST_BETA, LearningRates
 from ddp_equivalence.commands.explain.numbers import as_many, beta, divided_by, number, of_g, times
 from ddp_equivalence.commands.explain.starting_point import starting_point
 
@@ -54,8 +54,8 @@ def _at_the_same_batch(
     if not explanation.is_multiple:
         by = f"{was} {divided_by(rates.relative)} = " if rates.relative != 1 and not adam else ""
         yield (
-            f"{by}{now} with that change, as on one device. Without it, no learning rate trains "
-            "the same."
+            f"{by}{now} with that change, as on one device{_which(explanation)}. Without it, no "
+            "learning rate trains the same."
         )
     elif adam:
         cancels = " Adam cancels the factor of the gradient." if rates.relative != 1 else ""
@@ -149,14 +149,14 @@ def _for_adam(rates: LearningRates) -> Iterator[str]:
         f"{number(rates.same_step)} keeps the length of a step: Adam divides the gradient by its "
         f"own size. An epoch has {as_many(1 / rates.scaling)} the steps."
     )
-    betas = ", ".join(map(beta, rates.adam.ruled))
+    betas = ", ".join(map(beta, rates.adam.rule_betas))
     eps = f"eps {number(rates.adam.eps)} in place of 1e-8."
     settings = f"It needs betas ({betas}) in place of yours, and {eps}"
     if not rates.adam.in_reach:
         settings = (
-            f"It needs {eps} Its betas would be ({betas}), which average over fewer than two "
-            "gradients, and the rule is not derived for that: keep yours, with which the weights "
-            "move and scatter as much over many steps."
+            f"It needs {eps} Its betas would be ({betas}), but it is derived for betas that "
+            f"average over many gradients. As one is below {times(SMALLEST_BETA)}, keep yours, "
+            "with which the weights move and scatter as much over many steps."
         )
     yield (
         f"{number(rates.square_root)} (square root, x {_root(rates)}) keeps the path of the "

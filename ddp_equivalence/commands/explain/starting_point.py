@@ -34,7 +34,7 @@ class StartingPoint:
 
 DECAY = "an epoch then decays the weights as much as before"
 
-FARTHEST = 8192
+LARGEST_BATCH = 8192
 """The batch up to which Goyal et al. found linear scaling to keep the accuracy of ResNet-50 on
 ImageNet (their abstract)."""
 
@@ -58,8 +58,8 @@ def _for_sgd(explanation: Explanation, rates: LearningRates) -> StartingPoint:
         keep = "Keep momentum, and multiply weight_decay and clipping's max_norm by "
         keep += times(rates.relative)
     far = divided = ""
-    if rates.scaling > 1 and explanation.effective_batch > FARTHEST:
-        far = f" Beyond a batch of {FARTHEST}, Goyal et al. found linear scaling to lose accuracy."
+    if rates.scaling > 1 and explanation.effective_batch > LARGEST_BATCH:
+        far = f" Beyond a batch of {LARGEST_BATCH} Goyal et al. lost accuracy with linear scaling."
     if rates.relative != 1:
         divided = f", {divided_by(rates.relative)} for the gradient"
     return StartingPoint(

@@ -20,8 +20,8 @@ NAMES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 
 SEE_A_FACTOR = {
     "sgd": "weight_decay and clipping's max_norm",
-    "adam": "eps, weight_decay and clipping's max_norm",
-    "adamw": "eps and clipping's max_norm",
+    "adam": "weight_decay, clipping's max_norm and eps",
+    "adamw": "clipping's max_norm and eps",
 }
 """The settings that a factor on the gradient is compared with, by optimizer."""
 
@@ -111,9 +111,8 @@ def _factor_at_another_batch(setup: Setup, factor: Fraction, keep: str) -> str:
     """Two ways to deal with a factor on the gradient. ``keep``: the learning rate without it."""
     see, by, loss = SEE_A_FACTOR[setup.optimizer], times(factor), times(1 / factor)
     if setup.is_adam:
-        return (
-            f"Multiply that {see} by {by}, or the loss by {loss}: the factor cancels in all else."
-        )
+        see = see.replace("eps", "that eps")
+        return f"Multiply {see} by {by}, or the loss by {loss}: the factor cancels in all else."
     return (
         f"Keep momentum, and multiply {see} by {by}; or multiply the loss by {loss}, take {keep}, "
         "and change nothing else."

@@ -145,7 +145,7 @@ def _intervals(run: RowRun, first: bool) -> Iterator[str]:
 def _chances(expected: ClosedForm, row: PublishedRow) -> str:
     """How far off the published w is, as p-values, and what they say of the published script."""
     reduced, never = agreement.so_far_off(expected, row)
-    if min(reduced, never) > 0.5:
+    if reduced == never == 1:
         return "published w: as near as its four digits allow, whether ranks reduce or not"
     chances = f"{text_of(100 * reduced, '.3g')} % of runs are as far off if ranks reduce, "
     return f"published w: {chances}{text_of(100 * never, '.3g')} % if not (p-values)"

@@ -213,8 +213,19 @@ def test_the_doctor_says_what_runs_and_why_not_the_rest(no_cuda: None) -> None:
         (("check", "x.py", "--stesp", "3"), "--stesp 3 (perhaps --steps)"),
         (("check", "x.py", "--fast"), "--fast (there are --help, --layout,"),
         (("check", "x.py", "--steps", "many"), "--steps many should be a whole number"),
-        (("check", "x.py", "--steps", "a\nb"), r"--steps 'a\nb' should be a whole number"),
+        (("check", "x.py", "--steps", "a\nb"), "--steps 'a b' should be a whole number"),
         (("check", "x.py", "--dtype", "x"), "--dtype x should be one of float64, float32,"),
+        (("check", "x.py", "--dtyp", "x'"), "--dtyp 'x'\"'\"'' should be one of float64,"),
+        (("check", "x.py", "--lr", "x"), "--lr x should be a number"),
+        (("check", "x.py", "--steps"), "--steps needs a value"),
+        (("check", "x.py", "--full=3"), "--full 3 takes no value"),
+        (("explain", "--bach", "4"), "unrecognized arguments: --bach (perhaps --batch)"),
+        (("explain", "--batch", "4", "x"), "unrecognized arguments: x."),
+        (
+            ("explain", "--batch", "4", "--rank", "2+3"),
+            "--rank 2+3 should be a whole number; with DDP nodes make no difference: give --nodes "
+            "1 --ranks-per-node 5.",
+        ),
     ],
 )
 def test_a_wrong_command_is_told_the_right_one(arguments: tuple[str, ...], right: str) -> None:
@@ -222,6 +233,6 @@ def test_a_wrong_command_is_told_the_right_one(arguments: tuple[str, ...], right
     assert code == 2
     told = " ".join(errors.split())
     assert right in told
-    of = "ddp-equivalence check" if "check" in arguments else "ddp-equivalence"
+    of = " ".join(("ddp-equivalence", *(one for one in arguments[:1] if one != "chek")))
     assert told.endswith(f"See {of} --help.")
     assert len(errors.splitlines()) < 8

@@ -188,6 +188,19 @@ def test_the_root_rule_for_adam_gives_betas_that_average_two_gradients(
     assert rates.adam.betas == expected
 
 
+@pytest.mark.parametrize("first", [Fraction(0), Fraction(49, 100)])
+def test_the_root_rule_is_not_used_for_betas_that_average_over_few_gradients(
+    first: Fraction,
+) -> None:
+    betas = first, Fraction(99, 100)
+    known = KnownGood.read("64@0.001")
+    rates = explain(Setup(batch=4, optimizer="adam", betas=betas, known_good=known)).learning_rates
+    assert rates is not None
+    assert rates.adam is not None
+    assert rates.adam.rule_betas[0] > Fraction(1, 2)
+    assert rates.adam.betas == betas
+
+
 @pytest.mark.parametrize(("divided", "rate"), [(False, "0.005"), (True, "0.01")])
 def test_uneven_replicas_that_are_mended_still_accumulate(divided: bool, rate: str) -> None:
     # Means over 6, 6 and 4, twice. One mean over the 16 instead, twice: 2 g unless divided by 2.

@@ -335,6 +335,7 @@ def test_nanogpt_divides_its_micro_batches_among_the_ranks() -> None:
         ("accelerate", {"accumulation": 2, "accumulation_divided": False}, "accumulation_divided"),
         ("hf-trainer", {"accumulation": 2, "accumulation_divided": True}, "accumulation_divided"),
         ("lightning", {"accumulation_divided": True}, "accumulation_divided"),
+        ("hf-trainer", {"loss_times": "world-size"}, "loss_times"),
         ("accelerate", {"parallelism": "ddp"}, "parallelism"),
         ("fairseq", {}, "like"),
     ],

@@ -77,7 +77,7 @@ def test_the_short_answer_says_what_the_full_one_says(setup: Setup) -> None:
         assert f"learning rate is {number(rates.same_step)}" in short
     elif rates is not None:
         assert number(rates.same_step) in short
-        assert "weight_decay" in short or setup.optimizer == "adam"
+        assert ("weight_decay" in short) == (setup.optimizer != "adam" or rates.relative != 1)
     epoch = explanation.epoch
     assert epoch is None or f"An epoch has {epoch.steps} step" in short
     assert short.endswith("More: --full.")

@@ -137,7 +137,7 @@ SUMMED = {"batch": 4, "ranks_per_node": 4, "parallelism": "all-reduce-sum", "opt
     [
         (
             {"known_good": KnownGood.read("32@0.01")},
-            "Learning rate: 0.01 / 2 = 0.005 with that change, as on one device.",
+            "Learning rate: 0.01 / 2 = 0.005 with that change, as on one device:",
         ),
         ({}, "a mean loss and batch 32, divided by 2, with the change above."),
         (

@@ -194,7 +194,7 @@ def test_what_is_mended_trains_with_the_learning_rate_that_is_given_for_it(
         ({"parallelism": "all-reduce-sum"}, "Not run: weight decay, clipping and momentum."),
         (
             {"known_good": KnownGood.read("4@0.1"), "optimizer": "adam"},
-            "Not run: what Adam's other betas are good for.",
+            "Not run: what Adam's other betas and eps are good for.",
         ),
         (
             {"parallelism": "all-reduce-sum", "optimizer": "adam"},
