@@ -96,10 +96,10 @@ def five_steps(
 def test_ddp_keeps_ranks_alike_that_go_on_from_a_checkpoint(table: Table, everywhere: bool) -> None:
     """To go on from a checkpoint rank 0 loads it, and DDP sends everything to the others.
 
-    DDP sends the weights of rank 0 once, when it is made, its buffers before a forward (by default,
-    and outside no_sync), and the optimizer's state never. Load weights before you wrap the model,
-    or on every rank, and the state on every rank. Otherwise the ranks' weights differ, without an
-    error.
+    DDP sends the weights of rank 0 once, when it is made, its buffers before a forward (not after
+    one under no_sync or no_grad), and the optimizer's state never. Load weights before you wrap the
+    model, or on every rank, and the state on every rank. Otherwise the ranks' weights differ,
+    without an error.
 
     It sends the weights and buffers: when DDP is made, it sends those of rank 0 to all ranks. No
     step sends the weights again, so load them before you wrap the model. Weights that rank 0 loads

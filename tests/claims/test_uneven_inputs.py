@@ -95,8 +95,8 @@ def weight_of_an_example(gradient: Tensor, step: int) -> str:
 
 
 @claim(
-    "true when divide_by_initial_world_size=False is given and all batches are equally large; over "
-    "several epochs only with plain SGD",
+    "true without accumulation when divide_by_initial_world_size=False is given and all batches "
+    "are equally large; over several epochs only with plain SGD",
     by_initial=False,
     fails_when=Change("DDP divides by the initial number of processes", by_initial=True),
 )
@@ -144,8 +144,8 @@ def test_under_join_a_step_is_the_big_batch_of_what_is_left(table: Table, by_ini
 
 
 @claim(
-    "true when divide_by_initial_world_size is left at its default, True, and all batches are "
-    "equally large",
+    "true without accumulation when divide_by_initial_world_size is left at its default, True, and "
+    "all batches are equally large",
     by_initial=True,
     fails_when=Change("DDP divides by the number of processes that are left", by_initial=False),
 )

@@ -12,7 +12,7 @@ from tests.claims.setting import times
 
 @claim(
     "true when the number of processes divides the number of examples, the loader drops no last "
-    "batch, and all processes give the sampler the same seed",
+    "batch, and all processes give the sampler the same seed and epoch",
     sizes=(18, 102, 1002),
     fails_when=Change(
         "the number of processes divides the number of examples", sizes=(20, 100, 1000)
@@ -116,7 +116,7 @@ def test_ddp_does_not_share_out_the_data(table: Table, sampler: bool) -> None:
 
 
 @claim(
-    "true when set_epoch is called with its number before every epoch",
+    "true when set_epoch is called with its number before every epoch, on every process",
     set_epoch=True,
     fails_when=Change("set_epoch is not called", set_epoch=False),
 )

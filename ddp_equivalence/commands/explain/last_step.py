@@ -126,7 +126,11 @@ def _not_as_it_should_be(
     by = found[0].counts
     size = f"its gradient is {times(by)} {'times ' if by > 1 else ''}as large as it should be"
     if divides and setup.like is not None:
-        return f"The trainer still divides by {whole} in {step}, so {size}."
+        own = divisor_of_a_step(setup, rest)
+        how = (
+            f"divides by {rest}, and not by {whole}," if own == rest else f"still divides by {own}"
+        )
+        return f"The trainer {how} in {step}, so {size}."
     if divides and _are_once(shares(explanation, epoch, rest)):
         return f"Divide by {rest} in {step}: if you divide by {whole}, {size}."
     examples = f"{epoch.last_step} {plural(epoch.last_step, 'example')}"
@@ -142,7 +146,8 @@ def _without_the_last_batch(explanation: Explanation, epoch: Epoch) -> Iterator[
     setup = explanation.setup
     left = (epoch.rest or setup.accumulation) - 1
     if not left:
-        yield "drop_last leaves the last batch out."
+        if epoch.full_steps > (epoch.rest == 0):  # else no step is left
+            yield "drop_last leaves the last batch out."
         return
     examples = left * setup.batch * setup.processes
     then = replace(epoch, rest=left, last_batch=setup.batch, last_step=examples)
@@ -159,10 +164,10 @@ def _why(explanation: Explanation, divisor: int) -> str:
         return f", with the change above{but}"
     if setup.tokens_over != "micro-batch":
         return f"{but}: it counts its own tokens"
+    if setup.accumulation_divided and setup.like is None:
+        but = f"{but}, if you divide by {divisor} there, too"
     if setup.loss == "sum":
         return f"{but}: a sum over fewer examples is smaller on one device, too"
     if setup.accumulation_divided and divisor != setup.accumulation:
         return f"{but}: the Trainer divides by {divisor} there"
-    if setup.accumulation_divided and setup.like is None:
-        return f"{but}, if you divide by {divisor} there, too"
     return but

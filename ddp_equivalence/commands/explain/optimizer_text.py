@@ -35,11 +35,10 @@ def mend_sentences(explanation: Explanation) -> Iterator[str]:
     of = f"all {setup.accumulation} micro-batches" if setup.accumulation > 1 else "the batch"
     reduced = ", and all_reduce the count (sum)" if setup.processes > 1 else ""
     yield f"count the tokens of {of} before the first backward{reduced}; call it T."
-    only = "divide by nothing else"
+    multiply = " and multiply" if setup.loss_times != UNCHANGED else ""
+    only = f"divide{multiply} by nothing else"
     if own_divisor(setup) > 1:
         only += f" (the trainer itself divides by {own_divisor(setup)})"
-    if setup.loss_times != UNCHANGED:
-        only = "divide and multiply by nothing else"
     loss = _mended_loss(setup)
     yield f"Then take {loss}, and {only}. That gives g, the big batch's gradient."
 

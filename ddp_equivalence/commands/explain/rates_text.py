@@ -146,8 +146,9 @@ def _for_sgd(rates: LearningRates) -> Iterator[str]:
 def _for_adam(rates: LearningRates) -> Iterator[str]:
     assert rates.adam is not None
     yield (
-        f"{number(rates.same_step)} keeps the length of a step: Adam divides the gradient by its "
-        f"own size. An epoch has {as_many(1 / rates.scaling)} the steps."
+        f"{number(rates.same_step)} keeps the length of a step if most of the gradient is noise "
+        "with both batches, or hardly any of it is: Adam divides the gradient by its own size. An "
+        f"epoch has {as_many(1 / rates.scaling)} the steps."
     )
     betas = ", ".join(map(beta, rates.adam.rule_betas))
     eps = f"eps {number(rates.adam.eps)} in place of 1e-8."

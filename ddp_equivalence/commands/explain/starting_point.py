@@ -81,7 +81,7 @@ def _for_adam(setup: Setup, rates: LearningRates) -> StartingPoint:
         rate=rates.square_root,
         how=f"(square root, x {root}), {whose}betas ({betas}) and eps {number(rates.adam.eps)}",
         why="where noise is most of the gradient, weights move and scatter as before",
-        others=f"{number(rates.same_step)} keeps a step's length.",
+        others=f"{number(rates.same_step)} then keeps a step's length.",
         # An epoch decays the weights by rate x weight_decay x steps, and has fewer steps.
         beside=f"Multiply weight_decay by {root}" if setup.optimizer == "adamw" else "",
         why_beside=DECAY,

@@ -72,6 +72,10 @@ def said(**fields: Any) -> str:
             "One device with drop_last does not take that step.",
         ),
         (
+            {"batch": 2, **DIVIDED, "examples": 14, "loss": "sum"},
+            "as it should be, if you divide by 3 there, too: a sum over fewer examples",
+        ),
+        (
             {"ranks_per_node": 2, "batch": 4, "examples": 30, "sampler": "even-batches"},
             "30 examples, 16 a rank (full batches): 4 batches of 4, and as many steps.",
         ),
@@ -124,6 +128,7 @@ def test_an_epoch_is_told_as_it_is(fields: dict[str, Any], says: str) -> None:
     ("fields", "never"),
     [
         (INSIDE | {"examples": 36}, "counts"),
+        ({"batch": 8, "examples": 5, "known_good": KnownGood.read("8@1", "sum")}, "drop_last"),
         (INSIDE | {"examples": 36}, "drop_last"),
         (INSIDE | {"examples": 37, "drop_last": True}, "last step"),
         (SUMS_INSIDE | {"examples": 32}, "last step"),

@@ -374,6 +374,21 @@ def test_a_trainer_is_mended_by_its_own_settings(given: dict[str, Any], says: st
     assert says in text
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "hf-trainer",
+            "The trainer divides by 1, and not by 2, in that step, so its gradient is 2",
+        ),
+        ("accelerate", "The gradient of that step is as it should be: a sum over fewer examples"),
+    ],
+)
+def test_a_trainers_own_divisor_of_the_last_step_is_named(name: str, says: str) -> None:
+    setup = setup_like(name, loss="sum", batch=2, accumulation=2, examples=6)
+    assert says in " ".join(str(explain(setup)).split())
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_one_rank_and_one_micro_batch_are_one_device(name: str) -> None:
     explanation = explain(setup_like(name, batch=4))
