@@ -70,8 +70,13 @@ def _reworded(what: str) -> str:
 
 def as_typed(options: Sequence[str], parser: argparse.ArgumentParser) -> str:
     """The option in the words of the command line, which may shorten it; else its longest name."""
-    typed = [word.partition("=")[0] for word in getattr(parser, "typed", ())]
-    given = [word for word in typed if len(word) > 2 and any(o.startswith(word) for o in options)]
+    typed = (word.partition("=")[0] for word in getattr(parser, "typed", ()))
+    others = parser._option_string_actions.keys() - set(options)
+    given = [
+        word
+        for word in typed
+        if len(word) > 2 and word not in others and any(one.startswith(word) for one in options)
+    ]
     return given[-1] if given else max(options, key=len, default="")
 
 
