@@ -86,9 +86,10 @@ def refuse_unknown(parser: argparse.ArgumentParser, words: list[str]) -> NoRetur
     typed = [word.partition("=")[0].lstrip("-") for word in words if word.startswith("-")]
     close = [one for word in typed for one in get_close_matches(word, options, 2)]
     right = ""
-    if typed:
-        names = f"--{' or --'.join(close)}" if close else f"--{', --'.join(options)}"
-        right = f" (perhaps {names})" if close else f" (there are {names})"
+    if close:
+        right = f" (perhaps --{' or --'.join(close)})"
+    elif typed:
+        right = f" (there are --{', --'.join(options)})"
     parser.error(f"unrecognized arguments: {' '.join(map(_shown, words))}{right}")
 
 

@@ -55,12 +55,13 @@ def unlike_one_device(explanation: Explanation) -> int:
 
 def which_updates(explanation: Explanation) -> str | None:
     """``every update but an epoch's last is``: which are the same as on one device; None: none."""
+    epoch, batch = explanation.epoch, explanation.effective_batch
+    if epoch is None:
+        return "every update is" if batch == 1 else f"every update of {batch} examples is"
     others = unlike_one_device(explanation)
-    if explanation.epoch is None and explanation.effective_batch > 1:
-        return f"every update of {explanation.effective_batch} examples is"
     if not others:
         return "every update is"
-    if explanation.epoch is not None and others == explanation.epoch.steps:
+    if others == epoch.steps:
         return None
     return f"every update but an epoch's last {'' if others == 1 else f'{others} '}is"
 
@@ -102,9 +103,9 @@ def _window_sentences(setup: Setup, epoch: Epoch) -> Iterator[str]:
     if not rest:
         yield f"{full}."
         return
+    batches = f"{rest} {plural(rest, 'micro-batch', 'micro-batches')}"
     if setup.like is not None:
-        batches = plural(rest, "micro-batch", "micro-batches")
-        yield f"{full}, and one of {rest}." if epoch.full_steps else f"1 step of {rest} {batches}."
+        yield f"{full}, and one of {rest}." if epoch.full_steps else f"1 step of {batches}."
     elif epoch.full_steps:
         yield (
             f"{full}, and one of {rest} if the loop steps at the end of an epoch. If it does not, "
@@ -112,6 +113,5 @@ def _window_sentences(setup: Setup, epoch: Epoch) -> Iterator[str]:
         )
     else:
         yield (
-            f"1 step, of {rest} {plural(rest, 'micro-batch', 'micro-batches')}, if the loop steps "
-            "at the end of an epoch; none if it does not."
+            f"1 step, of {batches}, if the loop steps at the end of an epoch; none if it does not."
         )

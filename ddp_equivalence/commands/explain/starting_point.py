@@ -15,7 +15,7 @@ class StartingPoint:
     """``rate``: the learning rate. ``how``: the rule that gives it, and how to use it.
 
     ``why``: what it keeps. ``others``: what the other rates keep. ``beside``: what to do about
-    other settings, and ``why_beside`` what that keeps.
+    other settings, so that an epoch decays the weights as much as before; "" if nothing.
     """
 
     rate: float
@@ -23,16 +23,20 @@ class StartingPoint:
     why: str
     others: str
     beside: str
-    why_beside: str
 
     @property
     def as_sentence(self) -> str:
         """``Start with 0.4 (linear, x 4): ...``."""
-        beside = f" {self.beside}: {self.why_beside}." if self.beside else ""
-        return f"Start with {number(self.rate)} {self.how}: {self.why}.{beside}"
+        sentence = f"Start with {number(self.rate)} {self.how}: {self.why}. {self.beside_with_why}"
+        return sentence.rstrip()
 
+    @property
+    def beside_with_why(self) -> str:
+        """What to do about other settings, as a sentence; "" if nothing."""
+        if not self.beside:
+            return ""
+        return f"{self.beside}: an epoch then decays the weights as much as before."
 
-DECAY = "an epoch then decays the weights as much as before"
 
 LARGEST_BATCH = 8192
 """The batch up to which Goyal et al. found linear scaling to keep the accuracy of ResNet-50 on
@@ -68,7 +72,6 @@ def _for_sgd(explanation: Explanation, rates: LearningRates) -> StartingPoint:
         why="an epoch then moves the weights about as far as before",
         others=f"{same} keeps a step's length, {root} its noise.{far}",
         beside=keep,
-        why_beside=DECAY,
     )
 
 
@@ -84,5 +87,4 @@ def _for_adam(setup: Setup, rates: LearningRates) -> StartingPoint:
         others=f"{number(rates.same_step)} then keeps a step's length.",
         # An epoch decays the weights by rate x weight_decay x steps, and has fewer steps.
         beside=f"Multiply weight_decay by {root}" if setup.optimizer == "adamw" else "",
-        why_beside=DECAY,
     )

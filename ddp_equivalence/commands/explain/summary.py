@@ -20,8 +20,8 @@ NAMES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 
 SEE_A_FACTOR = {
     "sgd": "weight_decay and clipping's max_norm",
-    "adam": "weight_decay, clipping's max_norm and eps",
-    "adamw": "clipping's max_norm and eps",
+    "adam": "weight_decay, clipping's max_norm and {eps}",
+    "adamw": "clipping's max_norm and {eps}",
 }
 """The settings that a factor on the gradient is compared with, by optimizer."""
 
@@ -87,12 +87,11 @@ def _advice(explanation: Explanation) -> Iterator[str]:
         rate = f"{number(start.rate)} {start.how}"
         yield f"{begin} {NAMES[setup.optimizer]} start with {rate}: {start.why}. {start.others}"
         keep = number(start.rate / float(by))
-        beside = f"{start.beside}: {start.why_beside}. " if start.beside else ""
-        if factor == 1 and beside:
-            yield beside
-        elif factor != 1:
-            beside = f"{start.beside}. " if setup.is_adam and start.beside else ""
+        if factor != 1:
+            beside = f"{start.beside}. " if setup.optimizer == "adamw" else ""
             yield f"{beside}{_factor_at_another_batch(setup, factor, keep)}"
+        elif start.beside:
+            yield start.beside_with_why
         return
     if factor != 1:
         take = "" if setup.is_adam else f" take {keep},"
@@ -109,9 +108,9 @@ def _for_which_updates(explanation: Explanation) -> str:
 
 def _factor_at_another_batch(setup: Setup, factor: Fraction, keep: str) -> str:
     """Two ways to deal with a factor on the gradient. ``keep``: the learning rate without it."""
-    see, by, loss = SEE_A_FACTOR[setup.optimizer], times(factor), times(1 / factor)
+    see = SEE_A_FACTOR[setup.optimizer].format(eps="that eps")
+    by, loss = times(factor), times(1 / factor)
     if setup.is_adam:
-        see = see.replace("eps", "that eps")
         return f"Multiply {see} by {by}, or the loss by {loss}: the factor cancels in all else."
     return (
         f"Keep momentum, and multiply {see} by {by}; or multiply the loss by {loss}, take {keep}, "
@@ -123,7 +122,8 @@ def _beside_a_factor(setup: Setup, factor: Fraction) -> str:
     """What has to be multiplied for the same update, if it is used, where the gradient is not."""
     if factor == 1:
         return ""
-    return f", if you also multiply {SEE_A_FACTOR[setup.optimizer]} by {times(factor)}"
+    see = SEE_A_FACTOR[setup.optimizer].format(eps="eps")
+    return f", if you also multiply {see} by {times(factor)}"
 
 
 def _epoch(explanation: Explanation) -> Iterator[str]:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from tests.claims.attacks.attack import Draw, attack
 
 
-def read(examples: int, ranks: int, batch: int, **drops: bool) -> list[list[list[int]]]:
+def read(examples: int, ranks: int, batch: int, **how: bool) -> list[list[list[int]]]:
     """For each rank the numbers that it reads, by step."""
     numbers: Any = list(range(examples))
     found = []
@@ -22,11 +22,13 @@ def read(examples: int, ranks: int, batch: int, **drops: bool) -> list[list[list
             numbers,
             ranks,
             rank,
-            drop_last=drops.get("sampler_drops", False),
-            seed=rank if drops.get("own_seeds") else 0,
+            drop_last=how.get("sampler_drops", False),
+            seed=rank if how.get("own_seeds") else 0,
         )
+        if how.get("own_epochs"):
+            sampler.set_epoch(rank)
         loader: Any = DataLoader(
-            numbers, batch, sampler=sampler, drop_last=drops.get("loader_drops", False)
+            numbers, batch, sampler=sampler, drop_last=how.get("loader_drops", False)
         )
         found.append([one.tolist() for one in loader])
     return found
@@ -64,6 +66,7 @@ def the_same_examples_in_every_step(ranks: int, batch: int, examples: int) -> bo
         {"ranks": 4, "batch": 3, "examples": 41},
         {"ranks": 4, "batch": 3, "examples": 40, "loader_drops": True},
         {"ranks": 4, "batch": 4, "examples": 16, "own_seeds": True},
+        {"ranks": 4, "batch": 4, "examples": 16, "own_epochs": True},
     ],
 )
 def every_example_is_read_once(ranks: int, batch: int, examples: int, **how: bool) -> bool:
