@@ -119,8 +119,8 @@ def _add_loss_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loss-times",
         metavar="FACTOR",
-        help="what you multiply each loss by: a number, world-size, or one divided by the other, "
-        "such as world-size or, for a sum over a count of 64, 1/64",
+        help="what you multiply each loss by, beside what a trainer does: a number, world-size, or "
+        "one divided by the other, such as world-size or, for a sum over a count of 64, 1/64",
     )
     parser.add_argument(
         "--tokens-over",

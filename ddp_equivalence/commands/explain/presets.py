@@ -23,7 +23,8 @@ def setup_like(name: str, **given: Any) -> Setup:
     """A Setup with what this trainer sets, unless it is given.
 
     ``name``: one of PRESETS. ``given``: fields of Setup; None stands for one that is not given.
-    ``accumulation`` is the trainer's own setting.
+    ``accumulation`` is the trainer's own setting, and ``loss_times`` what the user multiplies by
+    beside the trainer.
 
     Raises BadCase for a name that is none, and for fields that this trainer cannot have.
     """
