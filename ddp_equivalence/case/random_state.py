@@ -64,6 +64,13 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+def seed_in_use() -> int:
+    """The seed from which torch draws in this process: on its GPU, if it has begun to use one."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.default_generators[torch.cuda.current_device()].initial_seed()
+    return torch.initial_seed()
+
+
 def batch_seed(seed: int) -> int:
     """The seed that is set in torch, numpy and random before a case's batch is built.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ddp_equivalence.measurement.calling_thread import backward_on_calling_thread
 from ddp_equivalence.measurement.code_lines import is_users
 
 MOST_LINES = 20_000
@@ -45,11 +46,12 @@ class LocalsSeen:
         if sys.gettrace() is not None:
             yield
             return
-        sys.settrace(self._on_call)
-        try:
-            yield
-        finally:
-            sys.settrace(None)
+        with backward_on_calling_thread():
+            sys.settrace(self._on_call)
+            try:
+                yield
+            finally:
+                sys.settrace(None)
 
     def _on_call(self, frame: FrameType, event: str, argument: Any) -> Any:
         return self._on_line if is_users(frame.f_code.co_filename) else None

@@ -50,10 +50,10 @@ class Forward:
     """One call of the model with gradients enabled.
 
     ``rows``: the rows that the model was called with; None if they are not known to be rows of the
-    batch. ``weights``: a digest of the parameters at
-    that moment. ``generator``: the state of torch's CPU generator. ``seed``: the seed that this
-    generator was last given. ``step``: the number of the step, from 0. ``buffers``: what the
-    model's buffers held then; empty if they are not known.
+    batch. ``weights``: a digest of the parameters at that moment. ``generator``: the state of
+    torch's CPU generator. ``seed``: the seed of the generator in use, which is the GPU's on CUDA.
+    ``step``: the number of the step, from 0. ``buffers``: what the model's buffers held then; empty
+    if they are not known.
     """
 
     rows: RowsRead | None

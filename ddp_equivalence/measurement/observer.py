@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_equivalence.case.random_state import seed_in_use
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.digest import digest
 from ddp_equivalence.comparison.element_sample import ElementSample
 from ddp_equivalence.measurement.call_watch import CallWatch
+from ddp_equivalence.measurement.calling_thread import backward_on_calling_thread
 from ddp_equivalence.measurement.calls import Call
 from ddp_equivalence.measurement.code_lines import lines_of
 from ddp_equivalence.measurement.declared_rows import DeclaredRows
@@ -103,6 +105,7 @@ class Observer:
 
         try:
             with (
+                backward_on_calling_thread(),
                 heard(self._model, self._on_forward),
                 self._modules.watching(),
                 patch.object(DistributedDataParallel, "__init__", wrapping),
@@ -174,7 +177,7 @@ class Observer:
                 rows=rows,
                 weights=_digest_of_weights(self._model),
                 generator=torch.get_rng_state().numpy().tobytes(),
-                seed=torch.initial_seed(),
+                seed=seed_in_use(),
                 step=self.step,
                 buffers=self._calls.events.buffers.values(),
             )

@@ -25,6 +25,7 @@ from ddp_equivalence.faults.plant import plant_here
 from ddp_equivalence.measurement.buffer_watch import digests_of_buffers
 from ddp_equivalence.measurement.buffers_left import buffers_left
 from ddp_equivalence.measurement.called_with import CalledWith
+from ddp_equivalence.measurement.calling_thread import backward_on_calling_thread
 from ddp_equivalence.measurement.cuda_evidence import gpus_used, tf32_of
 from ddp_equivalence.measurement.declared_rows import DeclaredRows
 from ddp_equivalence.measurement.draws_on_rank import with_draws
@@ -90,6 +91,7 @@ def _run_step(
         autocast_entered() as autocast,
         observer.watching() if observer else nullcontext(),
         planted or nullcontext(),
+        backward_on_calling_thread() if float32 else nullcontext(),
         float32 or nullcontext(),
         log or nullcontext(),
         draws.watching() if draws else nullcontext(),

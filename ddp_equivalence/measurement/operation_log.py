@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddp_equivalence.measurement.calling_thread import backward_on_calling_thread
 from ddp_equivalence.measurement.code_lines import lines_of
 from ddp_equivalence.measurement.deaf_backwards import DeafBackwards
 from ddp_equivalence.measurement.operations import Operation, Operations, Value
@@ -62,17 +65,18 @@ class OperationLog(TorchDispatchMode):
         self._bytes = self._bytes_kept = 0
         self._complete = True
         self._deaf = DeafBackwards(_address, self._is_as_written)
-        self._watching: list[Any] = []
+        self._watching: list[ExitStack] = []
 
     def __enter__(self) -> Self:
-        self._watching.append(self._deaf.watching())
-        self._watching[-1].__enter__()
+        self._watching.append(ExitStack())
+        self._watching[-1].enter_context(backward_on_calling_thread())
+        self._watching[-1].enter_context(self._deaf.watching())
         super().__enter__()  # type: ignore[no-untyped-call]  # torch does not type it
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._watching.pop().__exit__(*error)
+        self._watching.pop().close()
 
     def found(self, results: Mapping[str, Tensor | None]) -> Operations:
         """What ran. ``results``: the tensors for whose sake it all ran, by name."""
@@ -222,7 +226,12 @@ def _address(tensor: Tensor) -> int | None:
 
 
 def _wait_for(result: object) -> None:
-    """Wait until a collective is done, so that its values are there to be recorded."""
+    """Wait until a collective is done, so that its values are there to be recorded.
+
+    A synchronous collective of NCCL has waited itself, and returns a null pointer, on which a call
+    of ``wait`` would end the process.
+    """
     for leaf in pytree.tree_leaves(result):
-        if isinstance(leaf, torch.ScriptObject) and hasattr(leaf, "wait"):
+        is_work = isinstance(leaf, torch.ScriptObject) and hasattr(leaf, "wait")
+        if is_work and dist.Work.unbox(leaf) is not None:
             leaf.wait()

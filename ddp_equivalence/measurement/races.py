@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ddp_equivalence.ranks.missed_waits import MissedWait, missed_waits
 
@@ -45,9 +46,10 @@ class Races:
             return _copies(gradients) if keep else gradients
         copies = _copies(gradients)
         torch.cuda.synchronize(self.device)
-        self.changed_later += [
-            name for name, copy in copies.items() if not _same_bits(copy, gradients[name])
-        ]
+        with _disable_current_modes():  # a log of the step's operations has no room for these
+            self.changed_later += [
+                name for name, copy in copies.items() if not _same_bits(copy, gradients[name])
+            ]
         return copies
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddp_equivalence.case.case import name_of
 from ddp_equivalence.case.optimizer_steps import AtSteps, StepCount, StepRecord
-from ddp_equivalence.case.random_state import seeded, step_seed
+from ddp_equivalence.case.random_state import seed_in_use, seeded, step_seed
 from ddp_equivalence.case.steps import GradientKey
 from ddp_equivalence.comparison.gradients import in_first_step, sgd_step, update_of
 from ddp_equivalence.faults.plant import PlantedFault
@@ -193,5 +193,6 @@ class RunOfStep:
         seed = step_seed(self._work.case, number, self._rank.rank, self._work.seeds)
         with seeded(seed):
             yield
-            if torch.initial_seed() != seed:
-                process_state.report_change(f"torch's seed set to {torch.initial_seed()}")
+            for now in dict.fromkeys((torch.initial_seed(), seed_in_use())):
+                if now != seed:
+                    process_state.report_change(f"torch's seed set to {now}")

@@ -71,6 +71,9 @@ class TorchCalls:
             torch.amp.GradScaler.scale: lambda frame: self._on_scale(Kind.SCALE, frame),
             torch.amp.GradScaler.unscale_: lambda frame: self._on_scale(Kind.UNSCALE, frame),
         }
+        functions |= dict.fromkeys(
+            (torch.cuda.manual_seed, torch.cuda.manual_seed_all), self._on_seed
+        )
         functions |= dict.fromkeys(REGISTERING, self._on_hook)
         functions |= dict.fromkeys(sharding_functions(), self._on_sharding)
         functions |= dict.fromkeys(divide_factor_functions(), self._on_divide_factor)
@@ -139,6 +142,9 @@ class TorchCalls:
         )
 
     def _on_seed(self, frame: FrameType) -> None:
+        caller = frame.f_back
+        if caller is not None and caller.f_code.co_filename == torch.random.__file__:
+            return  # torch.manual_seed seeds the GPUs, too
         self._record(Kind.SEED, frame, value=float(int(frame.f_locals["seed"])))
 
     def _on_hook(self, frame: FrameType) -> None:

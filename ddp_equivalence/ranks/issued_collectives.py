@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -33,8 +33,9 @@ class Issued:
 
 
 Listeners = tuple[Callable[[Issued, FrameType], object], Callable[[Issued], object]]
-"""Told before a collective is issued, with the frame that issues it, and after somebody has waited
-for it. Nothing keeps the frame, since it would keep alive what the step has freed."""
+"""Told before a collective is issued, with the frame that issues it, and once its result is there
+for the caller: after somebody has waited for it, or at once if there is no handle. Nothing keeps
+the frame, since it would keep alive what the step has freed."""
 
 _listeners: Listeners | None = None
 _issued: list[tuple[Any, Issued]] = []
@@ -116,16 +117,17 @@ def remember(work: Any, issued: Issued) -> None:
     _issued.append((work, issued))
 
 
+def tell_of_result(issued: Issued) -> None:
+    """Tell the listener that what this collective leaves is in its tensors."""
+    if _listeners is not None:
+        with suppress(Exception):
+            _listeners[1](issued)
+
+
 def tell_of_wait(work: Any) -> None:
     """Tell the listener that the collective of this handle was waited for."""
-    listeners = _listeners
-    if listeners is None:
-        return
     for number, (handle, issued) in enumerate(_issued):
         if handle is work:
             del _issued[number]
-            try:
-                listeners[1](issued)
-            except Exception:
-                return
+            tell_of_result(issued)
             return

@@ -8,7 +8,8 @@ kernels do not wait for.
 Every handle that a process group returns to Python is remembered until it is waited for, until it
 says that it has completed, or until its future is taken, since others may wait for that. Waiting
 for one collective counts for all that the same group was given before, because NCCL runs them one
-after the other; a barrier waits for them on every backend. Collectives that C++ issues return no
+after the other; a barrier waits for them on every backend. A synchronous collective of NCCL returns
+no handle since torch 2.8, because the group waits itself. Collectives that C++ issues return no
 handle to Python. They are not watched: DistributedDataParallel waits for its own.
 """
 
@@ -25,7 +26,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_equivalence.ranks.issued_collectives import inputs, remember, tell_of, tell_of_wait
+from ddp_equivalence.ranks.issued_collectives import (
+    inputs,
+    remember,
+    tell_of,
+    tell_of_result,
+    tell_of_wait,
+)
 from ddp_equivalence.ranks.torch_frames import counts_as_torch
 from ddp_equivalence.ranks.users_line import users_place
 
@@ -147,7 +154,9 @@ def _issuing(method: Callable[..., Any], op: str) -> Callable[..., Any]:
     def issuing(group: Any, *arguments: Any, **named: Any) -> Any:
         issued = tell_of(group, op, (*arguments, *named.values()))
         work = method(group, *arguments, **named)
-        if issued is not None:
+        if issued is not None and work is None:
+            tell_of_result(issued)
+        elif issued is not None:
             remember(work, issued)
         handles = _handles
         if handles is not None and work is not None:

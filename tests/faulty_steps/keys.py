@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -30,6 +31,16 @@ def lines_near(key: dict[str, Any]) -> set[int]:
     text = (STEPS / key["file"]).read_text("utf-8").splitlines()
     wrong = [number for number, line in enumerate(text, 1) if line.strip() in faulty]
     return {near for number in wrong for near in range(number - NEAR, number + NEAR + 1)}
+
+
+def lines_shown(file: str, report: str) -> list[int]:
+    """The numbers of the lines of this file that a report shows, in its order."""
+    return [int(one) for one in re.findall(rf"(?m)^[> ] \S*{re.escape(file)}:(\d+)  ", report)]
+
+
+def is_shown(key: dict[str, Any], report: str) -> bool:
+    """True if the report shows the faulty line, or one near it."""
+    return not lines_near(key).isdisjoint(lines_shown(key["file"], report))
 
 
 def verdict_of(path: Path, monkeypatch: pytest.MonkeyPatch) -> Verdict:

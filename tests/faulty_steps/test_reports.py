@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ddp_equivalence.report.verdict import Verdict
-from tests.faulty_steps.keys import HERE, KEYS, STEPS, lines_near, verdict_of
+from tests.faulty_steps.keys import HERE, KEYS, STEPS, is_shown, verdict_of
 from tests.package.report.golden_files import stable, with_last_digits_of
 
 REPORTS = HERE / "reports"
@@ -100,7 +100,7 @@ def test_the_report_names_the_cause_and_shows_the_line_on_one_screen(
     # Torch prints a warning once in a process, so what ranks print depends on the checks before.
     text = stable(_without_repeating(str(replace(verdict, output={}))))
     assert (verdict.cause or "") == key.get("cause", ""), text
-    assert _is_shown(key, path, text) is (path.stem not in NOT_SHOWN), text
+    assert is_shown(key, text) is (path.stem not in NOT_SHOWN), text
     if os.environ.get("UPDATE_GOLDEN"):
         REPORTS.mkdir(exist_ok=True)
         (REPORTS / f"{path.stem}.txt").write_text(text, "utf-8")
@@ -127,8 +127,3 @@ def _as_held(stem: str, report: str) -> str:
 def _without_repeating(report: str) -> str:
     """The report without the command that repeats the test, which stands on one line or two."""
     return re.sub(r"(?m)^  Again: .*\n(  More: .*\n)?", "", report)
-
-
-def _is_shown(key: dict[str, Any], path: Path, report: str) -> bool:
-    pattern = rf"(?m)^[> ] \S*{re.escape(path.name)}:(\d+)  "
-    return any(int(number) in lines_near(key) for number in re.findall(pattern, report))

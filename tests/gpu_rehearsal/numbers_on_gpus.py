@@ -75,6 +75,11 @@ def seeds_all_ranks_alike(model: nn.Module, shard: Any, rank: Rank) -> None:
     averages(model, shard, rank)
 
 
+def seeds_all_gpus_alike(model: nn.Module, shard: Any, rank: Rank) -> None:
+    torch.cuda.manual_seed(7)
+    averages(model, shard, rank)
+
+
 def does_not_wait(model: nn.Module, shard: Any, rank: Rank) -> None:
     loss(model, shard).backward()
     for parameter in model.parameters():
@@ -176,9 +181,11 @@ def test_a_fault_beside_dropout_is_named_first(step: Any, cause: str) -> None:
     assert verdict.full_report().count("There are two causes") == 1
 
 
-def test_one_seed_on_all_ranks_is_seen() -> None:
-    verdict = check(case(with_dropout), seeds_all_ranks_alike, allow_changes=True)
+@pytest.mark.parametrize("step", [seeds_all_ranks_alike, seeds_all_gpus_alike])
+def test_one_seed_on_all_ranks_is_seen(step: Any) -> None:
+    verdict = check(case(with_dropout), step, allow_changes=True)
     assert verdict.causes == ("dropout_same_on_all_ranks",), str(verdict)
+    assert "seeds every rank with 7" in verdict.full_report()
 
 
 @pytest.mark.ddp(second_look=False)

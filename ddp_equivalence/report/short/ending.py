@@ -20,9 +20,6 @@ GAP = "     "
 MOST_EXAMPLES = 8
 """So many examples of one step are listed."""
 
-ORDINARY_LANES = ("gloo", "gloo_fallback")
-"""On any other lane the report says which it was."""
-
 
 def fix_lines(verdict: Verdict, width: int, most: int) -> list[Line]:
     """What to write instead, at most so many lines for each cause."""
@@ -79,9 +76,6 @@ def _notes(verdict: Verdict) -> Iterator[str]:
         yield f"The deadline of {deadline:g} s left no time for {left}."
     if any(text.strip() for text in verdict.output.values()):
         yield "The ranks printed something, which the whole report shows."
-    if verdict.lane.name not in ORDINARY_LANES:
-        reason = f": {verdict.lane.reason}" if verdict.lane.reason else ""
-        yield f"Lane {verdict.lane.name}{reason}."
 
 
 def training_notes(verdict: Verdict) -> Iterator[str]:

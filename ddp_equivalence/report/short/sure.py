@@ -17,6 +17,9 @@ LONGEST_NAME = 45
 SHORTEST_NAME = 16
 MOST_OTHERS = 2
 
+ORDINARY_LANES = ("gloo", "gloo_fallback")
+"""On any other lane the report says which it was."""
+
 ALL = 1e-3
 """A cause that leaves less than this unexplained, which rounding may do, explains everything."""
 
@@ -98,7 +101,13 @@ def _counts(verdict: Verdict, left_out: int = 0) -> str:
     if error.alone or error.error <= worst.limit.relative:
         off, limit = text_of(error.element, ".2g"), text_of(worst.limit.element, ".2g")
         place = f"element {list(error.place)} on rank {error.rank}"
-        return f"{text}, {place}: error {off}, limit {limit}."
+        return f"{text}, {place}: error {off}, limit {limit}{_lane(verdict)}."
     separator = ":" if len(differing) > 1 else ","
     off, limit = text_of(error.error, ".2g"), text_of(worst.limit.relative, ".2g")
-    return f"{text}{separator} error {off}, limit {limit}."
+    return f"{text}{separator} error {off}, limit {limit}{_lane(verdict)}."
+
+
+def _lane(verdict: Verdict) -> str:
+    """Where this was measured. It takes no line of its own, which lines of code would lack."""
+    name = verdict.lane.name
+    return "" if name in ORDINARY_LANES else f", lane {name}"

@@ -29,8 +29,41 @@ def _accept_tensors_of_pretended_gpus(module: ModuleType) -> None:
         module.plain = strict.accepted_by(module.plain)  # type: ignore[attr-defined]
 
 
+def _shard_on_the_host(module: ModuleType) -> None:
+    """FSDP2 asks where the parameters of a mesh of CUDA devices are."""
+    from pretended_gpus import settings
+
+    if not settings.strict():
+        import torch
+
+        module._get_device_from_mesh = lambda mesh: torch.device("cpu")  # type: ignore[attr-defined]
+
+
+def _build_on_the_host(module: ModuleType) -> None:
+    """A rank builds its model and its batch on the CPU, before it moves them to its GPU."""
+    from pretended_gpus import rounding
+
+    for name in ("build_model", "build_whole_batch"):
+        setattr(module, name, rounding.on_host(getattr(module, name)))
+
+
+def _record_sends(module: ModuleType) -> None:
+    """The flight recorder has what ranks of NCCL send to each other, and not those of gloo."""
+    check: Any = module.check_recorder
+
+    def checked(device: Any) -> None:
+        check(device)
+        if device.type == "cuda":
+            module.record_sends()
+
+    module.check_recorder = checked  # type: ignore[attr-defined]
+
+
 AFTER = {
     "torch": _pretend_gpus,
+    "torch.distributed.fsdp._fully_shard._fully_shard": _shard_on_the_host,
+    "ddp_equivalence.ranks.join_group": _record_sends,
+    "ddp_equivalence.case.build": _build_on_the_host,
     "ddp_equivalence.measurement.plain_tensors": _accept_tensors_of_pretended_gpus,
 }
 """Module -> what is done right after its import."""

@@ -10,6 +10,7 @@ def install() -> None:
     """Replace the parts of torch, which has just been imported, that would need a GPU."""
     from pretended_gpus import (
         amp,
+        backward,
         collectives,
         data_parallel,
         distributed_data_parallel,
@@ -29,3 +30,4 @@ def install() -> None:
     distributed_data_parallel.install()
     sync_batch_norm.install()
     amp.install()
+    backward.install()

@@ -6,6 +6,8 @@ it, or for the whole device: with NCCL ``wait`` orders the current stream behind
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from functools import wraps
 from types import SimpleNamespace
@@ -31,6 +33,19 @@ RESULTS = {
     "all_to_all": ("output_tensor_list", 0),
 }
 """Collective -> the name and position of the argument that takes its result."""
+
+METHODS = (
+    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier"),
+    *("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "gather", "scatter"),
+    *("all_gather_single", "all_gather_single_coalesced", "reduce_scatter", "_reduce_scatter_base"),
+    *(
+        "reduce_scatter_tensor_coalesced",
+        "reduce_scatter_single",
+        "reduce_scatter_single_coalesced",
+    ),
+    *("alltoall", "alltoall_base", "all_to_all_single"),
+)
+"""The methods of a process group that issue collectives; a version of torch has most of them."""
 
 _of_nccl: list[Any] = []
 """The process groups that were asked to use NCCL."""
@@ -149,6 +164,70 @@ def _check(result: Any, group: Any) -> None:
         raise RuntimeError("No backend type associated with device type cpu")
 
 
+class _Null(dist.Work):
+    """Stands for the null pointer that NCCL returns from a synchronous collective.
+
+    Since torch 2.8 the group waits itself ("the backend has sync'ed at CPP level" in torch's
+    distributed_c10d.py). Python gets None, but a dispatch mode gets an object of TorchScript, and a
+    process that calls ``wait`` on it is ended: this was tried with a backend that returns null.
+    """
+
+    def wait(self, timeout: Any = None) -> bool:
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return False
+
+
+_NULL = _Null()
+
+
+def _without_work(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of process groups, which returns None for a synchronous collective of NCCL."""
+
+    def issue(group: Any, *arguments: Any, **keywords: Any) -> Any:
+        work = method(group, *arguments, **keywords)
+        options = (*arguments, *keywords.values())
+        if work is _NULL or not is_nccl(group):
+            return None if work is _NULL else work
+        if all(getattr(one, "asyncOp", True) for one in options):
+            return work
+        _wait(work)
+        return None
+
+    return issue
+
+
+_wait = dist.Work.wait
+"""Torch's own, of which nobody is told: NCCL waits in C++."""
+
+
+def _with_null(call: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation as dispatch modes call it: null is the Work of a synchronous one on NCCL."""
+
+    @wraps(call)
+    def called(operation: Any, /, *arguments: Any, **keywords: Any) -> Any:
+        result = call(operation, *arguments, **keywords)
+        if operation.namespace != "c10d":
+            return result
+        names = [argument.name for argument in operation._schema.arguments]
+        given = dict(zip(names, arguments, strict=False)) | keywords
+        if given.get("async_op", True) or not is_nccl(_unbox_group(given["process_group"])):
+            return result
+        *results, work = result if isinstance(result, list | tuple) else [result]
+        work.wait()
+        return (*results, _NULL.boxed()) if results else _NULL.boxed()
+
+    return called
+
+
+_unbox_group: Callable[[Any], Any] = dist.ProcessGroup.unbox
+_unbox_work: Callable[[Any], Any] = dist.Work.unbox
+
+
+def _unbox(boxed: Any) -> Any:
+    work = _unbox_work(boxed)
+    return None if work is _NULL else work
+
+
 def _barrier(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def called(*arguments: Any, **keywords: Any) -> Any:
@@ -185,6 +264,13 @@ def install() -> None:
         )
     for name in RESULTS:
         _replace(name, _deferred(name, getattr(c10d, name)))
+    for name in METHODS:
+        if hasattr(dist.ProcessGroup, name):
+            setattr(dist.ProcessGroup, name, _without_work(getattr(dist.ProcessGroup, name)))
+    work: Any = dist.Work
+    work.unbox = staticmethod(_unbox)
+    operation: Any = type(torch.ops.c10d.allreduce_.default)
+    operation.__call__ = _with_null(operation.__call__)
 
 
 def _replace(name: str, function: Any) -> None:

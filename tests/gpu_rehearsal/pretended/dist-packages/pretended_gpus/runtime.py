@@ -57,9 +57,11 @@ def initialise() -> None:
         raise RuntimeError("No CUDA GPUs are available")
     state.shown, state.used = gpus(), True
     settings.log("initialised")
-    from pretended_gpus import generators
+    from pretended_gpus import generators, rounding
 
     generators.start()
+    if settings.on_rank():
+        rounding.start()
 
 
 def current() -> int:

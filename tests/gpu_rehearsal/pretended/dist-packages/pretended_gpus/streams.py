@@ -36,6 +36,9 @@ class Stream:
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
