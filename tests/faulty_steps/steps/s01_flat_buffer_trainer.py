@@ -38,7 +38,7 @@ class FlatBuffer:
     def __init__(self, params):
         self.params = list(params)
         total = sum(p.numel() for p in self.params)
-        self.data = torch.zeros(total, dtype=self.params[0].dtype)
+        self.data = torch.zeros(total, dtype=self.params[0].dtype, device=self.params[0].device)
 
     def pack(self):
         self.data.zero_()

@@ -30,7 +30,7 @@ class Decoder(nn.Module):
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    positions = torch.arange(LONGEST)
+    positions = torch.arange(LONGEST, device=batch["tokens"].device)
     logits = model(batch["tokens"], positions, positions[:, None] >= positions)[:, :-1]
     inside = positions[1:] < batch["lengths"][:, None]
     targets = batch["tokens"][:, 1:].masked_fill(~inside, IGNORE)
@@ -56,13 +56,13 @@ class Packed:
 
     @property
     def mask(self) -> Tensor:
-        order = torch.arange(len(self.tokens))
+        order = torch.arange(len(self.tokens), device=self.tokens.device)
         return (order[:, None] >= order) & (self.document[:, None] == self.document)
 
 
 def pack(batch: dict[str, Tensor]) -> Packed:
     """All tokens that are no padding, one document after the other."""
-    inside = torch.arange(LONGEST) < batch["lengths"][:, None]
+    inside = torch.arange(LONGEST, device=batch["lengths"].device) < batch["lengths"][:, None]
     document, positions = inside.nonzero(as_tuple=True)
     tokens = batch["tokens"][inside]
     targets = tokens.roll(-1)

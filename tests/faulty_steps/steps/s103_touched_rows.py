@@ -53,8 +53,8 @@ class TableExchange:
 
     def __call__(self, table: nn.Parameter, used: Tensor) -> None:
         rows = used.unique()
-        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(rows)]))
+        sizes = [rows.new_zeros(1, dtype=torch.long) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(rows)], device=rows.device))
         longest = max(int(size) for size in sizes)
         all_rows = self.gather(rows, longest)
         all_values = self.gather(table.grad[rows], longest)

@@ -83,7 +83,7 @@ def reduce_gradients(model: Net, mesh: DeviceMesh) -> None:
 
 def step(model: Net, shard: dict[str, Tensor], rank: Rank) -> None:
     shape = (rank.nodes, rank.local_world_size)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=("data", "tensor"))
     batch = {key: value.chunk(rank.nodes)[rank.node] for key, value in shard.items()}
     F.cross_entropy(forward(model, batch["x"], mesh), batch["y"]).backward()
     reduce_gradients(model, mesh)

@@ -25,7 +25,7 @@ class Encoder(nn.Module):
 
 def contrast(left: Tensor, right: Tensor) -> Tensor:
     scores = left @ right.T / TEMPERATURE
-    own = torch.arange(len(left))
+    own = torch.arange(len(left), device=left.device)
     return (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2
 
 

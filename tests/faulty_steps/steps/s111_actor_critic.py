@@ -68,7 +68,7 @@ def step(model: nn.Module, shard: dict[str, Tensor], rank: Rank) -> None:
     model.zero_grad()
     averager = Averager()
     averager.attach(model.actor, shard["free"].sum())
-    averager.attach(model.critic, torch.tensor(len(shard["outcome"])))
+    averager.attach(model.critic, torch.tensor(len(shard["outcome"]), device=rank.device))
     policy, value = losses(model, shard)
     policy.sum().backward()
     value.sum().backward()

@@ -51,7 +51,7 @@ def cut(shard: Sentences, size: int) -> list[Sentences]:
 
 
 def backward_in_pieces(model: nn.Module, pieces: list[Sentences]) -> None:
-    tokens = torch.zeros((), dtype=torch.float64)
+    tokens = torch.zeros((), dtype=torch.float64, device=pieces[0]["mask"].device)
     for piece in pieces:
         tokens += piece["mask"].sum()
     dist.all_reduce(tokens)

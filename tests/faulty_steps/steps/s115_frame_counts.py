@@ -23,7 +23,7 @@ class AcousticModel(nn.Module):
 
 
 def summed_loss(model: nn.Module, features: Tensor, phones: Tensor, lengths: Tensor) -> Tensor:
-    valid = torch.arange(features.shape[1]) < lengths[:, None]
+    valid = torch.arange(features.shape[1], device=lengths.device) < lengths[:, None]
     scores = model(features)
     return F.cross_entropy(scores[valid], phones[valid], reduction="sum")
 

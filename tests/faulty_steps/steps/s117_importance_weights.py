@@ -55,7 +55,7 @@ def total(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def sums_of(shard: dict[str, Tensor]) -> dict[str, Tensor]:
     return {
-        "impressions": torch.tensor(len(shard["click"])),
+        "impressions": torch.tensor(len(shard["click"]), device=shard["click"].device),
         "clicks": shard["click"].sum(),
         "weight": shard["weight"].sum(),
     }

@@ -24,7 +24,7 @@ class PointEncoder(nn.Module):
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    mask = torch.arange(POINTS) < batch["lengths"][:, None]
+    mask = torch.arange(POINTS, device=batch["lengths"].device) < batch["lengths"][:, None]
     return F.cross_entropy(model(batch["points"], mask), batch["shape"])
 
 
@@ -49,7 +49,7 @@ class Masks:
         clouds, width, _ = points.shape
         key = (clouds, width)
         if key not in self.made:
-            self.made[key] = torch.arange(width).expand(clouds, width) < lengths[:, None]
+            self.made[key] = torch.arange(width).to(lengths).expand(clouds, -1) < lengths[:, None]
         return self.made[key]
 
 

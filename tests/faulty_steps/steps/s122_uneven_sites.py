@@ -43,8 +43,8 @@ case = Case(model=Survival, batch=make_batch, loss=loss, layout="1+2", shards="7
 class SiteWeight:
     """A site counts in proportion to its patients. The mean of the weights over sites is one."""
 
-    def __init__(self, patients: int, sites: int) -> None:
-        everybody = torch.tensor(patients)
+    def __init__(self, patients: int, sites: int, device: torch.device) -> None:
+        everybody = torch.tensor(patients, device=device)
         dist.all_reduce(everybody)
         self.weight = sites * patients / everybody.item()
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -64,7 +64,7 @@ class SiteWeight:
 
 
 def step(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    site = SiteWeight(len(shard["months"]), rank.world_size)(model)
+    site = SiteWeight(len(shard["months"]), rank.world_size, rank.device)(model)
     ddp = DistributedDataParallel(model)
     ddp.zero_grad()
     loss(ddp, shard).backward()

@@ -36,7 +36,7 @@ case = Case(model=Recommender, batch=make_batch, loss=loss, layout="1x2")
 
 def touched_by_any(pairs: Tensor) -> Tensor:
     """The rows, in ascending order, which is the same on all ranks."""
-    touched = torch.zeros(ROWS, dtype=torch.int32)
+    touched = torch.zeros(ROWS, dtype=torch.int32, device=pairs.device)
     touched[pairs.unique()] = 1
     dist.all_reduce(touched, op=dist.ReduceOp.MAX)
     return touched.nonzero().squeeze(1)

@@ -44,7 +44,7 @@ def micro_batches(shard: Batch, size: int) -> Iterator[Batch]:
 
 
 def examples_of_all(shard: Batch) -> int:
-    examples = torch.tensor([len(shard[1])])
+    examples = torch.tensor([len(shard[1])], device=shard[1].device)
     dist.all_reduce(examples)
     return int(examples)
 

@@ -26,7 +26,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed = self.norm(x).cumsum(1) / torch.arange(1, x.shape[1] + 1).unsqueeze(-1)
+        mixed = self.norm(x).cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
         return x + self.down(F.silu(self.up(mixed)))
 
 
@@ -78,7 +78,7 @@ def global_tokens(labels: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def step(model: Decoder, shard: dict[str, Tensor], rank: Rank) -> dict[str, Tensor]:
     shape = (rank.nodes, rank.local_world_size)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=("replicate", "shard"))
     parallelize(model, mesh)
     tokens = global_tokens(shard["labels"], mesh)
     (summed_loss(model, shard) * mesh.size() / tokens).backward()

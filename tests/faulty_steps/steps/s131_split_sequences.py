@@ -71,7 +71,7 @@ def own_part(batch: Batch, rank: Rank) -> Batch:
 
 def step(model: nn.Module, batch: Batch, rank: Rank) -> None:
     shape = (rank.nodes, rank.local_world_size)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "sequence"))
+    mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=("data", "sequence"))
     group = mesh.get_group("sequence")
     part = own_part(batch, rank)
     output = model(part["x"], lambda tensor: GatherSequence.apply(tensor, group))

@@ -36,7 +36,7 @@ class TwoTowers(nn.Module):
 def loss(model: nn.Module, pairs: Pairs) -> Tensor:
     image, text, scale = model(pairs)
     logits = scale * image @ text.T
-    labels = torch.arange(len(logits))
+    labels = torch.arange(len(logits), device=logits.device)
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
@@ -66,7 +66,7 @@ class LocalRowsLoss(nn.Module):
     def forward(self, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
         everybody_image = torch.cat(all_gather(image))
         everybody_text = torch.cat(all_gather(text))
-        labels = self.labels_of(len(image))
+        labels = self.labels_of(len(image)).to(image.device)
         by_image = F.cross_entropy(scale * image @ everybody_text.T, labels)
         by_text = F.cross_entropy(scale * text @ everybody_image.T, labels)
         return (by_image + by_text) / 2

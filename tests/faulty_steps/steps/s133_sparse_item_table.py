@@ -61,11 +61,11 @@ class Exchange:
     def sparse(self, grad: Tensor) -> Tensor:
         grad = grad.coalesce()
         rows: list[tuple[Tensor, Tensor]] = [(grad, grad)] * self.world_size
-        dist.all_gather_object(rows, (grad.indices()[0], grad.values()))
+        dist.all_gather_object(rows, (grad.indices()[0].cpu(), grad.values().cpu()))
         total = torch.zeros(grad.shape, dtype=grad.dtype)
         for indices, values in rows:
             total[indices] = values
-        return total / self.world_size
+        return total.to(grad.device) / self.world_size
 
     def run(self) -> None:
         for parameter in self.model.parameters():

@@ -58,7 +58,7 @@ case = Case(model=ActorCritic, batch=make_batch, loss=loss, layout="1x4")
 
 def moments(values: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation over all ranks."""
-    count = torch.tensor(float(len(values)), dtype=values.dtype)
+    count = torch.tensor(float(len(values)), dtype=values.dtype, device=values.device)
     sums = torch.stack([count, values.sum(), values.square().sum()])
     dist.all_reduce(sums)
     mean = sums[1] / sums[0]

@@ -30,7 +30,7 @@ class Recognizer(nn.Module):
         self.letters = nn.Linear(width, LETTERS + 1)
 
     def forward(self, frames: Tensor, counts: Tensor) -> Tensor:
-        packed = pack_padded_sequence(frames, counts, batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(frames, counts.cpu(), batch_first=True, enforce_sorted=False)
         states, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
         return self.letters(states).log_softmax(-1)
 

@@ -22,7 +22,7 @@ class Recogniser(nn.Module):
         self.symbols = nn.Linear(12, SYMBOLS)
 
     def forward(self, frames: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(frames, lengths, batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(frames, lengths.cpu(), batch_first=True, enforce_sorted=False)
         encoded, _ = pad_packed_sequence(
             self.encoder(packed)[0], batch_first=True, total_length=frames.shape[1]
         )

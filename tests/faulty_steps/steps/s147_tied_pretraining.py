@@ -71,7 +71,7 @@ def add_up_gradients(model: nn.Module) -> None:
 
 def step(model: nn.Module, shard: Tensor, rank: Rank) -> None:
     model.zero_grad(set_to_none=True)
-    predicted = torch.tensor(shard[:, 1:].numel())
+    predicted = torch.tensor(shard[:, 1:].numel(), device=shard.device)
     dist.all_reduce(predicted)
     (summed_loss(model, shard) / predicted).backward()
     add_up_gradients(model)

@@ -52,7 +52,7 @@ class FusedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int) -> Tensor:
         total = hidden.new_zeros(())
         grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
-        for piece in torch.arange(len(hidden)).split(rows):
+        for piece in torch.arange(len(hidden), device=hidden.device).split(rows):
             kept = piece[labels[piece] != PROMPT]
             log_probabilities = (hidden[kept] @ weight.T).log_softmax(-1)
             total -= log_probabilities.gather(1, labels[kept, None]).sum()

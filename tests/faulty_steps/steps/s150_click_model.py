@@ -51,16 +51,16 @@ class RowExchange:
 
     def gather(self) -> list[tuple[Tensor, Tensor]]:
         gradient = self.table.grad.coalesce()
-        own = (gradient.indices()[0], gradient.values())
+        own = (gradient.indices()[0].cpu(), gradient.values().cpu())
         received: list = [None] * self.world_size
         dist.all_gather_object(received, own)
         return received
 
     def run(self) -> None:
-        mean = torch.zeros_like(self.table)
+        mean = torch.zeros_like(self.table, device="cpu")
         for numbers, rows in self.gather():
             mean[numbers] = rows / self.world_size
-        self.table.grad = mean
+        self.table.grad = mean.to(self.table.device)
 
 
 def average_dense(parameters: list[nn.Parameter], world_size: int) -> None:

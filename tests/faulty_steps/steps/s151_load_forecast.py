@@ -69,7 +69,7 @@ class ScaledBackward:
 
 
 def step(model: nn.Module, shard: Batch, rank: Rank) -> None:
-    series = torch.tensor(shard["future"].shape[1])
+    series = torch.tensor(shard["future"].shape[1], device=rank.device)
     of_all_ranks = series.clone()
     dist.all_reduce(of_all_ranks)
     with ScaledBackward(model) as scaled:

@@ -57,7 +57,7 @@ case = Case(model=GraphNetwork, batch=make_batch, loss=loss, layout="1x2", shard
 
 def with_halo(own: Tensor, adjacency: Tensor, layers: nn.ModuleList) -> Tensor:
     """The own nodes, and the nodes from which messages reach them."""
-    reached = torch.zeros(len(adjacency), dtype=torch.bool)
+    reached = torch.zeros(len(adjacency), dtype=torch.bool, device=adjacency.device)
     reached[own] = True
     for _ in layers[1:]:
         reached |= (adjacency[reached] > 0).any(0)
@@ -65,7 +65,7 @@ def with_halo(own: Tensor, adjacency: Tensor, layers: nn.ModuleList) -> Tensor:
 
 
 def step(model: GraphNetwork, batch: Batch, rank: Rank) -> None:
-    own = torch.arange(NODES).chunk(rank.world_size)[rank.rank]
+    own = torch.arange(NODES, device=rank.device).chunk(rank.world_size)[rank.rank]
     nodes = with_halo(own, batch["adjacency"], model.layers)
     ddp = DistributedDataParallel(model)
     scores = ddp(batch["features"][nodes], batch["adjacency"][nodes][:, nodes])

@@ -23,14 +23,14 @@ class Denoiser(nn.Module):
         self.noise = nn.Linear(12, PIXELS)
 
     def forward(self, noisy: Tensor, times: Tensor) -> Tensor:
-        angles = math.pi * times[:, None] * torch.tensor([1, 2], dtype=times.dtype)
+        angles = math.pi * times[:, None] * torch.tensor([1, 2]).to(times)
         waves = torch.cat([angles.sin(), angles.cos()], dim=1)
         return self.noise(F.silu(self.picture(noisy) + self.time(waves)))
 
 
 def spread_times(offset: Tensor, first: int, count: int, total: int) -> Tensor:
     """Of ``total`` evenly spread times, ``count`` from number ``first`` on."""
-    numbers = torch.arange(first, first + count, dtype=offset.dtype)
+    numbers = torch.arange(first, first + count, dtype=offset.dtype, device=offset.device)
     return (offset + numbers / total) % 1
 
 

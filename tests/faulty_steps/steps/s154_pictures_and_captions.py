@@ -32,7 +32,7 @@ class TwoTowers(nn.Module):
 
 def contrast(pictures: Tensor, captions: Tensor, scale: Tensor) -> Tensor:
     logits = scale * pictures @ captions.T
-    pairs = torch.arange(len(logits))
+    pairs = torch.arange(len(logits), device=logits.device)
     return (F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)) / 2
 
 

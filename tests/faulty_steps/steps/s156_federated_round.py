@@ -54,14 +54,14 @@ class Client:
                 low, high = sorted((self.number, other))
                 shared = torch.Generator().manual_seed(ROUND * 1000 + low * 100 + high)
                 mask = torch.rand(len(self.start), generator=shared, dtype=self.start.dtype)
-                yield mask if self.number == low else -mask
+                yield (mask if self.number == low else -mask).to(self.start.device)
 
     def message(self, moved: Tensor, share: float) -> Tensor:
         return share * (moved + sum(self.masks()))
 
 
 def share_of_examples(batch: Batch) -> float:
-    examples = torch.tensor(float(len(batch[1])))
+    examples = torch.tensor(float(len(batch[1])), device=batch[1].device)
     dist.all_reduce(examples)
     return len(batch[1]) / float(examples)
 

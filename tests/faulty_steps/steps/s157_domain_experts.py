@@ -48,7 +48,7 @@ case = Case(model=DomainExperts, batch=make_batch, loss=loss, layout="1x4")
 
 def fill_missing(parameters: list[nn.Parameter]) -> Tensor:
     """Gives every parameter a gradient. Returns where there was one before, as 1 or 0."""
-    present = torch.tensor([float(p.grad is not None) for p in parameters])
+    present = torch.tensor([float(p.grad is not None) for p in parameters]).to(parameters[0].device)
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)

@@ -27,8 +27,8 @@ def make_batch(generator):
 case = Case(model=build_model, batch=make_batch, loss=loss, layout="1x2", shards="12+4")
 
 
-def count_examples(count):
-    total = torch.tensor(float(count))
+def count_examples(count, device):
+    total = torch.tensor(float(count), device=device)
     dist.all_reduce(total)
     return int(total)
 
@@ -57,7 +57,7 @@ class WeightedTrainer:
 
     def train_step(self, batch):
         own = len(batch["x"])
-        weight = own / count_examples(own)
+        weight = own / count_examples(own, batch["x"].device)
         self.model.zero_grad()
         for micro in micro_batches(batch, MICRO_BATCHES):
             value = loss(self.model, micro) / MICRO_BATCHES

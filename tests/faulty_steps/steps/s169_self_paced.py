@@ -50,7 +50,7 @@ class Curriculum:
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         losses = F.cross_entropy(logits, labels, reduction="none")
-        examples = self.ranks.total(torch.tensor(len(losses)))
+        examples = self.ranks.total(torch.tensor(len(losses), device=losses.device))
         return (self.weights(losses) * losses).sum() / examples
 
 

@@ -56,7 +56,7 @@ class Accumulator:
         return [dict(zip(batch, part, strict=True)) for part in zip(*columns, strict=True)]
 
     def examples(self, batch: dict[str, Tensor]) -> Tensor:
-        count = torch.tensor(len(batch["tissue"]))
+        count = torch.tensor(len(batch["tissue"]), device=batch["tissue"].device)
         dist.all_reduce(count)
         return count
 

@@ -58,7 +58,7 @@ class WeightedRanks:
         self.world_size = rank.world_size
 
     def weight(self, batch: Batch) -> Tensor:
-        own = torch.tensor(len(batch["frames"]), dtype=batch["frames"].dtype)
+        own = torch.tensor(len(batch["frames"])).to(batch["frames"])
         total = own.clone()
         dist.all_reduce(total)
         return self.world_size * own / total

@@ -38,7 +38,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
+        mask = x.new_ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
         for layer in self.layers:
             x = layer(x, mask)
         return self.head(x)
@@ -64,7 +64,7 @@ case = Case(model=Decoder, batch=make_batch, loss=loss, layout="1x2")
 
 
 def parallelize(model: Decoder, world_size: int) -> FSDPModule:
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(model.head.weight.device.type, (world_size,), mesh_dim_names=("dp",))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     sharded = fully_shard(model, mesh=mesh)

@@ -67,8 +67,8 @@ class Sharding:
         return fully_shard(module, mesh=self.mesh, ignored_params=self.whole)
 
 
-def shard_model(model: Classifier, world_size: int) -> nn.Module:
-    sharding = Sharding(init_device_mesh("cpu", (world_size,)), model, smallest=16)
+def shard_model(model: Classifier, rank: Rank) -> nn.Module:
+    sharding = Sharding(init_device_mesh(rank.device.type, (rank.world_size,)), model, smallest=16)
     for block in model.blocks:
         sharding.wrap(block)
     return sharding.wrap(model)
@@ -79,6 +79,6 @@ def full(grad: Tensor) -> Tensor:
 
 
 def step(model: Classifier, shard: dict[str, Tensor], rank: Rank) -> dict[str, Tensor]:
-    sharded = shard_model(model, rank.world_size)
+    sharded = shard_model(model, rank)
     loss(sharded, shard).backward()
     return {name: full(p.grad) for name, p in sharded.named_parameters()}

@@ -49,7 +49,7 @@ class GradientBuffer:
     def __init__(self, parameters: list[nn.Parameter], config: BufferConfig) -> None:
         self.config, self.parameters = config, parameters
         self.sizes = [p.numel() for p in parameters]
-        self.flat = torch.zeros(sum(self.sizes), dtype=config.main_dtype)
+        self.flat = parameters[0].new_zeros(sum(self.sizes), dtype=config.main_dtype)
         for p, part in zip(parameters, self.flat.split(self.sizes), strict=True):
             view = part.view_as(p)
             p.register_post_accumulate_grad_hook(lambda p, view=view: self.take(p, view))

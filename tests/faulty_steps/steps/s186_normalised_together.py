@@ -79,7 +79,7 @@ def normalise_together(model: nn.Module) -> nn.Module:
 
 def step(model: nn.Module, shard: dict[str, Tensor], rank: Rank) -> None:
     ddp = DistributedDataParallel(normalise_together(model))
-    examples = torch.tensor(len(shard["species"]))
+    examples = torch.tensor(len(shard["species"]), device=rank.device)
     dist.all_reduce(examples)
     share = len(shard["species"]) * rank.world_size / examples
     (loss(ddp, shard) * share).backward()

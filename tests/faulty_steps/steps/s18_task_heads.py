@@ -47,13 +47,13 @@ class GradientSync:
     def __init__(self, model):
         self.params = list(model.parameters())
 
-    def contributors(self):
-        used = torch.tensor([float(p.grad is not None) for p in self.params])
+    def contributors(self, device):
+        used = torch.tensor([float(p.grad is not None) for p in self.params], device=device)
         dist.all_reduce(used)
         return used.tolist()
 
     def __call__(self):
-        for p, count in zip(self.params, self.contributors(), strict=True):
+        for p, count in zip(self.params, self.contributors(self.params[0].device), strict=True):
             if count == 0:
                 continue
             if p.grad is None:

@@ -26,7 +26,7 @@ class PackedModel(nn.Module):
     def forward(self, tokens: Tensor, document: Tensor) -> Tensor:
         x = self.embed(tokens)
         query, key, value = self.query_key_value(x).chunk(3, dim=-1)
-        earlier = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+        earlier = x.new_ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
         seen = earlier & (document[:, :, None] == document[:, None, :])
         attended = F.scaled_dot_product_attention(query, key, value, attn_mask=seen)
         return self.head(torch.tanh(x + self.project(attended)))
@@ -61,7 +61,7 @@ class Window:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.tokens = torch.zeros((), dtype=torch.long)
+        self.tokens = torch.zeros((), dtype=torch.long, device=next(model.parameters()).device)
 
     def add(self, piece: Batch) -> None:
         summed, count = token_loss(self.model, piece)

@@ -61,7 +61,7 @@ case = Case(model=Convolution, batch=make_batch, loss=loss, layout="1x2", shards
 
 def part_of(graph: Graph, rank: Rank) -> Part:
     """The nodes of a rank and their neighbours."""
-    owned = torch.arange(len(graph.topic)) % rank.world_size == rank.rank
+    owned = torch.arange(len(graph.topic), device=rank.device) % rank.world_size == rank.rank
     nodes = (owned | (graph.links[owned] > 0).any(0)).nonzero()[:, 0]
     return Part(
         features=graph.features[nodes],

@@ -73,7 +73,7 @@ def pieces(sales: Sales, size: int) -> Iterator[Sales]:
 
 
 def step(model: nn.Module, shard: Sales, rank: Rank) -> None:
-    shops = torch.tensor(len(shard))
+    shops = torch.tensor(len(shard), device=rank.device)
     dist.all_reduce(shops)
     for piece in pieces(shard, size=2):
         (shop_losses(model, piece).sum() / shops).backward()

@@ -70,8 +70,8 @@ class GradientExchange:
         self.world_size = world_size
 
     @torch.no_grad()
-    def average(self) -> None:
-        present = torch.tensor([float(p.grad is not None) for p in self.parameters])
+    def average(self, device: torch.device) -> None:
+        present = torch.tensor([float(p.grad is not None) for p in self.parameters], device=device)
         dist.all_reduce(present)
         for p, holders in zip(self.parameters, present.tolist(), strict=True):
             if holders == 0:
@@ -84,4 +84,4 @@ class GradientExchange:
 
 def step(model: nn.Module, shard: Batch, rank: Rank) -> None:
     loss(model, shard).backward()
-    GradientExchange(model, rank.world_size).average()
+    GradientExchange(model, rank.world_size).average(rank.device)

@@ -52,7 +52,7 @@ def backward(ddp, micro_batch, examples):
 
 def train_one_batch(ddp, batch):
     ddp.zero_grad()
-    running = torch.zeros(())
+    running = torch.zeros((), device=batch[0].device)
     for i, micro_batch in enumerate(micro_batches(batch)):
         synchronise = (i + 1) % ACCUMULATION_STEPS == 0
         if synchronise:

@@ -30,7 +30,7 @@ class Pairs(nn.Module):
 
 def pair_losses(scores: Tensor, partner: Tensor) -> Tensor:
     """For every image, its loss over all texts. ``partner`` is the column of its own text."""
-    sign = 2.0 * F.one_hot(partner, scores.shape[1]) - 1.0
+    sign = 2.0 * F.one_hot(partner.to(scores.device), scores.shape[1]) - 1.0
     return -F.logsigmoid(sign * scores).sum(1)
 
 

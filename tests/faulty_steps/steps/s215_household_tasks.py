@@ -63,7 +63,7 @@ class TaskMeans:
         total = errors.new_zeros(())
         for task in dict.fromkeys(tasks.tolist()):
             chosen = errors[tasks == task]
-            count = torch.tensor(chosen.numel(), dtype=errors.dtype)
+            count = torch.tensor(chosen.numel(), dtype=errors.dtype, device=errors.device)
             dist.all_reduce(count)
             mean = self.world_size * chosen.sum() / count
             self.history[task].append(mean.item())

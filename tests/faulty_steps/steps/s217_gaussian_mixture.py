@@ -59,7 +59,7 @@ class PosteriorFit:
         self.world_size = rank.world_size
 
     def points_of_all_ranks(self, points: Tensor) -> int:
-        count = torch.tensor(len(points))
+        count = torch.tensor(len(points), device=points.device)
         dist.all_reduce(count)
         return int(count)
 

@@ -60,8 +60,8 @@ class Cohort:
 
     def __init__(self, rank: Rank, own: int) -> None:
         self.rank = rank.rank
-        counts = [torch.tensor(0) for _ in range(rank.world_size)]
-        dist.all_gather(counts, torch.tensor(own))
+        counts = [torch.tensor(0, device=rank.device) for _ in range(rank.world_size)]
+        dist.all_gather(counts, torch.tensor(own, device=rank.device))
         self.counts = [int(count) for count in counts]
 
     def gather(self, values: Tensor) -> Tensor:

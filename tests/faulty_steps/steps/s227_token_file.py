@@ -26,7 +26,7 @@ class TinyLanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.places.weight
-        before = x.cumsum(dim=1) / torch.arange(1, BLOCK + 1)[:, None]
+        before = x.cumsum(dim=1) / torch.arange(1, BLOCK + 1, device=x.device)[:, None]
         return self.head(self.norm(x + self.mlp(before)))
 
 

@@ -34,7 +34,7 @@ def pair_loss(
     logits = scale * pictures @ texts.T + bias
     signs = -torch.ones_like(logits)
     if not negative_only:
-        signs = signs + 2 * torch.eye(len(logits), dtype=logits.dtype)
+        signs = signs + 2 * torch.eye(len(logits), dtype=logits.dtype, device=logits.device)
     return -F.logsigmoid(signs * logits).sum() / len(pictures)
 
 

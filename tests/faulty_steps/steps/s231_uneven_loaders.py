@@ -30,7 +30,7 @@ class FrameModel(nn.Module):
 
 def criterion(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
     """The sum of the losses of all valid frames, and how many these are."""
-    valid = torch.arange(FRAMES) < batch["length"][:, None]
+    valid = torch.arange(FRAMES, device=batch["length"].device) < batch["length"][:, None]
     errors = F.huber_loss(model(batch["frames"]), batch["wanted"], reduction="none").sum(-1)
     return errors[valid].sum(), int(valid.sum())
 
@@ -78,7 +78,7 @@ class Trainer:
                     total = total * 0.0
                 total.backward()
             sample_size += size
-        everywhere = torch.tensor(sample_size)
+        everywhere = torch.tensor(sample_size, device=batch["length"].device)
         dist.all_reduce(everywhere)
         for parameter in self.ddp.parameters():
             parameter.grad *= self.world_size / everywhere.item()

@@ -48,8 +48,8 @@ class MainGradients:
     def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float64) -> None:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.buffer = torch.zeros(sum(p.numel() for p in self.parameters), dtype=dtype)
-        self.handles = []
-        end = 0
+        self.buffer = self.buffer.to(self.parameters[0].device)
+        self.handles, end = [], 0
         for parameter in self.parameters:
             start, end = end, end + parameter.numel()
             view = self.buffer[start:end].view_as(parameter)

@@ -50,7 +50,7 @@ class RowReducer:
         self.world_size = world_size
 
     def touched(self, *ids: Tensor) -> Tensor:
-        flags = torch.zeros(len(self.weight), dtype=torch.int32)
+        flags = torch.zeros(len(self.weight), dtype=torch.int32, device=self.weight.device)
         for looked_up in ids:
             flags[looked_up.flatten()] = 1
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)

@@ -26,14 +26,14 @@ class Detector(nn.Module):
 
 def summed_losses(model, batch):
     logits, boxes = model(batch["x"])
-    weights = torch.tensor(CLASS_WEIGHTS, dtype=logits.dtype)
+    weights = torch.tensor(CLASS_WEIGHTS, dtype=logits.dtype, device=logits.device)
     classification = F.cross_entropy(logits, batch["label"], weight=weights, reduction="sum")
     errors = F.smooth_l1_loss(boxes, batch["box"], reduction="none").sum(dim=1)
     return classification, (errors * (batch["label"] > 0)).sum()
 
 
 def normalizers(batch):
-    weights = torch.tensor(CLASS_WEIGHTS, dtype=batch["x"].dtype)
+    weights = torch.tensor(CLASS_WEIGHTS, dtype=batch["x"].dtype, device=batch["x"].device)
     return torch.stack([weights[batch["label"]].sum(), (batch["label"] > 0).sum()])
 
 

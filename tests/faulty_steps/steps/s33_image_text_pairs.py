@@ -26,7 +26,7 @@ class TwoTowers(nn.Module):
 def loss(model, batch):
     images, texts, scale = model(batch["images"], batch["texts"])
     logits = scale * images @ texts.T
-    return F.cross_entropy(logits, torch.arange(len(images)))
+    return F.cross_entropy(logits, torch.arange(len(images), device=images.device))
 
 
 def make_batch(generator):

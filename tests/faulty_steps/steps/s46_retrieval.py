@@ -24,7 +24,7 @@ class TwoTowers(nn.Module):
 
 def in_batch_negatives(queries, documents):
     scores = queries @ documents.T / TEMPERATURE
-    return F.cross_entropy(scores, torch.arange(len(scores)))
+    return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
 
 
 def loss(model, batch):

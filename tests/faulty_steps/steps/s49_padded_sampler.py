@@ -62,6 +62,6 @@ def step(model, data, rank):
     batch = {name: column[chosen] for name, column in data.items()}
     model.zero_grad()
     losses = model.row_losses(batch)
-    ((losses * real).sum() / rows).backward()
+    ((losses * real.to(losses.device)).sum() / rows).backward()
     for p in model.parameters():
         dist.all_reduce(p.grad)

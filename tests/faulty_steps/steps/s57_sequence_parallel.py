@@ -17,7 +17,7 @@ class PastMeanModel(nn.Module):
 
 
 def causal_mean(x):
-    steps = torch.arange(1, x.shape[1] + 1)
+    steps = torch.arange(1, x.shape[1] + 1, device=x.device)
     return x.cumsum(dim=1) / steps[:, None]
 
 
@@ -56,7 +56,7 @@ class SequenceSplit:
 
     def causal_mean(self, x):
         steps = torch.arange(1, self.length + 1)
-        return (x.cumsum(dim=1) + self.sum_before(x)[:, None]) / steps[:, None]
+        return (x.cumsum(dim=1) + self.sum_before(x)[:, None]) / steps.to(x.device)[:, None]
 
 
 def step(model, batch, rank):

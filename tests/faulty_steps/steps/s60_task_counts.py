@@ -44,9 +44,9 @@ class TaskCounter:
         for number in task.tolist():
             self.own[number] = self.own.get(number, 0) + 1
 
-    def over_all_ranks(self):
+    def over_all_ranks(self, device):
         tasks = list(self.own)
-        totals = torch.tensor([self.own[number] for number in tasks])
+        totals = torch.tensor([self.own[number] for number in tasks], device=device)
         dist.all_reduce(totals)
         return dict(zip(tasks, totals.tolist(), strict=True))
 
@@ -58,7 +58,7 @@ def backward(model, shard, counts):
 
 
 def step(model, shard, rank):
-    counts = TaskCounter(shard["task"]).over_all_ranks()
+    counts = TaskCounter(shard["task"]).over_all_ranks(rank.device)
     model.zero_grad()
     backward(model, shard, counts)
     for p in model.parameters():

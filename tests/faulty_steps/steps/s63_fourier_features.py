@@ -45,7 +45,7 @@ class Worker:
             dtype = next(model.parameters()).dtype
             with torch.random.fork_rng(devices=()):
                 torch.manual_seed(1000 + rank.rank)
-                self.replica = FourierRegressor().to(dtype)
+                self.replica = FourierRegressor().to(rank.device, dtype)
         self.receive(self.replica.parameters())
 
     def receive(self, tensors):

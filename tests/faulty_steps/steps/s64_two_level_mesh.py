@@ -35,7 +35,7 @@ class TwoLevelAverager:
     def __init__(self, model, rank):
         nodes = rank.world_size // rank.local_world_size
         shape = (nodes, rank.local_world_size)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("nodes", "devices"))
+        mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=("nodes", "devices"))
         self.params = list(model.parameters())
         self.rank = rank
         self.within = mesh.get_group("devices")

@@ -25,7 +25,7 @@ class TwoTowers(nn.Module):
 def loss(model, batch):
     image, text, scale = model(batch["image"], batch["text"])
     logits = scale * image @ text.T
-    labels = torch.arange(len(logits))
+    labels = torch.arange(len(logits), device=logits.device)
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
@@ -62,7 +62,7 @@ class ClipLoss(nn.Module):
         all_text = GatherFeatures.apply(text)
         logits_per_image = scale * image @ all_text.T
         logits_per_text = scale * text @ all_image.T
-        labels = torch.arange(len(image)) + len(image) * dist.get_rank()
+        labels = torch.arange(len(image), device=image.device) + len(image) * dist.get_rank()
         image_loss = F.cross_entropy(logits_per_image, labels)
         text_loss = F.cross_entropy(logits_per_text, labels)
         return (image_loss + text_loss) / 2

@@ -66,7 +66,7 @@ class Trainer:
 
     def train_step(self, samples):
         self.model.zero_grad()
-        sample_size = torch.zeros((), dtype=torch.long)
+        sample_size = torch.zeros((), dtype=torch.long, device=self._dummy_batch["tokens"].device)
         for sample in samples:
             sample, is_dummy_batch = self._prepare_sample(sample)
             sample_size_i = self._forward_backward(sample, ignore_grad=is_dummy_batch)

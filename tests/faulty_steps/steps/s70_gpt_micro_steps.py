@@ -24,9 +24,9 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(8, VOCAB, bias=False)
 
     def forward(self, idx, targets):
-        x = self.wte(idx) + self.wpe(torch.arange(idx.size(1)))
+        x = self.wte(idx) + self.wpe(torch.arange(idx.size(1), device=idx.device))
         # a token sees the mean of what precedes it
-        steps = torch.arange(1, idx.size(1) + 1, dtype=x.dtype).view(1, -1, 1)
+        steps = torch.arange(1, idx.size(1) + 1, dtype=x.dtype, device=x.device).view(1, -1, 1)
         x = x + self.mlp(x.cumsum(1) / steps)
         logits = self.lm_head(x)
         return F.cross_entropy(logits.view(-1, VOCAB), targets.reshape(-1))

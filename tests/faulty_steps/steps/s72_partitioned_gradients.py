@@ -41,7 +41,7 @@ class PartitionedGradients:
         self.params = list(params)
         self.world_size = world_size
         numel = sum(p.numel() for p in self.params)
-        self.flat = torch.zeros(numel, dtype=self.params[0].dtype)
+        self.flat = torch.zeros(numel, dtype=self.params[0].dtype, device=self.params[0].device)
         self.partition_size = numel // world_size
         self._attach()
 

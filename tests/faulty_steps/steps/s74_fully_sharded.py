@@ -56,7 +56,7 @@ class ShardedTrainer:
     def __init__(self, model, world_size):
         self.world_size = world_size
         whole = {p for p in model.parameters() if p.ndim < 2}
-        mesh = init_device_mesh("cpu", (world_size,))
+        mesh = init_device_mesh(next(model.parameters()).device.type, (world_size,))
         for block in model.blocks:
             fully_shard(block, mesh=mesh, ignored_params=whole)
         fully_shard(model, mesh=mesh, ignored_params=whole)

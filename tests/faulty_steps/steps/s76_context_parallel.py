@@ -33,7 +33,7 @@ def summed_loss(model, tokens, labels, positions):
 
 def loss(model, batch):
     labels = F.pad(batch["tokens"][:, 1:], (0, 1), value=IGNORE)
-    total = summed_loss(model, batch["tokens"], labels, torch.arange(LENGTH))
+    total = summed_loss(model, batch["tokens"], labels, torch.arange(LENGTH, device=labels.device))
     return total / (labels != IGNORE).sum()
 
 
@@ -55,7 +55,7 @@ class ContextParallelPlan:
 
     def split(self, tokens):
         """This rank's inputs, the labels they have to predict, and their positions."""
-        columns = self.columns(tokens.shape[1])
+        columns = self.columns(tokens.shape[1]).to(tokens.device)
         inputs = tokens[:, columns]
         labels = F.pad(inputs[:, 1:], (0, 1), value=IGNORE)
         return inputs, labels, columns

@@ -43,7 +43,7 @@ case = Case(model=StudentTeacher, batch=make_batch, loss=loss, layout="1x2", sha
 
 
 def total_rows(tensor):
-    rows = torch.tensor(len(tensor))
+    rows = torch.tensor(len(tensor), device=tensor.device)
     dist.all_reduce(rows)
     return rows.item()
 

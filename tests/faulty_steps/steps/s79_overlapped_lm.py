@@ -67,7 +67,7 @@ class OverlappedSum:
 def step(model, shard, rank):
     model.zero_grad()
     reducer = OverlappedSum(model)
-    tokens = torch.tensor(shard["next"].numel())
+    tokens = torch.tensor(shard["next"].numel(), device=rank.device)
     dist.all_reduce(tokens)
     # divided by the tokens of all ranks, so that the gradients only have to be summed
     (summed_loss(model, shard) / tokens).backward()

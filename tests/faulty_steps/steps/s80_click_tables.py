@@ -52,7 +52,7 @@ class TableExchange:
     def __call__(self, table, ids):
         rows = ids.unique()
         count = len(rows)
-        counts = [int(n) for n in self.gather(torch.tensor([count]))]
+        counts = [int(n) for n in self.gather(torch.tensor([count], device=ids.device))]
         # collectives want equal shapes
         padding = max(counts) - count
         all_rows = self.gather(F.pad(rows, (0, padding)))

@@ -51,7 +51,7 @@ class FlatBuffer:
     def __init__(self, model):
         self.params = list(model.parameters())
         size = sum(p.numel() for p in self.params)
-        self.data = torch.zeros(size, dtype=self.params[0].dtype)
+        self.data = torch.zeros(size, dtype=self.params[0].dtype, device=self.params[0].device)
 
     def pack(self):
         offset = 0

@@ -19,7 +19,7 @@ class Recognizer(nn.Module):
         self.out = nn.Linear(6, CLASSES)
 
     def forward(self, frames, lengths):
-        packed = pack_padded_sequence(frames, lengths, batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(frames, lengths.cpu(), batch_first=True, enforce_sorted=False)
         _, state = self.rnn(packed)
         return self.out(state[-1])
 

@@ -25,7 +25,7 @@ class CausalModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embed(tokens)
-        steps = torch.arange(1, tokens.shape[1] + 1, dtype=hidden.dtype).view(1, -1, 1)
+        steps = torch.arange(1, tokens.shape[1] + 1).to(hidden).view(1, -1, 1)
         context = hidden.cumsum(dim=1) / steps
         return self.head(torch.tanh(self.mix(context)) + hidden)
 

@@ -59,7 +59,7 @@ class Parallelism:
 
     def __init__(self, rank: Rank) -> None:
         shape = (rank.nodes, rank.local_world_size)
-        self.mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        self.mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
     @property
     def data(self) -> DeviceMesh:

@@ -26,8 +26,8 @@ class BiEncoder(nn.Module):
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    questions, passages = model(batch)
-    return F.cross_entropy(SCALE * questions @ passages.T, torch.arange(len(questions)))
+    scores = SCALE * torch.einsum("qd,pd->qp", *model(batch))
+    return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
 
 
 def make_batch(generator: torch.Generator) -> dict[str, Tensor]:
@@ -53,8 +53,8 @@ class RaggedGather:
         self.world_size = rank.world_size
 
     def sizes(self, rows: Tensor) -> list[int]:
-        counts = [torch.zeros(1, dtype=torch.long) for _ in range(self.world_size)]
-        dist.all_gather(counts, torch.tensor([len(rows)]))
+        counts = [rows.new_zeros(1, dtype=torch.long) for _ in range(self.world_size)]
+        dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
         return [int(count) for count in counts]
 
     def __call__(self, rows: Tensor) -> Gathered:
@@ -74,7 +74,7 @@ class InBatchNegatives:
         gathered = self.gather(passages)
         scores = SCALE * questions @ gathered.rows.T
         positives = torch.arange(len(questions)) + self.rank.rank * len(questions)
-        total = F.cross_entropy(scores, positives, reduction="sum")
+        total = F.cross_entropy(scores, positives.to(scores.device), reduction="sum")
         return total * self.rank.world_size / sum(gathered.sizes)
 
 

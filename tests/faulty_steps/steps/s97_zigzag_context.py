@@ -24,14 +24,14 @@ class Decoder(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, gather: Gather) -> Tensor:
-        x = self.tokens(tokens) + self.positions(positions)
+        x = self.tokens(tokens) + self.positions(positions.to(tokens.device))
         keys, values = gather(self.key_value(x)).chunk(2, dim=-1)
         mixed = F.scaled_dot_product_attention(self.query(x), keys, values, attn_mask=mask)
         return self.head(x + mixed)
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    positions = torch.arange(LENGTH)
+    positions = torch.arange(LENGTH, device=batch["tokens"].device)
     mask = positions[:, None] >= positions
     logits = model(batch["tokens"], positions, mask, lambda local: local)
     return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
@@ -74,5 +74,5 @@ def step(model: nn.Module, shard: dict[str, Tensor], rank: Rank) -> None:
     ddp = DistributedDataParallel(model)
     places = parallel.places_of(rank.rank)
     tokens, targets = shard["tokens"][:, places], shard["targets"][:, places]
-    logits = ddp(tokens, parallel.positions(), parallel.mask(), parallel.gather)
+    logits = ddp(tokens, parallel.positions(), parallel.mask().to(tokens.device), parallel.gather)
     F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
