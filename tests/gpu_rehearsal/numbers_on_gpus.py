@@ -33,6 +33,18 @@ def with_dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.1), nn.Linear(16, 3))
 
 
+class CallsDropout(nn.Module):
+    """A model that calls the function, and has no module for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        output: Tensor = self.outer(nn.functional.dropout(self.inner(rows), 0.1, self.training))
+        return output
+
+
 def without() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 
@@ -141,9 +153,13 @@ def no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("step", [averages, trains_in_ddp])
-@pytest.mark.parametrize("layout", ["1x1", "1x2"])
-def test_the_big_batch_with_the_masks_of_the_gpus_is_what_they_hold(step: Any, layout: str) -> None:
-    verdict = check(case(with_dropout, layout), step)
+@pytest.mark.parametrize(
+    ("model", "layout"), [(with_dropout, "1x1"), (with_dropout, "1x2"), (CallsDropout, "1x2")]
+)
+def test_the_big_batch_with_the_masks_of_the_gpus_is_what_they_hold(
+    step: Any, model: Any, layout: str
+) -> None:
+    verdict = check(case(model, layout), step)
     assert (verdict.outcome, verdict.causes) == ("different", ONLY_MASKS), str(verdict)
     assert "the big batch is what they hold. Rank 0 drew at" in on_one_line(verdict)
     assert verdict.without_dropout is None

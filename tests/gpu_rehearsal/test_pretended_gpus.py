@@ -102,6 +102,81 @@ def test_pretended_gpus_do_what_cuda_does(tmp_path: Path) -> None:
     assert "+rehearsed" in output
 
 
+AS_A_RANK = """
+import os
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+import signal
+import threading
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from pretended_gpus import rounding
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names, self.works = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.names.append(function.name())
+        if function.namespace == "c10d":
+            self.works.append(result[-1])
+        return result
+
+torch.cuda.set_device(0)
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+
+# A synchronous collective has no handle, and a dispatch mode that waits for it ends the process.
+with Seen() as seen:
+    assert dist.all_reduce(torch.ones(3)) is None
+assert dist.Work.unbox(seen.works[0]) is None
+child = os.fork()
+if child == 0:
+    seen.works[0].wait()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
+group, options = dist.group.WORLD, dist.AllreduceOptions()
+options.asyncOp = False
+assert group.allreduce([torch.ones(3)], options) is None
+assert dist.all_reduce(torch.ones(3), async_op=True).wait()
+
+# A backward pass runs on another thread, unless autograd may use no other.
+threads = []
+def hook(gradient):
+    threads.append(threading.current_thread() is threading.main_thread())
+    return gradient * 2
+weight = torch.ones(3, requires_grad=True)
+weight.register_hook(hook)
+with Seen() as seen:
+    weight.square().sum().backward()
+assert "aten::mul.Tensor" in seen.names, seen.names
+assert weight.grad.tolist() == [4.0] * 3
+with torch.autograd.set_multithreading_enabled(False):
+    torch.autograd.grad(weight.sum(), [weight])
+assert threads == [False, True]
+def fails(gradient):
+    raise KeyError("in a hook")
+weight.register_hook(fails)
+try:
+    weight.sum().backward()
+except KeyError as error:
+    assert "in a hook" in str(error)
+else:
+    raise AssertionError("the error of a hook is lost")
+
+# Products have other last digits than on the CPU.
+torch.manual_seed(0)
+left, right = torch.randn(7, 60, dtype=torch.float64), torch.randn(60, 5, dtype=torch.float64)
+here, on_cpu = left @ right, rounding.on_host(torch.mm)(left, right)
+assert not torch.equal(here, on_cpu)
+torch.testing.assert_close(here, on_cpu, rtol=1e-12, atol=1e-12)
+"""
+
+
+def test_a_pretended_rank_does_what_a_rank_on_cuda_does(tmp_path: Path) -> None:
+    run(AS_A_RANK, tmp_path)
+
+
 CONTEXTS = """
 import os, subprocess, sys, torch
 OTHER = [sys.executable, "-c", "from pretended_gpus import contexts; contexts.enter(0)"]

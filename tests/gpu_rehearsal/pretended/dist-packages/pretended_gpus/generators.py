@@ -27,30 +27,40 @@ FUNCTIONS = (
 )
 """The functions of torch.nn.functional that draw random numbers."""
 
+
+class OfGpu(torch.Generator):
+    """A generator of the CPU's kind, which draws other numbers than the CPU's for the same seed."""
+
+    def manual_seed(self, seed: int) -> OfGpu:
+        super().manual_seed((int(seed) % 2**63) ^ _other())
+        return self
+
+    def initial_seed(self) -> int:
+        return super().initial_seed() ^ _other()
+
+
+def _other() -> int:
+    return OTHER_NUMBERS if settings.other_masks() else 0
+
+
 _one_thread = RLock()
-_generators: list[torch.Generator] = []
+_generators: list[OfGpu] = []
 _seed_of_all: list[int] = []
 """The seed that was set before CUDA was initialised."""
 
 
 def start() -> None:
     """Make the generators of the visible devices."""
-    _generators[:] = [torch.Generator() for _ in runtime.gpus()]
-    for index in range(len(_generators)):
-        _seed(index, _seed_of_all[-1] if _seed_of_all else torch.initial_seed())
+    seed = _seed_of_all[-1] if _seed_of_all else torch.initial_seed()
+    _generators[:] = [OfGpu().manual_seed(seed) for _ in runtime.gpus()]
     cuda: Any = torch.cuda
     cuda.default_generators = tuple(_generators)
-
-
-def _seed(index: int, seed: int) -> None:
-    other = OTHER_NUMBERS if settings.other_masks() else 0
-    _generators[index].manual_seed((int(seed) % 2**63) ^ other)
 
 
 def manual_seed(seed: int) -> None:
     """As torch.cuda.manual_seed: only the current device."""
     if runtime.is_initialised():
-        _seed(runtime.current(), seed)
+        of().manual_seed(seed)
     else:
         _seed_of_all[:] = [seed]
 
@@ -58,8 +68,8 @@ def manual_seed(seed: int) -> None:
 def manual_seed_all(seed: int) -> None:
     _seed_of_all[:] = [seed]
     if runtime.is_initialised():
-        for index in range(len(_generators)):
-            _seed(index, seed)
+        for generator in _generators:
+            generator.manual_seed(seed)
 
 
 def of(device: Any = None) -> torch.Generator:
