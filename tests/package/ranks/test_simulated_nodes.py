@@ -33,14 +33,14 @@ def prints_its_environment(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 
 def test_ranks_of_one_node_have_the_same_host_for_nccl() -> None:
-    defaults = [nccl_defaults(row) for row in parse("1+2").rows]
+    defaults = [nccl_defaults(row, False) for row in parse("1+2").rows]
     assert [one["NCCL_HOSTID"] for one in defaults] == [
         "simulated node 0",
         "simulated node 1",
         "simulated node 1",
     ]
     assert {one["NCCL_NET"] for one in defaults} == {"Socket"}
-    (one_node,) = {tuple(nccl_defaults(row).items()) for row in parse("1x4").rows}
+    (one_node,) = {tuple(nccl_defaults(row, False).items()) for row in parse("1x4").rows}
     assert one_node == (("NCCL_SOCKET_IFNAME", "lo"),)
 
 
