@@ -13,8 +13,9 @@ from ddp_equivalence.ranks.lanes import (
     CannotRunHere,
     Lane,
     choose,
-    cuda_devices,
     missing,
+    must_share,
+    replicas_lane,
     shared_lane,
 )
 from ddp_equivalence.strategies.strategy import Strategy
@@ -51,23 +52,19 @@ def _lane_of_one_process(case: Case, strategy: Strategy) -> Lane:
         raise BadCase("layout", case.layout, right)
     if strategy.lane is None:
         return Lane("emulated", "gloo", "cpu", "one process on the CPU")
-    replicas, found = case.ranks.world_size, len(cuda_devices())
-    shared = f"{strategy.lane}_shared"
-    if missing(shared, replicas) is None:
-        devices = "one device" if found == 1 else f"{found} devices"
-        return Lane(shared, "gloo", "cuda", f"{replicas} replicas on {devices}")
-    _require(strategy.lane, case, strategy)
-    return Lane(strategy.lane, "gloo", "cuda")
+    lane = replicas_lane(case.ranks.world_size)
+    _require(lane.name, case, strategy)
+    return lane
 
 
 def _lane_of_several_gpus(case: Case, strategy: Strategy) -> Lane:
     """The lane of a strategy whose ranks drive several GPUs each, or else one several times."""
-    name, each = str(strategy.lane), strategy.gpus_per_rank
-    if 0 < len(cuda_devices()) < case.ranks.world_size * each:
-        _require(f"{name}_shared", case, strategy)
+    each = strategy.gpus_per_rank
+    if must_share(case.ranks.world_size * each):
+        _require(NCCL_SHARED, case, strategy)
         return shared_lane(case.ranks, f", with {each} replicas on one device each")
-    _require(name, case, strategy)
-    return Lane(name, name, "cuda", gpus_per_rank=each)
+    _require("nccl", case, strategy)
+    return Lane("nccl", "nccl", "cuda", gpus_per_rank=each)
 
 
 def _require(lane: str, case: Case, strategy: Strategy) -> None:

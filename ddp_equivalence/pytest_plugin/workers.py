@@ -42,5 +42,5 @@ def too_many(config: pytest.Config, records: Sequence[Record]) -> str:
     gpus = gpus_used(records)
     if len(gpus) >= workers:
         return ""
-    count = f"{len(gpus)} {plural(len(gpus), 'GPU')}"
-    return f"-n {workers} was more than the {count} that were used: {WHY}; fewer may be faster"
+    count = f"{len(gpus)} {plural(len(gpus), 'GPU that was', 'GPUs that were')} used"
+    return f"-n {workers} was more than the {count}: {WHY}; fewer workers may be faster"

@@ -178,6 +178,20 @@ def choose(
     return Lane(backend, backend, "cuda")
 
 
+def must_share(wanted: int) -> bool:
+    """True if there are GPUs, but fewer than are wanted."""
+    return 0 < len(cuda_devices()) < wanted
+
+
+def replicas_lane(replicas: int) -> Lane:
+    """nn.DataParallel in one process, with a device for every replica if there are enough."""
+    if not must_share(replicas):
+        return Lane("data_parallel", "gloo", "cuda")
+    found = len(cuda_devices())
+    reason = f"{replicas} replicas on {'one device' if found == 1 else f'{found} devices'}"
+    return Lane("data_parallel_shared", "gloo", "cuda", reason)
+
+
 def shared_lane(layout: Layout, note: str = "") -> Lane:
     """NCCL with ranks that share the GPUs of this machine. ``note``: what its reason adds."""
     devices = cuda_devices()
@@ -189,7 +203,7 @@ def shared_lane(layout: Layout, note: str = "") -> Lane:
 
 
 def _nccl_or_gloo(layout: Layout, may_fall_back: bool) -> Lane:
-    lane = NCCL_SHARED if 0 < len(cuda_devices()) < layout.world_size else "nccl"
+    lane = NCCL_SHARED if must_share(layout.world_size) else "nccl"
     reason = missing(lane, layout.world_size)
     if reason is None:
         return choose(layout, lane)

@@ -44,6 +44,12 @@ def test_ranks_of_one_node_have_the_same_host_for_nccl() -> None:
     assert one_node == (("NCCL_SOCKET_IFNAME", "lo"),)
 
 
+def test_ranks_that_share_gpus_have_a_host_each_for_nccl() -> None:
+    defaults = [nccl_defaults(row, True) for row in parse("1+2").rows]
+    assert [one["NCCL_HOSTID"] for one in defaults] == ["rank 0", "rank 1", "rank 2"]
+    assert {(one["NCCL_NET"], one["NCCL_SOCKET_IFNAME"]) for one in defaults} == {("Socket", "lo")}
+
+
 def test_ranks_on_gloo_get_no_variables_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NCCL_HOSTID", "NCCL_NET", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
