@@ -107,9 +107,8 @@ def test_wrong_answers_are_wrong(tmp_path: Path) -> None:
     assert lines["0-1"] == ("WRONG", f"{wrong}; with NCCL_P2P_DISABLE=1: {wrong}")
     assert lines["data_parallel"] == (
         "WRONG",
-        "a copy from cuda:0 to cuda:1 arrived changed; replicas ran on cuda:0 and not on cuda:0, "
-        "cuda:1; "
-        "the gradient differs from the big batch's by 3 of its size",
+        "a copy from cuda:0 to cuda:1 arrived changed; replicas ran on cpu and not on cuda:0, "
+        "cuda:1; the gradient differs from the big batch's by 3 of its size",
     )
     assert lines["nccl"][0] == "works"
     assert {context.gpu for context in doctor.contexts} == {1, 3}

@@ -166,6 +166,8 @@ def test_a_users_own_test_stays_red_on_a_lane_that_must_run(tmp_path: Path) -> N
     assert rehearsed.returncode == 1, rehearsed.output
     assert "needs 4 CUDA devices (NCCL_HOSTID is set" in rehearsed.output
     assert "1 failed" in rehearsed.output
+    on_its_own_gpu = USERS_STEP.replace('int(os.environ["LOCAL_RANK"])', "0")
+    (tmp_path / "test_theirs.py").write_text(on_its_own_gpu)
     shared = rehearse(*command, gpus=2, folder=tmp_path)
     assert shared.returncode == 1, shared.output
     assert "1 passed" in shared.output
