@@ -18,7 +18,7 @@ from ddp_equivalence.case import settings
 from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.diagnosis.whereabouts import own_errors
 from ddp_equivalence.measurement.lane_of_case import lane_of
-from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
+from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS, NCCL_SHARED
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.lanes import CannotRunHere, Lane
 from ddp_equivalence.ranks.server import start_early
@@ -88,7 +88,7 @@ def _with_lane(config: pytest.Config, trial: catalogue.Trial) -> object:
 def _lane_of(config: pytest.Config, trial: catalogue.Trial) -> Lane:
     """The lane of the trial. Raises CannotRunHere if this machine cannot run it there."""
     backend = trial.backend or config.getoption("--ddp-backend")
-    if backend in NCCL_BACKENDS and MODELS[str(trial.case.model)].sparse_gradients:
+    if backend in (*NCCL_BACKENDS, NCCL_SHARED) and MODELS[str(trial.case.model)].sparse_gradients:
         backend = "gloo_cuda"
     must_run = config.getoption("--must-run")
     return lane_of(trial.case, STRATEGIES[trial.strategy], backend, must_run)

@@ -16,8 +16,8 @@ class Settings:
     """The values that ``check`` uses where its caller gives no argument."""
 
     backend: str = "auto"
-    """The backend of the ranks. "auto" is NCCL if there is a GPU for each rank, and gloo on
-    the CPU otherwise."""
+    """The backend of the ranks. "auto" is NCCL if there is a GPU, which ranks share if there are
+    too few, and gloo on the CPU otherwise."""
     deadline: float = 60.0
     """Seconds after which a case is stopped."""
     collective_deadline: float | None = None
@@ -35,7 +35,8 @@ class Settings:
     trial_seconds: float = 10.0
     """The time for trying small edits of a step that differs without a known cause; 0: none."""
     must_run: tuple[str, ...] = ()
-    """Lanes on which the run must compare something. With "nccl", gloo may not replace NCCL."""
+    """Lanes on which the run must compare something. With "nccl" or "nccl_shared", gloo on the CPU
+    may not replace NCCL."""
     give_up_lanes: bool = False
     """Ranks on GPUs that have failed to start, and have never started, are not started again."""
     repeat: str = ""

@@ -102,8 +102,9 @@ def _add_options_of_the_case(parser: argparse.ArgumentParser) -> None:
 def _add_options_of_the_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
-        help="run on this backend: auto, gloo, gloo_cuda, nccl, nccl2 or nccl-legacy; auto takes "
-        "NCCL if there is a GPU for each rank, and gloo on the CPU otherwise",
+        help="run on this backend: auto, gloo, gloo_cuda, nccl, nccl_shared, nccl2 or nccl-legacy; "
+        "auto takes NCCL if there is a GPU, which ranks share if there are too few (nccl_shared), "
+        "and gloo on the CPU otherwise",
     )
     parser.add_argument(
         "--compare",

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -15,6 +16,9 @@ from ddp_equivalence.ranks.backend_names import LANES
 
 if TYPE_CHECKING:
     from ddp_equivalence.commands import Commands
+
+EVERY_GPU_LANE = "gpu"
+"""The value of ``--must-run`` that stands for several lanes."""
 
 OF_THE_CHECKOUT = Path("docs", "records")
 """Where ``--record`` without a folder writes: in the checkout, wherever it is called."""
@@ -45,7 +49,8 @@ def add(commands: Commands) -> None:
         default=[],
         metavar="LANE",
         help="fail unless something was compared on this lane, such as nccl or data_parallel; may "
-        "be repeated",
+        f"be repeated. {EVERY_GPU_LANE}: all lanes on GPUs that this machine can run, and at least "
+        "nccl",
     )
     parser.add_argument(
         "--plan",
@@ -70,10 +75,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 
     require_writable_file("json", arguments.json)
     record = _folder_of_records(arguments.record)
-    for lane in arguments.must_run:
-        if lane not in LANES:
-            raise BadCase("must_run", lane, f"one of {', '.join(LANES)}")
-    rest = arguments.rest
+    rest, must_run = arguments.rest, list(_must_run(arguments.must_run))
     of_pytest = [
         "-o",
         f"testpaths={TESTS}",
@@ -83,7 +85,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
         # A warning is an error in the tests of this package, and not on a user's machine, where
         # other plugins of pytest and other versions of torch warn of what is none of our business.
         *("-W", "default"),
-        *(f"--must-run={lane}" for lane in arguments.must_run),
+        *(f"--must-run={lane}" for lane in must_run),
         *(_absolute(argument, before) for argument, before in zip(rest, ["", *rest], strict=False)),
     ]
     if not arguments.all:
@@ -102,6 +104,28 @@ def run(arguments: argparse.Namespace) -> NoReturn:
     # of modules of the package that were imported before it loads the plugin; after execv there
     # are none.
     os.execv(sys.executable, [sys.executable, "-m", "pytest", *of_pytest])
+
+
+def _must_run(given: Sequence[str]) -> Iterator[str]:
+    """The lanes that ``--must-run`` requires. Raises BadCase for one that does not exist."""
+    for name in given:
+        if name == EVERY_GPU_LANE:
+            yield from _gpu_lanes()
+        elif name in LANES:
+            yield name
+        else:
+            raise BadCase("must_run", name, f"one of {EVERY_GPU_LANE}, {', '.join(LANES)}")
+
+
+def _gpu_lanes() -> Iterator[str]:
+    """The lanes on GPUs on which this machine can run cases of the catalogue; always NCCL."""
+    from ddp_equivalence.ranks.lanes import missing
+    from ddp_equivalence.strategies.catalogue import world_sizes
+
+    yield "nccl"
+    for lane in ("nccl_shared", "data_parallel", "data_parallel_shared", "gloo_cuda"):
+        if not all(missing(lane, ranks) for ranks in world_sizes() if ranks > 1):
+            yield lane
 
 
 def _folder_of_records(given: Path | None) -> Path | None:

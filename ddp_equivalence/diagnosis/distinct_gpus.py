@@ -12,8 +12,11 @@ from ddp_equivalence.ranks.physical_gpu import SEVERAL
 
 
 def against_shared_gpus(lane: Lane, evidence: Mapping[int, Evidence]) -> Unknown | None:
-    """On NCCL no two ranks may have used one GPU, or training on several GPUs was not shown."""
-    if lane.backend not in NCCL_BACKENDS:
+    """On NCCL no two ranks may have used one GPU, or training on several GPUs was not shown.
+
+    The lane whose ranks share GPUs on purpose says so in its name.
+    """
+    if lane.backend not in NCCL_BACKENDS or lane.ranks_share_gpus:
         return None
     ranks: dict[str, list[int]] = {}
     for rank, one in sorted(evidence.items()):

@@ -41,10 +41,10 @@ class CheckOptions(TypedDict, total=False):
     ``seeds``: "apart" (the default for a step of your own) gives each rank random numbers of its
     own, as processes have that set no seed. "alike" seeds all ranks as the reference is.
     ``steps``: into how many big batches, one for each step, the batch is divided; or a tuple with
-    the number of examples of each. ``backend``: "auto" (NCCL if there is a GPU for each rank, gloo
-    on the CPU otherwise), "gloo", "gloo_cuda", "nccl", "nccl2" or "nccl-legacy". ``deadline``:
-    seconds for the ranks' work. ``collective_deadline``: seconds for one collective (half of
-    ``deadline`` by default).
+    the number of examples of each. ``backend``: "auto" (NCCL with a GPU for each rank, or whose
+    ranks share the GPUs that there are; gloo on the CPU if there is none), "gloo", "gloo_cuda",
+    "nccl", "nccl_shared", "nccl2" or "nccl-legacy". ``deadline``: seconds for the ranks' work.
+    ``collective_deadline``: seconds for one collective (half of ``deadline`` by default).
     ``fresh_ranks``: start new processes for this check instead of using warm ones.
     ``in_process``: rank 0 is the calling process, so that a debugger works in the step.
     ``allow_changes``: the step may change its process (seed, environment, default dtype, threads

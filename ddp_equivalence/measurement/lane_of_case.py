@@ -8,7 +8,16 @@ from contextlib import contextmanager
 from ddp_equivalence.case.case import Case, name_of
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.models import MODELS
-from ddp_equivalence.ranks.lanes import CannotRunHere, Lane, choose, missing
+from ddp_equivalence.ranks.backend_names import NCCL_SHARED
+from ddp_equivalence.ranks.lanes import (
+    CannotRunHere,
+    Lane,
+    choose,
+    missing,
+    must_share,
+    replicas_lane,
+    shared_lane,
+)
 from ddp_equivalence.strategies.strategy import Strategy
 
 
@@ -27,14 +36,14 @@ def lane_of(case: Case, strategy: Strategy | None, backend: str, must_run: Seque
         case.ranks,
         backend,
         sparse_gradients=model is not None and model.sparse_gradients,
-        may_fall_back="nccl" not in must_run,
+        may_fall_back="nccl" not in must_run and NCCL_SHARED not in must_run,
     )
 
 
 def _lane_of_one_process(case: Case, strategy: Strategy) -> Lane:
     """The lane of a strategy whose single process drives all replicas.
 
-    The process needs no backend, but perhaps several devices.
+    The process needs no backend, but perhaps several devices, or one for several replicas.
     """
     if case.ranks.nodes > 1:
         right = (
@@ -43,21 +52,27 @@ def _lane_of_one_process(case: Case, strategy: Strategy) -> Lane:
         raise BadCase("layout", case.layout, right)
     if strategy.lane is None:
         return Lane("emulated", "gloo", "cpu", "one process on the CPU")
-    reason = missing(strategy.lane, case.ranks.world_size)
-    if reason is not None:
-        right = f"{strategy.name} {reason}"
-        raise CannotRunHere("layout", case.layout, right, strategy.lane, case.layout, reason)
-    return Lane(strategy.lane, "gloo", "cuda")
+    lane = replicas_lane(case.ranks.world_size)
+    _require(lane.name, case, strategy)
+    return lane
 
 
 def _lane_of_several_gpus(case: Case, strategy: Strategy) -> Lane:
-    """The lane of a strategy whose ranks drive several GPUs each. It runs on no other."""
-    name, each = str(strategy.lane), strategy.gpus_per_rank
-    reason = missing(name, case.ranks.world_size, each)
+    """The lane of a strategy whose ranks drive several GPUs each, or else one several times."""
+    each = strategy.gpus_per_rank
+    if must_share(case.ranks.world_size * each):
+        _require(NCCL_SHARED, case, strategy)
+        return shared_lane(case.ranks, f", with {each} replicas on one device each")
+    _require("nccl", case, strategy)
+    return Lane("nccl", "nccl", "cuda", gpus_per_rank=each)
+
+
+def _require(lane: str, case: Case, strategy: Strategy) -> None:
+    """Raises CannotRunHere if this machine lacks the lane for the case."""
+    reason = missing(lane, case.ranks.world_size, strategy.gpus_per_rank)
     if reason is not None:
         right = f"{strategy.name} {reason}"
-        raise CannotRunHere("layout", case.layout, right, name, case.layout, reason)
-    return Lane(name, name, "cuda", gpus_per_rank=each)
+        raise CannotRunHere("layout", case.layout, right, lane, case.layout, reason)
 
 
 @contextmanager

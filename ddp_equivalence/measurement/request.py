@@ -211,9 +211,5 @@ def repeat_line(request: Request) -> str:
     more += "" if request.steps == 1 else f", steps={request.steps!r}"
     more += "" if request.compare == "gradients" and request.steps == 1 else f", lr={request.lr:g}"
     backend = {"gloo_fallback": "auto", "emulated": "auto"}.get(request.lane.name)
-    more += (
-        ""
-        if backend or request.lane.name == "data_parallel"
-        else f", backend={request.lane.name!r}"
-    )
+    more += "" if backend or request.lane.drives_all_gpus else f", backend={request.lane.name!r}"
     return f"check(Case({', '.join(fields)}), {request.step!r}{more})"

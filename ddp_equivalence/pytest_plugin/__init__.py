@@ -24,12 +24,14 @@ from ddp_equivalence.pytest_plugin import (
     recorder,
     run_results,
     summary_table,
+    workers,
 )
 from ddp_equivalence.pytest_plugin.equivalence_fixture import Equivalence, equivalence
 from ddp_equivalence.pytest_plugin.planting import Planting
 from ddp_equivalence.pytest_plugin.run_deadline import RunDeadline
 from ddp_equivalence.pytest_plugin.suite_run import SELECTION, SUITE_RUN
 from ddp_equivalence.pytest_plugin.unread_verdicts import UnreadVerdicts
+from ddp_equivalence.report.line import Line, Style
 
 __all__ = ["Equivalence", "equivalence"]  # the fixture, which pytest finds here, and its type
 
@@ -140,6 +142,8 @@ def pytest_terminal_summary(
     selection = config.pluginmanager.get_plugin(SELECTION)
     if selection is not None:
         summary_table.write_lines(terminalreporter, selection.after)
+    if text := workers.too_many(config, results.records):
+        summary_table.write_lines(terminalreporter, [Line(text, Style.UNCERTAIN)])
     suite_run = config.pluginmanager.get_plugin(SUITE_RUN)
     if suite_run is not None:
         summary_table.write_lines(terminalreporter, suite_run.after)

@@ -7,12 +7,14 @@ import pytest
 from ddp_equivalence.case.settings import RIGHT_TRIAL_SECONDS
 
 MARKERS = (
-    "gloo_fallback: runs on gloo and the CPU because there are too few GPUs for NCCL",
+    "gloo_fallback: runs on gloo and the CPU because there is no GPU for NCCL",
     "gloo: runs on gloo and the CPU because gloo was chosen",
     "gloo_cuda: runs on gloo with CUDA tensors",
     "nccl: runs on an NCCL backend, one rank per GPU",
+    "nccl_shared: runs on NCCL whose ranks share GPUs, because there are too few",
     "emulated: one process on the CPU does what nn.DataParallel does on several GPUs",
     "data_parallel: runs the real nn.DataParallel on two or more GPUs",
+    "data_parallel_shared: runs the real nn.DataParallel with several replicas on one GPU",
     "difference: the case is known to differ from one big batch",
     "ddp(deadline, collective_deadline, fresh_ranks, in_process, allow_changes, second_look, "
     "trial_seconds): settings of the checks made by this test",

@@ -32,8 +32,8 @@ def _add_options_of_ranks(group: pytest.OptionGroup) -> None:
         "--ddp-backend",
         choices=BACKENDS,
         default="auto",
-        help="backend of the ranks; auto takes NCCL if there is a GPU for every rank, and gloo on "
-        "the CPU otherwise",
+        help="backend of the ranks; auto takes NCCL if there is a GPU, which ranks share if there "
+        "are too few (nccl_shared), and gloo on the CPU otherwise",
     )
     group.addoption(
         "--ddp-deadline",
@@ -108,7 +108,7 @@ def _add_options_of_results(group: pytest.OptionGroup) -> None:
         default=[],
         metavar="LANE",
         help=f"fail unless something was compared on this lane ({', '.join(LANES)}); "
-        "nccl also forbids falling back to gloo; may be repeated",
+        "nccl and nccl_shared also forbid falling back to gloo on the CPU; may be repeated",
     )
     group.addoption(
         "--ddp-json", type=Path, metavar="PATH", help="write the results to this file, as JSON"

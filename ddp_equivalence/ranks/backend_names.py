@@ -12,12 +12,17 @@ torch is changing its default from ``nccl`` to ``nccl2``; ``nccl-legacy`` is the
 exists for each of them only where the installed torch has that backend.
 """
 
-BACKENDS = ("auto", "gloo", "gloo_cuda", *NCCL_BACKENDS)
+NCCL_SHARED = "nccl_shared"
+"""The lane on which ranks of the backend ``nccl`` share GPUs."""
+
+BACKENDS = ("auto", "gloo", "gloo_cuda", "nccl", NCCL_SHARED, *NCCL_BACKENDS[1:])
 
 LANES = (
     "nccl",
+    NCCL_SHARED,
     "gloo_cuda",
     "data_parallel",
+    "data_parallel_shared",
     "gloo_fallback",
     "emulated",
     "gloo",

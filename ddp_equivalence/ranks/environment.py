@@ -101,7 +101,7 @@ DEFAULTS = {
 """Variables that every rank gets unless the user's environment sets them."""
 
 
-def nccl_defaults(row: RankPlace) -> dict[str, str]:
+def nccl_defaults(row: RankPlace, ranks_share_gpus: bool) -> dict[str, str]:
     """More such variables, for the rank in ``row`` on NCCL.
 
     All ranks are on one host, but NCCL must not see that where nodes are simulated. Ranks with
@@ -110,10 +110,16 @@ def nccl_defaults(row: RankPlace) -> dict[str, str]:
     sockets work on every host, and InfiniBand may not. A user who sets NCCL_HOSTID to any value
     gets one host.
 
-    Sources: NVIDIA's documentation of NCCL's environment variables; ``getHostHash`` in utils.cc of
-    NCCL.
+    Where ranks share GPUs, every rank is on a host of its own for NCCL. It refuses two ranks whose
+    host and PCI bus id are the same ("Duplicate GPU detected"); otherwise it connects them over the
+    network, like ranks on different machines.
+
+    Sources: NVIDIA's documentation of NCCL's environment variables; ``getHostHash`` in utils.cc and
+    ``initTransportsRank`` in init.cc of NCCL.
     """
     defaults = {"NCCL_SOCKET_IFNAME": "lo"}
-    if row.nodes > 1:
+    if ranks_share_gpus:
+        defaults |= {"NCCL_HOSTID": f"rank {row.rank}", "NCCL_NET": "Socket"}
+    elif row.nodes > 1:
         defaults |= {"NCCL_HOSTID": f"simulated node {row.node}", "NCCL_NET": "Socket"}
     return defaults

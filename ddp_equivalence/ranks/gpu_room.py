@@ -14,11 +14,8 @@ from functools import lru_cache
 from ddp_equivalence.case.layouts import Layout
 from ddp_equivalence.ranks.failure import RankFailed
 from ddp_equivalence.ranks.gpus.by_name import EXCLUSIVE, gpus_by_name
+from ddp_equivalence.ranks.gpus.sharing import BYTES_PER_PROCESS
 from ddp_equivalence.ranks.lanes import Lane, cuda_devices, devices_of_ranks
-
-BYTES_PER_PROCESS = 600 * 2**20
-"""About so much of a GPU's memory an idle rank holds: some 500 MB are its CUDA context with the
-kernels of torch and its libraries, the rest are buffers of NCCL."""
 
 SHARE_OF_MEMORY = 1 / 4
 """The ranks of a run together hold at most this share of a GPU's memory before they do any work.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # no stubs
 
 from ddp_equivalence.case.layouts import RankPlace
-from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
+from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS, NCCL_SHARED
 from ddp_equivalence.ranks.collectives import check_recorder, record_sends
 from ddp_equivalence.ranks.counted_gpus import variables
 from ddp_equivalence.ranks.environment import (
@@ -109,7 +109,7 @@ def _set_environment(start: StartArguments) -> None:
 
 def _defaults(row: RankPlace, lane: Lane) -> dict[str, str]:
     on_nccl = lane.backend in NCCL_BACKENDS
-    return DEFAULTS | (nccl_defaults(row) if on_nccl else {})
+    return DEFAULTS | (nccl_defaults(row, lane.name == NCCL_SHARED) if on_nccl else {})
 
 
 def _open_store(

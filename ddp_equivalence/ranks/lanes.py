@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from ddp_equivalence.case.errors import BadCase
 from ddp_equivalence.case.layouts import Layout
-from ddp_equivalence.ranks.backend_names import BACKENDS
+from ddp_equivalence.ranks.backend_names import BACKENDS, NCCL_SHARED
 from ddp_equivalence.ranks.counted_gpus import CountedGpus, count_gpus
 from ddp_equivalence.ranks.gpus.by_name import any_exclusive
+from ddp_equivalence.ranks.gpus.sharing import EXCLUSIVE_NOTE, why_not_shared
 
 NO_SPARSE_ON_NCCL = "NCCL cannot all-reduce sparse gradients"
 
@@ -27,9 +28,9 @@ class Lane:
     """The backend and the kind of device that a case runs on.
 
     ``gloo_fallback`` is gloo on the CPU, chosen because there are too few GPUs. ``reason`` says why
-    this lane was chosen; it may be "". ``ranks_share_gpus``: there are fewer GPUs than ranks. Lanes
-    that differ in nothing else are equal. ``gpus_per_rank``: each rank drives so many GPUs, and
-    sees no others.
+    this lane was chosen; it may be "". ``ranks_share_gpus``: there are fewer GPUs than the ranks
+    want. Lanes that differ in nothing else are equal. ``gpus_per_rank``: each rank drives so many
+    GPUs, and sees no others.
     """
 
     name: str
@@ -41,6 +42,11 @@ class Lane:
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def drives_all_gpus(self) -> bool:
+        """True for nn.DataParallel, whose single process drives all GPUs that it is given."""
+        return self.name in ("data_parallel", "data_parallel_shared")
 
 
 class CannotRunHere(BadCase):
@@ -84,16 +90,44 @@ def missing(name: str, world_size: int, gpus_per_rank: int = 1) -> str | None:
         return None if dist.is_gloo_available() else "this torch was built without gloo"
     if name == "gloo_cuda":
         cannot_share = world_size > len(cuda_devices()) and any_exclusive(cuda_devices())
-        note = " (EXCLUSIVE_PROCESS: one process each)" if cannot_share else ""
+        note = f" ({EXCLUSIVE_NOTE})" if cannot_share else ""
         return _too_few_devices(world_size if cannot_share else 1, note)
     if name == "data_parallel":
         # With a single device nn.DataParallel only calls the module.
         return _too_few_devices(max(2, world_size))
+    if name == "data_parallel_shared":
+        return _too_few_devices(1) or _enough_devices(
+            "replicas", max(2, world_size), "data_parallel"
+        )
+    if name == NCCL_SHARED:
+        return (
+            _too_few_devices(1)
+            or _enough_devices("ranks", world_size * gpus_per_rank, "nccl")
+            or _cannot_share(world_size)
+            or _no_backend("nccl")
+        )
     note = " (one rank each)" if gpus_per_rank == 1 else f" ({gpus_per_rank} for each rank)"
-    too_few = _too_few_devices(world_size * gpus_per_rank, note)
-    if too_few is None and not dist.is_backend_available(name):
-        return f"torch {torch.__version__} has no backend {name}"
-    return too_few
+    return _too_few_devices(world_size * gpus_per_rank, note) or _no_backend(name)
+
+
+def _no_backend(name: str) -> str | None:
+    available = dist.is_backend_available(name)
+    return None if available else f"torch {torch.__version__} has no backend {name}"
+
+
+def _enough_devices(what: str, wanted: int, lane: str) -> str | None:
+    """The reason why nothing is shared, as ``lane`` can run; None if there are too few GPUs."""
+    found = len(cuda_devices())
+    if found < wanted:
+        return None
+    return f"needs more {what} than CUDA devices (with one for each, {lane} runs), found {found}"
+
+
+def _cannot_share(world_size: int) -> str | None:
+    why = why_not_shared(world_size, cuda_devices())
+    if why is None:
+        return None
+    return f"needs {world_size} CUDA devices ({why}), found {len(cuda_devices())}"
 
 
 def _too_few_devices(wanted: int, note: str = "") -> str | None:
@@ -114,10 +148,11 @@ def choose(
 ) -> Lane:
     """The lane for a layout and a backend.
 
-    ``auto`` is NCCL with one rank per GPU if there are enough GPUs, and gloo on the CPU otherwise.
-    With ``sparse_gradients`` it is gloo with CUDA tensors if there is a GPU. Raises BadCase for an
-    unknown backend, and CannotRunHere for one that cannot run the layout on this machine, or if
-    gloo on the CPU is all that is left and ``may_fall_back`` is False.
+    ``auto`` is NCCL with one rank per GPU if there are enough GPUs; else NCCL whose ranks share the
+    GPUs that there are; else gloo on the CPU. With ``sparse_gradients`` it is gloo with CUDA
+    tensors if there is a GPU. Raises BadCase for an unknown backend, and CannotRunHere for one that
+    cannot run the layout on this machine, or if gloo on the CPU is all that is left and
+    ``may_fall_back`` is False.
     """
     if backend not in BACKENDS:
         raise BadCase("backend", backend, f"one of {', '.join(BACKENDS)}")
@@ -128,6 +163,8 @@ def choose(
     reason = missing(backend, layout.world_size)
     if reason is not None:
         right = f"{reason}, for layout {layout}"
+        if backend == "nccl" and missing(NCCL_SHARED, layout.world_size) is None:
+            right += f"; {NCCL_SHARED} can run it: its ranks share GPUs"
         raise CannotRunHere("backend", backend, right, backend, layout.name, reason)
     if backend == "gloo":
         return Lane("gloo", "gloo", "cpu")
@@ -136,17 +173,44 @@ def choose(
         share = layout.world_size > len(cuda_devices())
         notes += ["ranks share GPUs"] if share else []
         return Lane("gloo_cuda", "gloo", "cuda", "; ".join(notes), ranks_share_gpus=share)
+    if backend == NCCL_SHARED:
+        return shared_lane(layout)
     return Lane(backend, backend, "cuda")
 
 
+def must_share(wanted: int) -> bool:
+    """True if there are GPUs, but fewer than are wanted."""
+    return 0 < len(cuda_devices()) < wanted
+
+
+def replicas_lane(replicas: int) -> Lane:
+    """nn.DataParallel in one process, with a device for every replica if there are enough."""
+    if not must_share(replicas):
+        return Lane("data_parallel", "gloo", "cuda")
+    found = len(cuda_devices())
+    reason = f"{replicas} replicas on {'one device' if found == 1 else f'{found} devices'}"
+    return Lane("data_parallel_shared", "gloo", "cuda", reason)
+
+
+def shared_lane(layout: Layout, note: str = "") -> Lane:
+    """NCCL with ranks that share the GPUs of this machine. ``note``: what its reason adds."""
+    devices = cuda_devices()
+    gpus = f"{len(devices)} GPUs"
+    if len(devices) == 1:
+        gpus = f"GPU {devices[0]}" if devices[0].isdigit() else devices[0]
+    reason = f"{layout.world_size} ranks share {gpus} over sockets{note}"
+    return Lane(NCCL_SHARED, "nccl", "cuda", reason, ranks_share_gpus=True)
+
+
 def _nccl_or_gloo(layout: Layout, may_fall_back: bool) -> Lane:
-    reason = missing("nccl", layout.world_size)
+    lane = NCCL_SHARED if must_share(layout.world_size) else "nccl"
+    reason = missing(lane, layout.world_size)
     if reason is None:
-        return Lane("nccl", "nccl", "cuda")
+        return choose(layout, lane)
     if may_fall_back:
         return Lane("gloo_fallback", "gloo", "cpu", reason)
-    right = f"{reason}; --must-run nccl allows no other"
-    raise CannotRunHere("layout", layout.name, right, "nccl", layout.name, reason)
+    right = f"{reason}; --must-run allows no fall back to gloo on the CPU"
+    raise CannotRunHere("layout", layout.name, right, lane, layout.name, reason)
 
 
 def devices_of_ranks(layout: Layout, lane: Lane, devices: tuple[str, ...]) -> dict[int, str]:
@@ -160,7 +224,7 @@ def devices_of_ranks(layout: Layout, lane: Lane, devices: tuple[str, ...]) -> di
         return {}
     start = first_device(layout, lane, len(devices))
     turned = devices[start:] + devices[:start]
-    if lane.name == "data_parallel":
+    if lane.drives_all_gpus:
         return {row.rank: ",".join(turned) for row in layout.rows}
     each = lane.gpus_per_rank
     return {
@@ -179,15 +243,15 @@ def first_device(layout: Layout, lane: Lane, count: int) -> int:
 def visible_devices(layout: Layout, lane: Lane, devices: tuple[str, ...]) -> dict[int, str]:
     """CUDA_VISIBLE_DEVICES for every rank: only the GPUs of its own simulated node.
 
-    ``cuda:{local_rank}`` is then the rank's own GPU, as it would be on real nodes. If there are
-    fewer GPUs than ranks, each rank sees one GPU, and a rank that drives several GPUs sees only
-    these. ``devices``: the GPUs that these ranks may use.
+    ``cuda:{local_rank}`` is then the rank's own GPU, as it would be on real nodes. If ranks share
+    GPUs, each sees one, and a rank that drives several GPUs sees only these. ``devices``: the GPUs
+    that these ranks may use.
     """
     of_rank = devices_of_ranks(layout, lane, devices)
     if lane.device_type != "cuda":
         return {row.rank: "" for row in layout.rows}
-    drives_several = lane.name == "data_parallel" or lane.gpus_per_rank > 1
-    if drives_several or layout.world_size > len(devices):
+    drives_several = lane.drives_all_gpus or lane.gpus_per_rank > 1
+    if drives_several or lane.ranks_share_gpus or layout.world_size > len(devices):
         return of_rank
     return {
         row.rank: ",".join(of_rank[rank] for rank in layout.ranks_on(row.node))

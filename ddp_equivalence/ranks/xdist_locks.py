@@ -58,7 +58,7 @@ class XdistLocks:
         on_gpu = lane.device_type == "cuda"
         names = self._devices if on_gpu else self._cores
         # nn.DataParallel is a single process that drives several GPUs, so it takes all of them.
-        takes_all = lane.name == "data_parallel"
+        takes_all = lane.drives_all_gpus
         wanted = layout.world_size * lane.gpus_per_rank
         wanted = len(names) if takes_all else min(wanted, len(names))
         with ExitStack() as locks:

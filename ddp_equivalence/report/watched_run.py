@@ -107,7 +107,7 @@ def _wrappers(verdict: Verdict) -> Iterator[str]:
     wrappers_by_rank = [seen.wrappers for seen in verdict.observed.values()]
     if any(wrappers_by_rank):
         yield from map(_wrapper, wrappers_by_rank[0])
-    elif not verdict.lane.name.endswith("data_parallel") and verdict.lane.name != "emulated":
+    elif not verdict.lane.drives_all_gpus and verdict.lane.name != "emulated":
         yield "no DistributedDataParallel"
 
 

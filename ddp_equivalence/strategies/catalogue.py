@@ -12,6 +12,7 @@ import torch
 
 from ddp_equivalence.case.case import Case
 from ddp_equivalence.case.errors import BadCase
+from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.case.losses import LOSSES, CatalogueLoss
 from ddp_equivalence.case.models import MODELS
 from ddp_equivalence.case.models.model import CatalogueModel
@@ -75,6 +76,11 @@ EXACT = (("linear_8", "mse_mean"), ("linear_8", "mse_sum"), ("mlp", "mse_sum"))
 
 EXACT_EXAMPLES_PER_RANK = 4
 """A power of two: with eight outputs, every division in a mean is exact."""
+
+
+def world_sizes() -> tuple[int, ...]:
+    """The numbers of ranks that the catalogue has layouts for."""
+    return tuple(sorted({parse(layout).world_size for layout in (*LAYOUTS, EIGHT_GPUS)}))
 
 
 def trials(strategy: str) -> tuple[Trial, ...]:

@@ -1,4 +1,4 @@
-"""The real nn.DataParallel, on two or more CUDA devices."""
+"""The real nn.DataParallel, on several CUDA devices, or with several replicas on each."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def cause_of_difference(sharded_batch: ShardedBatch) -> str | None:
 
 
 def prepare(task: Task) -> TrainStep:
-    devices = list(range(min(torch.cuda.device_count(), task.case.ranks.world_size)))
+    count = torch.cuda.device_count()
+    devices = [number % count for number in range(task.case.ranks.world_size)]
     parallel = nn.DataParallel(task.model, device_ids=devices)
-    replicas = Replicas(task)
+    replicas = Replicas(task, parallel)
 
     def step(batch: Any) -> None:
         replicas.forget()

@@ -1,7 +1,8 @@
 """The real nn.DataParallel over several GPUs inside each rank, and the average between ranks.
 
 Programs that were written for one machine are extended to several like this: one process for each
-machine drives all its GPUs. Here the gradients are averaged between the processes by hand.
+machine drives all its GPUs. Here the gradients are averaged between the processes by hand. Where
+there are too few GPUs, all replicas of a rank are on one device.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ def cause_of_difference(sharded_batch: ShardedBatch) -> str | None:
 
 def prepare(task: Task) -> TrainStep:
     first, count = task.rank.device.index, torch.cuda.device_count()
-    devices = [(first + number) % count for number in range(min(GPUS_PER_RANK, count))]
+    devices = [(first + number) % count for number in range(GPUS_PER_RANK)]
     parallel = nn.DataParallel(task.model, device_ids=devices)
-    replicas = Replicas(task)
+    replicas = Replicas(task, parallel)
 
     def step(shard: Any) -> None:
         replicas.forget()

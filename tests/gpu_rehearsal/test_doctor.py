@@ -70,6 +70,19 @@ def test_the_doctor_asks_every_gpu_and_every_pair() -> None:
     assert not doctor.initialised_by_no_rank()
 
 
+def test_the_doctor_asks_the_lanes_that_share_the_only_gpu() -> None:
+    doctor = rehearse("ddp_equivalence", "doctor", gpus=1)
+    assert doctor.returncode == 0, doctor.output
+    lines = outcomes(doctor.output)
+    assert lines["nccl"][1].endswith("1 rank started in " + lines["nccl"][1].rpartition(" in ")[2])
+    assert re.fullmatch(r"\d\d answers right, 2 ranks started in .*", lines["nccl_shared"][1])
+    assert lines["data_parallel"] == ("NOT RUN", "needs 2 CUDA devices, found 1")
+    with_two = "the gradient of one step with 2 replicas on one GPU is that of the big batch"
+    assert lines["data_parallel_shared"] == ("works", with_two)
+    assert not {"pairs", "nodes"} & set(lines)
+    assert doctor.most_contexts() == {0: 2}
+
+
 def test_a_gpu_that_is_lost_does_not_hide_the_others() -> None:
     doctor = rehearse("ddp_equivalence", "doctor", gpus=3, lost=1, exclusive=True)
     assert doctor.returncode == 3, doctor.output
@@ -94,8 +107,8 @@ def test_wrong_answers_are_wrong(tmp_path: Path) -> None:
     assert lines["0-1"] == ("WRONG", f"{wrong}; with NCCL_P2P_DISABLE=1: {wrong}")
     assert lines["data_parallel"] == (
         "WRONG",
-        "a copy from cuda:0 to cuda:1 arrived changed; of 2 GPUs, 1 had a replica; "
-        "the gradient differs from the big batch's by 3 of its size",
+        "a copy from cuda:0 to cuda:1 arrived changed; replicas ran on cpu and not on cuda:0, "
+        "cuda:1; the gradient differs from the big batch's by 3 of its size",
     )
     assert lines["nccl"][0] == "works"
     assert {context.gpu for context in doctor.contexts} == {1, 3}

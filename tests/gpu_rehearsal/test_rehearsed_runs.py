@@ -34,21 +34,22 @@ SELECTED = (
 
 
 @pytest.mark.parametrize(("gpus", "strict"), [(1, False), (2, False), (4, False), (8, True)])
-def test_each_layout_runs_where_there_are_enough_gpus(gpus: int, strict: bool) -> None:
+def test_each_layout_runs_and_ranks_share_gpus_where_there_are_too_few(
+    gpus: int, strict: bool
+) -> None:
     trials = _one_case_of_each_layout()
     on_nccl = [trial for trial in trials if trial.backend is None]
     runs = [trial for trial in on_nccl if trial.case.ranks.world_size <= gpus]
     command = ("pytest", *WITHOUT, *FILES, "-k", SELECTED, "--must-run", "nccl")
     rehearsed = rehearse(*command, gpus=gpus, strict=strict)
     assert rehearsed.returncode == 0, rehearsed.output
-    noun = "case" if len(runs) == 1 else "cases"
-    assert f"lane nccl: {len(runs)} {noun} compared" in rehearsed.output
-    assert f"lane gloo_cuda: {len(trials) - len(on_nccl)} cases compared" in rehearsed.output
-    assert ("lane data_parallel: " in rehearsed.output) == (gpus > 1)
-    missing = [line for line in rehearsed.output.splitlines() if "NOT RUN: " in line]
-    assert all(f"found {gpus}" in line for line in missing)
-    of_nccl = re.findall(r"NOT RUN: (\d+) more cases? on nccl", rehearsed.output)
-    assert sum(map(int, of_nccl)) == len(on_nccl) - len(runs), missing
+    compared = dict(re.findall(r"^lane (\w+): (\d+) cases? compared", rehearsed.output, re.M))
+    assert int(compared["nccl"]) == len(runs)
+    assert int(compared.get("nccl_shared", 0)) == len(on_nccl) - len(runs)
+    assert int(compared["gloo_cuda"]) == len(trials) - len(on_nccl)
+    assert ("data_parallel" in compared) == (gpus > 1)
+    assert ("data_parallel_shared" in compared) == (gpus < 8)
+    assert "NOT RUN" not in rehearsed.output
     assert {context.gpu for context in rehearsed.contexts} == set(range(gpus))
     assert not rehearsed.initialised_by_no_rank()
     assert SAYS_SO in rehearsed.output

@@ -28,7 +28,7 @@ def documented(gpus: int) -> dict[str, int]:
     return {name.strip(" `"): int(cell) for name, cell in zip(header, row, strict=True)}
 
 
-@pytest.mark.parametrize("gpus", [2, 8])
+@pytest.mark.parametrize("gpus", [1, 2, 3, 4, 8])
 def test_the_plan_needs_no_context_and_is_the_documented_one(gpus: int) -> None:
     planned = rehearse("ddp_equivalence", "run", "--all", "--plan", gpus=gpus)
     assert planned.returncode == 0, planned.output
@@ -36,13 +36,12 @@ def test_the_plan_needs_no_context_and_is_the_documented_one(gpus: int) -> None:
     assert not planned.log
     text, expected = planned.output, documented(gpus)
     assert text.count("Pretended GPU (rehearsed), compute capability") == gpus
-    for lane in ("nccl", "data_parallel", "gloo_cuda", "emulated"):
-        assert counted(lane, text) == expected[lane], lane
-    assert counted("gloo_fallback", text) == expected["too few GPUs for NCCL"]
-    not_run = re.findall(r"NOT RUN +(\d+) cases? on", text)
-    assert sum(map(int, not_run)) == expected["NOT RUN"]
+    for lane, cases in expected.items():
+        assert lane == "GPUs" or counted(lane, text) == cases, lane
+    assert counted("gloo_fallback", text) == 0
+    assert "NOT RUN" not in text
     assert "Processes: at most " in text
-    assert "nothing was timed on data_parallel, gloo_cuda, nccl, which may take" in text
+    assert re.search(r"nothing was timed on data_parallel.*, which may take longer", text)
 
 
 def test_a_run_says_which_gpus_were_used_and_that_the_transport_is_not_known(

@@ -11,6 +11,8 @@ from typing import Any
 from tests.gpu_rehearsal.rehearsal import Rehearsed, rehearse
 
 LANES = ("--must-run=nccl", "--must-run=data_parallel")
+CANNOT_SHARE = {"NCCL_HOSTID": "one"}
+"""With this variable NCCL sees one host, so that its ranks cannot share GPUs."""
 
 CHOSEN = (
     "tests/equivalence/test_ddp.py",
@@ -27,7 +29,7 @@ ONE_PAIR = " or ".join(
     for case in (
         "1x1-equal-float64-nccl",
         "1x2-equal-float64-nccl",
-        "1x2-equal-float64-gloo_fallback",
+        "1x2-equal-float64-nccl_shared",
         "1x2-equal-float64-data_parallel",
     )
 )
@@ -67,7 +69,7 @@ def suite(
 def test_two_gpus_run_what_they_can_and_are_green(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     lanes = (*LANES, f"--ddp-json={results}")
-    rehearsed = suite(2, OWN_CODE, PLANTED, SPARSE, ONE_PAIR, lanes=lanes)
+    rehearsed = suite(2, OWN_CODE, PLANTED, SPARSE, ONE_PAIR, lanes=lanes, environment=CANNOT_SHARE)
     assert rehearsed.returncode == 0, rehearsed.output
     content = json.loads(results.read_text())
     compared = {(case["strategy"], case["layout"], case["backend"]) for case in content["cases"]}
@@ -78,10 +80,11 @@ def test_two_gpus_run_what_they_can_and_are_green(tmp_path: Path) -> None:
         ("data_parallel", "1x2", "data_parallel"),
     } <= compared
     assert not any(backend == "gloo_fallback" for _, _, backend in compared)
-    needs = "needs 4 CUDA devices (one rank each), found 2"
+    why = "NCCL_HOSTID is set, so NCCL takes all ranks for ranks of one host"
+    needs = f"needs 4 CUDA devices ({why}), found 2"
     not_run = {(one["what"], one["reason"]) for one in content["not_run"]}
-    assert ("tiny_buckets on 2x2 (nccl)", needs) in not_run
-    assert ("ddp_mean on 2x2 (nccl)", needs) in not_run  # a planted fault
+    assert ("tiny_buckets on 2x2 (nccl_shared)", needs) in not_run
+    assert ("ddp_mean on 2x2 (nccl_shared)", needs) in not_run  # a planted fault
     assert any(
         line.startswith("tiny_buckets") and "NOT RUN" in line and needs in line
         for line in rehearsed.output.splitlines()
@@ -91,15 +94,34 @@ def test_two_gpus_run_what_they_can_and_are_green(tmp_path: Path) -> None:
     assert not rehearsed.initialised_by_no_rank()
 
 
-def test_one_gpu_runs_what_it_can_and_one_line_says_what_it_lacks() -> None:
-    rehearsed = suite(1, PLANTED, SPARSE, ONE_PAIR)
+def test_one_gpu_runs_all_of_it_on_lanes_that_say_so(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    rehearsed = suite(
+        *(1, OWN_CODE, PLANTED, SPARSE, ONE_PAIR),
+        lanes=("--must-run=nccl", "--must-run=nccl_shared", f"--ddp-json={results}"),
+    )
+    assert rehearsed.returncode == 0, rehearsed.output
+    content = json.loads(results.read_text())
+    assert content["not_run"] == []
+    reasons = {(case["backend"], case["lane_reason"]) for case in content["cases"]}
+    assert {
+        ("nccl", ""),
+        ("nccl_shared", "2 ranks share GPU 0 over sockets"),
+        ("nccl_shared", "4 ranks share GPU 0 over sockets"),
+        ("data_parallel_shared", "2 replicas on one device"),
+    } <= reasons
+    assert not any(lane == "gloo_fallback" for lane, _ in reasons)
+
+
+def test_one_line_says_what_a_lane_lacks_that_must_run() -> None:
+    rehearsed = suite(1, "mlp-mse_mean-1x1-equal-float64-nccl", SPARSE)
     assert rehearsed.returncode == 1, rehearsed.output
     failed = [line for line in rehearsed.output.splitlines() if "FAILED" in line]
     needs = "which needs 2 CUDA devices, found 1"
     assert failed == [
         f"--must-run data_parallel: FAILED, nothing was compared on this lane, {needs}"
     ]
-    assert "lane nccl: 4 cases compared" in rehearsed.output
+    assert "lane nccl: " in rehearsed.output
     assert "lane gloo_cuda: " in rehearsed.output
 
 
@@ -137,18 +159,30 @@ def test_nvml_that_cannot_initialise_is_a_reason_and_no_error_of_collection() ->
 
 
 def test_a_users_own_test_stays_red_on_a_lane_that_must_run(tmp_path: Path) -> None:
+    """Where ranks can share GPUs, the test passes, and the run fails: nothing ran on ``nccl``."""
     (tmp_path / "test_theirs.py").write_text(USERS_STEP)
-    rehearsed = rehearse("pytest", "-q", "--must-run=nccl", gpus=2, folder=tmp_path)
+    command = ("pytest", "-q", "--must-run=nccl")
+    rehearsed = rehearse(*command, gpus=2, folder=tmp_path, environment=CANNOT_SHARE)
     assert rehearsed.returncode == 1, rehearsed.output
-    assert "needs 4 CUDA devices (one rank each), found 2" in rehearsed.output
+    assert "needs 4 CUDA devices (NCCL_HOSTID is set" in rehearsed.output
     assert "1 failed" in rehearsed.output
+    on_its_own_gpu = USERS_STEP.replace('int(os.environ["LOCAL_RANK"])', "0")
+    (tmp_path / "test_theirs.py").write_text(on_its_own_gpu)
+    shared = rehearse(*command, gpus=2, folder=tmp_path)
+    assert shared.returncode == 1, shared.output
+    assert "1 passed" in shared.output
+    assert "--must-run nccl: FAILED, nothing was compared on this lane" in shared.output
 
 
 def test_a_step_that_asks_for_a_gpu_on_the_cpu_reads_why_it_is_there(tmp_path: Path) -> None:
     file = tmp_path / "theirs.py"
     file.write_text(USERS_STEP)
-    rehearsed = rehearse("ddp_equivalence", "check", str(file), gpus=2)
+    command = ("ddp_equivalence", "check", str(file))
+    rehearsed = rehearse(*command, gpus=2, environment=CANNOT_SHARE)
     assert "No CUDA GPUs are available" in rehearsed.output
     text = " ".join(rehearsed.output.split())
-    assert "NCCL needs 4 CUDA devices (one rank each), found 2, so the ranks ran on the CPU" in text
+    assert (
+        "NCCL needs 4 CUDA devices (NCCL_HOSTID is set, so NCCL takes all ranks for ranks" in text
+    )
+    assert "of one host), found 2, so the ranks ran on the CPU" in text
     assert "--backend gloo_cuda" in text

@@ -19,7 +19,7 @@ from ddp_equivalence.commands.doctor.problems import problems
 from ddp_equivalence.commands.doctor.state import Outcome, State
 from ddp_equivalence.ranks.lanes import missing
 
-NAME_WIDTH = 15
+NAME_WIDTH = 22
 OUTCOME_WIDTH = 9
 
 
@@ -55,7 +55,10 @@ class Examination:
             yield "Pairs of GPUs, and all together: sum 16 MiB by NCCL (GB/s: busbw of nccl-tests)"
             yield from self._together()
             yield ""
-        yield "Lanes: collectives with known answers; NCCL has a rank on each GPU, gloo has 2 ranks"
+        yield (
+            "Lanes: collectives with known answers; NCCL has a rank on each GPU, nccl_shared and "
+            "gloo have 2 ranks"
+        )
         for lane in lane_states(self.machine):
             self.others.append(lane)
             yield _line(lane)

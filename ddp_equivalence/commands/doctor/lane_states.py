@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from ddp_equivalence.case.layouts import parse
 from ddp_equivalence.commands.doctor import on_rank
 from ddp_equivalence.commands.doctor.machine import Machine
-from ddp_equivalence.commands.doctor.own_ranks import ALL_IN_ONE_PROCESS, ask_ranks
+from ddp_equivalence.commands.doctor.own_ranks import ask_ranks
 from ddp_equivalence.commands.doctor.state import Outcome, State
 from ddp_equivalence.ranks import probe
-from ddp_equivalence.ranks.backend_names import LANES, NCCL_BACKENDS
+from ddp_equivalence.ranks.backend_names import LANES, NCCL_BACKENDS, NCCL_SHARED
 from ddp_equivalence.ranks.failure import RankFailed, RanksTimedOut
 from ddp_equivalence.ranks.gpus import visible_gpus
-from ddp_equivalence.ranks.lanes import Lane, cuda_devices, missing
+from ddp_equivalence.ranks.lanes import Lane, cuda_devices, missing, shared_lane
 from ddp_equivalence.ranks.warm_ranks import warm_ranks
 
 DEADLINE = 30.0
@@ -33,8 +33,8 @@ def lane_states(machine: Machine) -> Iterator[State]:
             reason = _why_ranks_cannot_share(machine)
         if reason is not None:
             yield State(name, Outcome.NOT_RUN, reason, error=reason)
-        elif name == "data_parallel":
-            yield _data_parallel()
+        elif name.startswith("data_parallel"):
+            yield _data_parallel(name)
         else:
             yield _probe(name, ranks)
 
@@ -48,14 +48,18 @@ def _why_ranks_cannot_share(machine: Machine) -> str | None:
 
 
 def _ranks(name: str) -> int:
-    """NCCL gets a rank on every GPU; a single one is enough to ask whether it starts."""
+    """NCCL gets a rank on every GPU; a single one is enough to ask whether it starts.
+
+    On the other lanes there are 2, or 2 replicas, so that shared lanes are asked with one GPU.
+    """
     return len(cuda_devices()) or 2 if name in NCCL_BACKENDS else 2
 
 
 def _probe(name: str, count: int) -> State:
     device = "cpu" if name == "gloo_fallback" else "cuda"
     backend = "gloo" if name.startswith("gloo") else name
-    lane, layout = Lane(name, backend, device), parse(f"1x{count}")
+    layout = parse(f"1x{count}")
+    lane = shared_lane(layout) if name == NCCL_SHARED else Lane(name, backend, device)
     began = time.monotonic()
     try:
         # Fresh ranks are stopped afterwards. Warm ones would be in the way of the next lane's
@@ -76,16 +80,18 @@ def _probe(name: str, count: int) -> State:
     return State(name, Outcome.WORKS, f"{text}; refuses {refused}" if refused else text)
 
 
-def _data_parallel() -> State:
-    """One step over all GPUs in one process."""
-    devices = cuda_devices()
-    answers = ask_ranks(ALL_IN_ONE_PROCESS, devices, on_rank.data_parallel_step, seconds=DEADLINE)
-    name = ALL_IN_ONE_PROCESS.name
+def _data_parallel(name: str) -> State:
+    """One step in one process, over all GPUs, or with 2 replicas on the only one."""
+    lane, devices = Lane(name, "gloo", "cuda"), cuda_devices()
+    replicas = max(2, len(devices))
+    answers = ask_ranks(lane, devices, on_rank.data_parallel_step, replicas, seconds=DEADLINE)
     if not answers.by_rank:
         text = answers.error.splitlines()[0]
         return State(name, Outcome.FAILED, text, answers.error, answers.timed_out)
     (wrong,) = answers.by_rank
     if wrong:
         return State(name, Outcome.WRONG, wrong)
-    text = f"the gradient of one step over {len(devices)} GPUs is that of the big batch"
-    return State(name, Outcome.WORKS, text)
+    where = f"over {len(devices)} GPUs"
+    if len(devices) == 1:
+        where = f"with {replicas} replicas on one GPU"
+    return State(name, Outcome.WORKS, f"the gradient of one step {where} is that of the big batch")

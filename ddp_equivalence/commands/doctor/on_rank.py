@@ -6,7 +6,7 @@ Each function yields one answer. All numbers are small integers, so the right an
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
@@ -102,10 +102,10 @@ def all_reduce(rank: Rank, argument: object) -> Iterator[AllReduceAnswer]:
     yield AllReduceAnswer(seconds, values.element_size() * ELEMENTS, text)
 
 
-def data_parallel_step(rank: Rank, argument: object) -> Iterator[str]:
+def data_parallel_step(rank: Rank, replicas: int) -> Iterator[str]:
     """Copy between all GPUs of this process, then do one step of nn.DataParallel on them.
 
-    Yields what was wrong, or "".
+    Several of the ``replicas`` are on one GPU if there are fewer. Yields what was wrong, or "".
     """
     count = torch.cuda.device_count()
     wrong = [
@@ -113,9 +113,10 @@ def data_parallel_step(rank: Rank, argument: object) -> Iterator[str]:
         for source, target in permutations(range(count), 2)
         if not _copy_is_right(source, target)
     ]
-    replicas, error = _step(rank.device, count)
-    if replicas != count:
-        wrong.append(f"of {count} GPUs, {replicas} had a replica")
+    devices = [number % count for number in range(replicas)]
+    called, error = _step(rank.device, devices)
+    if called != (expected := sorted(f"cuda:{device}" for device in devices)):
+        wrong.append(f"replicas ran on {', '.join(called)} and not on {', '.join(expected)}")
     if not error <= LIMIT:  # written so that NaN is wrong
         wrong.append(f"the gradient differs from the big batch's by {error:.2g} of its size")
     yield "; ".join(wrong)
@@ -126,22 +127,26 @@ def _copy_is_right(source: int, target: int) -> bool:
     return torch.equal(original.to(torch.device("cuda", target)).cpu(), original.cpu())
 
 
-def _step(device: torch.device, count: int) -> tuple[int, float]:
-    """The number of GPUs that had a replica, and the relative error of the gradient."""
+def _step(device: torch.device, device_ids: Sequence[int]) -> tuple[list[str], float]:
+    """The devices on which a replica was called, and the relative error of the gradient."""
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double().to(device)
-    rows = torch.linspace(-1, 1, 4 * count * 5, dtype=torch.float64).reshape(-1, 5).to(device)
+    rows = (
+        torch.linspace(-1, 1, 4 * len(device_ids) * 5, dtype=torch.float64)
+        .reshape(-1, 5)
+        .to(device)
+    )
     model(rows).square().mean().backward()
     expected = _gradient(model)
-    devices: set[str] = set()
+    called: list[str] = []
 
     def note_device(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        devices.add(str(arguments[0].device))
+        called.append(str(arguments[0].device))
 
     model.zero_grad()
     model.register_forward_pre_hook(note_device)
-    nn.DataParallel(model, device_ids=list(range(count)))(rows).square().mean().backward()
+    nn.DataParallel(model, device_ids=device_ids)(rows).square().mean().backward()
     measured = _gradient(model)
-    return len(devices), float((measured - expected).abs().max() / expected.abs().max())
+    return sorted(called), float((measured - expected).abs().max() / expected.abs().max())
 
 
 def _gradient(model: nn.Module) -> Tensor:

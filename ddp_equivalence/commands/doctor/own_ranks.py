@@ -20,7 +20,6 @@ from ddp_equivalence.ranks.server import start_method
 
 NCCL = Lane("nccl", "nccl", "cuda")
 ONE_GPU = Lane("gloo_cuda", "gloo", "cuda")
-ALL_IN_ONE_PROCESS = Lane("data_parallel", "gloo", "cuda")
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,10 @@ def ask_ranks(
 ) -> Answers:
     """Let one rank for each of these GPUs do the work, which yields one answer on each.
 
-    On the lane ``data_parallel`` a single rank gets all of the GPUs. ``seconds``: the limit for
+    On a lane that drives all GPUs a single rank gets all of them. ``seconds``: the limit for
     starting, and again for the work.
     """
-    count = 1 if lane.name == "data_parallel" else len(devices)
+    count = 1 if lane.drives_all_gpus else len(devices)
     rank_set = RankSet(
         parse(f"1x{count}"),
         lane,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddp_equivalence.ranks.gpu_room import BYTES_PER_PROCESS, gpu_room
+from ddp_equivalence.ranks.gpu_room import gpu_room
+from ddp_equivalence.ranks.gpus.sharing import BYTES_PER_PROCESS
 from ddp_equivalence.ranks.lanes import cuda_devices
 from ddp_equivalence.report.wrapping import plural
 

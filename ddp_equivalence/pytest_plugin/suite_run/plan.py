@@ -101,7 +101,8 @@ def _ranks_text(tests: Sequence[PlannedTest]) -> str:
 
 def _why_fallback(tests: Sequence[PlannedTest]) -> str:
     """Why NCCL cannot run the smallest of these tests."""
-    return lanes.missing("nccl", min(test.ranks for test in tests)) or ""
+    smallest = min(tests, key=lambda test: test.ranks)
+    return lanes.choose(parse(smallest.layout)).reason
 
 
 def _tests(count: int) -> str:

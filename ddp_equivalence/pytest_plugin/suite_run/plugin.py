@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddp_equivalence.pytest_plugin import progress, summary_table
+from ddp_equivalence.pytest_plugin import progress, summary_table, workers
 from ddp_equivalence.pytest_plugin.run_results import RunResults
 from ddp_equivalence.pytest_plugin.suite_run import (
     SUITE_RUN,
@@ -27,6 +27,7 @@ from ddp_equivalence.pytest_plugin.suite_run.plan import PlannedTest
 from ddp_equivalence.pytest_plugin.suite_run.selection import Selected, selected
 from ddp_equivalence.ranks.backend_names import NCCL_BACKENDS
 from ddp_equivalence.ranks.gpus import visible_gpus
+from ddp_equivalence.ranks.lanes import cuda_devices
 from ddp_equivalence.ranks.nccl_transport import transport
 from ddp_equivalence.report.box import Box, box_in_short, box_lines, this_box
 from ddp_equivalence.report.line import Line, Style
@@ -45,21 +46,27 @@ def register(config: pytest.Config, results: RunResults) -> None:
             config.pluginmanager.register(handed_over.PlanHandedOver(file))
         return
     line = None
+    fewer_workers = workers.fewer(config, len(cuda_devices()))
     if config.getoption("--ddp-plan"):
         config.option.dist = "no"  # xdist starts no workers, which would run the tests
     elif progress_line.can_show(config):
         line = progress_line.ProgressLine(config)
         config.pluginmanager.register(line, progress.PROGRESS_LINE)
-    config.pluginmanager.register(SuiteRun(config, results, line), SUITE_RUN)
+    config.pluginmanager.register(SuiteRun(config, results, line, fewer_workers), SUITE_RUN)
 
 
 class SuiteRun:
     """Registered in the process that has the terminal. ``after``: what ends the closing table."""
 
     def __init__(
-        self, config: pytest.Config, results: RunResults, line: progress_line.ProgressLine | None
+        self,
+        config: pytest.Config,
+        results: RunResults,
+        line: progress_line.ProgressLine | None,
+        fewer_workers: str,
     ) -> None:
         self._config, self._results, self._line = config, results, line
+        self._fewer_workers = fewer_workers
         self._folder = tempfile.TemporaryDirectory(prefix="ddp_equivalence-")
         self._timings = time_needed.last_timings(config)
         self._stopwatch = time_needed.Stopwatch()
@@ -132,6 +139,8 @@ class SuiteRun:
         self._stopwatch.kinds = {test.id: time_needed.kind_of(test) for test in tests}
         if self._line is not None:
             self._line.pace = progress_line.Pace(tests, self._timings, self._workers)
+        if self._fewer_workers:
+            yield self._fewer_workers
         whole_plan = self._config.getoption("--ddp-plan")
         if not whole_plan and (self._config.option.verbose < 0 or not tests):
             return

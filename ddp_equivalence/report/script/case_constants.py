@@ -12,7 +12,14 @@ from ddp_equivalence.case.shards import Shards, split
 from ddp_equivalence.measurement.request import Request
 from ddp_equivalence.report.script.slicing.literals import indices_literal
 
-BACKENDS = {"gloo_fallback": None, "nccl": None, "emulated": "gloo", "data_parallel": "gloo_cuda"}
+BACKENDS = {
+    "gloo_fallback": None,
+    "nccl": None,
+    "nccl_shared": None,
+    "emulated": "gloo",
+    "data_parallel": "gloo_cuda",
+    "data_parallel_shared": "gloo_cuda",
+}
 """Lane -> backend, where their names differ; None: the script chooses it when it starts."""
 
 
@@ -31,7 +38,7 @@ def case_constants(request: Request, batch_sizes: Sequence[int]) -> dict[str, st
     ranks_of_node = [ranks.ranks_on(node) for node in range(ranks.nodes)]
     return {
         "NODE_OF_RANK": "(0,)" if one_process else repr(tuple(row.node for row in ranks.rows)),
-        "BACKEND": repr(backend) + ("" if backend else "  # NCCL if the GPUs suffice, else gloo"),
+        "BACKEND": repr(backend) + ("" if backend else "  # NCCL if there are GPUs, else gloo"),
         "SEED": repr(case.seed),
         "SEED_DISTANCE": f"{APART if request.seeds == 'apart' else 0}  # between two ranks",
         "BATCH_SEED": repr(batch_seed(case.seed)),

@@ -199,9 +199,10 @@ def test_a_run_in_which_everything_is_skipped_fails(tmp_path: Path, no_cuda: Non
 def test_the_doctor_says_what_runs_and_why_not_the_rest(no_cuda: None) -> None:
     code, text, errors = run("doctor")
     assert code == 0, errors
-    assert re.search(r"gloo_fallback  works    \d\d answers right", text)
-    assert "nccl           NOT RUN  needs 2 CUDA devices (one rank each), found 0" in text
-    assert "data_parallel  NOT RUN  needs 2 CUDA devices, found 0" in text
+    assert re.search(r"gloo_fallback         works    \d\d answers right", text)
+    assert "nccl                  NOT RUN  needs 2 CUDA devices (one rank each), found 0" in text
+    assert "nccl_shared           NOT RUN  needs 1 CUDA device, found 0" in text
+    assert "data_parallel         NOT RUN  needs 2 CUDA devices, found 0" in text
 
 
 @pytest.mark.parametrize(

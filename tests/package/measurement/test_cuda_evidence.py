@@ -80,6 +80,8 @@ def test_ranks_with_gpus_of_their_own_are_judged_and_gloo_may_share() -> None:
     assert against_shared_gpus(NCCL, {0: evidence(A), 1: evidence(B)}) is None
     shared = {0: evidence(A), 1: evidence(A)}
     assert against_shared_gpus(Lane("gloo_cuda", "gloo", "cuda"), shared) is None
+    on_purpose = Lane("nccl_shared", "nccl", "cuda", ranks_share_gpus=True)
+    assert against_shared_gpus(on_purpose, shared) is None
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable
 
 import pytest
 
 from ddp_equivalence import BadCase, Case, check
 from ddp_equivalence.case.layouts import parse
+from ddp_equivalence.measurement.lane_of_case import lane_of
+from ddp_equivalence.ranks.gpus import Gpu, by_name, sharing
 from ddp_equivalence.ranks.lanes import (
     CannotRunHere,
     Lane,
@@ -19,6 +22,7 @@ from ddp_equivalence.ranks.lanes import (
     missing,
     visible_devices,
 )
+from ddp_equivalence.strategies import STRATEGIES
 from ddp_equivalence.strategies.catalogue import EIGHT_GPUS, LAYOUTS
 
 NCCL = Lane("nccl", "nccl", "cuda")
@@ -95,12 +99,12 @@ def test_lanes_that_differ_in_their_reason_share_ranks() -> None:
 
 
 def test_what_a_machine_lacks_is_told_apart_from_a_mistake(gpus: Callable[[int], None]) -> None:
-    gpus(1)
+    gpus(0)
     with pytest.raises(CannotRunHere) as caught:
         check(Case(model="mlp", loss="mse_mean", layout="1x2"), "data_parallel")
     error = pickle.loads(pickle.dumps(caught.value))
     told = (error.subject, error.lane, error.layout, error.reason)
-    assert told == ("data_parallel", "data_parallel", "1x2", "needs 2 CUDA devices, found 1")
+    assert told == ("data_parallel", "data_parallel", "1x2", "needs 2 CUDA devices, found 0")
     assert str(error) == str(caught.value)
     with pytest.raises(BadCase) as mistake:
         choose(parse("1x2"), "mpi")
@@ -116,5 +120,89 @@ def test_ranks_that_drive_several_gpus_each_see_only_these(gpus: Callable[[int],
         assert [len(names.split(",")) for names in visible.values()] == [2, 2]
         assert len(set(seen)) == 4
         assert device_of(1, lane, visible[1]).index == 0
-    assert missing("nccl", 2, 2) == "needs 4 CUDA devices (2 for each rank), found 2"
     assert missing("nccl", 2) is None
+    assert missing("nccl", 2, 2) == "needs 4 CUDA devices (2 for each rank), found 2"
+
+
+@pytest.mark.parametrize(
+    ("count", "layout", "name", "reason"),
+    [
+        (0, "1x2", "gloo_fallback", "needs 2 CUDA devices (one rank each), found 0"),
+        (1, "1x1", "nccl", ""),
+        (1, "2x2", "nccl_shared", "4 ranks share GPU 0 over sockets"),
+        (3, "1x4", "nccl_shared", "4 ranks share 3 GPUs over sockets"),
+        (4, "2x2", "nccl", ""),
+    ],
+)
+def test_ranks_share_gpus_if_there_are_fewer(
+    gpus: Callable[[int], None], count: int, layout: str, name: str, reason: str
+) -> None:
+    gpus(count)
+    lane = choose(parse(layout))
+    assert (lane.name, lane.reason) == (name, reason)
+    assert lane.ranks_share_gpus == (name == "nccl_shared")
+    assert name == "gloo_fallback" or choose(parse(layout), may_fall_back=False) == lane
+
+
+def test_each_lane_of_nccl_is_refused_where_the_other_runs(gpus: Callable[[int], None]) -> None:
+    gpus(2)
+    with pytest.raises(CannotRunHere, match="found 2, for layout 1x4; nccl_shared can run it"):
+        choose(parse("1x4"), "nccl")
+    enough = "more ranks than CUDA devices (with one for each, nccl runs), found 2"
+    with pytest.raises(CannotRunHere, match=re.escape(enough)):
+        choose(parse("1x2"), "nccl_shared")
+    assert choose(parse("1x4"), "nccl_shared").backend == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "variable", "why"),
+    [
+        (Gpu(0, compute_mode="exclusive_process"), "", "EXCLUSIVE_PROCESS: one process each"),
+        (Gpu(0, mig=True), "", "MIG: nobody has tried ranks of NCCL that share an instance"),
+        (
+            Gpu(0, memory_total=4 * 2**30),
+            "",
+            "8 ranks on one GPU take about 4.7 GiB, and it has 4.0",
+        ),
+        (Gpu(0), "one", "NCCL_HOSTID is set, so NCCL takes all ranks for ranks of one host"),
+    ],
+)
+def test_what_keeps_ranks_from_sharing_is_the_reason_of_the_fallback(
+    gpus: Callable[[int], None], gpu: Gpu, variable: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(1)
+    for module in (by_name, sharing):
+        monkeypatch.setattr(module, "gpus_by_name", lambda devices: dict.fromkeys(devices, gpu))
+    if variable:
+        monkeypatch.setenv("NCCL_HOSTID", variable)
+    reason = f"needs 8 CUDA devices ({why}), found 1"
+    lane = choose(parse("1x8"))
+    assert (lane.name, lane.reason) == ("gloo_fallback", reason)
+    for options in ({"backend": "nccl_shared"}, {"may_fall_back": False}):
+        with pytest.raises(CannotRunHere) as caught:
+            choose(parse("1x8"), **options)
+        assert (caught.value.lane, caught.value.reason) == ("nccl_shared", reason)
+
+
+@pytest.mark.parametrize(
+    ("count", "layout", "strategy", "name", "reason"),
+    [
+        (1, "1x2", "data_parallel", "data_parallel_shared", "2 replicas on one device"),
+        (3, "1x4", "data_parallel", "data_parallel_shared", "4 replicas on 3 devices"),
+        (2, "1x2", "data_parallel", "data_parallel", ""),
+        (
+            *(1, "1x2", "hybrid_data_parallel", "nccl_shared"),
+            "2 ranks share GPU 0 over sockets, with 2 replicas on one device each",
+        ),
+        (4, "1x2", "hybrid_data_parallel", "nccl", ""),
+    ],
+)
+def test_replicas_share_devices_if_there_are_fewer(
+    gpus: Callable[[int], None], count: int, layout: str, strategy: str, name: str, reason: str
+) -> None:
+    gpus(count)
+    case = Case(model="mlp", loss="mse_mean", layout=layout)
+    lane = lane_of(case, STRATEGIES[strategy], "auto", ())
+    assert (lane.name, lane.reason) == (name, reason)
+    seen = [one.split(",") for one in visible_devices(parse(layout), lane, EIGHT[:count]).values()]
+    assert name != "nccl_shared" or all(len(one) == 1 for one in seen)

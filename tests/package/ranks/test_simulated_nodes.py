@@ -33,15 +33,21 @@ def prints_its_environment(model: nn.Module, shard: Any, rank: Rank) -> None:
 
 
 def test_ranks_of_one_node_have_the_same_host_for_nccl() -> None:
-    defaults = [nccl_defaults(row) for row in parse("1+2").rows]
+    defaults = [nccl_defaults(row, False) for row in parse("1+2").rows]
     assert [one["NCCL_HOSTID"] for one in defaults] == [
         "simulated node 0",
         "simulated node 1",
         "simulated node 1",
     ]
     assert {one["NCCL_NET"] for one in defaults} == {"Socket"}
-    (one_node,) = {tuple(nccl_defaults(row).items()) for row in parse("1x4").rows}
+    (one_node,) = {tuple(nccl_defaults(row, False).items()) for row in parse("1x4").rows}
     assert one_node == (("NCCL_SOCKET_IFNAME", "lo"),)
+
+
+def test_ranks_that_share_gpus_have_a_host_each_for_nccl() -> None:
+    defaults = [nccl_defaults(row, True) for row in parse("1+2").rows]
+    assert [one["NCCL_HOSTID"] for one in defaults] == ["rank 0", "rank 1", "rank 2"]
+    assert {(one["NCCL_NET"], one["NCCL_SOCKET_IFNAME"]) for one in defaults} == {("Socket", "lo")}
 
 
 def test_ranks_on_gloo_get_no_variables_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,9 @@ def join_process_group() -> Rank:
     node = NODE_OF_RANK[rank]
     ranks_of_node = [other for other in range(world_size) if NODE_OF_RANK[other] == node]
     local_rank, gpus = ranks_of_node.index(rank), torch.cuda.device_count()
-    backend = BACKEND or ("nccl" if gpus >= world_size else "gloo")
-    if gpus < (needed := {"gloo": 0, "gloo_cuda": 1}.get(backend, world_size)):
+    on_nccl = "nccl" if gpus >= world_size else "nccl_shared"
+    backend = BACKEND or (on_nccl if gpus else "gloo")
+    if gpus < (needed := {"gloo": 0, "gloo_cuda": 1, "nccl_shared": 1}.get(backend, world_size)):
         raise SystemExit(f"this script runs on {backend} and needs {needed} GPUs, found {gpus}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
     if backend == "gloo":
@@ -35,6 +36,9 @@ def join_process_group() -> Rank:
         "GROUP_RANK": str(node),
         "GROUP_WORLD_SIZE": str(nodes),
     }
+    if backend == "nccl_shared":  # NCCL lets ranks share a GPU that say they are on other hosts
+        os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_NET": "Socket"}
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     torch.set_num_threads(1)
@@ -42,6 +46,6 @@ def join_process_group() -> Rank:
     if visible:
         device = torch.device("cuda", local_rank % len(visible.split(",")))
         torch.cuda.set_device(device)
-    backend = backend.removesuffix("_cuda")
+    backend = backend.removesuffix("_cuda").removesuffix("_shared")
     dist.init_process_group(backend, timeout=timedelta(minutes=5))
     return Rank(rank, world_size, local_rank, len(ranks_of_node), node, nodes, device, backend)

@@ -45,7 +45,7 @@ def lines_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def parts(lines: list[str]) -> dict[str, str]:
     """Name -> outcome of every line of the table."""
-    words = {line[2:17].rstrip(): line[17:26].rstrip() for line in lines if line.startswith("  ")}
+    words = {line[2:24].rstrip(): line[24:33].rstrip() for line in lines if line.startswith("  ")}
     assert set(words.values()) <= set(Outcome)
     return words
 
@@ -70,9 +70,9 @@ def test_two_gpus_are_asked_together_once_and_three_again(lines_of: Any) -> None
 def test_pairs_that_cannot_run_are_named_with_the_reason(lines_of: Any) -> None:
     machine = box(gpu(0), gpu(1))
     lines = lines_of(machine, found(0), found(1, Outcome.FAILED))
-    assert "  pairs          NOT RUN  of 2 GPUs, 1 works alone" in lines
+    assert "  pairs                 NOT RUN  of 2 GPUs, 1 works alone" in lines
     lines = lines_of(machine, found(0), found(1), nccl="this torch has no backend nccl")
-    assert "  pairs          NOT RUN  this torch has no backend nccl" in lines
+    assert "  pairs                 NOT RUN  this torch has no backend nccl" in lines
 
 
 def test_what_nobody_could_say_of_the_gpus_is_not_run(lines_of: Any) -> None:

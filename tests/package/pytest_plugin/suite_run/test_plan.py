@@ -20,6 +20,8 @@ TESTS = (
 
 @pytest.fixture(autouse=True)
 def _four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four GPUs that ranks of NCCL cannot share."""
+    monkeypatch.setenv("NCCL_HOSTID", "one")
     monkeypatch.setattr(lanes, "cuda_devices", lambda: ("0", "1", "2", "3"))
 
 
@@ -28,7 +30,8 @@ def test_the_plan_counts_every_test_once_on_its_lane_or_with_its_reason() -> Non
     assert list(plan_lines(TESTS)) == [
         "Plan: 7 tests, of which 3 will not run",
         "  nccl           2 cases on 2 to 4 ranks",
-        "  gloo_fallback  1 case on 8 ranks: needs 8 CUDA devices (one rank each), found 4",
+        "  gloo_fallback  1 case on 8 ranks: needs 8 CUDA devices (NCCL_HOSTID is set, so NCCL "
+        "takes all ranks for ranks of one host), found 4",
         f"  others         1 test: {others}",
         "  NOT RUN        2 cases on data_parallel: needs 4 CUDA devices, found 2",
         "  NOT RUN        1 test: the GPU is too old",

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 
-from pretended_gpus import runtime, settings
+from pretended_gpus import duplicates, runtime, settings
 
 RESULTS = {
     "all_reduce": ("tensor", 0),
@@ -123,6 +123,7 @@ def _with_gloo(make: Callable[..., Any]) -> Callable[..., Any]:
         group = make(*arguments, **keywords)
         if nccl:
             _of_nccl.append(c10d._get_default_group() if first else group)
+            duplicates.refuse(_of_nccl[-1])
         return group
 
     return made

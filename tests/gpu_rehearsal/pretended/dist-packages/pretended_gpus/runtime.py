@@ -69,6 +69,11 @@ def current() -> int:
     return getattr(_thread, "device", 0)
 
 
+def has_chosen() -> bool:
+    """True if this thread has chosen a device."""
+    return hasattr(_thread, "device")
+
+
 def set_current(index: int) -> None:
     """Make a device that of this thread, which starts a context on it."""
     if index < 0:
