@@ -71,9 +71,8 @@ class TorchCalls:
             torch.amp.GradScaler.scale: lambda frame: self._on_scale(Kind.SCALE, frame),
             torch.amp.GradScaler.unscale_: lambda frame: self._on_scale(Kind.UNSCALE, frame),
         }
-        functions |= dict.fromkeys(
-            (torch.cuda.manual_seed, torch.cuda.manual_seed_all), self._on_seed
-        )
+        seeds_of_gpus = torch.cuda.manual_seed, torch.cuda.manual_seed_all
+        functions |= dict.fromkeys(seeds_of_gpus, self._on_seed_of_gpus)
         functions |= dict.fromkeys(REGISTERING, self._on_hook)
         functions |= dict.fromkeys(sharding_functions(), self._on_sharding)
         functions |= dict.fromkeys(divide_factor_functions(), self._on_divide_factor)
@@ -142,10 +141,12 @@ class TorchCalls:
         )
 
     def _on_seed(self, frame: FrameType) -> None:
-        caller = frame.f_back
-        if caller is not None and caller.f_code.co_filename == torch.random.__file__:
-            return  # torch.manual_seed seeds the GPUs, too
         self._record(Kind.SEED, frame, value=float(int(frame.f_locals["seed"])))
+
+    def _on_seed_of_gpus(self, frame: FrameType) -> None:
+        caller = frame.f_back  # torch.manual_seed seeds the GPUs, too, and so does this package
+        if caller is not None and is_shown(caller.f_code.co_filename):
+            self._on_seed(frame)
 
     def _on_hook(self, frame: FrameType) -> None:
         hook = frame.f_locals.get("hook", frame.f_locals.get("comm_hook_type"))
