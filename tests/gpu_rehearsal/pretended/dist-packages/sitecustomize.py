@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import sys
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import module_from_spec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 
@@ -92,6 +92,34 @@ class _AfterImports(MetaPathFinder):
         return spec
 
 
+class _AsFileOfTorch(SourceFileLoader):
+    """Loads a module of the pretended GPUs under the name of a file of torch, in whose place it is.
+
+    A report does not show the lines of torch, nor say that one of them has changed a gradient.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        spec = PathFinder.find_spec("torch")
+        assert spec is not None
+        assert spec.origin is not None
+        name = os.path.join(os.path.dirname(spec.origin), *fullname.split("."))
+        code: CodeType = compile(self.get_data(path), f"{name}.py", "exec", dont_inherit=True)
+        return code
+
+
+class _PretendedGpus(MetaPathFinder):
+    """Finds the modules of the pretended GPUs."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
+        if not name.startswith("pretended_gpus"):
+            return None
+        spec = PathFinder.find_spec(name, path)
+        if spec is not None and spec.origin is not None:
+            spec.loader = _AsFileOfTorch(name, spec.origin)
+        return spec
+
+
 def _next_site_customisation() -> ModuleSpec | None:
     """The sitecustomize that this file hides, if the machine has one."""
     here = os.path.dirname(os.path.abspath(__file__))
@@ -107,7 +135,7 @@ def _run_next_site_customisation() -> None:
 
 _run_next_site_customisation()
 if os.environ.get("PRETEND_GPUS"):
-    sys.meta_path.insert(0, _AfterImports())
+    sys.meta_path[:0] = [_AfterImports(), _PretendedGpus()]
     from pretended_gpus import say_so
 
     say_so.in_this_process()
