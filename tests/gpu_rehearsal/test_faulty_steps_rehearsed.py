@@ -22,7 +22,7 @@ PARTS = 8
 """The thorough run takes the steps in so many parts, of half a minute each."""
 
 
-def test_what_cuda_does_otherwise_hides_no_line() -> None:
+def test_a_step_shows_on_nccl_the_lines_that_it_shows_on_the_cpu() -> None:
     rehearsed = rehearse(*PYTEST, STEPS, "-k", OF_EACH_KIND, gpus=4)
     assert rehearsed.returncode == 0, rehearsed.output
     assert "5 passed" in rehearsed.output
