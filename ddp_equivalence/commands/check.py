@@ -102,9 +102,8 @@ def _add_options_of_the_case(parser: argparse.ArgumentParser) -> None:
 def _add_options_of_the_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
-        help="run on this backend: auto, gloo, gloo_cuda, nccl, nccl_shared, nccl2 or nccl-legacy; "
-        "auto takes NCCL if there is a GPU, which ranks share if there are too few (nccl_shared), "
-        "and gloo on the CPU otherwise",
+        help="auto, gloo, gloo_cuda, nccl, nccl_shared (ranks share GPUs), nccl2 or nccl-legacy; "
+        "auto takes NCCL if there is a GPU, shared if there are too few, and gloo on the CPU else",
     )
     parser.add_argument(
         "--compare",

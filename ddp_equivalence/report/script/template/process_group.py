@@ -20,8 +20,7 @@ def join_process_group() -> Rank:
     node = NODE_OF_RANK[rank]
     ranks_of_node = [other for other in range(world_size) if NODE_OF_RANK[other] == node]
     local_rank, gpus = ranks_of_node.index(rank), torch.cuda.device_count()
-    on_nccl = "nccl" if gpus >= world_size else "nccl_shared"
-    backend = BACKEND or (on_nccl if gpus else "gloo")
+    backend = BACKEND or (("nccl" if gpus >= world_size else "nccl_shared") if gpus else "gloo")
     if gpus < (needed := {"gloo": 0, "gloo_cuda": 1, "nccl_shared": 1}.get(backend, world_size)):
         raise SystemExit(f"this script runs on {backend} and needs {needed} GPUs, found {gpus}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
@@ -37,8 +36,7 @@ def join_process_group() -> Rank:
         "GROUP_WORLD_SIZE": str(nodes),
     }
     if backend == "nccl_shared":  # NCCL lets ranks share a GPU that say they are on other hosts
-        os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_NET": "Socket"}
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        os.environ |= {"NCCL_HOSTID": str(rank), "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     torch.set_num_threads(1)
