@@ -187,9 +187,7 @@ def replicas_lane(replicas: int) -> Lane:
     """nn.DataParallel in one process, with a device for every replica if there are enough."""
     if not must_share(replicas):
         return Lane("data_parallel", "gloo", "cuda")
-    found = len(cuda_devices())
-    reason = f"{replicas} replicas on {'one device' if found == 1 else f'{found} devices'}"
-    return Lane("data_parallel_shared", "gloo", "cuda", reason)
+    return Lane("data_parallel_shared", "gloo", "cuda", f"{replicas} replicas on one device")
 
 
 def shared_lane(layout: Layout, note: str = "") -> Lane:

@@ -1,4 +1,4 @@
-"""The real nn.DataParallel, on several CUDA devices, or with several replicas on each."""
+"""The real nn.DataParallel, on several CUDA devices, or with all replicas on one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def cause_of_difference(sharded_batch: ShardedBatch) -> str | None:
 
 
 def prepare(task: Task) -> TrainStep:
-    count = torch.cuda.device_count()
-    devices = [number % count for number in range(task.case.ranks.world_size)]
+    replicas_wanted = task.case.ranks.world_size
+    is_enough = torch.cuda.device_count() >= replicas_wanted
+    devices = list(range(replicas_wanted)) if is_enough else [0] * replicas_wanted
     parallel = nn.DataParallel(task.model, device_ids=devices)
     replicas = Replicas(task, parallel)
 

@@ -188,7 +188,7 @@ def test_what_keeps_ranks_from_sharing_is_the_reason_of_the_fallback(
     ("count", "layout", "strategy", "name", "reason"),
     [
         (1, "1x2", "data_parallel", "data_parallel_shared", "2 replicas on one device"),
-        (3, "1x4", "data_parallel", "data_parallel_shared", "4 replicas on 3 devices"),
+        (3, "1x4", "data_parallel", "data_parallel_shared", "4 replicas on one device"),
         (2, "1x2", "data_parallel", "data_parallel", ""),
         (
             *(1, "1x2", "hybrid_data_parallel", "nccl_shared"),
@@ -197,7 +197,7 @@ def test_what_keeps_ranks_from_sharing_is_the_reason_of_the_fallback(
         (4, "1x2", "hybrid_data_parallel", "nccl", ""),
     ],
 )
-def test_replicas_share_devices_if_there_are_fewer(
+def test_replicas_share_a_device_if_there_are_fewer(
     gpus: Callable[[int], None], count: int, layout: str, strategy: str, name: str, reason: str
 ) -> None:
     gpus(count)
