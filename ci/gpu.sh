@@ -5,7 +5,9 @@
 # cannot run is skipped, and the table lists it as NOT RUN with the reason. The run fails if nothing was compared
 # on one of the lanes on GPUs that this machine can run, and without a GPU.
 # First `ddp-equivalence doctor` runs. If it ends with another exit code than 0, no test is started.
-# Arguments go to pytest. The results are in results.json.
+# As `ddp-equivalence run`, it runs the tests in which every pair of values of the catalogue occurs; on one H200 such
+# a run took 260 s with a sketch of these lanes. ci/gpu.sh --all runs the rest, too.
+# Other arguments go to pytest. The results are in results.json.
 #   MUST_RUN="nccl gloo_cuda" ci/gpu.sh   demand these lanes instead, such as where only some tests run
 #   PYTHON=python3 ci/gpu.sh              take torch from this Python, see ci/install.sh
 #   INSTALLED=1 ci/gpu.sh                 ci/install.sh has run before; there may be no network now
@@ -17,4 +19,4 @@ must_run=()
 for lane in ${MUST_RUN:-gpu}; do
     must_run+=(--must-run "$lane")
 done
-.venv/bin/ddp-equivalence run --all --json "${RESULTS:-results.json}" "${must_run[@]}" "$@"
+.venv/bin/ddp-equivalence run --json "${RESULTS:-results.json}" "${must_run[@]}" "$@"
