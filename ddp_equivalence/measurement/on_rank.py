@@ -96,9 +96,8 @@ def _run_step(
         log or nullcontext(),
         draws.watching() if draws else nullcontext(),
     ):
-        task = Task(case, model, rank, shards, notes, work.steps)
         run_of_step = RunOfStep(rank, work, model, held, races, planted, declared, observer)
-        gradients = run_of_step.train(task, given)
+        gradients = run_of_step.train(Task(case, model, rank, shards, notes, work.steps), given)
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     collectives = new_collectives()
