@@ -13,9 +13,22 @@ from contextlib import contextmanager
 
 import torch
 
+_before: list[bool] = []
+"""For each block that runs, whether autograd might use other threads before the first of them."""
+
 
 @contextmanager
 def backward_on_calling_thread() -> Iterator[None]:
-    """Inside the block, the backward passes that this thread calls run on it."""
-    with torch.autograd.set_multithreading_enabled(False):
+    """Inside the block, the backward passes that this thread calls run on it.
+
+    Blocks may end in another order than that in which they began: a log of operations begins before
+    a step is observed, and ends before it. The setting comes back with the last one.
+    """
+    _before.append(_before[0] if _before else torch._C._is_multithreading_enabled())
+    torch._C._set_multithreading_enabled(False)
+    try:
         yield
+    finally:
+        before = _before.pop()
+        if not _before:
+            torch._C._set_multithreading_enabled(before)
